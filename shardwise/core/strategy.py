@@ -1,0 +1,163 @@
+"""How a run is divided: settings, the strategy that holds their values, and the mesh layout they imply.
+
+A *setting* is one key of the recipe's ``strategy:`` section. It is declared as data in the file of the
+technique that reads it, so the recipe's schema, the planner's search space, the one-line form, the
+reference page and the type of every access all come from one place. A *strategy* is nothing but values for
+all settings; it is read as ``strategy[ZERO_STAGE]``, which the type checker knows to be an ``int``.
+
+Chosen: a value object keyed by Setting objects. Refused: a dataclass with one field per technique, which
+would have to be edited here for each new technique (and was, in every trainer we read); the price is that
+``strategy.zero_stage`` does not exist, one writes ``strategy[ZERO_STAGE]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Setting(Generic[T]):
+    """One key of the ``strategy:`` section.
+
+    Attributes:
+        key: the name under ``strategy:``.
+        default: the value when neither the recipe nor the planner decides.
+        doc: one sentence for the reference page.
+        kind: the Python type of a value.
+        choices: the closed set of values, or () for any value of ``kind``.
+        minimum: the smallest acceptable number.
+        candidates: what the planner may try when the recipe leaves the key out, cheapest in time first;
+            () means that only the default is used.
+        note: why a value outside ``choices`` is refused, appended to the error.
+    """
+
+    key: str
+    default: T
+    doc: str
+    kind: type = str
+    choices: tuple[T, ...] = ()
+    minimum: int | None = None
+    candidates: tuple[T, ...] = ()
+    note: str = ""
+
+    def parse(self, value: object) -> T:
+        """Return ``value`` as a T. Raises ValueError with the reason in words."""
+        if type(value) is not self.kind:
+            raise ValueError(f"expected {_kind_name(self.kind)}, found {value!r}")
+        if self.choices and value not in self.choices:
+            listed = ", ".join(str(choice) for choice in self.choices)
+            raise ValueError(f"{value!r} is not one of {listed}" + (f" ({self.note})" if self.note else ""))
+        if self.minimum is not None and isinstance(value, int | float) and value < self.minimum:
+            raise ValueError(f"{value} is less than {self.minimum}")
+        return value  # type: ignore[return-value]
+
+
+def _kind_name(kind: type) -> str:
+    return {int: "an integer", str: "a word", bool: "true or false", float: "a number"}.get(kind, kind.__name__)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Values for every setting. Immutable, hashable, ordered as the settings are."""
+
+    values: Mapping[str, object]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
+
+    def __getitem__(self, setting: Setting[T]) -> T:
+        return self.values[setting.key]  # type: ignore[return-value]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.values.items()))
+
+    def __reduce__(self) -> tuple[type[Strategy], tuple[dict[str, object]]]:
+        return Strategy, (dict(self.values),)
+
+    def with_values(self, **changes: object) -> Strategy:
+        """The same strategy with some keys changed. Raises KeyError for a key that no setting has."""
+        if unknown := changes.keys() - self.values.keys():
+            raise KeyError(f"no such setting: {', '.join(sorted(unknown))}")
+        return Strategy({**self.values, **changes})
+
+    def differences(self, other: Strategy) -> dict[str, tuple[object, object]]:
+        """The keys on which two strategies differ, as (mine, other's)."""
+        return {k: (v, other.values[k]) for k, v in self.values.items() if other.values[k] != v}
+
+
+def complete(pinned: Mapping[str, object], settings: Iterable[Setting[Any]]) -> Strategy:
+    """The strategy that keeps what is pinned and takes the default of everything else."""
+    return Strategy({s.key: pinned.get(s.key, s.default) for s in settings})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Named mesh axes and their degrees, slowest-varying first; their product is the world size.
+
+    *axis* always means the mesh, *dim* always means a tensor.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def world_size(self) -> int:
+        size = 1
+        for _, degree in self.axes:
+            size *= degree
+        return size
+
+    def degree(self, axis: str) -> int:
+        return dict(self.axes)[axis]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        return tuple(degree for _, degree in self.axes)
+
+    def stride(self, axis: str) -> int:
+        """Distance in ranks between neighbours along ``axis`` (row-major rank numbering)."""
+        stride = 1
+        for name, degree in reversed(self.axes):
+            if name == axis:
+                return stride
+            stride *= degree
+        raise KeyError(axis)
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        return rank // self.stride(axis) % self.degree(axis)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Something that cannot be done, as data: when it applies, why, and which key to change to what.
+
+    ``broken`` sees the strategy, the world size and the recipe's facts (batch size, dtype of the device and
+    so on are deliberately not in it: rules are checked before torch is loaded). ``nearest`` proposes values
+    that satisfy the rule.
+    """
+
+    key: str
+    reason: str
+    broken: Callable[[Strategy, int], bool]
+    nearest: Callable[[Strategy, int], Mapping[str, object]] = field(default=lambda s, w: {})
+
+
+@dataclass(frozen=True)
+class Violation:
+    rule: Rule
+    nearest: Mapping[str, object]
+
+
+def violations(rules: Sequence[Rule], strategy: Strategy, world_size: int) -> Iterator[Violation]:
+    """Every rule that ``strategy`` breaks on ``world_size`` devices."""
+    for rule in rules:
+        if rule.broken(strategy, world_size):
+            yield Violation(rule, rule.nearest(strategy, world_size))

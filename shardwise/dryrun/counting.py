@@ -1,0 +1,132 @@
+"""Counting one operation: its FLOPs, the bytes it must move, and the payload of a collective.
+
+FLOPs come from PyTorch's own registry (``torch.utils.flop_counter``), plus the CPU attention kernel, which it
+lacks. Bytes are every input and output once: what a kernel must move if nothing is reused in cache.
+Multi-tensor operations (``_foreach_*``, ``_fused_adamw_``) count one kernel per tensor, so that their number
+grows with depth and shallow runs can be extrapolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from shardwise.core.cost import Collective, Kernel
+
+CONTROL_AXIS = "control"
+"""Collectives of a single element (token count, loss, gradient norm) are listed under this name, not under
+the mesh axis whose group they happen to use: they are not the strategy's traffic."""
+
+_KINDS: dict[str, str] = {
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "send": "send",
+}
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def _cpu_attention_flops(args: tuple[Any, ...]) -> int:
+    query, key, value = args[:3]
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _cpu_attention_backward_flops(args: tuple[Any, ...]) -> int:
+    grad, query, key, value = args[:4]
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _cpu_attention_flops,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward_flops,
+}
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+    """FLOPs of one call: matrix products, convolutions and attention; 0 for everything else."""
+    if (attention := _ATTENTION.get(func.name())) is not None:
+        return attention(args)
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def kernels_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[Kernel]:
+    """The kernels that one call launches; [] for views and other calls that move nothing."""
+    if func.is_view or func.namespace not in ("aten", "fsdp"):
+        return []
+    name = func.name()
+    tensors = [t for t in tree_iter((args, kwargs, out)) if isinstance(t, Tensor)]
+    if not tensors:
+        return []
+    if name.startswith(("aten::_foreach", "aten::_fused")):
+        lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+        each = [sum(t.element_size() * t.numel() for t in piece) for piece in zip(*lists, strict=False)]
+        dtype = _dtype_name(lists[0][0])
+        return [Kernel(name, dtype, 0, 0, size) for size in each]
+    # An in-place operation returns its input: count each tensor object once.
+    distinct = {id(t): t for t in tensors}.values()
+    widest = max(distinct, key=lambda t: t.numel())
+    return [Kernel(name, _dtype_name(widest), 0, flops_of(func, args, kwargs, out), bytes_of(distinct))]
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return {
+        torch.float32: "fp32",
+        torch.float64: "fp64",
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+    }.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+
+
+def collective_of(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis_of: Mapping[str, str]
+) -> Collective | None:
+    """What a c10d call sends; None for calls that send nothing (wait, barrier on a fake group)."""
+    name = func.name().split("::")[1].strip("_")
+    kind = next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), None)
+    group = _group_of(args, kwargs)
+    if kind is None or group is None:
+        return None
+    tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+    # Gathered output or scattered input: the payload is the largest tensor of the call.
+    payload = max(tensors, key=lambda t: t.numel())
+    elements = payload.numel()
+    if func.namespace == "_c10d_functional" and kind == "all_gather":
+        elements *= group.size()
+    axis = CONTROL_AXIS if elements == 1 else axis_of.get(group.group_name, "world")
+    return Collective(kind, axis, group.size(), 0, elements, elements * payload.element_size())
+
+
+def _group_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    for value in [*args, *kwargs.values()]:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(value)
+            except RuntimeError:
+                continue  # a ReduceOp
+        if isinstance(value, str) and (group := _named_group(value)) is not None:
+            return group
+    return None
+
+
+def _named_group(name: str) -> dist.ProcessGroup | None:
+    """Functional collectives name their group; their reduce operation is a string too."""
+    from_name = torch._C._distributed_c10d._resolve_process_group
+    try:
+        return from_name(name)
+    except RuntimeError:
+        return None

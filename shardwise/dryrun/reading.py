@@ -1,0 +1,123 @@
+"""Reading the tracker: the ledger at any instant, the peak of every phase, the timeline.
+
+An allocation belongs to the first tag in ``tracker.TAGS`` that its storage ever had. Untagged ones are told
+apart by their life: born in a forward pass (or in a recomputation, where autograd is on) and still alive when
+that phase ends means saved for the backward pass, an activation; everything else is a temporary.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from shardwise.core.ledger import Ledger, Peak, ledger_from
+from shardwise.dryrun.tracker import TAGS, Allocation, Tracker
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One point of the timeline."""
+
+    time: int
+    phase: str
+    ledger: Ledger
+
+
+def category(allocation: Allocation, tracker: Tracker) -> str:
+    """The ledger row of one allocation."""
+    if allocation.origin.gathered:
+        return "parameters"
+    for tag in TAGS:
+        if tag in allocation.origin.tags:
+            return tag
+    if allocation.phase == "backward":
+        return "activations" if allocation.grad_enabled else "temporaries"
+    if allocation.phase != "forward":
+        return "temporaries"
+    ends = _phase_end(allocation.born, tracker)
+    return "activations" if allocation.died is None or allocation.died > ends else "temporaries"
+
+
+def _phase_end(time: int, tracker: Tracker) -> int:
+    starts = [start for start, _ in tracker.phases]
+    index = bisect_right(starts, time)
+    return starts[index] if index < len(starts) else tracker.now
+
+
+def peaks(tracker: Tracker, since: int = 0) -> dict[str, Peak]:
+    """The instant of greatest total in every phase at or after time ``since``."""
+    changes = _changes(tracker)
+    best: dict[str, tuple[int, int, int]] = {}  # phase -> (bytes, time, workspace)
+    starts = [start for start, _ in tracker.phases]
+    workspaces = {time: size for time, size, _ in tracker.workspaces}
+    total = 0
+    for time in range(1, tracker.now + 1):
+        total += changes.get(time, 0)
+        workspace = workspaces.get(time, 0)
+        if time < since:
+            continue
+        phase = tracker.phases[bisect_right(starts, time) - 1][1]
+        if total + workspace > best.get(phase, (-1, 0, 0))[0]:
+            best[phase] = (total + workspace, time, workspace)
+    names = {a.born: (a.where or a.operation) for a in tracker.allocations}
+    return {
+        phase: Peak(ledger_at(tracker, time).plus(communication=workspace), phase, _latest(names, time))
+        for phase, (_, time, workspace) in best.items()
+    }
+
+
+def _latest(names: dict[int, str], time: int) -> str:
+    """The name of the newest allocation at ``time``."""
+    while time > 0:
+        if time in names:
+            return names[time]
+        time -= 1
+    return ""
+
+
+def _changes(tracker: Tracker) -> dict[int, int]:
+    changes: dict[int, int] = {}
+    for a in tracker.allocations:
+        changes[a.born] = changes.get(a.born, 0) + a.size
+        if a.died is not None:
+            changes[a.died] = changes.get(a.died, 0) - a.size
+    return changes
+
+
+def ledger_at(tracker: Tracker, time: int) -> Ledger:
+    """Bytes by category of everything alive at ``time``."""
+    rows: dict[str, int] = {}
+    for a in tracker.allocations:
+        if a.born <= time and (a.died is None or a.died > time):
+            row = category(a, tracker)
+            rows[row] = rows.get(row, 0) + a.size
+    return ledger_from(rows)
+
+
+def timeline(tracker: Tracker, since: int, points: int = 200) -> list[Sample]:
+    """The ledger over time, at most ``points`` samples, always including the highest instant of each span."""
+    changes = _changes(tracker)
+    span = max(1, -(-(tracker.now - since + 1) // points))
+    rows = {a: category(a, tracker) for a in tracker.allocations}
+    by_time: dict[int, list[tuple[str, int]]] = {}
+    for a in tracker.allocations:
+        by_time.setdefault(a.born, []).append((rows[a], a.size))
+        if a.died is not None:
+            by_time.setdefault(a.died, []).append((rows[a], -a.size))
+    starts = [start for start, _ in tracker.phases]
+    current: dict[str, int] = {}
+    samples: list[Sample] = []
+    best: Sample | None = None
+    for time in range(1, tracker.now + 1):
+        for row, size in by_time.get(time, ()):
+            current[row] = current.get(row, 0) + size
+        if time < since or (time not in changes and time != tracker.now):
+            continue
+        ledger_total = sum(current.values())
+        if best is None or ledger_total > best.ledger.total:
+            phase = tracker.phases[bisect_right(starts, time) - 1][1]
+            best = Sample(time, phase, ledger_from(current))
+        if (time - since) % span == span - 1 or time == tracker.now:
+            samples.append(best)
+            best = None
+    return samples

@@ -1,0 +1,172 @@
+"""The dry run: the trainer's own build and step on fake tensors, as one rank of a world of any size.
+
+One step is enough. Step 2 peaks higher than step 1 only because step 1 creates the optimizer's state, so the
+state is created first, by an optimizer step on zero gradients outside the counted part. Of many equal
+micro-batches only the first, one from the middle and the last are run: the peak does not depend on how many
+lie between, and their cost is counted once and multiplied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.module_tracker import ModuleTracker
+
+from shardwise.core.cluster import Cluster
+from shardwise.core.cost import Collective, Kernel, StepCost
+from shardwise.core.ledger import Peak
+from shardwise.core.recipe import Recipe
+from shardwise.core.strategy import Strategy
+from shardwise.dryrun.reading import Sample, peaks, timeline
+from shardwise.dryrun.target import TARGETS
+from shardwise.dryrun.tracker import Tracker, axis_names
+from shardwise.dryrun.world import fake_world
+from shardwise.engine.build import Run, assemble, materialise
+from shardwise.engine.phase import listening
+from shardwise.engine.step import step
+from shardwise.model.blueprint import Batch, Blueprint
+from shardwise.technique import MICRO_BATCH_SIZE, layout_of, micro_batches
+
+SEEN_MICRO_BATCHES = 3
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank of one strategy holds and does in one optimizer step (step 2 or later).
+
+    Attributes:
+        peaks: the highest instant of every phase, without the profile's overhead.
+        cost: kernels and collectives of the whole step, all micro-batches included.
+        timeline: the ledger over the step.
+        parameters: elements of the whole model, unsharded.
+    """
+
+    rank: int
+    peaks: dict[str, Peak]
+    cost: StepCost
+    timeline: tuple[Sample, ...]
+    parameters: int
+
+    @property
+    def peak(self) -> Peak:
+        return max(self.peaks.values(), key=lambda peak: peak.bytes)
+
+
+def dry_run(
+    recipe: Recipe,
+    blueprint: Blueprint,
+    strategy: Strategy,
+    cluster: Cluster,
+    *,
+    rank: int = 0,
+    depth: int | None = None,
+    seen: int = SEEN_MICRO_BATCHES,
+) -> DryRun:
+    """Run one optimizer step as ``rank`` without allocating anything.
+
+    Args:
+        depth: number of blocks instead of the model's own.
+        seen: at most how many micro-batches to run; the rest is like the middle one.
+    """
+    world_size = cluster.world_size
+    layout = layout_of(strategy, world_size)
+    count = micro_batches(strategy, layout, recipe.batch_size)
+    target = TARGETS[cluster.device.kind]
+    with fake_world(rank, world_size):
+        site = assemble(blueprint, strategy, world_size, "cpu", depth)
+        parameters = sum(p.numel() for p in site.model.parameters())
+        groups = {name: site.mesh.get_group(name) for name in site.mesh.mesh_dim_names or ()}
+        modules = ModuleTracker()
+        tracker = Tracker(axis_names(groups), target.workspace, lambda: _innermost(modules))
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with torch.random.fork_rng(devices=[]), fake, target.kernels(), tracker.watching(), modules:
+            run = materialise(site, recipe, blueprint, torch.device("cpu"))
+            _create_optimizer_state(run, tracker)
+            batches = _fake_batches(run, strategy, recipe, min(count, seen))
+            for batch in batches:
+                tracker.tag(batch.values(), "activations")
+            start = tracker.now
+            costs = _counted_step(run, batches, tracker)
+        found = peaks(tracker, since=start)
+        samples = tuple(timeline(tracker, since=start))
+    return DryRun(rank, found, _whole_cost(costs, count), samples, parameters)
+
+
+def _innermost(modules: ModuleTracker) -> str:
+    name = max(modules.parents, key=len, default="")
+    return name.partition(".")[2]
+
+
+def _create_optimizer_state(run: Run, tracker: Tracker) -> None:
+    """Let the optimizer make its state from zero gradients, then say what each storage is for."""
+    mixed = any(p.dtype != run.dtypes.compute for p in run.model.parameters())
+    tracker.tag(run.model.parameters(), "master_weights" if mixed else "parameters")
+    tracker.tag(run.model.buffers(), "parameters")
+    for parameter in run.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    for state in run.optimizer.state.values():
+        tracker.tag((v for v in state.values() if isinstance(v, torch.Tensor)), "optimizer_state")
+
+
+def _fake_batches(run: Run, strategy: Strategy, recipe: Recipe, count: int) -> list[Batch]:
+    shapes = run.blueprint.sample_shapes(recipe.data.sequence_length)
+    size = strategy[MICRO_BATCH_SIZE]
+    return [
+        {name: torch.zeros((size, *shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        for _ in range(count)
+    ]
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Counted calls of every micro-batch run, and of the rest of the step."""
+
+    per_micro_batch: list[tuple[Counter[Kernel], Counter[Collective]]]
+    rest: tuple[Counter[Kernel], Counter[Collective]]
+
+
+def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> _Costs:
+    """Run the step; split what it costs by micro-batch, by listening where techniques listen."""
+    marks: list[tuple[Counter[Kernel], Counter[Collective]]] = []
+
+    def mark(_: bool) -> None:
+        marks.append((tracker.kernels.copy(), tracker.collectives.copy()))
+
+    def entered(name: str) -> None:
+        if name == "clip":
+            mark(True)
+            tracker.tag((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
+
+    run.micro_batch_hooks.append(mark)
+    tracker.counting_costs = True
+    with listening(entered):
+        step(run, batches, run.recipe.optimizer.learning_rate)
+    tracker.counting_costs = False
+    run.micro_batch_hooks.remove(mark)
+    end = (tracker.kernels, tracker.collectives)
+    spans = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(marks, marks[1:], strict=False)]
+    first, last = marks[0], marks[-1]
+    rest = (first[0] + (end[0] - last[0]), first[1] + (end[1] - last[1]))
+    return _Costs(spans, rest)
+
+
+def _whole_cost(costs: _Costs, count: int) -> StepCost:
+    """The cost of ``count`` micro-batches: the first, the last, and copies of the one between."""
+    kernels, collectives = costs.rest[0].copy(), costs.rest[1].copy()
+    for index, (some_kernels, some_collectives) in enumerate(costs.per_micro_batch):
+        middle = index == 1 and len(costs.per_micro_batch) == SEEN_MICRO_BATCHES
+        times = count - 2 if middle else 1
+        for kernel, calls in some_kernels.items():
+            kernels[kernel] += times * calls
+        for collective, calls in some_collectives.items():
+            collectives[collective] += times * calls
+    return StepCost(
+        tuple(replace(kernel, calls=calls) for kernel, calls in kernels.items()),
+        tuple(replace(collective, calls=calls) for collective, calls in collectives.items()),
+    )

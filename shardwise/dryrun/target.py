@@ -1,0 +1,110 @@
+"""What the target device would run where the CPU, on which fake tensors live, would run something else.
+
+Fake ``cuda`` tensors abort the process on a build of PyTorch without CUDA, so every dry run is on fake ``cpu``
+tensors. Two operations then differ in what they keep for the backward pass: ``rms_norm`` is decomposed on the
+CPU (two fp32 copies of its input more) and attention takes a CPU kernel. For CUDA and ROCm both are replaced
+by what runs there. Collectives differ too: gloo copies what it gathers or scatters.
+
+The table is keyed by what the *cluster* says it is, so a laptop plans for an H100 and an H100 could plan for a
+laptop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a kind of device differs from the fake CPU.
+
+    Attributes:
+        kernels: makes a context in which the target's kernels stand in for the CPU's.
+        workspace: bytes a collective allocates for itself, from (kind, payload bytes).
+    """
+
+    kernels: Callable[[], AbstractContextManager[Any]]
+    workspace: Callable[[str, int], int]
+
+
+def _gloo_workspace(kind: str, payload: int) -> int:
+    """gloo gathers into a flat copy of the output and reduces on a clone of the input."""
+    return payload if kind in ("all_gather", "reduce_scatter") else 0
+
+
+def _no_workspace(kind: str, payload: int) -> int:
+    """NCCL works in buffers that belong to the communicator: a row of the device's profile."""
+    return 0
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """Stands in for ``aten._fused_rms_norm`` on CUDA: keeps its input, its weight and one fp32 per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, rstd, *([] if weight is None else [weight]))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, _, *weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None
+
+
+class CudaKernels(TorchFunctionMode):
+    """Replaces attention and RMS norm by what CUDA runs eagerly."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _cuda_attention(*args, **kwargs)
+        if func in (F.rms_norm, torch.rms_norm):
+            return _fused_rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _fused_rms_norm(
+    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    return _FusedRMSNorm.apply(x, weight)
+
+
+def _cuda_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention in 16 bits without a mask, else the memory-efficient kernel (torch's own order)."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    if enable_gqa and (groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+TARGETS: dict[str, Target] = {
+    "cpu": Target(nullcontext, _gloo_workspace),
+    "cuda": Target(CudaKernels, _no_workspace),
+    "rocm": Target(CudaKernels, _no_workspace),
+}

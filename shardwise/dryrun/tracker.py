@@ -1,0 +1,236 @@
+"""The tracker: sees every allocation, free, kernel and collective of one rank.
+
+A dispatch mode that lies *below* DTensor (it hands DTensor operations back, so that it sees the operations on
+the local pieces) and above the fake mode. It follows storages, not tensors: a storage is counted once when it
+first appears in an operation's output, and until it dies. FSDP2 frees and regrows gathered parameters with
+``UntypedStorage.resize_``, which no dispatch mode sees, so that method is watched as well.
+
+What an allocation is *for* is known later than its birth: a gradient is known when it lies in ``.grad``, an
+activation when it outlives its forward pass. So the tracker keeps one record per allocation and the ledger is
+read off afterwards (dryrun/reading.py).
+
+Refused: PyTorch's MemTracker and FSDPMemTracker, which count the global-shape tensors of DTensor's sharding
+propagation (3 times the unsharded model, planner note 3); here propagation runs muted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from shardwise.core.cost import Collective, Kernel
+from shardwise.dryrun.counting import bytes_of, collective_of, kernels_of
+from shardwise.engine.phase import current_phase
+
+# Where a tag says what a storage is for, the first in this order wins.
+TAGS: tuple[str, ...] = (
+    "optimizer_state",
+    "gradients",
+    "master_weights",
+    "parameters",
+    "communication",
+    "activations",
+)
+
+
+@dataclass(eq=False)
+class Allocation:
+    """One stretch of life of one storage. Times count tracker events."""
+
+    size: int
+    born: int
+    phase: str
+    where: str
+    grad_enabled: bool
+    operation: str
+    origin: Origin
+    died: int | None = None
+
+
+@dataclass(eq=False)
+class Origin:
+    """What is known about a storage over all its lives."""
+
+    tags: set[str] = field(default_factory=set)
+    gathered: bool = False
+
+
+class Tracker(TorchDispatchMode):
+    """Records what one rank does between ``start`` and the end of the ``with`` block.
+
+    Args:
+        axis_of: the mesh axis of a process group, by its name.
+        workspace: bytes that a collective's backend allocates for itself during a call, from
+            (kind, payload bytes); see dryrun/target.py.
+        where: names the module that is running.
+    """
+
+    def __init__(
+        self,
+        axis_of: Mapping[str, str],
+        workspace: Callable[[str, int], int],
+        where: Callable[[], str],
+    ) -> None:
+        super().__init__()
+        self.allocations: list[Allocation] = []
+        self.workspaces: list[tuple[int, int, str]] = []  # (time, bytes, phase)
+        self.phases: list[tuple[int, str]] = []  # (time, phase) at every change
+        self.kernels: Counter[Kernel] = Counter()
+        self.collectives: Counter[Collective] = Counter()
+        self.now = 0
+        self.counting_costs = False
+        self._axis_of = axis_of
+        self._workspace = workspace
+        self._where = where
+        self._living: dict[int, Allocation] = {}
+        self._origins: dict[int, Origin] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._muted = 0
+
+    # -- life of storages ---------------------------------------------------------------------------
+
+    def _tick(self) -> int:
+        self.now += 1
+        phase = current_phase()
+        if not self.phases or self.phases[-1][1] != phase:
+            self.phases.append((self.now, phase))
+        return self.now
+
+    def _birth(self, key: int, size: int, operation: str) -> None:
+        if size == 0:
+            return
+        allocation = Allocation(
+            size, self._tick(), current_phase(), self._where(), torch.is_grad_enabled(), operation,
+            self._origins[key],
+        )
+        self.allocations.append(allocation)
+        self._living[key] = allocation
+
+    def _death(self, key: int) -> None:
+        if (allocation := self._living.pop(key, None)) is not None:
+            allocation.died = self._tick()
+
+    def _meet(self, tensor: Tensor, operation: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._references:
+            return
+
+        def gone(_: object) -> None:
+            self._death(key)
+            self._references.pop(key, None)
+            self._origins.pop(key, None)
+
+        self._references[key] = weakref.ref(storage, gone)
+        self._origins[key] = Origin()
+        self._birth(key, storage.nbytes(), operation)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._references or self._muted:
+            return
+        # Only weights that are gathered for use and freed afterwards are ever resized.
+        self._origins[key].gathered = True
+        self._death(key)
+        self._birth(key, storage.nbytes(), "resize")
+
+    def tag(self, tensors: Iterable[Tensor], tag: str) -> None:
+        """Say what the storages of some (possibly distributed) tensors are for."""
+        for tensor in tensors:
+            piece = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if isinstance(piece, FakeTensor):
+                self._meet(piece, "tagged")
+                self._origins[piece.untyped_storage()._cdata].tags.add(tag)
+
+    # -- operations ---------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        out = func(*args, **kwargs)
+        if self._muted:
+            return out
+        name = func.name()
+        for tensor in tree_iter(out):
+            if isinstance(tensor, FakeTensor):
+                self._meet(tensor, name)
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            self._communicate(func, args, kwargs, out)
+        elif name == "fsdp::chunk_cat":
+            self.tag(args[0], "gradients")
+        if self.counting_costs:
+            self.kernels.update(kernels_of(func, args, kwargs, out))
+        return out
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        tensors = [t for t in tree_iter((args, kwargs, out)) if isinstance(t, FakeTensor)]
+        self.tag(tensors, "communication")
+        collective = collective_of(func, args, kwargs, self._axis_of)
+        if collective is None:
+            return
+        self.workspaces.append((self._tick(), self._workspace(collective.kind, collective.bytes), current_phase()))
+        if self.counting_costs:
+            self.collectives[collective] += 1
+
+    # -- entering and leaving -----------------------------------------------------------------------
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Operations in this block are not this rank's work (sharding propagation, say)."""
+        self._muted += 1
+        try:
+            yield
+        finally:
+            self._muted -= 1
+
+    @contextmanager
+    def watching(self) -> Iterator[Tracker]:
+        """Track everything in this block."""
+        resize = torch.UntypedStorage.resize_
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        def muted_propagation(*args: Any, **kwargs: Any) -> Any:
+            with self.muted():
+                return propagate(*args, **kwargs)
+
+        torch.UntypedStorage.resize_ = watched_resize  # type: ignore[method-assign, assignment]
+        ShardingPropagator._propagate_tensor_meta_non_cached = muted_propagation  # type: ignore[method-assign]
+        try:
+            with self:
+                yield self
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+            self._tick()
+
+
+def axis_names(axes: Mapping[str, dist.ProcessGroup]) -> dict[str, str]:
+    """Process-group name to mesh axis. Where one group serves several axes, the first named axis wins."""
+    names: dict[str, str] = {}
+    for axis, group in axes.items():
+        names.setdefault(group.group_name, axis)
+    return names
+
+
+__all__ = ["TAGS", "Allocation", "Origin", "Tracker", "axis_names", "bytes_of"]

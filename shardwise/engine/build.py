@@ -1,0 +1,104 @@
+"""From a recipe and a strategy to a live model and optimizer, on any device, fake or real.
+
+Three moves, in this order: *assemble* on the meta device (make the mesh, build the model, apply the
+techniques in their one order), *materialise* (allocate this rank's shards), *fill* (initial values or
+weights from disk). The dry run does the first two and skips the third; nothing here knows whether the
+process group and the tensors are fake.
+
+``DeviceMesh`` computes with real tensors and trips inside a fake mode, therefore ``assemble`` is separate
+from ``materialise``: the dry run enters its fake mode between the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.core.recipe import Recipe
+from shardwise.core.strategy import Layout, Strategy
+from shardwise.engine.optim import build_optimizer
+from shardwise.model.blueprint import Blueprint
+from shardwise.technique import ORDER, layout_of
+from shardwise.technique.base import DATA_AXES, Dtypes, MicroBatchHook, Site
+
+
+@dataclass
+class Run:
+    """A live model, its optimizer, and how they are divided. What survives a restart is in TrainState."""
+
+    recipe: Recipe
+    blueprint: Blueprint
+    strategy: Strategy
+    layout: Layout
+    mesh: DeviceMesh
+    device: torch.device
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    dtypes: Dtypes
+    micro_batch_hooks: list[MicroBatchHook]
+    data_group: dist.ProcessGroup
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the batch this rank reads."""
+        return dist.get_rank(self.data_group)
+
+    @property
+    def data_degree(self) -> int:
+        return dist.get_world_size(self.data_group)
+
+
+def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """One named mesh over the world. Axes of degree 1 are left out, but for the two every run has."""
+    kept = [(name, degree) for name, degree in layout.axes if degree > 1 or name in DATA_AXES]
+    return init_device_mesh(
+        device_type, tuple(degree for _, degree in kept), mesh_dim_names=tuple(name for name, _ in kept)
+    )
+
+
+def assemble(
+    blueprint: Blueprint, strategy: Strategy, world_size: int, device_type: str, depth: int | None = None
+) -> Site:
+    """Build the model on the meta device and apply every technique. ``depth`` overrides the block count."""
+    layout = layout_of(strategy, world_size)
+    mesh = make_mesh(layout, device_type)
+    with torch.device("meta"):
+        model = blueprint.build(depth)
+    model.train()
+    fp32 = Dtypes(torch.float32, torch.float32, torch.float32)
+    data_group = mesh[DATA_AXES]._flatten("data").get_group()
+    site = Site(model, blueprint.units(model), strategy, layout, mesh, data_group, fp32)
+    for technique in ORDER:
+        technique.apply(site)
+    return site
+
+
+def materialise(site: Site, recipe: Recipe, blueprint: Blueprint, device: torch.device) -> Run:
+    """Allocate this rank's part of the model and make the optimizer. Values are undefined until filled."""
+    site.model.to_empty(device=device)
+    return Run(
+        recipe=recipe,
+        blueprint=blueprint,
+        strategy=site.strategy,
+        layout=site.layout,
+        mesh=site.mesh,
+        device=device,
+        model=site.model,
+        optimizer=build_optimizer(site.model, recipe.optimizer),
+        dtypes=site.dtypes,
+        micro_batch_hooks=site.micro_batch_hooks,
+        data_group=site.data_group,
+    )
+
+
+def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torch.device) -> Run:
+    """A run that is ready for its first step. Needs an initialised default process group."""
+    site = assemble(blueprint, strategy, dist.get_world_size(), device.type)
+    run = materialise(site, recipe, blueprint, device)
+    with torch.no_grad():
+        blueprint.fill(run.model, recipe.seed)
+    return run

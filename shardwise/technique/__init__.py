@@ -1,0 +1,87 @@
+"""The one list that orders techniques, and what follows from it: settings, rules, layout, the one-line form.
+
+``ORDER`` is the order in which techniques are applied to a model on the meta device. To add a technique,
+write its file and add it here (docs/how-to/add-a-technique.md).
+
+``RESERVED`` are keys of the recipe's contract whose techniques are not written yet: only the neutral value
+is accepted, so that a full recipe of today stays valid and a request for tomorrow's technique is refused in
+words instead of being ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardwise.core.strategy import Layout, Rule, Setting, Strategy, Violation, complete, violations
+from shardwise.technique.base import AXES, Technique
+from shardwise.technique.precision import Precision
+from shardwise.technique.zero import Zero
+
+ORDER: tuple[Technique, ...] = (
+    Precision(),
+    Zero(),
+)
+
+MICRO_BATCH_SIZE: Setting[int] = Setting(
+    "micro_batch_size",
+    default=1,
+    doc="sequences per forward pass and rank; the rest of the batch is accumulated",
+    kind=int,
+    minimum=1,
+)
+
+_LATER = "not in this version yet"
+RESERVED: tuple[Setting[Any], ...] = (
+    Setting("tensor_parallel", 1, "tensor-parallel degree", kind=int, choices=(1,), note=_LATER),
+    Setting("pipeline_parallel", 1, "pipeline stages", kind=int, choices=(1,), note=_LATER),
+    Setting("pipeline_schedule", "1f1b", "pipeline schedule", choices=("1f1b",), note=_LATER),
+    Setting("sequence_parallel", 1, "sequence-parallel degree", kind=int, choices=(1,), note=_LATER),
+    Setting("sequence_method", "ulysses", "how sequences are split", choices=("ulysses",), note=_LATER),
+    Setting("activation_checkpointing", "none", "what is recomputed", choices=("none",), note=_LATER),
+    Setting("offload", "none", "what lives on the host", choices=("none",), note=_LATER),
+    Setting("compile", False, "torch.compile per block", kind=bool, choices=(False,), note=_LATER),
+)
+
+SETTINGS: tuple[Setting[Any], ...] = (
+    *(setting for technique in ORDER for setting in technique.settings),
+    MICRO_BATCH_SIZE,
+    *RESERVED,
+)
+
+RULES: tuple[Rule, ...] = tuple(rule for technique in ORDER for rule in technique.rules)
+
+
+def strategy_from(pinned: Mapping[str, object]) -> Strategy:
+    """The strategy that keeps what is pinned and takes every other setting's default."""
+    return complete(pinned, SETTINGS)
+
+
+def broken_rules(strategy: Strategy, world_size: int) -> Iterator[Violation]:
+    """What forbids this strategy on this many devices."""
+    return violations(RULES, strategy, world_size)
+
+
+def layout_of(strategy: Strategy, world_size: int) -> Layout:
+    """The mesh that a valid strategy needs. ``shard`` takes what the other degrees leave of the world."""
+    degrees = {axis: 1 for axis in AXES if axis != "shard"}
+    for technique in ORDER:
+        degrees.update(technique.degrees(strategy, world_size))
+    taken = 1
+    for axis, degree in degrees.items():
+        taken *= 1 if axis == "shard" else degree
+    degrees.setdefault("shard", world_size // taken)
+    return Layout(tuple((axis, degrees[axis]) for axis in AXES))
+
+
+def micro_batches(strategy: Strategy, layout: Layout, batch_size: int) -> int:
+    """Micro-batches per rank and optimizer step: the batch divided over data-parallel ranks, rounded up."""
+    per_pass = strategy[MICRO_BATCH_SIZE] * layout.degree("replicate") * layout.degree("shard")
+    return -(-batch_size // per_pass)
+
+
+def one_line(strategy: Strategy, layout: Layout, batch_size: int) -> str:
+    """The strategy as people write it: ``bf16 · zero3×8 · mb4×ga2``."""
+    labels = [technique.label(strategy, layout) for technique in ORDER]
+    labels.append(f"mb{strategy[MICRO_BATCH_SIZE]}×ga{micro_batches(strategy, layout, batch_size)}")
+    return " · ".join(label for label in labels if label)

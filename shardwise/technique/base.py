@@ -1,0 +1,95 @@
+"""What a technique is, and the site on which techniques build.
+
+A technique is one file: the settings it reads, the rules of what it cannot be combined with, the mesh axes
+it adds, and ``apply``, which changes a model that still lies on the meta device. The planner and the trainer
+know only this interface. They run the same ``apply``, so a technique is planned the day it runs.
+
+Technique files are read before torch is loaded (a recipe is validated in under half a second), therefore
+they import torch inside ``apply``. That is the one place where this code base imports inside a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardwise.core.strategy import Layout, Rule, Setting, Strategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES: tuple[str, ...] = ("pipeline", "replicate", "shard", "sequence", "tensor")
+"""Mesh axes, slowest-varying first: the chattiest axis lies inside the node."""
+
+DATA_AXES: tuple[str, ...] = ("replicate", "shard")
+"""The axes whose ranks read different samples. ``shard`` takes what the other degrees leave of the world."""
+
+
+@dataclass
+class Dtypes:
+    """Dtypes of one run: of stored weights (and their gradients and moments), of compute, of reduction."""
+
+    storage: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+MicroBatchHook = Callable[[bool], None]
+"""Called before each micro-batch's forward pass with whether it is the last of its optimizer step."""
+
+
+@dataclass
+class Site:
+    """Where techniques build: the model on the meta device, its mesh, and what later techniques need to know.
+
+    Attributes:
+        model: the model; ``apply`` changes it in place.
+        units: the repeated blocks, the only places where a technique may wrap or cut. A technique that
+            replaces a block replaces it here too.
+        mesh: one named mesh over the whole world, with the axes of ``layout``.
+        data_group: the ranks that read different samples.
+        dtypes: set by precision, used by whoever stores or sends weights.
+        micro_batch_hooks: what to call before every micro-batch.
+    """
+
+    model: nn.Module
+    units: list[nn.Module]
+    strategy: Strategy
+    layout: Layout
+    mesh: DeviceMesh
+    data_group: ProcessGroup
+    dtypes: Dtypes
+    micro_batch_hooks: list[MicroBatchHook] = field(default_factory=list)
+
+
+class Technique(Protocol):
+    """One way to save memory or to use more devices."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def settings(self) -> Sequence[Setting[Any]]:
+        """The keys of the ``strategy:`` section that this technique reads."""
+        ...
+
+    @property
+    def rules(self) -> Sequence[Rule]:
+        """What cannot be combined, as data, with the reason in words."""
+        ...
+
+    def degrees(self, strategy: Strategy, world_size: int) -> dict[str, int]:
+        """Degrees of the mesh axes that this technique adds."""
+        ...
+
+    def label(self, strategy: Strategy, layout: Layout) -> str:
+        """How it appears in the one-line form of the strategy; "" when it is off."""
+        ...
+
+    def apply(self, site: Site) -> None:
+        """Change the model. Called outside any fake mode, with parameters on the meta device."""
+        ...
