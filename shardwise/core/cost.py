@@ -14,8 +14,9 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class Kernel:
-    """All calls of one operation with one shape: how many, and what each costs."""
+    """All calls of one operation with one shape in one phase: how many, and what each costs."""
 
+    phase: str
     operation: str
     dtype: str
     calls: int
@@ -65,8 +66,9 @@ class StepCost:
         return sum(k.calls * k.flops for k in self.kernels)
 
     @property
-    def bytes(self) -> int:
-        return sum(k.calls * k.bytes for k in self.kernels)
+    def model_flops(self) -> int:
+        """FLOPs without recomputation: three times the forward pass (two for the backward)."""
+        return 3 * sum(k.calls * k.flops for k in self.kernels if k.phase == "forward")
 
     def traffic_by_axis(self) -> dict[str, int]:
         """Bytes each rank sends per optimizer step, by mesh axis."""

@@ -64,7 +64,9 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
-def kernels_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> list[Kernel]:
+def kernels_of(
+    phase: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+) -> list[Kernel]:
     """The kernels that one call launches; [] for views and other calls that move nothing."""
     if func.is_view or func.namespace not in ("aten", "fsdp"):
         return []
@@ -76,11 +78,13 @@ def kernels_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out:
         lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
         each = [sum(t.element_size() * t.numel() for t in piece) for piece in zip(*lists, strict=False)]
         dtype = _dtype_name(lists[0][0])
-        return [Kernel(name, dtype, 0, 0, size) for size in each]
+        return [Kernel(phase, name, dtype, 0, 0, size) for size in each]
     # An in-place operation returns its input: count each tensor object once.
     distinct = {id(t): t for t in tensors}.values()
     widest = max(distinct, key=lambda t: t.numel())
-    return [Kernel(name, _dtype_name(widest), 0, flops_of(func, args, kwargs, out), bytes_of(distinct))]
+    return [
+        Kernel(phase, name, _dtype_name(widest), 0, flops_of(func, args, kwargs, out), bytes_of(distinct))
+    ]
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -25,6 +25,7 @@ from shardwise.dryrun.target import TARGETS
 from shardwise.dryrun.tracker import Tracker, axis_names
 from shardwise.dryrun.world import fake_world
 from shardwise.engine.build import Run, assemble, materialise
+from shardwise.engine.optim import holders, local
 from shardwise.engine.phase import listening
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch, Blueprint
@@ -42,6 +43,7 @@ class DryRun:
         cost: kernels and collectives of the whole step, all micro-batches included.
         timeline: the ledger over the step.
         parameters: elements of the whole model, unsharded.
+        even: whether every rank holds equally much of every parameter.
     """
 
     rank: int
@@ -49,6 +51,7 @@ class DryRun:
     cost: StepCost
     timeline: tuple[Sample, ...]
     parameters: int
+    even: bool
 
     @property
     def peak(self) -> Peak:
@@ -78,6 +81,7 @@ def dry_run(
     with fake_world(rank, world_size):
         site = assemble(blueprint, strategy, world_size, "cpu", depth)
         parameters = sum(p.numel() for p in site.model.parameters())
+        even = all(p.numel() == _held_by_all(p, world_size) for p in site.model.parameters())
         groups = {name: site.mesh.get_group(name) for name in site.mesh.mesh_dim_names or ()}
         modules = ModuleTracker()
         tracker = Tracker(axis_names(groups), target.workspace, lambda: _innermost(modules))
@@ -92,7 +96,12 @@ def dry_run(
             costs = _counted_step(run, batches, tracker)
         found = peaks(tracker, since=start)
         samples = tuple(timeline(tracker, since=start))
-    return DryRun(rank, found, _whole_cost(costs, count), samples, parameters)
+    return DryRun(rank, found, _whole_cost(costs, count), samples, parameters, even)
+
+
+def _held_by_all(parameter: torch.Tensor, world_size: int) -> int:
+    """Elements of all distinct pieces, were all as large as this rank's."""
+    return local(parameter).numel() * (world_size // holders(parameter, world_size))
 
 
 def _innermost(modules: ModuleTracker) -> str:

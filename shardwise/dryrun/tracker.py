@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from shardwise.core.cost import Collective, Kernel
-from shardwise.dryrun.counting import bytes_of, collective_of, kernels_of
+from shardwise.dryrun.counting import collective_of, kernels_of
 from shardwise.engine.phase import current_phase
 
 # Where a tag says what a storage is for, the first in this order wins.
@@ -175,7 +175,7 @@ class Tracker(TorchDispatchMode):
         elif name == "fsdp::chunk_cat":
             self.tag(args[0], "gradients")
         if self.counting_costs:
-            self.kernels.update(kernels_of(func, args, kwargs, out))
+            self.kernels.update(kernels_of(current_phase(), func, args, kwargs, out))
         return out
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -231,6 +231,3 @@ def axis_names(axes: Mapping[str, dist.ProcessGroup]) -> dict[str, str]:
     for axis, group in axes.items():
         names.setdefault(group.group_name, axis)
     return names
-
-
-__all__ = ["TAGS", "Allocation", "Origin", "Tracker", "axis_names", "bytes_of"]

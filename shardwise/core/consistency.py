@@ -1,0 +1,133 @@
+"""Keys of a recipe that are each right and together wrong, found before anything is built.
+
+One function a rule, each a few lines that read as the rule. A rule looks at the typed recipe, and at the
+document only to learn which of the keys involved was written last: that is the one to name.
+
+Chosen: only contradictions that no machine and no data could resolve. What depends on the strategy and the
+number of devices is a technique's rule; what depends on the files is the data's.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from shardwise.core.cluster import cluster_of, parse_preset
+from shardwise.core.complaint import Complaint
+from shardwise.core.document import Document, KeyPath, describe
+from shardwise.core.errors import RecipeError
+from shardwise.core.presets import Dimensions, dimensions_of
+
+if TYPE_CHECKING:
+    from shardwise.core.recipe import ModelSpec, Recipe
+
+_BYTES = 256
+
+
+def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    """Every rule that `recipe` breaks, as a complaint at the key to change."""
+    yield from _one_name(recipe.model, document)
+    yield from _arguments(recipe.model)
+    yield from _model_and_data(recipe, document)
+    yield from _hardware(recipe, document)
+    if recipe.evaluation.every is not None and recipe.data.held_out == 0:
+        path = _last_written(document, ("evaluation", "every"), ("data", "held_out"))
+        yield Complaint(
+            path,
+            "nothing is held out to evaluate on",
+            "data.held_out is 0",
+            "raise it, or drop evaluation.every",
+        )
+
+
+def _last_written(document: Document, *paths: KeyPath) -> KeyPath:
+    """The one of `paths` written last, the command line after the file; the first when none is written."""
+    written = [path for path in paths if path in document.origins]
+    return max(written, key=document.origin) if written else paths[0]
+
+
+def _given(model: ModelSpec) -> list[str]:
+    """The dimensions that the recipe itself gives."""
+    names = ("family", *Dimensions.__dataclass_fields__)
+    return [name for name in dict.fromkeys(names) if getattr(model, name, None) is not None]
+
+
+def _one_name(model: ModelSpec, document: Document) -> Iterator[Complaint]:
+    ways = [way for way in ("preset", "hf", "factory") if getattr(model, way) is not None]
+    dimensions = _given(model)
+    if len(ways) > 1:
+        path = _last_written(document, *(("model", way) for way in ways))
+        why = f"{' and '.join(ways)} are both given"
+        yield Complaint(path, "the model is named twice", why, "keep one of them")
+    elif not ways and not dimensions:
+        why = "it names neither a preset, hf, factory nor dimensions"
+        yield Complaint(("model",), "the model is missing", why, "add `preset: tiny`, say", absent=True)
+    elif dimensions and ways and ways[0] != "preset":
+        path = _last_written(document, *(("model", name) for name in dimensions))
+        why = f"{ways[0]} brings its own dimensions"
+        yield Complaint(path, f"{path[-1]} cannot be set here", why, "remove it")
+
+
+def _arguments(model: ModelSpec) -> Iterator[Complaint]:
+    if model.arguments and model.factory is None:
+        why = "only a factory takes arguments"
+        yield Complaint(("model", "arguments"), "arguments without a factory", why, "remove them")
+    arguments: Mapping[str, object] = model.arguments
+    for name, value in arguments.items():
+        path: KeyPath = ("model", "arguments", name)
+        if not name.isidentifier() or keyword.iskeyword(name):
+            yield Complaint(path, "not the name of an argument", "an argument is named by one Python word")
+        elif not isinstance(value, bool | int | float | str | None):
+            what = f"{name} must be text, a number, true, false or null"
+            yield Complaint(path, what, f"found {describe(value)}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield Complaint(path, f"{name} must be a finite number", f"found {describe(value)}")
+
+
+def _model_and_data(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    model, data = recipe.model, recipe.data
+    if model.hf is not None or model.factory is not None or not (model.preset or _given(model)):
+        return
+    try:
+        dimensions = dimensions_of(model)
+    except RecipeError as error:
+        path: KeyPath = tuple(error.where.split("."))
+        if model.preset is not None:  # then nothing is missing: the dimension that was overridden is at fault
+            path = _last_written(document, path, *(("model", name) for name in _given(model)))
+        yield Complaint(path, error.what, error.why, error.fix, absent=path not in document.origins)
+        return
+    length = data.sequence_length
+    if length > dimensions.context:
+        path = _last_written(document, ("data", "sequence_length"), ("model", "context"), ("model", "preset"))
+        why = f"sequence_length is {length}, the model's context {dimensions.context}"
+        yield Complaint(
+            path, "sequences are longer than the model can take", why, "shorten them, or raise model.context"
+        )
+    if data.tokenizer == "bytes" and dimensions.vocab < _BYTES:
+        path = _last_written(document, ("model", "vocab"), ("data", "tokenizer"))
+        why = f"vocab is {dimensions.vocab}, and a byte has {_BYTES} values"
+        yield Complaint(path, "the vocabulary is too small for bytes", why, f"write vocab: {_BYTES}")
+
+
+def _hardware(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    cluster = recipe.cluster
+    try:
+        cluster_of(cluster)
+    except RecipeError as error:
+        path: KeyPath = tuple(error.where.split("."))
+        if cluster.preset is not None and _is_preset(cluster.preset):  # then it contradicts what is beside it
+            beside = {"device": cluster.device is not None, "devices_per_node": cluster.devices_per_node != 1}
+            path = _last_written(
+                document, path, *(("cluster", key) for key, given in beside.items() if given)
+            )
+        yield Complaint(path, error.what, error.why, error.fix)
+
+
+def _is_preset(name: str) -> bool:
+    try:
+        parse_preset(name)
+    except ValueError:
+        return False
+    return True

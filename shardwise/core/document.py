@@ -1,0 +1,387 @@
+"""YAML 1.2 text to plain data, with the place where every value was written.
+
+The data of a recipe is only mappings, lists and scalars; what makes a good error possible is knowing that
+`optimizer.betas[1]` stands on line 14 of this file or came from the command line. So the parser's event
+stream is composed here, by hand, into values and origins side by side. Scalars follow the core schema of
+YAML 1.2 (§10.3.2): `3e-4` is a float, `no` a string, `1_000` a string.
+
+Chosen: events instead of the library's constructors, so nothing is ever constructed from a tag, duplicate
+keys are seen with both lines, and a depth limit holds before any recursion. Refused: anchors, aliases,
+merge keys and tags (a recipe of a page has nothing to share, and `*a` nested ten deep is a way to fill
+memory); their price is that a glob such as `*.txt` must be quoted in a file. Refused too: recipes beyond 64
+KiB, which keeps a wrong file (a data set, a checkpoint) to an error in milliseconds.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from ruamel.yaml import YAML, events
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from shardwise.core.errors import RecipeError, one_line, shorten
+
+Value: TypeAlias = "bool | int | float | str | list[Value] | dict[str, Value] | None"
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""`("optimizer", "betas", 1)`: the keys and list positions that lead to a value; () is the whole document."""
+
+COMMAND_LINE = "command line"
+LARGEST_FILE = 64 * 1024
+DEEPEST = 12
+
+_BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_NULLS = {"", "~", "null", "Null", "NULL"}
+_NUMBERS = (
+    (re.compile(r"[-+]?[0-9]+"), lambda text: int(text)),
+    (re.compile(r"0o[0-7]+"), lambda text: int(text[2:], 8)),
+    (re.compile(r"0x[0-9a-fA-F]+"), lambda text: int(text[2:], 16)),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), lambda text: float(text)),
+    (re.compile(r"[-+]?\.(inf|Inf|INF)"), lambda text: float(text.replace(".", ""))),
+    (re.compile(r"\.(nan|NaN|NAN)"), lambda text: float("nan")),
+)
+_LONGEST_NUMBER = 40
+# What YAML 1.2 calls non-printable (§5.1); a file with any of it is not text.
+_NOT_TEXT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+
+
+@dataclass(frozen=True, order=True)
+class Origin:
+    """Where a value was written. Ordered as a reader meets them: the file by line, then the overrides."""
+
+    override: int  # 0 in the file, else the position of the override on the command line, from 1
+    line: int  # from 1; 0 when the data never was a file
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain data and the origin of every key path in it.
+
+    Attributes:
+        name: the file as the user named it, for messages.
+        values: the top-level mapping.
+        origins: one entry per key path that was written, () among them.
+    """
+
+    name: str
+    values: dict[str, Value]
+    origins: Mapping[KeyPath, Origin]
+
+    def origin(self, path: KeyPath) -> Origin:
+        """The origin of `path`, or of the nearest part around it when nothing was written there."""
+        while path not in self.origins:
+            path = path[:-1]
+        return self.origins[path]
+
+    def where(self, path: KeyPath) -> str:
+        """`FILE:LINE: key.path`, or `command line: key.path`: the place an error names."""
+        origin = self.origin(path)
+        place = COMMAND_LINE if origin.override else shorten(self.name, 120)
+        place += f":{origin.line}" if origin.line and not origin.override else ""
+        return f"{place}: {shorten(dotted(path), 70)}" if path else place
+
+    def find(self, path: KeyPath) -> Value:
+        """The value at `path`, None when nothing was written there."""
+        value: Value = self.values
+        for key in path:
+            if isinstance(value, dict) and isinstance(key, str):
+                value = value.get(key)
+            elif isinstance(value, list) and isinstance(key, int):
+                value = value[key]
+            else:
+                return None
+        return value
+
+    def overridden(
+        self, overrides: Sequence[str], replaces: Mapping[KeyPath, Sequence[str]] | None = None
+    ) -> "Document":
+        """This document with each `section.key=value` set over it, in order; missing sections are made.
+
+        `replaces` lists, for a key, its neighbours that mean the same thing in another way: naming the key on
+        the command line drops those of the file, unless the file names the key itself.
+        Raises RecipeError for what is not an override, or reaches through a value that is not a section.
+        """
+        values, origins = copy.deepcopy(self.values), dict(self.origins)
+        for position, override in enumerate(overrides, 1):
+            path, value, inner = _read_override(override)
+            for neighbour in (replaces or {}).get(path, ()) if value is not None else ():
+                other = (*path[:-1], neighbour)
+                if path not in self.origins and other in self.origins and not origins[other].override:
+                    _section(values, path)[0].pop(neighbour, None)
+                    _forget(origins, other)
+            section, made = _section(values, path)
+            section[str(path[-1])] = value
+            _forget(origins, path)
+            origins |= {path[:depth]: Origin(position, 1) for depth in range(made, len(path) + 1)}
+            origins |= {path + below: Origin(position, 1) for below in inner}
+        return Document(self.name, values, {p: o for p, o in origins.items() if _exists(values, p)})
+
+
+def dotted(path: KeyPath) -> str:
+    """`optimizer.betas[1]`, the way a key path is written."""
+    text = ""
+    for key in path:
+        text += f"[{key}]" if isinstance(key, int) else f".{key}"
+    return one_line(text.removeprefix("."))
+
+
+def read_document(path: Path) -> Document:
+    """Read a recipe file. Raises RecipeError for one that is missing, unreadable, not text or not YAML."""
+    name = str(path)
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
+    except FileNotFoundError:
+        raise RecipeError("recipe not found", where=name, why="there is no such file") from None
+    except IsADirectoryError:
+        why, fix = "it is a folder", "name the YAML file in it"
+        raise RecipeError("cannot read the recipe", where=name, why=why, fix=fix) from None
+    except (OSError, ValueError) as error:
+        why = (getattr(error, "strerror", None) or str(error)).lower()
+        raise RecipeError("cannot read the recipe", where=name, why=why) from None
+    if len(raw) > LARGEST_FILE:
+        why = f"it is larger than {LARGEST_FILE // 1024} KiB, and a recipe is about a page"
+        raise RecipeError("this is not a recipe", where=name, why=why, fix="name a YAML recipe")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"{name}:{raw.count(10, 0, error.start) + 1}"
+        why = f"byte 0x{raw[error.start]:02x} is not UTF-8 text"
+        raise RecipeError("cannot read the recipe", where=where, why=why, fix="save it as UTF-8") from None
+    return parse_document(text, name)
+
+
+def parse_document(text: str, name: str) -> Document:
+    """Compose YAML `text`; `name` stands for the file in messages. Raises RecipeError for the first fault."""
+    if unprintable := _NOT_TEXT.search(text):
+        line = text.count("\n", 0, unprintable.start()) + 1
+        why = f"character U+{ord(unprintable[0]):04X} is not text"
+        raise RecipeError("cannot read the recipe", where=f"{name}:{line}", why=why)
+    composer = _Composer(text, name)
+    root = composer.document()
+    if root is None:
+        fix = "write at least a model, data, steps and batch_size"
+        raise RecipeError("the recipe is empty", where=f"{name}:1", fix=fix)
+    if not isinstance(root, dict):
+        fix = (
+            "put a space after each colon"
+            if isinstance(root, str) and ":" in root
+            else "write `key: value` lines"
+        )
+        why = f"expected sections and keys, found {describe(root)}"
+        raise RecipeError(
+            "this is not a recipe", where=Document(name, {}, composer.origins).where(()), why=why, fix=fix
+        )
+    return Document(name, root, composer.origins)
+
+
+def resolve_scalar(text: str) -> Value:
+    """A plain (unquoted) scalar by the core schema of YAML 1.2. Raises ValueError for an endless number."""
+    if text in _NULLS:
+        return None
+    if text in _BOOLEANS:
+        return _BOOLEANS[text]
+    for pattern, convert in _NUMBERS:
+        if pattern.fullmatch(text):
+            if len(text) > _LONGEST_NUMBER:
+                raise ValueError(f"a number of {len(text)} characters")
+            number: int | float = convert(text)
+            return number
+    return text
+
+
+def _checked(text: str) -> str:
+    """`text`. Raises ValueError for what is not printable: a null or half a surrogate pair is in no name."""
+    if unprintable := _NOT_TEXT.search(text):
+        raise ValueError(f"the character U+{ord(unprintable[0]):04X}, which is not text")
+    return text
+
+
+def describe(value: object) -> str:
+    """What was found, in words for a message: `the text '100'`, `a list`, `nothing`."""
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return f"the number {shorten(str(value), 30)}"
+        case str():
+            return f"the text {shorten(one_line(value), 40)!r}"
+        case list() | tuple():
+            return "a list" if value else "an empty list"
+    return "a section" if isinstance(value, dict) else f"a {type(value).__name__}"
+
+
+class _Composer:
+    """One pass over the parser's events; knows the path it is in, so that a syntax error can name it."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self.name = name
+        self.origins: dict[KeyPath, Origin] = {(): Origin(0, 1)}
+        self._path: KeyPath = ()
+        self._stream: Iterator[events.Event] = iter(YAML(typ="safe", pure=True).parse(text))
+
+    def document(self) -> Value:
+        self._next()  # StreamStart
+        if isinstance(self._next(), events.StreamEndEvent):
+            return None
+        first = self._next()
+        self.origins[()] = Origin(0, _line(first))
+        root = self._value(first)
+        self._next()  # DocumentEnd
+        if not isinstance(extra := self._next(), events.StreamEndEvent):
+            raise self._error(_line(extra), "a second document begins here", "keep one recipe in a file")
+        return root
+
+    def _next(self) -> events.Event:
+        try:
+            return next(self._stream)
+        except MarkedYAMLError as error:
+            raise self._syntax_error(error) from None
+        except (YAMLError, ValueError) as error:
+            raise self._error(None, f"it is not YAML: {one_line(str(error))}", "") from None
+
+    def _value(self, event: events.Event) -> Value:
+        line = _line(event)
+        if anchor := getattr(event, "anchor", None):
+            mark = "*" if isinstance(event, events.AliasEvent) else "&"
+            why = f"`{mark}{anchor}` is an anchor or alias of YAML, which recipes do not use"
+            raise self._error(line, why, "write the value out, in quotes if it is a glob")
+        if tag := getattr(event, "tag", None):
+            raise self._error(line, f"the tag `{tag}` is not for recipes", "write the plain value")
+        if len(self._path) > DEEPEST:
+            raise self._error(line, f"nested deeper than {DEEPEST} levels", "")
+        if isinstance(event, events.MappingStartEvent):
+            return self._mapping()
+        if isinstance(event, events.SequenceStartEvent):
+            return self._sequence()
+        assert isinstance(event, events.ScalarEvent), event
+        try:
+            text = _checked(event.value)
+            return text if event.style else resolve_scalar(text)  # quoted or block text is never a number
+        except ValueError as error:
+            raise self._error(line, f"found {error}", "") from None
+
+    def _mapping(self) -> dict[str, Value]:
+        section, outer = dict[str, Value](), self._path
+        while not isinstance(key := self._next(), events.MappingEndEvent):
+            if not isinstance(key, events.ScalarEvent) or key.anchor or key.tag:
+                raise self._error(_line(key), "a key must be a plain word", "")
+            name = str(key.value)
+            self._path = (*outer, name)
+            if name in section:
+                why = f"already given on line {self.origins[self._path].line}"
+                raise RecipeError(
+                    f"duplicate key '{name}'", where=self._where(_line(key)), why=why, fix="keep one"
+                )
+            self.origins[self._path] = Origin(0, _line(key))
+            section[name] = self._value(self._next())
+            self._path = outer
+        return section
+
+    def _sequence(self) -> list[Value]:
+        items, outer = list[Value](), self._path
+        while not isinstance(event := self._next(), events.SequenceEndEvent):
+            self._path = (*outer, len(items))
+            self.origins[self._path] = Origin(0, _line(event))
+            items.append(self._value(event))
+            self._path = outer
+        return items
+
+    def _where(self, line: int | None) -> str:
+        origins = {self._path: Origin(0, line)} if line else self.origins
+        return Document(self.name, {}, origins).where(self._path)
+
+    def _error(self, line: int | None, why: str, fix: str) -> RecipeError:
+        return RecipeError("cannot read the recipe", where=self._where(line), why=why, fix=fix)
+
+    def _syntax_error(self, error: MarkedYAMLError) -> RecipeError:
+        problem, line = str(error.problem or error.context), None
+        if error.problem_mark is not None:
+            line = error.problem_mark.line + 1
+        fix = ""
+        if "'\\t'" in problem:
+            problem, fix = "a tab is used as indentation", "indent with spaces"
+        elif "mapping values are not allowed" in problem:
+            problem = "a colon where no key can be"
+            fix = "check the indentation, or quote the text that has a colon in it"
+        elif "unexpected end of stream" in problem:
+            problem, fix = "the text ends inside quotes", "close the quotes"
+            line = error.context_mark.line + 1 if error.context_mark else line
+        elif "<stream end>" in problem and error.context_mark:
+            problem, fix = "the text ends inside a bracket", "close the bracket"
+            line = error.context_mark.line + 1
+        elif "cannot start any token" in problem:
+            fix = "put the value in quotes"
+        elif "<block end>" in problem:
+            problem, fix = "this line does not continue what stands above it", "check the indentation"
+        return self._error(line, problem, fix)
+
+
+def _line(event: events.Event) -> int:
+    return int(event.start_mark.line) + 1 if event.start_mark else 1
+
+
+def _read_override(override: str) -> tuple[KeyPath, Value, Mapping[KeyPath, Origin]]:
+    """`section.key=value` to its path, value, and the key paths inside the value.
+
+    The value is literal text by the core schema, so a glob needs no quotes beyond the shell's; only what
+    opens with a bracket or a quote is read as YAML.
+    """
+    key, equals, text = override.partition("=")
+    key, text = key.strip(), text.strip()
+    if not equals or not _KEY.fullmatch(key):
+        shown = shorten(one_line(override), 60)
+        why = "an override is section.key=value"
+        raise RecipeError(f"'{shown}' is not an override", where=COMMAND_LINE, why=why)
+    path: KeyPath = tuple(key.split("."))
+    where = f"{COMMAND_LINE}: {shorten(key, 70)}"
+    if not text:
+        raise RecipeError(f"no value for {path[-1]}", where=where, fix=f"write {key}=null to unset it")
+    try:
+        if _checked(text)[0] not in "[{\"'":
+            return path, resolve_scalar(text), {}
+        composer = _Composer(text, COMMAND_LINE)
+        return path, composer.document(), composer.origins
+    except ValueError as error:
+        raise RecipeError("cannot read the override", where=where, why=f"found {error}") from None
+    except RecipeError as error:
+        raise RecipeError(
+            "cannot read the override", where=where, why=error.why or error.what, fix=error.fix
+        ) from None
+
+
+def _section(values: dict[str, Value], path: KeyPath) -> tuple[dict[str, Value], int]:
+    """The mapping that holds the last key of `path`, made where missing, and the depth of the first made."""
+    section, made = values, len(path)
+    for depth, key in enumerate(path[:-1], 1):
+        inner = section.get(str(key))
+        if inner is None:
+            inner = section[str(key)] = {}
+            made = min(made, depth)
+        if not isinstance(inner, dict):
+            what, where = f"{dotted(path[:depth])} has no keys", f"{COMMAND_LINE}: {dotted(path)}"
+            fix = f"override it whole, as {dotted(path[:depth])}=..."
+            raise RecipeError(what, where=where, why=f"it is {describe(inner)}", fix=fix)
+        section = inner
+    return section, made
+
+
+def _forget(origins: dict[KeyPath, Origin], path: KeyPath) -> None:
+    for known in [known for known in origins if known[: len(path)] == path]:
+        del origins[known]
+
+
+def _exists(values: Value, path: KeyPath) -> bool:
+    for key in path:
+        if isinstance(values, dict) and key in values:
+            values = values[str(key)]
+        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
+            values = values[key]
+        else:
+            return False
+    return True

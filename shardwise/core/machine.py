@@ -1,0 +1,262 @@
+"""This machine as the planner sees it, without measuring and without torch: memory, cores, CPU profile.
+
+On `device: cpu` each "device" is one process, and the processes of a node share what the machine has. Memory
+is what the operating system will really grant: the tightest cgroup limit on the way up, else physical memory.
+Arithmetic is a deliberately low figure per core and instruction set, so that `plan` needs no measurement;
+`shardwise doctor --calibrate` measures once and writes `cpu.json`, which is used as long as it speaks of the
+same processor and number of cores.
+
+Chosen: a wrong file is ignored, since a plan must not fail over an optional speed figure. The price is that
+nobody is told; the profile's `source` says which figures were used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.core.device import DeviceProfile, Efficiency, Latency, Overhead
+from shardwise.core.units import MiB
+
+CALIBRATION_VERSION = 1
+UNLIMITED = 2**60
+"""A cgroup limit at or above this (v1 writes 2^63 less a page) means none."""
+
+_FLOPS_PER_CORE: tuple[tuple[str, float], ...] = (("avx512f", 50e9), ("avx2", 25e9), ("asimd", 20e9))
+"""fp32 FLOP/s of one logical core by instruction set: about half of what oneDNN reaches on a current server
+core (108e9 measured on AMD Zen 5, avx512f), because logical cores often share one physical core."""
+_LEAST_FLOPS_PER_CORE = 8e9
+_BF16_OVER_FP32: tuple[tuple[str, float], ...] = (("amx_bf16", 8.0), ("avx512_bf16", 2.0), ("bf16", 2.0))
+_EMULATED = 0.5
+_BANDWIDTH_PER_CORE, _MOST_BANDWIDTH = 10e9, 40e9
+_LOOPBACK_BANDWIDTH = 1.0e9
+_ETHERNET = 1.25e9
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `doctor --calibrate` measured on the whole machine: FLOP/s by dtype, bytes/s."""
+
+    cpu_model: str
+    cores: int
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    link_bandwidth: float | None = None
+
+
+def cache_folder() -> Path:
+    """Where Shardwise keeps what it can make again: $SHARDWISE_CACHE, else ~/.cache/shardwise."""
+    chosen = os.environ.get("SHARDWISE_CACHE")
+    return Path(chosen).expanduser() if chosen else Path("~/.cache/shardwise").expanduser()
+
+
+def calibration_file() -> Path:
+    return cache_folder() / "cpu.json"
+
+
+def physical_memory() -> int:
+    """Bytes of memory installed."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """The tightest memory limit in bytes of this process's cgroup and those above it, v1 or v2; None if none.
+
+    ``root`` stands for the file system, for tests.
+    """
+    found = [
+        limit
+        for folder, name in _cgroup_folders(root, "memory", "memory.max", "memory.limit_in_bytes")
+        if (limit := _read_int(folder / name)) is not None and limit < UNLIMITED
+    ]
+    return min(found, default=None)
+
+
+def usable_memory(root: Path = Path("/")) -> int:
+    """Bytes that the processes of this machine may use together."""
+    return min(physical_memory(), memory_limit(root) or UNLIMITED)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Logical cores that this process may use: its affinity, cut to the cgroup's quota (at least 1)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder, name in _cgroup_folders(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+        quota, period = _cpu_quota(folder, name)
+        if quota is not None and period:
+            cores = min(cores, max(1, math.floor(quota / period)))
+    return max(1, cores)
+
+
+def cpu_model(root: Path = Path("/")) -> str:
+    """The processor's name as its maker writes it, or the architecture where the system does not tell."""
+    for line in _read_text(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model", "cpu model") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    """Instruction-set flags, such as avx512_bf16; empty where the system does not tell."""
+    for line in _read_text(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def default_flops(cores: int, flags: frozenset[str]) -> dict[str, float]:
+    """FLOP/s of ``cores`` cores by dtype, documented and low. fp16 and fp8 are emulated, so not listed."""
+    core = next((rate for flag, rate in _FLOPS_PER_CORE if flag in flags), _LEAST_FLOPS_PER_CORE)
+    wide = next((factor for flag, factor in _BF16_OVER_FP32 if flag in flags), _EMULATED)
+    return {"fp64": cores * core / 2, "fp32": cores * core, "bf16": cores * core * wide}
+
+
+def read_calibration(path: Path | None = None) -> Calibration | None:
+    """The calibration of this processor and core count; None when missing, malformed or another machine's."""
+    try:
+        stored = json.loads((path or calibration_file()).read_text(encoding="utf-8"))
+        if stored["version"] != CALIBRATION_VERSION:
+            return None
+        link = stored.get("link_bandwidth")
+        found = Calibration(
+            str(stored["cpu_model"]),
+            int(stored["cores"]),
+            {str(dtype): float(rate) for dtype, rate in stored["flops"].items()},
+            float(stored["memory_bandwidth"]),
+            None if link is None else float(link),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    rates = [*found.flops.values(), found.memory_bandwidth, found.link_bandwidth or 1.0]
+    sound = "fp32" in found.flops and all(math.isfinite(rate) and rate > 0 for rate in rates)
+    here = found.cpu_model == cpu_model() and found.cores == usable_cores()
+    return found if sound and here else None
+
+
+def write_calibration(calibration: Calibration, path: Path | None = None) -> Path:
+    """Store ``calibration`` whole or not at all. Raises OSError."""
+    path = path or calibration_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stored = {
+        "version": CALIBRATION_VERSION,
+        "cpu_model": calibration.cpu_model,
+        "cores": calibration.cores,
+        "flops": dict(calibration.flops),
+        "memory_bandwidth": calibration.memory_bandwidth,
+        "link_bandwidth": calibration.link_bandwidth,
+    }
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def cpu_profile(processes: int) -> DeviceProfile:
+    """The profile of one of ``processes`` equal processes on this machine."""
+    cores, measured = usable_cores(), read_calibration()
+    flops = measured.flops if measured else default_flops(cores, cpu_flags())
+    copy = measured.memory_bandwidth if measured else min(_MOST_BANDWIDTH, cores * _BANDWIDTH_PER_CORE)
+    loopback = (measured.link_bandwidth if measured else None) or _LOOPBACK_BANDWIDTH
+    profile = replace(
+        _CPU,
+        memory_bytes=usable_memory() // processes,
+        flops={dtype: rate / processes for dtype, rate in flops.items()},
+        memory_bandwidth=copy / processes,
+        host_bandwidth=copy / processes,
+        # Loopback costs processor time: beyond one process a core, they take turns.
+        link_bandwidth=loopback * min(1.0, cores / processes),
+        network_bandwidth=_ETHERNET / processes,
+        node_devices=processes,
+    )
+    if measured is None:
+        return profile
+    from_file = f"measured here: {calibration_file()}"
+    speeds = dict.fromkeys(("flops", "memory_bandwidth", "host_bandwidth"), from_file)
+    if measured.link_bandwidth:
+        speeds["link_bandwidth"] = from_file
+    return replace(profile, source={**profile.source, **speeds})
+
+
+_CPU = DeviceProfile(
+    name="cpu",
+    kind="cpu",
+    memory_bytes=0,
+    flops={},
+    memory_bandwidth=0.0,
+    link_bandwidth=0.0,
+    network_bandwidth=0.0,
+    host_bandwidth=0.0,
+    topology="switch",
+    node_devices=1,
+    latency=Latency(start=50e-6, hop=90e-6, network_hop=150e-6),
+    # What is known of a CPU is what it reaches, not a peak.
+    efficiency=Efficiency(matmul=1.0, memory=1.0, link=1.0, network=0.9, host=1.0),
+    overhead=Overhead(context_bytes=256 * MiB, communicator_bytes=MiB, workspace_bytes=0),
+    reported=("cpu",),
+    source={
+        "memory_bytes": "cgroup limit or physical memory of this machine, shared equally by its processes",
+        "flops": "assumed: a low figure per core by instruction set; `shardwise doctor --calibrate` measures",
+        "memory_bandwidth": "assumed: 10 GB/s a core, at most 40 GB/s a machine",
+        "host_bandwidth": "the memory bandwidth: host and device are one",
+        "link_bandwidth": "assumed: between gloo's all-gather (0.5 GB/s) and all-reduce (1.3) over loopback",
+        "network_bandwidth": "assumed: 10 Gb/s Ethernet shared by the processes of a node",
+        "latency": "measured: gloo all-reduce of one number, 0.28 ms for 2 processes, 0.82 ms for 4",
+        "efficiency.matmul": "the figure is of what is reached",
+        "efficiency.memory": "the figure is of what is reached",
+        "efficiency.link": "the figure is of what is reached",
+        "efficiency.network": "assumed",
+        "efficiency.host": "the figure is of what is reached",
+        "overhead.context_bytes": "measured: resident size of Python 3.11 with torch 2.13, 220 MiB",
+        "overhead.communicator_bytes": "measured: 3.4 MiB for the first gloo group, 0.1 MiB for each further",
+        "overhead.workspace_bytes": "none: oneDNN's scratch is counted as temporaries",
+    },
+)
+
+
+def _cgroup_folders(root: Path, controller: str, v2_file: str, v1_file: str) -> list[tuple[Path, str]]:
+    """Folders that may limit this process, with the file to read there: its own group and all above it."""
+    base = root / "sys/fs/cgroup"
+    found: list[tuple[Path, str]] = []
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            found += [(folder, v2_file) for folder in _upwards(base, path)]
+        elif controller in controllers.split(","):
+            found += [(folder, v1_file) for folder in _upwards(base / controller, path)]
+    return found
+
+
+def _upwards(mount: Path, path: str) -> list[Path]:
+    """``mount``/``path`` and its parents up to ``mount``; in a container the inner ones may be hidden."""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    return [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def _cpu_quota(folder: Path, name: str) -> tuple[int | None, int | None]:
+    """(quota, period) in microseconds; the quota is None when there is none."""
+    if name == "cpu.max":
+        words = _read_text(folder / name).split()
+        if len(words) == 2 and all(word.isdigit() for word in words):
+            return int(words[0]), int(words[1])
+        return None, None
+    quota = _read_int(folder / name)
+    return (quota if quota and quota > 0 else None), _read_int(folder / "cpu.cfs_period_us")
+
+
+def _read_int(path: Path) -> int | None:
+    text = _read_text(path).strip()
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

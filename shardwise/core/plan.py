@@ -1,0 +1,160 @@
+"""The plan: a strategy, what it will cost, and why the others were not chosen. Numbers and words, no torch.
+
+``peak.bytes`` is what one device must have: what the dry run counted plus the overhead of the device's
+profile. ``allocated_bytes`` leaves out what the measurement cannot see (a driver's context, communicators) and is what a
+run's measured peak is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.core.ledger import Ledger, Peak
+from shardwise.core.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """One optimizer step: predicted time, and what was counted.
+
+    Attributes:
+        seconds: of one step, the slowest rank.
+        tokens: targets of the global batch.
+        flops: of one rank, recomputation included.
+        traffic_bytes: sent by one rank, by mesh axis, ring convention.
+        mfu: model FLOPs (no recomputation) of the world per second over its peak in the compute dtype.
+        split: seconds by what they are spent on; overlapped communication is not in it.
+    """
+
+    seconds: float
+    tokens: int
+    flops: int
+    traffic_bytes: Mapping[str, int]
+    mfu: float
+    split: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One strategy that was considered.
+
+    Attributes:
+        verdict: chosen | fits | does not fit | invalid.
+        reason: one sentence.
+    """
+
+    strategy: Strategy
+    line: str
+    peak_bytes: int
+    step_seconds: float
+    verdict: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TimelinePoint:
+    """The ledger at one instant of the step."""
+
+    phase: str
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be trained and what it will need.
+
+    Attributes:
+        line: the strategy in one line.
+        worst_rank: the rank whose peak is given.
+        allocated_bytes: predicted peak by rank, in the terms of the measurement (every rank that was dry-run).
+        reasons: why this strategy, in sentences.
+        assumptions: what is taken from tables instead of being counted.
+    """
+
+    strategy: Strategy
+    line: str
+    world_size: int
+    cluster: str
+    device: str
+    capacity_bytes: int
+    parameters: int
+    peak: Peak
+    worst_rank: int
+    allocated_bytes: Mapping[int, int]
+    step: StepEstimate
+    micro_batches: int
+    candidates: tuple[Candidate, ...] = ()
+    reasons: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    timeline: tuple[TimelinePoint, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.bytes <= self.capacity_bytes
+
+    def predicted_allocated(self, rank: int) -> int:
+        """Predicted peak of ``rank``; ranks that were not dry-run hold no more than rank 0."""
+        return self.allocated_bytes.get(rank, self.allocated_bytes[0])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that ``plan --json`` prints and ``plan.json`` holds."""
+        return {
+            "strategy": dict(self.strategy.values),
+            "line": self.line,
+            "world_size": self.world_size,
+            "cluster": self.cluster,
+            "device": self.device,
+            "fits": self.fits,
+            "capacity_bytes": self.capacity_bytes,
+            "parameters": self.parameters,
+            "peak": {
+                "bytes": self.peak.bytes,
+                "rank": self.worst_rank,
+                "phase": self.peak.phase,
+                "where": self.peak.where,
+            },
+            "ledger": self.peak.ledger.as_dict(),
+            "allocated_bytes": {str(rank): size for rank, size in self.allocated_bytes.items()},
+            "step": {**vars(self.step), "tokens_per_second": self.step.tokens_per_second},
+            "micro_batches": self.micro_batches,
+            "candidates": [{**vars(c), "strategy": dict(c.strategy.values)} for c in self.candidates],
+            "reasons": list(self.reasons),
+            "assumptions": list(self.assumptions),
+            "timeline": [{"phase": p.phase, **p.ledger.as_dict()} for p in self.timeline],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=1)
+
+
+def plan_from(data: Mapping[str, Any]) -> Plan:
+    """The plan that ``as_dict`` wrote. Raises KeyError or TypeError when it is not one."""
+    peak = data["peak"]
+    return Plan(
+        strategy=Strategy(data["strategy"]),
+        line=data["line"],
+        world_size=data["world_size"],
+        cluster=data["cluster"],
+        device=data["device"],
+        capacity_bytes=data["capacity_bytes"],
+        parameters=data["parameters"],
+        peak=Peak(Ledger(**data["ledger"]), peak["phase"], peak["where"]),
+        worst_rank=peak["rank"],
+        allocated_bytes={int(rank): size for rank, size in data["allocated_bytes"].items()},
+        step=StepEstimate(**{k: v for k, v in data["step"].items() if k != "tokens_per_second"}),
+        micro_batches=data["micro_batches"],
+        candidates=tuple(Candidate(**{**c, "strategy": Strategy(c["strategy"])}) for c in data["candidates"]),
+        reasons=tuple(data["reasons"]),
+        assumptions=tuple(data["assumptions"]),
+        timeline=tuple(
+            TimelinePoint(point["phase"], Ledger(**{k: v for k, v in point.items() if k != "phase"}))
+            for point in data["timeline"]
+        ),
+    )

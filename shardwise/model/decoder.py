@@ -1,0 +1,157 @@
+"""The native decoder: one file, two families, nothing but tensors.
+
+    llama   RMSNorm, rotary positions, SwiGLU, grouped key/value heads, no biases (arXiv:2302.13971, 2305.13245)
+    gpt2    LayerNorm, GELU, learned positions, biases everywhere but the head (Radford et al. 2019)
+
+Names follow Hugging Face's Llama (``layers.3.self_attn.q_proj.weight``), so exporting is renaming, and the two
+families differ in what a block is made of, not in how blocks are put together.
+
+What a block keeps for its backward pass is counted by the ledger, so nothing is kept twice: attention works on
+views of what the projections wrote, rotary angles are made once per forward pass and shared by all blocks (their
+products keep the angles, not the queries), and there is no buffer to allocate, shard or save. A llama block with
+fused norm and flash attention keeps h(12 + 4r) + 8f bytes per token in 16 bits, r being kv_heads / heads.
+
+Chosen: queries and keys are rotated in the compute dtype from angles made in fp32, as transformers does.
+Refused: fp32 rotation, which keeps fp32 copies; fused qkv and gate/up projections, which save two kernel calls
+on short sequences and make tensor parallelism and export harder; key/value caches, which only generation uses.
+
+Legend: b batch, s sequence, h width, a heads, k kv_heads, d head width, f ffn, V vocab.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.core.presets import Dimensions
+
+Rotation = tuple[Tensor, Tensor]
+"""(cos, sin), each [s, 1, d], in the compute dtype."""
+
+
+class Decoder(nn.Module):
+    """Token ids [b, s] in, logits [b, s, V] out."""
+
+    def __init__(self, dimensions: Dimensions, depth: int | None = None) -> None:
+        super().__init__()
+        d = self.dimensions = dimensions
+        self.embed_tokens = nn.Embedding(d.vocab, d.width)
+        self.embed_positions = nn.Embedding(d.context, d.width) if d.family == "gpt2" else None
+        self.layers = nn.ModuleList(Block(d) for _ in range(d.layers if depth is None else depth))
+        self.norm = _norm(d)
+        self.lm_head = nn.Linear(d.width, d.vocab, bias=False)
+        if d.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed_tokens(input_ids)
+        rotation: Rotation | None = None
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        if self.embed_positions is not None:
+            hidden = hidden + self.embed_positions(positions)
+        else:
+            d = self.dimensions
+            rotation = rotary_angles(positions, d.head_width, d.rope_theta, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, rotation)
+        return self.lm_head(self.norm(hidden))
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each normed first and added to the stream. [b, s, h] -> [b, s, h]."""
+
+    def __init__(self, dimensions: Dimensions) -> None:
+        super().__init__()
+        self.input_layernorm = _norm(dimensions)
+        self.self_attn = Attention(dimensions)
+        self.post_attention_layernorm = _norm(dimensions)
+        self.mlp = SwiGLU(dimensions) if dimensions.family == "llama" else GELU(dimensions)
+
+    def forward(self, hidden: Tensor, rotation: Rotation | None) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped key/value heads. [b, s, h] -> [b, s, h].
+
+    The number of heads is read off what the projections return, so they may be split over ranks.
+    """
+
+    def __init__(self, dimensions: Dimensions) -> None:
+        super().__init__()
+        d = dimensions
+        bias = d.family == "gpt2"
+        kv_width = d.kv_heads * d.head_width
+        self.head_width = d.head_width
+        self.grouped = d.kv_heads != d.heads
+        self.q_proj = nn.Linear(d.width, d.width, bias=bias)
+        self.k_proj = nn.Linear(d.width, kv_width, bias=bias)
+        self.v_proj = nn.Linear(d.width, kv_width, bias=bias)
+        self.o_proj = nn.Linear(d.width, d.width, bias=bias)
+
+    def forward(self, hidden: Tensor, rotation: Rotation | None) -> Tensor:
+        per_head = (-1, self.head_width)
+        q = self.q_proj(hidden).unflatten(-1, per_head)  # [b, s, a, d]
+        k = self.k_proj(hidden).unflatten(-1, per_head)  # [b, s, k, d]
+        v = self.v_proj(hidden).unflatten(-1, per_head)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=self.grouped
+        )
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x). [b, s, h] -> [b, s, h] (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, dimensions: Dimensions) -> None:
+        super().__init__()
+        width, ffn = dimensions.width, dimensions.ffn
+        self.gate_proj = nn.Linear(width, ffn, bias=False)
+        self.up_proj = nn.Linear(width, ffn, bias=False)
+        self.down_proj = nn.Linear(ffn, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class GELU(nn.Module):
+    """down(gelu(up x)), with GPT-2's tanh approximation. [b, s, h] -> [b, s, h]."""
+
+    def __init__(self, dimensions: Dimensions) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(dimensions.width, dimensions.ffn)
+        self.down_proj = nn.Linear(dimensions.ffn, dimensions.width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(hidden), approximate="tanh"))
+
+
+def _norm(dimensions: Dimensions) -> nn.Module:
+    kind = nn.RMSNorm if dimensions.family == "llama" else nn.LayerNorm
+    return kind(dimensions.width, eps=dimensions.norm_epsilon)
+
+
+def rotary_angles(positions: Tensor, head_width: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Cosines and sines of position x frequency (Su et al. 2021, arXiv:2104.09864, eq. 34).
+
+    Args:
+        positions: [s], integers.
+        head_width: d, even. Pairs are (i, i + d/2), as in Hugging Face's checkpoints.
+        theta: base of the wavelengths, theta^(2i/d).
+        dtype: of the result; the angles themselves are computed in fp32, in fp64 for fp64.
+    """
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=precise) / head_width
+    angles = torch.outer(positions.to(precise), 1.0 / theta**exponents).unsqueeze(1)  # [s, 1, d/2]
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x_i, x_{i+d/2}) of [b, s, heads, d] by its position's angle."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin

@@ -1,0 +1,218 @@
+"""Any causal language model of transformers, from a folder or a hub id.
+
+The class comes from transformers, the rest does not: the model is built on the meta device, its blocks are what
+its class says must not be split, and weights are read from safetensors by slice, so a rank never holds more than
+its part. ``from_pretrained`` is not used, because it loads before techniques can divide.
+
+Three things differ from transformers' defaults, each because a step must be the same function on every rank, real
+or fake. Dropout is zero: its masks would depend on the sharding. The pad token is forgotten: batches are packed,
+and looking for it in the ids waits for the device. And packed sequences are not guessed from the position ids,
+which waits for the device too, and on fake tensors ends in an S x S mask.
+
+Refused: ``trust_remote_code``, pickled weights, and quantized weights, which cannot be trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core.errors import RecipeError
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, cross_entropy_sum, token_shapes
+from shardwise.model.conversion import fill_from_files, restore_buffers
+
+_NEEDS_CODE = "auto_map"
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+
+
+class HuggingFaceModel(Blueprint):
+    """A causal language model whose ``config.json`` transformers knows.
+
+    Args:
+        source: a folder, or a hub id such as ``org/name``.
+        sequence_length: what it will be trained on.
+
+    Raises RecipeError when there is no such model, it asks for custom code, is quantized or is too short.
+    """
+
+    def __init__(self, source: str, sequence_length: int) -> None:
+        self.source = source
+        self.config = _load_config(source)
+        text = self.config.get_text_config()
+        self.name = Path(source).name or source
+        self.vocab = text.vocab_size
+        context = getattr(text, "max_position_embeddings", None)
+        if context is not None and sequence_length > context:
+            raise RecipeError(
+                "the sequences are longer than the model was trained for",
+                where="data.sequence_length",
+                why=f"{sequence_length} tokens against max_position_embeddings {context}",
+                fix=f"use at most {context}",
+            )
+
+    @cached_property
+    def _reference(self) -> nn.Module:
+        """The whole model on the meta device: what the weight files must contain."""
+        with torch.device("meta"):
+            return self.build()
+
+    @cached_property
+    def depth(self) -> int | None:  # type: ignore[override]
+        """Number of blocks if all are alike, else None: then a shallow model says nothing of the deep one."""
+        layers = self.config.get_text_config().num_hidden_layers
+        units = self.units(self._reference)
+        alike = len({_signature(unit) for unit in units}) == 1
+        uniform = all(len(set(map(str, values))) == 1 for values in _per_layer(self.config).values())
+        return layers if alike and uniform and len(units) == layers else None
+
+    def build(self, depth: int | None = None) -> nn.Module:
+        transformers = _transformers()
+        config = copy.deepcopy(self.config)
+        if depth is not None:
+            text = config.get_text_config()
+            per_layer = _per_layer(config)
+            text.num_hidden_layers = depth
+            for key, values in per_layer.items():
+                setattr(text, key, values[:depth])
+        try:
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
+        except (ValueError, ImportError) as error:
+            raise RecipeError("not a causal language model", where=f"model.hf: {self.source}", why=str(error)) from error
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        names = set(getattr(model, "_no_split_modules", None) or ())
+        # Wrapping derives a new class from the block's own, hence the search through its bases.
+        blocks = {
+            path: module
+            for path, module in model.named_modules()
+            if any(base.__name__ in names for base in type(module).__mro__)
+        }
+        return [module for path, module in blocks.items() if not _inside(path, blocks)]
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        with _no_guessing():
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        return cross_entropy_sum(logits, batch["labels"])
+
+    def sample_shapes(self, sequence_length: int) -> SampleShapes:
+        return token_shapes(sequence_length)
+
+    def fill(self, model: nn.Module, seed: int) -> None:
+        """Read the weights. ``seed`` changes nothing: every value is on disk.
+
+        Raises CheckpointError, naming the tensor, when one is missing, has another shape, or has no place.
+        """
+        folder = _folder(self.source, _WEIGHTS)
+        restore_buffers(model)
+        fill_from_files(model, self._reference, folder)
+
+
+def _inside(path: str, blocks: dict[str, nn.Module]) -> bool:
+    parents = path.split(".")[:-1]
+    return any(".".join(parents[:count]) in blocks for count in range(1, len(parents) + 1))
+
+
+def _signature(unit: nn.Module) -> tuple[str, ...]:
+    shapes = [f"{name}{tuple(p.shape)}" for name, p in unit.named_parameters()]
+    return (type(unit).__name__, *shapes)
+
+
+def _per_layer(config: Any) -> dict[str, list[Any]]:
+    """The config's lists of one value per layer, such as ``layer_types``."""
+    text = config.get_text_config()
+    layers = text.num_hidden_layers
+    return {k: v for k, v in text.to_dict().items() if isinstance(v, list) and len(v) == layers and k != "architectures"}
+
+
+@contextmanager
+def _no_guessing() -> Iterator[None]:
+    """Keep transformers from looking for packed sequences in the position ids, which there are none of."""
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise RecipeError(
+            "transformers is not installed", where="model.hf", fix="pip install 'shardwise[hf]'"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def _load_config(source: str) -> Any:
+    where = f"model.hf: {source}"
+    path = _folder(source, ["config.json"]) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RecipeError("not a model folder", where=where, why="it has no config.json") from error
+    except (OSError, ValueError) as error:
+        raise RecipeError("config.json cannot be read", where=where, why=str(error)) from error
+    if not isinstance(raw, dict) or "model_type" not in raw:
+        raise RecipeError("config.json names no model_type", where=where)
+    if _NEEDS_CODE in raw:
+        raise RecipeError(
+            "the model asks to run its own code",
+            where=where,
+            why=f"config.json has {_NEEDS_CODE}",
+            fix="use a model that transformers itself knows",
+        )
+    if raw.get("quantization_config"):
+        raise RecipeError("quantized weights cannot be trained", where=where, fix="use the unquantized model")
+    try:
+        config = _transformers().AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+    except Exception as error:  # any validation of any model's config
+        raise RecipeError("config.json is not valid", where=where, why=str(error)) from error
+    _make_deterministic(config)
+    return config
+
+
+def _make_deterministic(config: Any) -> None:
+    """No dropout, no cache, no pad token (see the module's docstring)."""
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for key, value in part.to_dict().items():
+            if "drop" in key and isinstance(value, float):
+                setattr(part, key, 0.0)
+        part.use_cache = False
+        part.pad_token_id = None
+
+
+def _folder(source: str, files: list[str]) -> Path:
+    """The folder itself, or where the hub's ``files`` lie once downloaded."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    where = f"model.hf: {source}"
+    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise RecipeError("no such folder", where=where)
+    _transformers()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=files))
+    except Exception as error:  # the network, the name, the licence: the reason is in the text
+        raise RecipeError(
+            "the model cannot be downloaded",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+            fix="check the name and the network, or give a local folder",
+        ) from error

@@ -1,0 +1,242 @@
+"""Choosing a strategy: the smallest departure from plain data parallelism that fits, in as few passes as fit.
+
+Every setting lists its own candidates, cheapest in time first (core/strategy.py); the search walks their
+product in that order, so it names no technique. For each it takes the largest micro-batch that fits. What
+cannot fit by the closed-form lower bound is not dry-run at all; the rest is ranked by quick predictions, and the
+winner is confirmed by a full dry run.
+
+This is the search of a first version: it takes the first that fits instead of timing all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+from shardwise.core.cluster import Cluster
+from shardwise.core.errors import RecipeError
+from shardwise.core.plan import Candidate, Plan, TimelinePoint
+from shardwise.core.recipe import Recipe
+from shardwise.core.strategy import Strategy
+from shardwise.core.units import format_bytes
+from shardwise.model.blueprint import Blueprint
+from shardwise.plan.estimate import least_state_bytes
+from shardwise.plan.predict import Prediction, predict
+from shardwise.technique import (
+    MICRO_BATCH_SIZE,
+    SETTINGS,
+    broken_rules,
+    layout_of,
+    micro_batches,
+    one_line,
+    strategy_from,
+)
+
+STORAGE_BYTES = 4
+"""Least bytes per stored weight: fp32 or fp32 master weights."""
+
+EVERY_RANK = 8
+"""Worlds up to this size are dry-run on every rank when shards are uneven; larger ones on the first and last."""
+
+
+@dataclass
+class Search:
+    """One search: what is asked, and everything that was looked at on the way."""
+
+    recipe: Recipe
+    blueprint: Blueprint
+    cluster: Cluster
+    seen: dict[Strategy, Candidate] = field(default_factory=dict)
+
+    def run(self) -> Plan:
+        """The plan. Raises RecipeError when what is pinned breaks a rule."""
+        self._refuse_broken_pins()
+        best: Prediction | None = None
+        for strategy in self._strategies():
+            found = self._largest_that_fits(strategy)
+            if found is not None:
+                best = found
+                break
+        if best is None:
+            least = min(
+                (c for c in self.seen.values() if c.verdict == "does not fit"), key=lambda c: c.peak_bytes
+            )
+            best = self._predict(least.strategy, quick=False)
+        return self._plan(best)
+
+    # -- what is tried ------------------------------------------------------------------------------
+
+    def _strategies(self) -> Iterator[Strategy]:
+        """Every combination of candidates of settings that are not pinned, preferred first."""
+        pinned = self.recipe.strategy
+        free = [s for s in SETTINGS if s.candidates and s.key not in pinned]
+        for values in product(*(s.candidates for s in free)):
+            strategy = strategy_from({**pinned, **{s.key: v for s, v in zip(free, values, strict=True)}})
+            if not any(broken_rules(strategy, self.cluster.world_size)):
+                yield strategy
+
+    def _sizes(self, strategy: Strategy) -> list[int]:
+        """Micro-batch sizes to try, largest first: the rank's share of the batch in 1, 2, 4, ... passes."""
+        if MICRO_BATCH_SIZE.key in self.recipe.strategy:
+            return [strategy[MICRO_BATCH_SIZE]]
+        layout = layout_of(strategy, self.cluster.world_size)
+        share = -(-self.recipe.batch_size // (layout.degree("replicate") * layout.degree("shard")))
+        passes, sizes = 1, []
+        while True:
+            size = -(-share // passes)
+            sizes.append(size)
+            if size == 1:
+                return list(dict.fromkeys(sizes))
+            passes *= 2
+
+    def _largest_that_fits(self, strategy: Strategy) -> Prediction | None:
+        sizes = self._sizes(strategy)
+        if not self._may_fit(strategy.with_values(micro_batch_size=sizes[-1])):
+            return None
+        for size in sizes:
+            trial = strategy.with_values(micro_batch_size=size)
+            quick = self._predict(trial, quick=True)
+            if quick.peak.bytes > self.cluster.capacity_bytes:
+                continue
+            full = self._predict(trial, quick=False)
+            if full.peak.bytes <= self.cluster.capacity_bytes:
+                return full
+        return None
+
+    def _may_fit(self, strategy: Strategy) -> bool:
+        """Whether the closed-form lower bound leaves room; records the candidate when it does not."""
+        layout = layout_of(strategy, self.cluster.world_size)
+        least = least_state_bytes(self.blueprint.parameter_count(), layout.degree("shard"), STORAGE_BYTES)
+        if least <= self.cluster.capacity_bytes:
+            return True
+        reason = f"weights and optimizer state alone take {format_bytes(least)}"
+        self._note(strategy, least, 0.0, "does not fit", reason)
+        return False
+
+    # -- what is remembered -------------------------------------------------------------------------
+
+    def _predict(self, strategy: Strategy, *, quick: bool) -> Prediction:
+        found = predict(self.recipe, self.blueprint, strategy, self.cluster, quick=quick)
+        over = found.peak.bytes - self.cluster.capacity_bytes
+        if over > 0:
+            where = f" at {found.peak.where}" if found.peak.where else ""
+            reason = f"{format_bytes(over)} too much in the {found.peak.phase} phase{where}"
+            self._note(strategy, found.peak.bytes, found.step.seconds, "does not fit", reason)
+        else:
+            self._note(strategy, found.peak.bytes, found.step.seconds, "fits", "")
+        return found
+
+    def _note(self, strategy: Strategy, peak: int, seconds: float, verdict: str, reason: str) -> None:
+        layout = layout_of(strategy, self.cluster.world_size)
+        line = one_line(strategy, layout, self.recipe.batch_size)
+        self.seen[strategy] = Candidate(strategy, line, peak, seconds, verdict, reason)
+
+    def _refuse_broken_pins(self) -> None:
+        strategy = strategy_from(self.recipe.strategy)
+        for violation in broken_rules(strategy, self.cluster.world_size):
+            nearest = ", ".join(f"{key}: {value}" for key, value in violation.nearest.items())
+            raise RecipeError(
+                f"{violation.rule.key} cannot be {strategy.values[violation.rule.key]}"
+                f" on {self.cluster.world_size} devices",
+                where=f"strategy.{violation.rule.key}",
+                why=violation.rule.reason,
+                fix=f"the nearest that works is {nearest}" if nearest else "",
+            )
+
+    # -- the result ---------------------------------------------------------------------------------
+
+    def _plan(self, chosen: Prediction) -> Plan:
+        self._look_at_neighbours(chosen.strategy)
+        layout, strategy = chosen.layout, chosen.strategy
+        candidates = [self._judged(c, chosen) for c in self.seen.values()]
+        candidates.sort(key=lambda c: (c.verdict != "chosen", c.verdict != "fits", c.step_seconds, c.peak_bytes))
+        return Plan(
+            strategy=strategy,
+            line=one_line(strategy, layout, self.recipe.batch_size),
+            world_size=self.cluster.world_size,
+            cluster=self.cluster.name,
+            device=self.cluster.device.name,
+            capacity_bytes=self.cluster.capacity_bytes,
+            parameters=chosen.parameters,
+            peak=chosen.peak,
+            worst_rank=chosen.rank,
+            allocated_bytes=self._allocated(chosen),
+            step=chosen.step,
+            micro_batches=micro_batches(strategy, layout, self.recipe.batch_size),
+            candidates=tuple(candidates),
+            reasons=tuple(self._reasons(chosen)),
+            assumptions=tuple(assumptions(self.cluster)),
+            timeline=tuple(TimelinePoint(s.phase, s.ledger) for s in chosen.run.timeline),
+        )
+
+    def _allocated(self, chosen: Prediction) -> dict[int, int]:
+        """Predicted peak by rank in the measurement's terms; rank 0 alone when all ranks hold the same."""
+        world = self.cluster.world_size
+        others: Iterator[int] | range = range(1, world) if world <= EVERY_RANK else range(world - 1, world)
+        predicted = {chosen.rank: chosen.allocated_bytes}
+        if not chosen.run.even:
+            for rank in others:
+                run = predict(self.recipe, self.blueprint, chosen.strategy, self.cluster, rank=rank, quick=True)
+                predicted[rank] = run.allocated_bytes
+        return predicted
+
+    def _look_at_neighbours(self, strategy: Strategy) -> None:
+        """Predict what one change of one setting would cost."""
+        size = strategy[MICRO_BATCH_SIZE]
+        changes: list[Mapping[str, object]] = [
+            {s.key: value} for s in SETTINGS for value in s.candidates if value != strategy[s]
+        ]
+        sizes = self._sizes(strategy.with_values(micro_batch_size=size))
+        changes += [{MICRO_BATCH_SIZE.key: near} for near in sizes if size // 2 <= near <= 2 * size + 1]
+        for change in changes:
+            neighbour = strategy.with_values(**change)
+            broken = any(broken_rules(neighbour, self.cluster.world_size))
+            if not broken and neighbour not in self.seen and self._may_fit(neighbour):
+                self._predict(neighbour, quick=True)
+
+    def _judged(self, candidate: Candidate, chosen: Prediction) -> Candidate:
+        """The candidate with its final verdict, and a reason in comparison with the chosen one."""
+        if candidate.strategy == chosen.strategy:
+            verdict = "chosen" if chosen.peak.bytes <= self.cluster.capacity_bytes else "does not fit"
+            return Candidate(**{**vars(candidate), "verdict": verdict})
+        if candidate.verdict != "fits":
+            return candidate
+        time = candidate.step_seconds / chosen.step.seconds - 1
+        memory = candidate.peak_bytes - chosen.peak.bytes
+        sign = "+" if memory >= 0 else "-"
+        reason = f"{time:+.0%} step time, {sign}{format_bytes(abs(memory))}"
+        return Candidate(**{**vars(candidate), "reason": reason})
+
+    def _reasons(self, chosen: Prediction) -> Iterator[str]:
+        """Why this strategy and not one that the search prefers, or one more."""
+        for candidate in self.seen.values():
+            if candidate.verdict == "does not fit" and candidate.strategy != chosen.strategy:
+                changed = chosen.strategy.differences(candidate.strategy)
+                if len(changed) == 1:
+                    [(key, (mine, theirs))] = changed.items()
+                    yield f"{key} {mine}, because {key} {theirs} needs {format_bytes(candidate.peak_bytes)}"
+        free = [s.key for s in SETTINGS if s.key not in self.recipe.strategy and (s.candidates or s is MICRO_BATCH_SIZE)]
+        if free and chosen.peak.bytes <= self.cluster.capacity_bytes:
+            yield f"chosen by the planner: {', '.join(free)}; the first that fits, plainest first, largest micro-batch"
+
+
+def assumptions(cluster: Cluster) -> Iterator[str]:
+    """What the plan takes from tables."""
+    overhead = cluster.device.overhead
+    yield (
+        f"overhead is from the profile of {cluster.device.name}, not counted: context"
+        f" {format_bytes(overhead.context_bytes)}, {format_bytes(overhead.communicator_bytes)} per communicator,"
+        f" workspaces {format_bytes(overhead.workspace_bytes)}"
+    )
+    yield "fragmentation is not predicted in this version: 0"
+    yield f"seconds are a roofline over the profile's peaks ({cluster.device.name}), not a measurement"
+
+
+def plan_for(recipe: Recipe, blueprint: Blueprint, cluster: Cluster) -> Plan:
+    """Check what the recipe pins and choose the rest.
+
+    Raises:
+        RecipeError: when pinned settings break a rule.
+    """
+    return Search(recipe, blueprint, cluster).run()

@@ -1,0 +1,149 @@
+"""Making a checkpoint appear all at once: staging, publishing, retiring.
+
+    tmp-<step>-<nonce>/           every rank writes its files here, and syncs them
+    tmp-<step>-<nonce>/manifest   written when all ranks have succeeded, synced, the folder too
+    rename to step-<step>         the commit; then the parent folder is synced
+    only now                      older checkpoints beyond ``keep`` are renamed to tmp-retired-… and deleted
+
+At no moment is there no checkpoint where there was one. What a crash leaves behind is named tmp-*, which no
+reader looks at; the next start finishes what was complete (a crash just before the rename) and deletes the
+rest. Folders without a manifest that are not ours are neither counted nor deleted.
+
+Checkpoints newer than the one just saved are retired as well: a run that went back to an older one, because
+the newer was damaged or the loss had gone astray, has left that branch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from shardwise.core.errors import ResourceError
+from shardwise.core.units import format_bytes
+from shardwise.train import manifest as manifests
+from shardwise.train.manifest import Damaged, Manifest
+
+_STAGED = re.compile(r"tmp-(\d+)-[0-9a-f]+")
+
+
+def prepare(folder: Path) -> None:
+    """Make ``folder`` ready to save into: it exists, can be written, and what a crash left is dealt with.
+
+    For one process per run, at its start, under the run's lock. Raises ResourceError.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f"tmp-probe-{secrets.token_hex(4)}"
+        probe.write_bytes(b"x" * 4096)
+        sync(folder)
+        _sweep(folder)  # with the probe
+    except OSError as error:
+        raise unwritable(error, folder) from error
+
+
+def _sweep(folder: Path) -> None:
+    for path in sorted(folder.glob("tmp-*"), reverse=True):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        elif not _finished(path):
+            shutil.rmtree(path)
+
+
+def _finished(staged: Path) -> bool:
+    """Publish a staged checkpoint that lacks only the rename."""
+    match = _STAGED.fullmatch(staged.name)
+    final = staged.parent / f"step-{match[1]}" if match else staged
+    if final.exists() or not (staged / manifests.NAME).exists():
+        return False
+    try:
+        content = manifests.read(staged)
+        for name, entry in content.files.items():
+            manifests.verify(staged, name, entry)
+    except Damaged:
+        return False
+    if f"step-{content.state.step}" != final.name:
+        return False
+    staged.rename(final)
+    sync(staged.parent)
+    return True
+
+
+def stage(folder: Path, step: int, needed: int) -> Path:
+    """A new folder for the files of a checkpoint of about ``needed`` bytes. Raises ResourceError, OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise unwritable(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder, needed)
+    staged = folder / f"tmp-{step}-{secrets.token_hex(8)}"
+    staged.mkdir()
+    return staged
+
+
+def publish(staged: Path, content: Manifest, keep: int) -> Path:
+    """Commit a staged checkpoint whose files are all written and synced; returns its final path."""
+    folder = staged.parent
+    with (staged / manifests.NAME).open("xb") as file:
+        file.write(content.to_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+    sync(staged)
+    final = folder / f"step-{content.state.step}"
+    replaced = _set_aside(final) if final.exists() else None
+    staged.rename(final)
+    sync(folder)
+    _retire(folder, content.state.step, keep)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def _retire(folder: Path, step: int, keep: int) -> None:
+    """Delete all but the ``keep`` newest up to ``step``. A failure here has not harmed the new checkpoint."""
+    found = manifests.committed(folder)
+    kept = [path for path in found if (manifests.step_of(path) or 0) <= step][: max(1, keep)]
+    for path in found:
+        if path not in kept:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(_set_aside(path))
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    """Rename, so that a half-deleted checkpoint is never taken for one."""
+    retired = checkpoint.parent / f"tmp-retired-{checkpoint.name}-{secrets.token_hex(8)}"
+    checkpoint.rename(retired)
+    return retired
+
+
+def sync(folder: Path) -> None:
+    """Have the names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def unwritable(error: OSError, folder: Path, needed: int = 0) -> ResourceError:
+    """What to tell a person whose checkpoint could not be written: where, how much it needs, how much is free."""
+    why = error.strerror or str(error)
+    if needed:
+        why += f", {format_bytes(needed)} needed"
+    with contextlib.suppress(OSError):
+        why += f", {format_bytes(shutil.disk_usage(_existing(folder)).free)} free"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    fix = "free some space or raise the quota" if full else "make the folder writable"
+    return ResourceError(
+        "cannot write the checkpoint",
+        where=str(folder),
+        why=why,
+        fix=f"{fix}, or train into another folder; earlier checkpoints are intact",
+    )
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -1,0 +1,310 @@
+"""The token cache: a source tokenized once, by one process, into a file that every rank maps.
+
+A cache is a folder `KEY/` of three files: `tokens.bin` (all documents, each followed by the separator, in the
+narrowest unsigned type, little-endian), `documents.bin` (a record per document: where it ends, and a hash of
+its text) and `header.json`. KEY is a hash of what went in: the source's identity (paths, sizes, times of
+change), the tokenizer's fingerprint and the version of this format. The header's `digest` is a hash of what
+came out; it does not depend on paths and times, so it is what a checkpoint compares.
+
+Written in one pass and bounded memory into `KEY.*.tmp/`, every file and folder synced, then renamed: a folder
+called KEY is complete. A lock (flock, so the kernel frees it when its holder dies) makes other processes wait
+and then find the result; what a killed builder left is removed by the next one. Sizes are checked at opening
+and a damaged cache is built again.
+
+Chosen over shards and an index per source file: one file is one mapping and one slice per sample. The price:
+a source that grew is tokenized again from its beginning; the content is not hashed again at each opening, so
+a bit that flips on the disk later is not found here; and nothing is ever evicted (delete the folder at will).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import filelock
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shardwise.core.errors import DataError, ResourceError
+from shardwise.train.data.readers import Piece
+from shardwise.train.data.sources import Source
+from shardwise.train.data.tokenizer import Tokenizer, Tokens
+
+FORMAT = 1
+
+DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
+"""`end`: the position in `tokens.bin` after the document's separator. `hash`: xxh3-64 of its UTF-8 text."""
+
+_BATCH_BYTES = 1 << 22
+_BATCH_PIECES = 4096
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What `header.json` says. `source` and `tokenizer` are for people; `digest` is of the two data files."""
+
+    format: int
+    source: str
+    tokenizer: str
+    dtype: str
+    tokens: int
+    documents: int
+    empty_documents: int
+    digest: str
+
+
+class TokenCache:
+    """A complete cache on the disk.
+
+    Attributes:
+        header: its counts and digest.
+        tokens: all tokens, [header.tokens], mapped read-only.
+    """
+
+    def __init__(self, folder: Path, header: Header) -> None:
+        self.header = header
+        self._folder = folder
+        with (folder / "tokens.bin").open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.tokens: Tokens = np.frombuffer(self._map, dtype=header.dtype)
+
+    def documents(self) -> npt.NDArray[np.void]:
+        """A record of type `DOCUMENT` per document, read into memory (16 bytes each)."""
+        return np.fromfile(self._folder / "documents.bin", dtype=DOCUMENT)
+
+    def release(self) -> None:
+        """Unmaps the pages that were touched; they stay in the system's page cache.
+
+        Mapped pages count as this process's memory in its high-water mark, which must speak of training.
+        """
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def default_root() -> Path:
+    """The folder of all caches: $SHARDWISE_CACHE, else ~/.cache/shardwise."""
+    if chosen := os.environ.get("SHARDWISE_CACHE"):
+        return Path(chosen).expanduser()
+    try:
+        return Path.home() / ".cache" / "shardwise"
+    except RuntimeError:
+        raise ResourceError(
+            "no place for the token cache", why="this user has no home", fix="set SHARDWISE_CACHE to a folder"
+        ) from None
+
+
+def open_cache(source: Source, tokenizer: Tokenizer, root: Path) -> TokenCache:
+    """The cache of `source` cut by `tokenizer`, built below `root` unless it is there.
+
+    Raises:
+        DataError: the source is malformed or holds no text.
+        ResourceError: `root` cannot be written, or the disk is full.
+    """
+    key = xxhash.xxh3_128_hexdigest(json.dumps([FORMAT, tokenizer.fingerprint, source.identity()]).encode())
+    folder = root / key
+    if found := _load(folder):
+        return found
+    with _disk(root):
+        root.mkdir(parents=True, exist_ok=True)
+    with _locked(root / f"{key}.lock"):
+        if found := _load(folder):
+            return found
+        log.info("tokenizing %s with %s into %s", source.name, tokenizer.name, folder)
+        _build(source, tokenizer, folder)
+        if built := _load(folder):
+            return built
+    raise ResourceError("the token cache vanished", where=str(folder), why="something else removed it")
+
+
+def _load(folder: Path) -> TokenCache | None:
+    """The cache in `folder`, or None when there is none or it is damaged."""
+    try:
+        header = Header(**json.loads((folder / "header.json").read_text(encoding="utf-8")))
+        sizes = {
+            "tokens.bin": header.tokens * np.dtype(header.dtype).itemsize,
+            "documents.bin": header.documents * DOCUMENT.itemsize,
+        }
+        if all((folder / name).stat().st_size == size for name, size in sizes.items()):
+            return TokenCache(folder, header)
+    except (OSError, ValueError, TypeError):
+        pass  # absent, or not what `_build` writes
+    return None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = filelock.FileLock(path)
+    with _disk(path):
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            log.info("another process is tokenizing this data; waiting for it (%s)", path)
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes the cache to a temporary folder and renames it to `folder`; the caller holds the lock."""
+    with _disk(folder):
+        for left_over in folder.parent.glob(f"{folder.name}.*.tmp"):
+            shutil.rmtree(left_over)
+        work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
+    try:
+        header = _write(source, tokenizer, work)
+        with _disk(folder):
+            with (work / "header.json").open("wb") as file:
+                file.write(json.dumps(asdict(header), indent=1).encode())
+                _sync(file)
+            _sync_folder(work)
+            if folder.exists():  # damaged: `_load` refused it
+                shutil.rmtree(folder)
+            work.rename(folder)
+            _sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write(source: Source, tokenizer: Tokenizer, work: Path) -> Header:
+    """Tokenizes `source` into the two data files of `work`; its header."""
+    with _disk(work):
+        files = [(work / name).open("wb") for name in ("tokens.bin", "documents.bin")]
+    try:
+        writer = _Writer(tokenizer, *files)
+        for pieces in _batches(source.pieces()):
+            writer.write(pieces)
+        with _disk(work):
+            for file in files:
+                _sync(file)
+    finally:
+        for file in files:
+            _close(file)
+    if not writer.documents:
+        raise DataError(
+            "no text in the data source",
+            where=source.name,
+            why="it holds no document that is not empty",
+            fix="check data.source",
+        )
+    return Header(
+        format=FORMAT,
+        source=source.name,
+        tokenizer=tokenizer.name,
+        dtype=tokenizer.dtype.newbyteorder("<").str,
+        tokens=writer.tokens,
+        documents=writer.documents,
+        empty_documents=writer.empty_documents,
+        digest=writer.digest,
+    )
+
+
+class _Writer:
+    """Appends documents to the two data files, counting and hashing what it writes."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens_file: IO[bytes], documents_file: IO[bytes]) -> None:
+        self.tokens = self.documents = self.empty_documents = 0
+        self._tokenizer = tokenizer
+        self._dtype = tokenizer.dtype.newbyteorder("<")
+        self._separator = np.array([tokenizer.separator], dtype=self._dtype)
+        self._start = 0  # of the document that is being written
+        self._text = xxhash.xxh3_64()
+        self._outputs = [(tokens_file, xxhash.xxh3_128()), (documents_file, xxhash.xxh3_128())]
+
+    @property
+    def digest(self) -> str:
+        return xxhash.xxh3_128_hexdigest("".join(digest.hexdigest() for _, digest in self._outputs).encode())
+
+    def write(self, pieces: list[Piece]) -> None:
+        tokens: list[Tokens] = []
+        records: list[tuple[int, int]] = []
+        encoded = self._tokenizer.encode_pieces([piece.data for piece in pieces])
+        for piece, piece_tokens in zip(pieces, encoded, strict=True):
+            tokens.append(piece_tokens)
+            self.tokens += len(piece_tokens)
+            self._text.update(piece.data)
+            if not piece.ends:
+                continue
+            if self.tokens > self._start:
+                tokens.append(self._separator)
+                self.tokens += 1
+                records.append((self.tokens, self._text.intdigest()))
+            else:
+                self.empty_documents += 1
+            self._start = self.tokens
+            self._text.reset()
+        self.documents += len(records)
+        chunks = np.concatenate(tokens).astype(self._dtype, copy=False), np.array(records, dtype=DOCUMENT)
+        for (file, digest), chunk in zip(self._outputs, chunks, strict=True):
+            digest.update(chunk.tobytes())
+            with _disk(Path(file.name)):
+                file.write(chunk.tobytes())
+
+
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """`pieces` in lists of a few MiB, which a tokenizer spreads over the cores."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.data)
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Turns an OSError within, which is about writing the cache at `path`, into a ResourceError."""
+    try:
+        yield
+    except (OSError, NotImplementedError) as error:  # filelock: NotImplementedError without flock
+        why = getattr(error, "strerror", None) or str(error)
+        raise ResourceError(
+            "cannot write the token cache",
+            where=str(path),
+            why=f"{why}{_free(path)}",
+            fix="free some space, or set SHARDWISE_CACHE to another folder",
+        ) from None
+
+
+def _free(path: Path) -> str:
+    for place in path.parents:
+        try:
+            return f" ({shutil.disk_usage(place).free:,} bytes free)"
+        except OSError:
+            continue
+    return ""
+
+
+def _close(file: IO[bytes]) -> None:
+    with suppress(OSError):  # a full disk fails to flush again; the first error is on its way up
+        file.close()
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,269 @@
+"""From a file to documents: txt, jsonl and parquet, each as a stream of pieces of at most about a MiB.
+
+A *document* is a whole .txt file, the text of one JSON line, or one row of a parquet column. It arrives in
+*pieces*, so that neither a 50 MB line nor a file larger than memory needs more than its piece while it is
+tokenized; a piece ends after a line where it can, else after a blank, else between two characters.
+
+Pieces are bytes, already known to be UTF-8 without NUL (0x00 separates documents in the bytes vocabulary, and
+in text it is damage: a hole in a sparse file, UTF-16, a binary). The first malformed byte, line or row ends
+the run with its place: file:line, byte. Refused: to skip what is malformed, or to replace it by U+FFFD. Both
+train on less than the recipe says without anyone noticing; the price is that one bad line in a terabyte stops
+the first pass over it, which is before the first step, since the whole source is tokenized first.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from shardwise.core.errors import DataError
+
+PIECE_BYTES = 1 << 20
+LONGEST_LINE_BYTES = 1 << 28
+
+SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_JSON_NAMES = {dict: "object", bool: "boolean", int: "number", float: "number", type(None): "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a document: valid UTF-8 without NUL. Empty only as the end of a document (`ends`)."""
+
+    data: bytes
+    ends: bool
+
+
+def is_data_file(path: Path) -> bool:
+    """Whether the name of `path` says that `read_file` reads it."""
+    return path.name.lower().endswith(SUFFIXES)
+
+
+def read_file(path: Path, text_key: str) -> Iterator[Piece]:
+    """The documents of a data file, by its suffix; `text_key` is the JSON key or the parquet column.
+
+    Raises:
+        DataError: the file is unreadable, empty, or malformed somewhere.
+    """
+    try:
+        if path.stat().st_size == 0:
+            raise DataError(
+                "empty data file",
+                where=str(path),
+                why="0 bytes, as an interrupted copy leaves it",
+                fix="restore or remove it",
+            )
+        name = path.name.lower().removesuffix(".gz")
+        if name.endswith(".parquet"):
+            yield from _read_parquet(path, text_key)
+        elif name.endswith(".jsonl"):
+            yield from _read_jsonl(path, text_key)
+        else:
+            yield from _read_text(path)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(
+            "damaged gzip file", where=str(path), why=str(error), fix="restore it, or remove it"
+        ) from None
+    except OSError as error:
+        raise DataError(
+            "cannot read data file", where=str(path), why=error.strerror or str(error), fix="check the file"
+        ) from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.name.lower().endswith(".gz"):
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    return path.open("rb")
+
+
+# -- text
+
+
+def _read_text(path: Path) -> Iterator[Piece]:
+    line, offset, rest = 1, 0, b""
+    with _open(path) as file:
+        while True:
+            data = rest + file.read(PIECE_BYTES - len(rest))
+            at_end = len(data) < PIECE_BYTES
+            cut = len(data) if at_end else _cut(data)
+            piece, rest = data[:cut], data[cut:]
+            _check_text(piece, path, line, offset)
+            bare = piece.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else piece
+            yield Piece(bare, ends=at_end)
+            if at_end:
+                return
+            line, offset = line + piece.count(b"\n"), offset + cut
+
+
+def _cut(data: bytes) -> int:
+    """Where to end a piece that begins `data`: after a line, else after a blank, else between characters."""
+    for mark in (b"\n", b" "):
+        if (found := data.rfind(mark)) > 0:
+            return found + 1
+    cut = len(data)
+    while cut > len(data) - 3 and data[cut - 1] & 0xC0 == 0x80:
+        cut -= 1  # back over the continuation bytes of the last character
+    return cut - 1 if data[cut - 1] >= 0xC0 else len(data)
+
+
+def _check_text(data: bytes, path: Path, line: int, offset: int) -> None:
+    """Raises DataError at the first byte of `data`, which starts at line and offset, that is no text."""
+    bad, what, why = data.find(0), "NUL in text", "the file is damaged, binary or UTF-16"
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if bad < 0 or error.start < bad:
+            bad, what = error.start, "text is not UTF-8"
+            why = f"byte 0x{data[bad]:02x}: {error.reason}"
+    if bad >= 0:
+        place = _place(path, line + data.count(b"\n", 0, bad), offset + bad)
+        raise DataError(what, where=place, why=why, fix="convert it to UTF-8 text, or remove it")
+
+
+def pieces(data: bytes) -> Iterator[Piece]:
+    """A document that is in memory already, cut into pieces."""
+    start = 0
+    while len(data) - start > PIECE_BYTES:
+        piece = data[start : start + PIECE_BYTES]
+        cut = _cut(piece)
+        yield Piece(piece[:cut], ends=False)
+        start += cut
+    yield Piece(data[start:], ends=True)
+
+
+def _place(path: Path, line: int, byte: int) -> str:
+    return f"{path}:{line}, byte {byte}"
+
+
+# -- JSON lines
+
+
+def _read_jsonl(path: Path, text_key: str) -> Iterator[Piece]:
+    number, offset = 0, 0
+    with _open(path) as file:
+        while line := file.readline(LONGEST_LINE_BYTES + 1):
+            number += 1
+            place = _place(path, number, offset)
+            if len(line) > LONGEST_LINE_BYTES:
+                raise DataError(
+                    "line too long",
+                    where=place,
+                    why=f"more than {LONGEST_LINE_BYTES >> 20} MiB",
+                    fix="write one JSON object a line",
+                )
+            _check_text(line, path, number, offset)
+            bare = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+            if bare := bare.strip():
+                yield from pieces(_text_of(_parse(bare, place), text_key, place))
+            offset += len(line)
+
+
+def _parse(line: bytes, place: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        why = f"{error.msg} at column {error.colno}"
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits; brackets nested 100,000 deep
+        why = str(error)
+    raise DataError("malformed JSON line", where=place, why=why, fix="write one JSON object a line")
+
+
+def _text_of(row: object, text_key: str, place: str) -> bytes:
+    """The checked text of one JSON object."""
+    if not isinstance(row, dict):
+        raise DataError(
+            "line is not a JSON object",
+            where=place,
+            why=f"it is of type {_kind(row)}",
+            fix=f'write {{"{text_key}": "..."}} on every line',
+        )
+    if text_key not in row:
+        raise missing_key(text_key, [str(key) for key in row], place)
+    return checked(row[text_key], text_key, place)
+
+
+# -- values, also those of parquet and datasets
+
+
+def missing_key(text_key: str, present: list[str], place: str) -> DataError:
+    """The error for a row, a schema or a dataset that has no `text_key`."""
+    return DataError(
+        f"no '{text_key}'",
+        where=place,
+        why=f"it has {', '.join(present[:8]) or 'nothing'}{', …' if len(present) > 8 else ''}",
+        fix="name the one that holds the text as data.text_key",
+    )
+
+
+def checked(value: object, text_key: str, place: str) -> bytes:
+    """`value` as UTF-8, or a DataError at `place`: no string, or one that holds NUL or half a character."""
+    if not isinstance(value, str):
+        raise DataError(
+            f"'{text_key}' is not text",
+            where=place,
+            why=f"it is of type {_kind(value)}",
+            fix="make it a string, or name another key as data.text_key",
+        )
+    if "\0" in value:
+        raise DataError(
+            "NUL in text", where=place, why=f"character {value.index(chr(0))} is U+0000", fix="remove it"
+        )
+    try:
+        return value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        why = f"character {error.start} is half of a surrogate pair"
+        raise DataError("text is not Unicode", where=place, why=why, fix="remove it") from None
+
+
+def _kind(value: object) -> str:
+    return _JSON_NAMES.get(type(value), type(value).__name__)
+
+
+# -- parquet
+
+
+def _read_parquet(path: Path, text_key: str) -> Iterator[Piece]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(
+            "cannot read parquet",
+            where=str(path),
+            why="the package pyarrow is not installed",
+            fix="pip install 'shardwise[hf]'",
+        ) from None
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if text_key not in file.schema_arrow.names:
+                raise missing_key(text_key, list(file.schema_arrow.names), str(path))
+            for batch in file.iter_batches(batch_size=256, columns=[text_key]):
+                for value in _values(batch.column(0)):
+                    row += 1
+                    yield from pieces(checked(value, text_key, f"{path}: row {row}"))
+    except UnicodeDecodeError as error:
+        place = f"{path}: row {row + 1}, byte {error.start}"
+        raise DataError("text is not UTF-8", where=place, why=error.reason, fix="rewrite the file") from None
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            "unreadable parquet file",
+            where=f"{path}: after row {row}" if row else str(path),
+            why=str(error),
+            fix="restore it from its origin, or remove it",
+        ) from None
+
+
+def _values(column: Any) -> Iterator[object]:
+    """The Python values of an arrow array; one by one only where converting it whole fails, to find which."""
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:
+        values = (scalar.as_py() for scalar in column)
+    yield from values

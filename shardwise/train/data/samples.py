@@ -1,0 +1,169 @@
+"""Samples by number, as batches: packed sequences of tokens, or the items of a user's own dataset.
+
+Two kinds behind one face, so that the order, the slots and the trainer know nothing of either. A row may be
+*padding*: its labels are all -100, which no loss counts, so that every rank has the same number of equally
+shaped micro-batches whatever the batch size. For tokens that is a row of separators. For a user's dataset it
+is the dataset's item 0 with every tensor named `labels` or `label` filled with -100; **a factory's loss must
+leave out targets of -100** (PyTorch's `cross_entropy` does) from both its sum and its count.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from shardwise.core.errors import DataError
+from shardwise.train.data.cache import TokenCache
+from shardwise.train.data.split import Stream
+from shardwise.train.data.tokenizer import Tokenizer
+
+Batch = dict[str, Tensor]
+
+NOT_COUNTED = -100
+"""The label that no loss counts: the `ignore_index` of PyTorch's cross entropy."""
+
+LABELS = ("labels", "label")
+
+
+class Samples(ABC):
+    """Numbered samples."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def batch(self, samples: Sequence[int | None]) -> Batch:
+        """The samples stacked along a new first dimension; None is a padding row."""
+
+    @abstractmethod
+    def text(self, sample: int) -> str:
+        """The sample as a person would read it."""
+
+
+class TokenSamples(Samples):
+    """The packed sequences of a stream: `input_ids` and `labels`, both [b, s] int64, labels shifted."""
+
+    def __init__(self, stream: Stream, cache: TokenCache, tokenizer: Tokenizer) -> None:
+        self._stream, self._cache, self._tokenizer = stream, cache, tokenizer
+
+    def __len__(self) -> int:
+        return self._stream.sequences
+
+    def batch(self, samples: Sequence[int | None]) -> Batch:
+        shape = (len(samples), self._stream.length)
+        inputs = np.full(shape, self._tokenizer.separator, dtype=np.int64)
+        labels = np.full(shape, NOT_COUNTED, dtype=np.int64)
+        for row, sample in enumerate(samples):
+            if sample is not None:
+                sequence = self._stream.sequence(sample)
+                inputs[row], labels[row] = sequence[:-1], sequence[1:]
+        self._cache.release()
+        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+
+    def text(self, sample: int) -> str:
+        return self._tokenizer.decode(self._stream.sequence(sample)[:-1].tolist())
+
+
+class DatasetSamples(Samples):
+    """Items first .. first+count-1 of a map-style dataset, each a dict of tensors or numbers."""
+
+    def __init__(self, dataset: Dataset[Any], first: int, count: int) -> None:
+        self._dataset, self._first, self._count = dataset, first, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, samples: Sequence[int | None]) -> Batch:
+        items = [
+            padding_of(item(self._dataset, 0)) if sample is None else item(self._dataset, self._index(sample))
+            for sample in samples
+        ]
+        try:
+            collated: Batch = default_collate(items)
+        except (RuntimeError, KeyError, TypeError) as error:
+            numbers = ", ".join("padding" if s is None else str(self._index(s)) for s in samples)
+            raise DataError(
+                "samples do not stack into a batch",
+                where=f"dataset items {numbers}",
+                why=str(error),
+                fix="give every item the same names, shapes and dtypes",
+            ) from None
+        return collated
+
+    def text(self, sample: int) -> str:
+        tensors = item(self._dataset, self._index(sample)).items()
+        parts = [f"{k}={v.item() if v.numel() == 1 else list(v.shape)}" for k, v in tensors]
+        return f"dataset[{self._index(sample)}]: " + " ".join(parts)
+
+    def _index(self, sample: int) -> int:
+        if not 0 <= sample < self._count:
+            raise IndexError(f"sample {sample} of {self._count}")
+        return self._first + sample
+
+
+def item(dataset: Dataset[Any], index: int) -> Batch:
+    """Item `index` of a user's dataset, checked: a mapping from names to tensors."""
+    place = f"dataset item {index}"
+    try:
+        found = dataset[index]
+    except Exception as error:  # the user's code: whatever it raises, this item cannot be had
+        raise DataError(
+            "dataset raised an error", where=place, why=f"{type(error).__name__}: {error}", fix="correct it"
+        ) from error
+    if not isinstance(found, dict) or not found:
+        raise DataError(
+            "dataset item is not a dict of tensors",
+            where=place,
+            why=f"it is of type {type(found).__name__}",
+            fix="return {name: tensor, ...} from __getitem__",
+        )
+    tensors = {}
+    for name, value in found.items():
+        try:
+            tensors[str(name)] = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise DataError(
+                f"'{name}' is not a tensor",
+                where=place,
+                why=f"it is of type {type(value).__name__}",
+                fix="return tensors or numbers from __getitem__",
+            ) from None
+    return tensors
+
+
+def padding_of(first: Batch) -> Batch:
+    """Item 0 of a dataset made into a padding row.
+
+    Raises:
+        DataError: it has no labels that could say so.
+    """
+    named = [name for name in first if name in LABELS]
+    unable = [name for name in named if first[name].dtype in (torch.bool, torch.uint8)]
+    if not named or unable:
+        raise DataError(
+            "cannot pad the last micro-batch",
+            where="dataset item 0",
+            why=f"'{unable[0]}' is {first[unable[0]].dtype}"
+            if unable
+            else "no tensor is named labels or label",
+            fix="use int64 labels, or a batch_size that data-parallel degree × micro_batch_size divides",
+        )
+    return {k: torch.full_like(v, NOT_COUNTED) if k in LABELS else v for k, v in first.items()}
+
+
+def fingerprint_of(dataset: Dataset[Any], count: int) -> str:
+    """What is known of a user's dataset without reading it all: its class, length, first and last item."""
+    digest = xxhash.xxh3_128(f"{type(dataset).__module__}.{type(dataset).__qualname__} {count}".encode())
+    for index in (0, count - 1):
+        for name, tensor in sorted(item(dataset, index).items()):
+            digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,223 @@
+"""Text to tokens and back: bytes, or a tokenizer in Hugging Face's format.
+
+`bytes` needs no file and no training: a token is a byte of UTF-8, the vocabulary is 256, and documents are
+separated by 0x00, which text does not contain (the readers refuse it), so no 257th token is needed. Losses
+come out in nats per byte, which compare across tokenizers.
+
+Anything else is a `tokenizers` backend, read from `tokenizer.json`: that file alone says how text is cut, and
+reading it executes nothing and needs neither `transformers` nor a `config.json`. `transformers` is imported
+only for an id on the hub or a folder without `tokenizer.json`, never with remote code. Refused: tokenizers
+without a fast backend; the price is that a few old models need theirs converted first.
+
+No beginning-of-sequence or other special token is added to a document: packed sequences start anywhere, and
+one separator (the tokenizer's end-of-text token) between documents is all that the model sees.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shardwise.core.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+"""Names to look for, most telling first, when no file next to the tokenizer says which token ends a text."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class Tokenizer(ABC):
+    """What turns text into tokens.
+
+    Attributes:
+        name: as in the recipe.
+        vocab: the number of token ids; every id is below it.
+        separator: the token between documents.
+        fingerprint: equal for two tokenizers exactly when they cut text alike.
+    """
+
+    name: str
+    vocab: int
+    separator: int
+    fingerprint: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest unsigned integer that holds every token."""
+        return np.min_scalar_type(self.vocab - 1)
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`, without a separator."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`; separators are left out, and incomplete characters become U+FFFD."""
+
+    @abstractmethod
+    def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
+        """The tokens of each piece of valid UTF-8 without NUL, in `dtype`: what the cache is built with."""
+
+
+class ByteTokenizer(Tokenizer):
+    """A token is a byte of UTF-8."""
+
+    name = "bytes"
+    vocab = 256
+    separator = 0
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        """Raises DataError for a NUL, which would end the document, or half a surrogate pair."""
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError("text is not Unicode", why=f"character {error.start}: {error.reason}") from None
+        if self.separator in data:
+            raise DataError(
+                "NUL in text",
+                where=f"character {text.index(chr(0))}",
+                why="byte 0x00 separates documents",
+                fix="remove it",
+            )
+        return list(data)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token != self.separator).decode("utf-8", errors="replace")
+
+    def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
+        return [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
+
+
+class BackendTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer` and the token that ends a text."""
+
+    def __init__(self, name: str, backend: tokenizers.Tokenizer, separator: int) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.name = name
+        self.separator = separator
+        # Ids may have holes, so the largest id counts and not the number of entries.
+        self.vocab = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.fingerprint = xxhash.xxh3_128_hexdigest(f"{separator} {backend.to_str()}".encode())
+        self._backend = backend
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._backend.decode(list(tokens), skip_special_tokens=True))
+
+    def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
+        texts = [piece.decode("utf-8") for piece in pieces]
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that the recipe's `data.tokenizer` names.
+
+    `name` is `bytes`, a `tokenizer.json`, a folder that holds one, or an id on the Hugging Face hub.
+
+    Raises:
+        DataError: it is missing, unreadable, or has no token that could separate documents.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        return _through_transformers(name, str(path))
+    if path.exists():
+        return _from_file(name, path / "tokenizer.json" if path.is_dir() else path)
+    if name.endswith(".json") or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        raise DataError(
+            f"no tokenizer at '{name}'",
+            where="data.tokenizer",
+            why="no such file or folder",
+            fix="give 'bytes', a folder with tokenizer.json, or an id on the Hugging Face hub",
+        )
+    return _through_transformers(name, name)
+
+
+def _from_file(name: str, path: Path) -> Tokenizer:
+    try:
+        import tokenizers
+    except ImportError:
+        raise _not_installed("tokenizers") from None
+    try:
+        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the Rust side raises bare Exception for whatever is wrong with the file
+        raise DataError(
+            "unreadable tokenizer",
+            where=str(path),
+            why=f"{type(error).__name__}: {error}",
+            fix="give a tokenizer.json as the tokenizers library saves it",
+        ) from None
+    return BackendTokenizer(name, backend, _separator(backend, path))
+
+
+def _separator(backend: tokenizers.Tokenizer, path: Path) -> int:
+    """The id of the token that ends a text: as the files beside `path` say, else a familiar name."""
+    named = []
+    for settings in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            token = json.loads((path.parent / settings).read_text(encoding="utf-8"))["eos_token"]
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # absent, or does not say
+        named.append(token.get("content") if isinstance(token, dict) else token)
+    for token in (*named, *_END_OF_TEXT):
+        if isinstance(token, str) and (found := backend.token_to_id(token)) is not None:
+            return int(found)
+    raise DataError(
+        "tokenizer has no end-of-text token",
+        where=str(path),
+        why="none to separate documents with",
+        fix="name one as eos_token in tokenizer_config.json beside it",
+    )
+
+
+def _through_transformers(name: str, place: str) -> Tokenizer:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise _not_installed("transformers") from None
+    try:
+        loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:  # network, hub, file format: whatever it is, the tokenizer cannot be had
+        raise DataError(
+            f"cannot load tokenizer '{name}'",
+            where="data.tokenizer",
+            why=f"{type(error).__name__}: {error}",
+            fix="check the name and the network, or give a local folder with tokenizer.json",
+        ) from None
+    backend, separator = getattr(loaded, "backend_tokenizer", None), loaded.eos_token_id
+    if backend is None or separator is None:
+        lacks = "fast backend" if backend is None else "end-of-text token"
+        raise DataError(
+            f"tokenizer '{name}' has no {lacks}",
+            where="data.tokenizer",
+            fix="convert it to tokenizer.json" if backend is None else "set its eos_token",
+        )
+    return BackendTokenizer(name, backend, int(separator))
+
+
+def _not_installed(package: str) -> DataError:
+    return DataError(
+        "cannot read this tokenizer",
+        where="data.tokenizer",
+        why=f"the package {package} is not installed",
+        fix="pip install 'shardwise[hf]', or use tokenizer: bytes",
+    )
