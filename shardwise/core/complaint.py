@@ -147,7 +147,7 @@ def _plain(name: str) -> str:
 
 
 def _short(value: Any) -> str:
-    return str(value).replace("'", "") if isinstance(value, str) else f"{value:,}".replace(",", "")
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "")
 
 
 def _respelled(found: object) -> str:

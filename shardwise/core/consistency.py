@@ -18,7 +18,7 @@ from shardwise.core.cluster import cluster_of, parse_preset
 from shardwise.core.complaint import Complaint
 from shardwise.core.document import Document, KeyPath, describe
 from shardwise.core.errors import RecipeError
-from shardwise.core.presets import Dimensions, dimensions_of
+from shardwise.core.presets import PRESETS, Dimensions, dimensions_of
 
 if TYPE_CHECKING:
     from shardwise.core.recipe import ModelSpec, Recipe
@@ -94,7 +94,9 @@ def _model_and_data(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         dimensions = dimensions_of(model)
     except RecipeError as error:
         path: KeyPath = tuple(error.where.split("."))
-        if model.preset is not None:  # then nothing is missing: the dimension that was overridden is at fault
+        if (
+            model.preset in PRESETS
+        ):  # then nothing is missing: a dimension given beside the preset is at fault
             path = _last_written(document, path, *(("model", name) for name in _given(model)))
         yield Complaint(path, error.what, error.why, error.fix, absent=path not in document.origins)
         return

@@ -12,7 +12,6 @@ memory); their price is that a glob such as `*.txt` must be quoted in a file. Re
 KiB, which keeps a wrong file (a data set, a checkpoint) to an error in milliseconds.
 """
 
-import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,9 +42,9 @@ _NUMBERS = (
     (re.compile(r"\.(nan|NaN|NAN)"), lambda text: float("nan")),
 )
 _LONGEST_NUMBER = 40
-# What YAML 1.2 calls non-printable (§5.1); a file with any of it is not text.
-_NOT_TEXT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+# What YAML 1.2 calls non-printable (§5.1), and a byte order mark amid the text: no file for people has them.
+_NOT_TEXT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+_OPENING_KEY = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_-]*)\s*:")
 
 
 @dataclass(frozen=True, order=True)
@@ -95,30 +94,6 @@ class Document:
                 return None
         return value
 
-    def overridden(
-        self, overrides: Sequence[str], replaces: Mapping[KeyPath, Sequence[str]] | None = None
-    ) -> "Document":
-        """This document with each `section.key=value` set over it, in order; missing sections are made.
-
-        `replaces` lists, for a key, its neighbours that mean the same thing in another way: naming the key on
-        the command line drops those of the file, unless the file names the key itself.
-        Raises RecipeError for what is not an override, or reaches through a value that is not a section.
-        """
-        values, origins = copy.deepcopy(self.values), dict(self.origins)
-        for position, override in enumerate(overrides, 1):
-            path, value, inner = _read_override(override)
-            for neighbour in (replaces or {}).get(path, ()) if value is not None else ():
-                other = (*path[:-1], neighbour)
-                if path not in self.origins and other in self.origins and not origins[other].override:
-                    _section(values, path)[0].pop(neighbour, None)
-                    _forget(origins, other)
-            section, made = _section(values, path)
-            section[str(path[-1])] = value
-            _forget(origins, path)
-            origins |= {path[:depth]: Origin(position, 1) for depth in range(made, len(path) + 1)}
-            origins |= {path + below: Origin(position, 1) for below in inner}
-        return Document(self.name, values, {p: o for p, o in origins.items() if _exists(values, p)})
-
 
 def dotted(path: KeyPath) -> str:
     """`optimizer.betas[1]`, the way a key path is written."""
@@ -160,7 +135,7 @@ def parse_document(text: str, name: str) -> Document:
         line = text.count("\n", 0, unprintable.start()) + 1
         why = f"character U+{ord(unprintable[0]):04X} is not text"
         raise RecipeError("cannot read the recipe", where=f"{name}:{line}", why=why)
-    composer = _Composer(text, name)
+    composer = Composer(text, name)
     root = composer.document()
     if root is None:
         fix = "write at least a model, data, steps and batch_size"
@@ -193,7 +168,7 @@ def resolve_scalar(text: str) -> Value:
     return text
 
 
-def _checked(text: str) -> str:
+def printable(text: str) -> str:
     """`text`. Raises ValueError for what is not printable: a null or half a surrogate pair is in no name."""
     if unprintable := _NOT_TEXT.search(text):
         raise ValueError(f"the character U+{ord(unprintable[0]):04X}, which is not text")
@@ -216,11 +191,12 @@ def describe(value: object) -> str:
     return "a section" if isinstance(value, dict) else f"a {type(value).__name__}"
 
 
-class _Composer:
+class Composer:
     """One pass over the parser's events; knows the path it is in, so that a syntax error can name it."""
 
     def __init__(self, text: str, name: str) -> None:
         self.name = name
+        self._lines = text.splitlines()
         self.origins: dict[KeyPath, Origin] = {(): Origin(0, 1)}
         self._path: KeyPath = ()
         self._stream: Iterator[events.Event] = iter(YAML(typ="safe", pure=True).parse(text))
@@ -252,6 +228,7 @@ class _Composer:
             why = f"`{mark}{anchor}` is an anchor or alias of YAML, which recipes do not use"
             raise self._error(line, why, "write the value out, in quotes if it is a glob")
         if tag := getattr(event, "tag", None):
+            tag = str(tag).replace("tag:yaml.org,2002:", "!!")
             raise self._error(line, f"the tag `{tag}` is not for recipes", "write the plain value")
         if len(self._path) > DEEPEST:
             raise self._error(line, f"nested deeper than {DEEPEST} levels", "")
@@ -261,7 +238,7 @@ class _Composer:
             return self._sequence()
         assert isinstance(event, events.ScalarEvent), event
         try:
-            text = _checked(event.value)
+            text = printable(event.value)
             return text if event.style else resolve_scalar(text)  # quoted or block text is never a number
         except ValueError as error:
             raise self._error(line, f"found {error}", "") from None
@@ -306,6 +283,8 @@ class _Composer:
         fix = ""
         if "'\\t'" in problem:
             problem, fix = "a tab is used as indentation", "indent with spaces"
+        elif "incompatible YAML document" in problem:
+            problem = "the file declares a version of YAML other than 1.x"
         elif "mapping values are not allowed" in problem:
             problem = "a colon where no key can be"
             fix = "check the indentation, or quote the text that has a colon in it"
@@ -319,69 +298,15 @@ class _Composer:
             fix = "put the value in quotes"
         elif "<block end>" in problem:
             problem, fix = "this line does not continue what stands above it", "check the indentation"
+        self._path = self._path_on(line)
         return self._error(line, problem, fix)
+
+    def _path_on(self, line: int | None) -> KeyPath:
+        """The path being read, ended by the key that opens `line`: the scanner stops ahead of the events."""
+        text = self._lines[line - 1] if line and line <= len(self._lines) else ""
+        key = _OPENING_KEY.match(text)
+        return self._path if key is None or key[1] in self._path else (*self._path, key[1])
 
 
 def _line(event: events.Event) -> int:
     return int(event.start_mark.line) + 1 if event.start_mark else 1
-
-
-def _read_override(override: str) -> tuple[KeyPath, Value, Mapping[KeyPath, Origin]]:
-    """`section.key=value` to its path, value, and the key paths inside the value.
-
-    The value is literal text by the core schema, so a glob needs no quotes beyond the shell's; only what
-    opens with a bracket or a quote is read as YAML.
-    """
-    key, equals, text = override.partition("=")
-    key, text = key.strip(), text.strip()
-    if not equals or not _KEY.fullmatch(key):
-        shown = shorten(one_line(override), 60)
-        why = "an override is section.key=value"
-        raise RecipeError(f"'{shown}' is not an override", where=COMMAND_LINE, why=why)
-    path: KeyPath = tuple(key.split("."))
-    where = f"{COMMAND_LINE}: {shorten(key, 70)}"
-    if not text:
-        raise RecipeError(f"no value for {path[-1]}", where=where, fix=f"write {key}=null to unset it")
-    try:
-        if _checked(text)[0] not in "[{\"'":
-            return path, resolve_scalar(text), {}
-        composer = _Composer(text, COMMAND_LINE)
-        return path, composer.document(), composer.origins
-    except ValueError as error:
-        raise RecipeError("cannot read the override", where=where, why=f"found {error}") from None
-    except RecipeError as error:
-        raise RecipeError(
-            "cannot read the override", where=where, why=error.why or error.what, fix=error.fix
-        ) from None
-
-
-def _section(values: dict[str, Value], path: KeyPath) -> tuple[dict[str, Value], int]:
-    """The mapping that holds the last key of `path`, made where missing, and the depth of the first made."""
-    section, made = values, len(path)
-    for depth, key in enumerate(path[:-1], 1):
-        inner = section.get(str(key))
-        if inner is None:
-            inner = section[str(key)] = {}
-            made = min(made, depth)
-        if not isinstance(inner, dict):
-            what, where = f"{dotted(path[:depth])} has no keys", f"{COMMAND_LINE}: {dotted(path)}"
-            fix = f"override it whole, as {dotted(path[:depth])}=..."
-            raise RecipeError(what, where=where, why=f"it is {describe(inner)}", fix=fix)
-        section = inner
-    return section, made
-
-
-def _forget(origins: dict[KeyPath, Origin], path: KeyPath) -> None:
-    for known in [known for known in origins if known[: len(path)] == path]:
-        del origins[known]
-
-
-def _exists(values: Value, path: KeyPath) -> bool:
-    for key in path:
-        if isinstance(values, dict) and key in values:
-            values = values[str(key)]
-        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
-            values = values[key]
-        else:
-            return False
-    return True

@@ -8,7 +8,6 @@ Chosen: subclasses by what a script must tell apart (the exit code), not by modu
 per message, which nobody looks up; the price is that two messages of one class differ by their words only.
 """
 
-import re
 from typing import ClassVar
 
 LONGEST_LINE = 300
@@ -16,7 +15,6 @@ LONGEST_LINE = 300
 
 # A part is cut to no less than this, in this order, until the line fits: place and remedy matter most.
 _SHORTEST = {"why": 60, "what": 60, "fix": 50, "where": 110}
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]+")
 
 
 def shorten(text: str, limit: int) -> str:
@@ -28,8 +26,8 @@ def shorten(text: str, limit: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` without newlines, control characters (a terminal obeys them) or runs of blanks."""
-    return " ".join(_CONTROL.sub(" ", text).split())
+    """`text` without newlines, runs of blanks, or what a terminal would obey or not show."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 class ShardwiseError(Exception):

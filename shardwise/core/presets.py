@@ -1,20 +1,20 @@
 """Decoder dimensions by name: a table, and the arithmetic that needs nothing but dimensions.
 
 Two families cover the models people train from scratch. ``llama``: RMSNorm, rotary positions, SwiGLU, grouped
-key/value heads, no biases. ``gpt2``: LayerNorm, GELU, learned positions, biases, the head tied to the embedding.
-A preset is a row here, not a module and not a folder; every published row is tested against the parameter count
-its authors published.
+key/value heads, no biases. ``gpt2``: LayerNorm, GELU, learned positions, biases, the head tied to the
+embedding. A preset is a row here, not a module and not a folder; every published row is tested against the
+parameter count its authors published.
 
-Chosen: plain dimensions without torch, so a recipe is checked and a planner counts before torch loads. Refused:
-the frequency scaling by which Llama 3.1 and 3.2 stretch a trained model to 131,072 positions; it has no
-parameters and no cost, and it matters only to weights that were trained with it, which ``hf:`` loads.
+Chosen: plain dimensions without torch, so a recipe is checked and a planner counts before torch loads.
+Refused: the frequency scaling by which Llama 3.1 and 3.2 stretch a trained model to 131,072 positions; it has
+no parameters and no cost, and it matters only to weights that were trained with it, which ``hf:`` loads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.core.errors import RecipeError
 
@@ -123,9 +123,10 @@ PRESETS: dict[str, Dimensions] = {
 def dimensions_of(spec: ModelSpec) -> Dimensions:
     """The dimensions that a recipe's ``model:`` section asks for: a preset, overridden, or dimensions alone.
 
-    Alone, ``layers``, ``width`` and ``heads`` must be given. The rest follows: ``kv_heads`` is ``heads``; ``ffn``
-    is 4 widths (gpt2) or 8/3 widths rounded up to a multiple of 64 (llama), which costs the same; gpt2 is tied.
-    Overriding ``heads`` of a preset whose heads are not grouped changes its ``kv_heads`` with it.
+    Alone, ``layers``, ``width`` and ``heads`` must be given. The rest follows: ``kv_heads`` is ``heads``;
+    ``ffn`` is 4 widths (gpt2) or 8/3 widths rounded up to a multiple of 64 (llama), which costs the same;
+    gpt2 is tied. Overriding ``heads`` of a preset whose heads are not grouped changes its ``kv_heads`` with
+    it.
 
     Raises RecipeError, with the key as its place, when the preset is unknown, a dimension is missing or two
     dimensions do not go together.
@@ -150,7 +151,7 @@ def dimensions_of(spec: ModelSpec) -> Dimensions:
     return dimensions
 
 
-def _from_given(given: dict[str, int]) -> Dimensions:
+def _from_given(given: dict[str, Any]) -> Dimensions:
     for key in ("layers", "width", "heads"):
         if key not in given:
             raise RecipeError(
@@ -162,7 +163,7 @@ def _from_given(given: dict[str, int]) -> Dimensions:
     width = given["width"]
     ffn = 4 * width if gpt2 else -(-8 * width // (3 * 64)) * 64
     derived = {"kv_heads": given["heads"], "ffn": ffn, "vocab": BYTES_VOCAB, "tied": gpt2}
-    return Dimensions(**{**derived, **given})  # type: ignore[arg-type]
+    return Dimensions(**{**derived, **given})
 
 
 def check_dimensions(dimensions: Dimensions) -> None:

@@ -249,6 +249,11 @@ def recipe_of(values: Mapping[str, Any], settings: Sequence[Setting[Any]] = ()) 
     return _checked(Document("recipe", copy.deepcopy(dict(values)), {(): Origin(0, 0)}), settings)
 
 
+def locate(path: Path, overrides: Sequence[str], key: KeyPath) -> str:
+    """`FILE:LINE: key.path` of a key in a recipe that `load_recipe` accepts, for errors found later."""
+    return read_document(Path(path)).overridden(overrides, _REPLACES).where(key)
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML: every key, defaults too; reading it gives an equal recipe."""
     lines = list[str]()
@@ -308,7 +313,7 @@ def _parse_strategy(pins: Any, settings: Sequence[Setting[Any]]) -> tuple[dict[s
                 choices = [choice for choice in known[key].choices if isinstance(choice, str)]
                 near = nearest(value, choices) if isinstance(value, str) else None
                 fix = f"did you mean '{near}'?" if near else ""
-                complaints.append(Complaint(path, f"{key} cannot be this", str(reason), fix))
+                complaints.append(Complaint(path, f"bad value for {key}", str(reason), fix))
     return parsed, complaints
 
 

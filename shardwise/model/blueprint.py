@@ -1,15 +1,16 @@
 """A model before it exists: how to build it, what its blocks are, its loss, and the values it starts from.
 
-The order of a run is fixed and explains the interface: ``build`` under ``torch.device("meta")`` (no memory, any
-size), techniques transform the meta model and may turn parameters into DTensors, ``to_empty`` allocates this
-rank's part, ``fill`` writes the values. The dry run leaves out ``fill`` and everything else is the same, so
-``loss`` must run on fake tensors: it never waits for the device and never branches on a value.
+The order of a run is fixed and explains the interface: ``build`` under ``torch.device("meta")`` (no memory,
+any size), techniques transform the meta model and may turn parameters into DTensors, ``to_empty`` allocates
+this rank's part, ``fill`` writes the values. The dry run leaves out ``fill`` and everything else is the same,
+so ``loss`` must run on fake tensors: it never waits for the device and never branches on a value.
 
-The loss is a (sum, count) pair, never a mean. Only the engine knows how many targets the global batch has, and
-one division by that number makes any split of the batch over micro-batches and ranks give the same gradient.
+The loss is a (sum, count) pair, never a mean. Only the engine knows how many targets the global batch has,
+and one division by that number makes any split of the batch over micro-batches and ranks give the same
+gradient.
 
-Chosen: one class per origin of a model (native, Hugging Face, a user's factory) behind this interface. Refused:
-a common model class with hooks, which would have to wrap what transformers and users already wrote.
+Chosen: one class per origin of a model (native, Hugging Face, a user's factory) behind this interface.
+Refused: a common model class with hooks, which would have to wrap what transformers and users already wrote.
 """
 
 from __future__ import annotations
@@ -18,23 +19,20 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from shardwise.core.recipe import Recipe
+from shardwise.model.loss import IGNORED, cross_entropy_sum
 
 Batch = dict[str, Tensor]
-"""One micro-batch. Language models: ``input_ids`` and ``labels``, int64 [b, s]; labels are already shifted."""
+"""One micro-batch. Of language models: ``input_ids`` and ``labels``, int64 [b, s], labels already shifted."""
 
 LossSum = tuple[Tensor, Tensor]
 """(sum over the valid targets, fp32 or fp64 scalar; how many there are, int64 scalar)."""
 
 SampleShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape without the batch dimension, and dtype, of every tensor of a sample."""
-
-IGNORED = -100
-"""A label that is not a target: padding, or a prompt."""
 
 
 class Blueprint(ABC):
@@ -95,19 +93,9 @@ def valid_targets(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> LossSum:
-    """Cross entropy in nats, summed over the valid targets, in fp32 or, for fp64 logits, in fp64.
-
-    Args:
-        logits: [..., classes], any float dtype.
-        labels: [...], int64, IGNORED where there is no target.
-    """
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    total = F.cross_entropy(
-        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    return total, valid_targets(labels)
+def token_loss(logits: Tensor, labels: Tensor) -> LossSum:
+    """Cross entropy in nats and number of targets, for logits [..., classes] and int64 labels [...]."""
+    return cross_entropy_sum(logits, labels), valid_targets(labels)
 
 
 def token_shapes(sequence_length: int) -> SampleShapes:

@@ -1,12 +1,12 @@
-"""From the names and layouts on disk to those of a transformers model, on whatever part of it this rank holds.
+"""From the names and layouts on disk to those of a transformers model, for the part of it this rank holds.
 
-Names differ between a file and a model: older names, a missing or extra base prefix, one tensor per expert where
-the model has one for all. transformers describes this as data, renamings and converters, and that data is used
-here. A renamed tensor is read by slice. A converted one (experts, fused projections) is read whole, converted
-and then cut: one block's worth at a time is the price.
+Names differ between a file and a model: older names, a missing or extra base prefix, one tensor per expert
+where the model has one for all. transformers describes this as data, renamings and converters, and that data
+is used here. A renamed tensor is read by slice. A converted one (experts, fused projections) is read whole,
+converted and then cut: one block's worth at a time is the price.
 
-What must be on disk is decided by the whole model, not by the part this rank holds, so all ranks agree on whether
-the files fit the model, and an error does not depend on who finds it.
+What must be on disk is decided by the whole model, not by the part this rank holds, so all ranks agree on
+whether the files fit the model, and an error does not depend on who finds it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,23 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import CheckpointError
-from shardwise.model.slices import canonical_name, local_part, local_slices, named_parameters, share, shared_names
+from shardwise.model.slices import (
+    canonical_name,
+    local_part,
+    local_slices,
+    named_parameters,
+    share,
+    shared_names,
+)
 from shardwise.model.weights import WeightFiles
 
 
 @dataclass
 class Conversion:
-    """Several tensors on disk that together become ``targets`` of the model."""
+    """Several tensors on disk that together become one or more of the model, the first of them ``first``."""
 
     converter: Any
     first: str
-    targets: tuple[str, ...]
     sources: list[tuple[str, str]] = field(default_factory=list)  # (pattern that matched, name on disk)
 
     def run(self, files: WeightFiles, model: nn.Module) -> dict[str, Tensor]:
@@ -76,11 +82,26 @@ def fill_from_files(model: nn.Module, reference: nn.Module, folder: Path) -> Non
         name = names.get(name, name)
         if name in sources.direct:
             files.read_into(tensor, sources.direct[name])
+            _check_copies(tensor, name, aliases, sources, files)
         elif name in sources.converted:
             conversion = sources.converted[name]
             conversions.setdefault(id(conversion), (conversion, []))[1].append((name, tensor))
     for conversion, wanted in conversions.values():
         _fill_converted(conversion, wanted, files, reference)
+
+
+def _check_copies(
+    tensor: Tensor, name: str, aliases: dict[str, str], sources: Sources, files: WeightFiles
+) -> None:
+    """Raise CheckpointError when a shared tensor is on disk under two names with two values."""
+    for alias, first in aliases.items():
+        if first == name and alias in sources.direct and not files.agrees_with(tensor, sources.direct[alias]):
+            raise CheckpointError(
+                f"tensors {name} and {alias} differ",
+                where=files.file_of(sources.direct[alias]),
+                why="config.json says they are one",
+                fix="set tie_word_embeddings to false in config.json",
+            )
 
 
 @torch.no_grad()
@@ -94,7 +115,7 @@ def _fill_converted(
             raise CheckpointError(
                 f"tensor {name} cannot be put together",
                 where=str(files.folder),
-                why=f"its {len(conversion.sources)} parts give {found}, the model wants {tuple(tensor.shape)}",
+                why=f"its parts give {found}, the model wants {tuple(tensor.shape)}",
             )
         local_part(tensor).copy_(values[name][local_slices(tensor)])
 
@@ -129,7 +150,7 @@ def match_names(reference: nn.Module, files: WeightFiles) -> Sources:
 def _add_conversion(sources: Sources, converter: Any, target: str, expected: Iterable[str]) -> None:
     first, *others = converter.target_patterns
     targets = (target, *(target.replace(first, other) for other in others))
-    conversion = Conversion(converter, target, targets)
+    conversion = Conversion(converter, target)
     sources.converted.update({name: conversion for name in targets if name in expected})
 
 
@@ -157,7 +178,9 @@ def _check(reference: nn.Module, files: WeightFiles, sources: Sources, aliases: 
         if not any(sources.covers(member) or ignored.search(member) for member in group):
             raise CheckpointError(f"tensor {name} is missing", where=str(files.folder), why="no file has it")
     # Buffers that older versions saved and newer ones compute.
-    ignored = _pattern(reference, "_keys_to_ignore_on_load_unexpected", r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+    ignored = _pattern(
+        reference, "_keys_to_ignore_on_load_unexpected", r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"
+    )
     for name in sources.extra:
         if not ignored.search(name):
             raise CheckpointError(
@@ -193,15 +216,15 @@ def _saved_tensors(model: nn.Module, reference: nn.Module) -> Iterator[tuple[str
 def restore_buffers(model: nn.Module) -> None:
     """Compute the buffers that are never saved (rotary frequencies), which ``to_empty`` left undefined.
 
-    transformers makes them where it makes initial weights, in ``_init_weights`` of the model that owns a module;
-    its own mark keeps parameters as they are.
+    transformers makes them where it makes initial weights, in ``_init_weights`` of the model that owns a
+    module; its own mark keeps parameters as they are.
 
     Raises CheckpointError for a buffer of floats that the model does not know how to make.
     """
     from transformers import PreTrainedModel, initialization
 
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     owners: list[tuple[str, PreTrainedModel]] = []
     with initialization.guard_torch_init_functions():
         for path, module in model.named_modules():
@@ -218,7 +241,8 @@ def restore_buffers(model: nn.Module) -> None:
             for name, buffer in buffers.items():
                 if buffer.is_floating_point() and buffer.isnan().any():
                     raise CheckpointError(
-                        f"buffer {path}.{name} cannot be computed", why=f"{type(owner).__name__} does not say how"
+                        f"buffer {path}.{name} cannot be computed",
+                        why=f"{type(owner).__name__} does not say how",
                     )
 
 

@@ -1,19 +1,21 @@
 """The native decoder: one file, two families, nothing but tensors.
 
-    llama   RMSNorm, rotary positions, SwiGLU, grouped key/value heads, no biases (arXiv:2302.13971, 2305.13245)
+    llama   RMSNorm, rotary positions, SwiGLU, grouped key/value heads, no biases (arXiv:2302.13971)
     gpt2    LayerNorm, GELU, learned positions, biases everywhere but the head (Radford et al. 2019)
 
-Names follow Hugging Face's Llama (``layers.3.self_attn.q_proj.weight``), so exporting is renaming, and the two
-families differ in what a block is made of, not in how blocks are put together.
+Names follow Hugging Face's Llama (``layers.3.self_attn.q_proj.weight``), so exporting is renaming, and the
+two families differ in what a block is made of, not in how blocks are put together.
 
-What a block keeps for its backward pass is counted by the ledger, so nothing is kept twice: attention works on
-views of what the projections wrote, rotary angles are made once per forward pass and shared by all blocks (their
-products keep the angles, not the queries), and there is no buffer to allocate, shard or save. A llama block with
-fused norm and flash attention keeps h(12 + 4r) + 8f bytes per token in 16 bits, r being kv_heads / heads.
+What a block keeps for its backward pass is counted by the ledger, so nothing is kept twice: attention works
+on views of what the projections wrote, rotary angles are made once per forward pass and shared by all blocks
+(their products keep the angles, not the queries), and there is no buffer to allocate, shard or save. A llama
+block with fused norm and flash attention keeps h(12 + 4r) + 8f bytes per token in 16 bits, r being kv_heads /
+heads.
 
 Chosen: queries and keys are rotated in the compute dtype from angles made in fp32, as transformers does.
-Refused: fp32 rotation, which keeps fp32 copies; fused qkv and gate/up projections, which save two kernel calls
-on short sequences and make tensor parallelism and export harder; key/value caches, which only generation uses.
+Refused: fp32 rotation, which keeps fp32 copies; fused qkv and gate/up projections, which save two kernel
+calls on short sequences and make tensor parallelism and export harder; key/value caches, which only
+generation uses.
 
 Legend: b batch, s sequence, h width, a heads, k kv_heads, d head width, f ffn, V vocab.
 """

@@ -1,13 +1,13 @@
 """Any causal language model of transformers, from a folder or a hub id.
 
-The class comes from transformers, the rest does not: the model is built on the meta device, its blocks are what
-its class says must not be split, and weights are read from safetensors by slice, so a rank never holds more than
-its part. ``from_pretrained`` is not used, because it loads before techniques can divide.
+The class comes from transformers, the rest does not: the model is built on the meta device, its blocks are
+what its class says must not be split, and weights are read from safetensors by slice, so a rank never holds
+more than its part. ``from_pretrained`` is not used, because it loads before techniques can divide.
 
-Three things differ from transformers' defaults, each because a step must be the same function on every rank, real
-or fake. Dropout is zero: its masks would depend on the sharding. The pad token is forgotten: batches are packed,
-and looking for it in the ids waits for the device. And packed sequences are not guessed from the position ids,
-which waits for the device too, and on fake tensors ends in an S x S mask.
+Three things differ from transformers' defaults, each because a step must be the same function on every rank,
+real or fake. Dropout is zero: its masks would depend on the sharding. The pad token is forgotten: batches are
+packed, and looking for it in the ids waits for the device. And packed sequences are not guessed from the
+position ids, which waits for the device too, and on fake tensors ends in an S x S mask.
 
 Refused: ``trust_remote_code``, pickled weights, and quantized weights, which cannot be trained.
 """
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, cross_entropy_sum, token_shapes
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_loss, token_shapes
 from shardwise.model.conversion import fill_from_files, restore_buffers
 
 _NEEDS_CODE = "auto_map"
@@ -87,7 +87,9 @@ class HuggingFaceModel(Blueprint):
                 config, dtype=torch.float32, trust_remote_code=False
             )
         except (ValueError, ImportError) as error:
-            raise RecipeError("not a causal language model", where=f"model.hf: {self.source}", why=str(error)) from error
+            raise RecipeError(
+                "not a causal language model", where=f"model.hf: {self.source}", why=str(error)
+            ) from error
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         names = set(getattr(model, "_no_split_modules", None) or ())
@@ -102,7 +104,7 @@ class HuggingFaceModel(Blueprint):
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         with _no_guessing():
             logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        return cross_entropy_sum(logits, batch["labels"])
+        return token_loss(logits, batch["labels"])
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return token_shapes(sequence_length)
@@ -131,7 +133,11 @@ def _per_layer(config: Any) -> dict[str, list[Any]]:
     """The config's lists of one value per layer, such as ``layer_types``."""
     text = config.get_text_config()
     layers = text.num_hidden_layers
-    return {k: v for k, v in text.to_dict().items() if isinstance(v, list) and len(v) == layers and k != "architectures"}
+    return {
+        k: v
+        for k, v in text.to_dict().items()
+        if isinstance(v, list) and len(v) == layers and not k.endswith(("_token_id", "architectures"))
+    }
 
 
 @contextmanager

@@ -1,16 +1,16 @@
 """Initial values that do not depend on who makes them.
 
-A parameter is covered by a fixed grid of tiles. Each tile has its own seed, from the run's seed, the parameter's
-name and the tile's place, and is always drawn whole, in fp32, on the CPU. A rank draws the tiles that its slice
-touches and copies what it holds of them, so any sharding, in any precision, on any device starts from the same
-numbers, and no rank makes or receives a tensor it does not keep.
+A parameter is covered by a fixed grid of tiles. Each tile has its own seed, from the run's seed, the
+parameter's name and the tile's place, and is always drawn whole, in fp32, on the CPU. A rank draws the tiles
+that its slice touches and copies what it holds of them, so any sharding, in any precision, on any device
+starts from the same numbers, and no rank makes or receives a tensor it does not keep.
 
-Tiles are low and wide, as slices are: on 16,384 ranks a rank holds one row of a matrix, and draws 32. The price of
-the grid is that waste (on one process it is nothing) and drawing on one CPU thread, at about 400 million values a
-second. The CPU generator takes 32 bits of seed: in a model of 8 billion parameters about two of its 123,000 tiles
-are alike, at unrelated places. Refused: a counter-based generator, which has no such repeats but runs 3.5 times
-slower in NumPy; drawing on the GPU, which gives other numbers than the CPU; filling whole tensors on one rank and
-scattering them, which is what cannot be done when a model does not fit.
+Tiles are low and wide, as slices are: on 16,384 ranks a rank holds one row of a matrix, and draws 32. The
+price of the grid is that waste (on one process it is nothing) and drawing on one CPU thread, at about 400
+million values a second. The CPU generator takes 32 bits of seed: in a model of 8 billion parameters about two
+of its 123,000 tiles are alike, at unrelated places. Refused: a counter-based generator, which has no such
+repeats but runs 3.5 times slower in NumPy; drawing on the GPU, which gives other numbers than the CPU;
+filling whole tensors on one rank and scattering them, which is what cannot be done when a model does not fit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The native decoder as a blueprint: dimensions in, GPT-2's initial values.
 
 Weights are normal with standard deviation 0.02; the projections that add to the residual stream (``o_proj``,
-``down_proj``) are scaled by 1/sqrt(2 layers), so that the stream's variance at the last block does not grow with
-depth (Radford et al. 2019, section 2.3). Norms start at one, biases at zero. Both families start so; Llama's
-papers do not say how theirs did.
+``down_proj``) are scaled by 1/sqrt(2 layers), so that the stream's variance at the last block does not grow
+with depth (Radford et al. 2019, section 2.3). Norms start at one, biases at zero. Both families start so;
+Llama's papers do not say how theirs did.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.core.presets import Dimensions, dimensions_of
 from shardwise.core.recipe import ModelSpec
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, cross_entropy_sum, token_shapes
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_loss, token_shapes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initial import fill_normal
 from shardwise.model.slices import local_part, named_parameters, share, shared_names
@@ -39,14 +39,12 @@ class NativeModel(Blueprint):
     def from_spec(cls, spec: ModelSpec, sequence_length: int) -> Self:
         """The model of a recipe. Raises RecipeError for wrong dimensions, or sequences beyond its context."""
         dimensions = dimensions_of(spec)
-        # Rotary positions have no end: only learned ones, or a limit the recipe itself states, bind.
-        limited = dimensions.family == "gpt2" or spec.context is not None
-        if limited and sequence_length > dimensions.context:
+        if sequence_length > dimensions.context:
             raise RecipeError(
                 "the sequences are longer than the model's context",
                 where="data.sequence_length",
-                why=f"{sequence_length} tokens against {dimensions.context} positions",
-                fix=f"use at most {dimensions.context}, or a larger model.context",
+                why=f"{sequence_length} tokens against a context of {dimensions.context}",
+                fix="shorten them, or raise model.context",
             )
         return cls(dimensions, spec.preset or "")
 
@@ -57,7 +55,7 @@ class NativeModel(Blueprint):
         return list(cast("Decoder", model).layers)
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        return cross_entropy_sum(model(batch["input_ids"]), batch["labels"])
+        return token_loss(model(batch["input_ids"]), batch["labels"])
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return token_shapes(sequence_length)

@@ -4,9 +4,10 @@ Values are written into parameters after techniques have divided them, so whoeve
 safetensors file, a user's ``reset_parameters``) asks here for the slice to make, and makes only that.
 
 Chosen: integer arithmetic on the placements. ``compute_local_shape_and_global_offset`` of torch goes through
-index tensors, one element per row, and gives the shape and first row of a strided shard but not the promise that
-its rows are contiguous; here the order in which shards were cut is followed (FSDP2 cuts what tensor parallelism
-left, but lists itself first), which always gives contiguous rows, and the result is checked against the tensor.
+index tensors, one element per row, and gives the shape and first row of a strided shard but not the promise
+that its rows are contiguous; here the order in which shards were cut is followed (FSDP2 cuts what tensor
+parallelism left, but lists itself first), which always gives contiguous rows, and the result is checked
+against the tensor.
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ def _in_cutting_order(placements: tuple[Placement, ...]) -> list[tuple[int, _Str
 
 
 def _chunk(start: int, stop: int, index: int, chunks: int) -> tuple[int, int]:
-    """The index-th part of [start, stop) as ``torch.chunk`` divides: all of one size, the last ones shorter."""
+    """The index-th part of [start, stop) as ``torch.chunk`` divides: equal parts, the last ones shorter."""
     size = -(-(stop - start) // chunks)
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
-    """Every further name of a shared parameter, and its first name. Ask a model fresh from its constructor."""
+    """Every further name of a shared parameter, and its first. For a model as its constructor left it."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

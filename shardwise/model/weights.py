@@ -1,11 +1,11 @@
 """A folder of safetensors files, read by slice.
 
-Opening a file reads its header; a tensor's bytes are read when asked for, and only the rows and columns asked for.
-A file is opened for each tensor again, because what is read through a memory map counts as this process's memory
-until the map is gone: a rank would otherwise hold its weights twice while loading.
+Opening a file reads its header; a tensor's bytes are read when asked for, and only the rows and columns asked
+for. A file is opened for each tensor again, because what is read through a memory map counts as this
+process's memory until the map is gone: a rank would otherwise hold its weights twice while loading.
 
-Everything is read into what it is for, in pieces: loading needs PIECE bytes beside the model. Refused: ``.bin`` and
-``.pt`` files, which are pickles and run code when read.
+Everything is read into what it is for, in pieces: loading needs PIECE bytes beside the model. Refused:
+``.bin`` and ``.pt`` files, which are pickles and run code when read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class WeightFiles:
                     self._files[name] = folder / file
         for name, file in index.items():
             if self._files.get(name) != folder / file:
-                raise CheckpointError(f"tensor {name} is missing", where=str(folder / file), why=f"{INDEX} puts it there")
+                raise CheckpointError(
+                    f"tensor {name} is missing", where=str(folder / file), why=f"{INDEX} puts it there"
+                )
 
     def file_of(self, name: str) -> str:
         return str(self._files[name])
@@ -62,16 +64,25 @@ class WeightFiles:
     @torch.no_grad()
     def read_into(self, tensor: Tensor, name: str) -> None:
         """Copy this rank's slice of ``name`` into ``tensor``, plain or DTensor, of the same global shape."""
+        for part, value in self._side_by_side(tensor, name):
+            part.copy_(value)
+
+    def agrees_with(self, tensor: Tensor, name: str) -> bool:
+        """Whether ``tensor`` holds what ``read_into`` would write."""
+        return all(torch.equal(part, value.to(part)) for part, value in self._side_by_side(tensor, name))
+
+    def _side_by_side(self, tensor: Tensor, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of this rank's part of ``tensor``, each with the same piece on disk."""
         part, slices = local_part(tensor), local_slices(tensor)
         if part.numel() == 0:
             return
         with _opened(self._files[name]) as opened:
             if not slices:
-                part.copy_(opened.get_tensor(name))
+                yield part, opened.get_tensor(name)
                 return
             source = opened.get_slice(name)
-            for into, wanted in _pieces(part, slices):
-                into.copy_(source[wanted])
+            for piece, wanted in _pieces(part, slices):
+                yield piece, source[wanted]
 
 
 def _pieces(part: Tensor, slices: Slices) -> Iterator[tuple[Tensor, Slices]]:
@@ -94,10 +105,14 @@ def _read_index(folder: Path) -> dict[str, str]:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         names = {str(name): str(file) for name, file in index.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("the index of the weights cannot be read", where=str(path), why=str(error)) from error
+        raise CheckpointError(
+            "the index of the weights cannot be read", where=str(path), why=str(error)
+        ) from error
     for file in names.values():
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"the index names {file!r}", where=str(path), why="not a safetensors file beside it")
+            raise CheckpointError(
+                f"the index names {file!r}", where=str(path), why="not a safetensors file beside it"
+            )
     return names
 
 
@@ -121,5 +136,8 @@ def _opened(file: Path) -> Iterator[Any]:
             yield opened
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            "a file of the weights is damaged", where=str(file), why=str(error), fix="copy or download it again"
+            "a file of the weights is damaged",
+            where=str(file),
+            why=str(error),
+            fix="copy or download it again",
         ) from error

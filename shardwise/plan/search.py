@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from shardwise.core.cluster import Cluster
-from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate, Plan, TimelinePoint
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Strategy
@@ -30,6 +29,7 @@ from shardwise.technique import (
     layout_of,
     micro_batches,
     one_line,
+    refuse_broken,
     strategy_from,
 )
 
@@ -51,7 +51,7 @@ class Search:
 
     def run(self) -> Plan:
         """The plan. Raises RecipeError when what is pinned breaks a rule."""
-        self._refuse_broken_pins()
+        refuse_broken(self.recipe.strategy, self.cluster.world_size, lambda key: f"strategy.{key}")
         best: Prediction | None = None
         for strategy in self._strategies():
             found = self._largest_that_fits(strategy)
@@ -131,18 +131,6 @@ class Search:
         layout = layout_of(strategy, self.cluster.world_size)
         line = one_line(strategy, layout, self.recipe.batch_size)
         self.seen[strategy] = Candidate(strategy, line, peak, seconds, verdict, reason)
-
-    def _refuse_broken_pins(self) -> None:
-        strategy = strategy_from(self.recipe.strategy)
-        for violation in broken_rules(strategy, self.cluster.world_size):
-            nearest = ", ".join(f"{key}: {value}" for key, value in violation.nearest.items())
-            raise RecipeError(
-                f"{violation.rule.key} cannot be {strategy.values[violation.rule.key]}"
-                f" on {self.cluster.world_size} devices",
-                where=f"strategy.{violation.rule.key}",
-                why=violation.rule.reason,
-                fix=f"the nearest that works is {nearest}" if nearest else "",
-            )
 
     # -- the result ---------------------------------------------------------------------------------
 

@@ -1,8 +1,10 @@
 """Is this machine fit to train on? Facts, measured speeds, a verdict on each, and what to do about it.
 
-A check reads facts and speeds and says one of four things: good, note (worth knowing), warn (it will work, not
-well) or bad (it will not work). One bad check makes the machine unhealthy: exit code 7. Checks are functions of
-plain data, so each is tested on machines that we do not have.
+A check reads facts and speeds and says one of four things: good, note (worth knowing), warn (it will work,
+not well) or bad (it will not work). One bad check makes the machine unhealthy: exit code 7.
+
+Chosen: checks are functions of plain data, so that each is tested on machines that we do not have. Refused:
+a score; the price of four words is that somebody had to decide what is bad.
 
 `calibrate` stores the measured speeds of the processor, from which plans for `device: cpu` then take theirs.
 """
@@ -59,7 +61,10 @@ class DeviceSpeed:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured. ``link`` is (bytes/s, seconds) of gloo between two processes here, if asked for."""
+    """What was measured. ``link`` is (bytes/s, seconds) of gloo between two processes here, if asked for.
+
+    ``link_problem`` says why that failed, and is empty when it did not.
+    """
 
     devices: tuple[DeviceSpeed, ...] = ()
     link: tuple[float, float] | None = None
@@ -83,9 +88,10 @@ class Diagnosis:
     def error(self) -> ResourceError | None:
         """The first bad check as the error that ends the command; None when healthy."""
         bad = next((check for check in self.checks if check.verdict == "bad"), None)
-        return bad and ResourceError(
-            "this machine is not fit to train on", where=bad.name, why=bad.found, fix=bad.advice
-        )
+        if bad is None:
+            return None
+        what = "this machine is not fit to train on"
+        return ResourceError(what, where=bad.name, why=bad.found, fix=bad.advice)
 
     def data(self) -> dict[str, Any]:
         """For JSON: healthy, checks, facts, speeds."""
@@ -94,6 +100,7 @@ class Diagnosis:
             "link": None
             if self.speeds.link is None
             else dict(zip(("bandwidth", "latency"), self.speeds.link, strict=True)),
+            "link_problem": self.speeds.link_problem,
         }
         return {
             "healthy": self.healthy,
@@ -227,6 +234,11 @@ def _judge_communication(facts: Facts, speeds: Speeds) -> Iterator[Check]:
 
 def _judge_devices(facts: Facts) -> Iterator[Check]:
     torch = facts.torch
+    if facts.calibrated:
+        yield Check("cpu profile", "good", "plans use speeds measured here")
+    else:
+        found = "plans use default speeds, low on purpose"
+        yield Check("cpu profile", "note", found, "shardwise doctor --calibrate measures once")
     if not torch.devices and facts.driver and not torch.error:
         advice = "check the driver" if torch.cuda or torch.rocm else "install a torch build for the GPU"
         yield Check("gpu", "warn", "the system has one, torch sees none", advice)
@@ -263,7 +275,7 @@ def _judge_speed(facts: Facts, speed: DeviceSpeed) -> Iterator[Check]:
 
 
 def _shortfall(facts: Facts, speed: DeviceSpeed) -> str:
-    """What is below SLOW of the profile's promise, in words; empty where nothing is or nothing is promised."""
+    """What is below SLOW of the profile's promise, in words; empty where nothing is, or is promised."""
     names = {f"gpu {device.index}": device.profile for device in facts.torch.devices}
     profile = PROFILES.get(names.get(speed.device) or "")
     if profile is None:
@@ -316,7 +328,7 @@ def _measure(facts: Facts, link: bool) -> Speeds:
     if not (link and facts.torch.gloo):
         return Speeds(tuple(devices))
     try:
-        measured = speed.all_reduce_speed()
+        measured = speed.link_speed()
     except RuntimeError as problem:
         return Speeds(tuple(devices), link_problem=str(problem))
     return Speeds(tuple(devices), (measured.bandwidth, measured.latency))

@@ -1,11 +1,11 @@
-"""What this machine has, as facts without judgement: processor, memory, disk, torch, devices, network, packages.
+"""What this machine has, as facts without judgement: processor, memory, disk, torch, devices, network.
 
-Torch is imported inside the functions that need it, because a machine where it does not import is exactly one
-that wants inspecting. Every fact is plain data, so that `doctor --json` prints it as it is.
+Torch is imported inside the functions that need it, because a machine where it does not import is exactly
+one that wants inspecting. Every fact is plain data, so that `doctor --json` prints it as it is.
 
 Chosen: read what the system says and try what matters (a loopback connection, the reset of the memory mark).
-Refused: parsing `nvidia-smi`, `lspci` and `dmidecode`; the price is that driver faults that torch does not see
-are not seen here either.
+Refused: parsing `nvidia-smi`, `lspci` and `dmidecode`; the price is that driver faults that torch does not
+see are not seen here either.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Processor:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. ``limit`` is the cgroup's; ``usable`` the lesser of it and ``total``; ``shared`` free in /dev/shm."""
+    """Bytes. ``limit``: the cgroup's; ``usable``: what it leaves; ``shared``: free in /dev/shm."""
 
     total: int
     available: int
@@ -72,7 +72,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU: bytes as the driver reports them; ``profile`` is the table's name for it, None if not in it."""
+    """One GPU: bytes as the driver reports them; ``profile`` is the table's name for it, or None."""
 
     index: int
     name: str
@@ -115,7 +115,11 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it. ``driver``: the system shows an NVIDIA or AMD compute device, whatever torch was built for."""
+    """All of it.
+
+    ``driver``: the system shows an NVIDIA or AMD compute device, whatever torch was built for.
+    ``calibrated``: plans for this processor use measured speeds.
+    """
 
     python: str
     system: str
@@ -126,6 +130,7 @@ class Facts:
     network: Network
     measuring: Measuring
     driver: bool
+    calibrated: bool
     packages: Mapping[str, str | None] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
@@ -134,7 +139,7 @@ class Facts:
 
 
 def inspect(folder: Path) -> Facts:
-    """Facts about this machine; ``folder`` is where a run would write. Takes a few seconds (torch's import)."""
+    """Facts about this machine; ``folder`` is where a run would write. Takes seconds, to import torch."""
     flags = machine.cpu_flags()
     return Facts(
         python=platform.python_version(),
@@ -148,6 +153,7 @@ def inspect(folder: Path) -> Facts:
         network=Network(loopback_problem("127.0.0.1"), loopback_problem(socket.gethostname())),
         measuring=Measuring(can_lower_high_water_mark(), huge_pages()),
         driver=driver_present(),
+        calibrated=machine.read_calibration() is not None,
         packages={name: _installed(name) for name in OPTIONAL_PACKAGES},
     )
 
@@ -193,7 +199,7 @@ def can_lower_high_water_mark(proc: Path = Path("/proc/self")) -> bool:
 
 
 def huge_pages(path: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> str | None:
-    """The mode of transparent huge pages: always | madvise | never; None where the system has no such thing."""
+    """The mode of transparent huge pages: always | madvise | never; None where the system has none."""
     try:
         words = path.read_text(encoding="ascii").split()
     except (OSError, UnicodeDecodeError):

@@ -10,9 +10,10 @@ words instead of being ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Rule, Setting, Strategy, Violation, complete, violations
 from shardwise.technique.base import AXES, Technique
 from shardwise.technique.precision import Precision
@@ -60,6 +61,23 @@ def strategy_from(pinned: Mapping[str, object]) -> Strategy:
 def broken_rules(strategy: Strategy, world_size: int) -> Iterator[Violation]:
     """What forbids this strategy on this many devices."""
     return violations(RULES, strategy, world_size)
+
+
+def refuse_broken(pinned: Mapping[str, object], world_size: int, where: Callable[[str], str]) -> None:
+    """Raise RecipeError when what a recipe pins cannot be done on this many devices.
+
+    ``where`` says in which file and line a key of the strategy section stands. Torch is not loaded for this.
+    """
+    strategy = strategy_from(pinned)
+    for violation in broken_rules(strategy, world_size):
+        key = violation.rule.key
+        nearest = ", ".join(f"{key}: {value}" for key, value in violation.nearest.items())
+        raise RecipeError(
+            f"{key} cannot be {strategy.values[key]} on {world_size} devices",
+            where=where(key),
+            why=violation.rule.reason,
+            fix=f"the nearest that works is {nearest}" if nearest else "",
+        )
 
 
 def layout_of(strategy: Strategy, world_size: int) -> Layout:

@@ -94,7 +94,12 @@ def publish(staged: Path, content: Manifest, keep: int) -> Path:
     sync(staged)
     final = folder / f"step-{content.state.step}"
     replaced = _set_aside(final) if final.exists() else None
-    staged.rename(final)
+    try:
+        staged.rename(final)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(final)
+        raise
     sync(folder)
     _retire(folder, content.state.step, keep)
     if replaced is not None:
@@ -129,7 +134,7 @@ def sync(folder: Path) -> None:
 
 
 def unwritable(error: OSError, folder: Path, needed: int = 0) -> ResourceError:
-    """What to tell a person whose checkpoint could not be written: where, how much it needs, how much is free."""
+    """What to tell a person whose checkpoint could not be written: where, how much it needs, what is free."""
     why = error.strerror or str(error)
     if needed:
         why += f", {format_bytes(needed)} needed"

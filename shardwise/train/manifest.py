@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import xxhash
 
+from shardwise.core.errors import CheckpointError
 from shardwise.train.state import TrainState
 
 FORMAT = 1
@@ -44,6 +45,10 @@ class Damaged(Exception):
         super().__init__(path, reason)
         self.path = path
         self.reason = reason
+
+
+class UnknownFormat(ValueError):
+    """A sound manifest of another version of this software."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class Manifest:
         if _sealed(body) != raw:
             raise ValueError("its content does not match its hash")
         if body.get("format") != FORMAT:
-            raise ValueError(f"its format is {body.get('format')!r}, this version reads {FORMAT}")
+            raise UnknownFormat(f"its format is {body.get('format')!r}, this version reads {FORMAT}")
         try:
             return cls._from_body(body)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -188,7 +193,8 @@ def _tensor(name: str, entry: dict[str, Any], files: list[str]) -> TensorEntry:
     for number, offsets, sizes in entry["pieces"]:
         piece = Piece(files[_whole(number)], tuple(map(_whole, offsets)), tuple(map(_whole, sizes)))
         inside = len(piece.offsets) == len(piece.sizes) == len(shape) and all(
-            offset + size <= whole for offset, size, whole in zip(piece.offsets, piece.sizes, shape, strict=True)
+            offset + size <= whole
+            for offset, size, whole in zip(piece.offsets, piece.sizes, shape, strict=True)
         )
         if not inside:
             raise ValueError(f"a piece of {name!r} is not within the tensor")
@@ -208,7 +214,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def committed(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, newest first: the folders named step-N that hold a manifest, unverified."""
+    """The checkpoints in ``folder``, newest first: folders named step-N that hold a manifest, unverified."""
     if not folder.is_dir():
         return []
     found = [
@@ -220,7 +226,7 @@ def committed(folder: Path) -> list[Path]:
 
 
 def read(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint, verified in itself. Raises Damaged."""
+    """The manifest of a checkpoint, itself verified. Raises Damaged; CheckpointError for another format."""
     path = checkpoint / NAME
     try:
         size = _regular(path)
@@ -229,6 +235,10 @@ def read(checkpoint: Path) -> Manifest:
         manifest = Manifest.from_bytes(path.read_bytes())
     except OSError as error:
         raise Damaged(path, f"cannot be read: {error.strerror}") from error
+    except UnknownFormat as error:
+        raise CheckpointError(
+            "the checkpoint was written by another version of Shardwise", where=str(path), why=str(error)
+        ) from None
     except ValueError as error:
         raise Damaged(path, str(error)) from None
     if step_of(checkpoint) not in (None, manifest.state.step):

@@ -34,11 +34,11 @@ class Measured:
 
 
 class MemoryMeter:
-    """Makes the level now; ``read`` gives the peak since then."""
+    """Takes the level when made; ``sample`` after a step raises ``peak``, ``forget`` drops what lay between."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._level = 0
+        self.peak = Measured(0, 0)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._level = torch.cuda.memory_allocated(device)
@@ -47,13 +47,21 @@ class MemoryMeter:
             _reset_high_water_mark()
             self._level = _status("VmRSS")
 
-    def read(self) -> Measured:
+    def sample(self) -> None:
+        """Raise ``peak`` to the mark reached since the level was taken or ``forget`` was called."""
         if self._device.type == "cuda":
-            return Measured(
-                torch.cuda.max_memory_allocated(self._device) - self._level,
-                torch.cuda.max_memory_reserved(self._device),
-            )
-        return Measured(max(0, _status("VmHWM") - self._level), 0)
+            allocated = torch.cuda.max_memory_allocated(self._device) - self._level
+            reserved = torch.cuda.max_memory_reserved(self._device)
+        else:
+            allocated, reserved = _status("VmHWM") - self._level, 0
+        self.peak = Measured(max(self.peak.allocated, allocated), max(self.peak.reserved, reserved))
+
+    def forget(self) -> None:
+        """What was reached since the last sample (an evaluation, a checkpoint) is not part of a step."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            _reset_high_water_mark()
 
 
 def return_large_frees(enabled: bool) -> None:

@@ -1,7 +1,7 @@
 """All that must survive a restart beside tensors.
 
 Weights and optimizer state are in the checkpoint's shards. The learning rate follows from the step, the order
-of the data from seed and step, so neither is stored: what is derived cannot disagree with what it derives from.
+of the data from seed and step; neither is stored, for what is derived cannot disagree with its source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
-        """Raises ValueError for anything but an object with exactly these fields, all whole and not negative."""
+        """Raises ValueError for all but an object with exactly these fields, whole numbers not negative."""
         names = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or values.keys() != names:
             raise ValueError(f"a training state has the fields {', '.join(sorted(names))}")

@@ -4,8 +4,8 @@ An epoch visits every sample once, in the order of a pseudo-random permutation o
 a Feistel network (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
 1988) is a bijection on 2^k numbers for any round function at all, and *cycle walking* (Black and Rogaway,
 "Ciphers with arbitrary finite domains", 2002) restricts it to 0..n-1: a result outside is encrypted again
-until it falls inside, which takes fewer than two tries on average because 2^k < 2n. On a few numbers a Feistel
-network reaches few of the orders there are, so up to 256 samples are sorted by a hash instead.
+until it falls inside, which takes fewer than two tries on average because 2^k < 2n. On a few numbers a
+Feistel network reaches few of the orders there are, so up to 256 samples are sorted by a hash instead.
 
 Chosen over a shuffled index array (numpy's or torch's `randperm`): that costs 8n bytes on every rank, O(n)
 at each epoch, and has to be replayed to resume. Here the state of the sampler is one integer, the optimizer

@@ -1,0 +1,42 @@
+# Everything sets itself up: only Python 3.11 or 3.12, pip and make are assumed.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: quickstart test check lint types docs benchmark clean
+
+quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
+	$(BIN)/shardwise plan recipes/quickstart.yaml
+	$(BIN)/shardwise train recipes/quickstart.yaml --out runs/quickstart
+	$(BIN)/shardwise generate runs/quickstart --prompt "def " --tokens 300
+	@$(BIN)/python -m webbrowser -t "file://$(CURDIR)/runs/quickstart/report.html" >/dev/null 2>&1 || true
+	@echo "the report: runs/quickstart/report.html"
+
+test: $(READY)  ## all tests
+	$(BIN)/python -m pytest tests
+
+check: lint types test  ## lint, types and tests
+
+lint: $(READY)
+	$(BIN)/ruff check shardwise tests benchmarks docs
+	$(BIN)/ruff format --check shardwise tests benchmarks docs
+
+types: $(READY)
+	$(BIN)/mypy shardwise
+
+docs: $(READY)  ## write the generated pages of docs/reference
+	$(BIN)/python docs/generate.py
+
+benchmark: $(READY)  ## predicted against measured memory on real runs (about 15 minutes)
+	$(BIN)/python benchmarks/ledger.py
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

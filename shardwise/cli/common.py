@@ -1,0 +1,56 @@
+"""What several verbs share: reading the recipe and the cluster, checking rules, making the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.core.cluster import Cluster, cluster_of
+from shardwise.core.recipe import Recipe, load_recipe, locate
+from shardwise.technique import SETTINGS, refuse_broken
+
+if TYPE_CHECKING:
+    from shardwise.core.plan import Plan
+
+RecipeArgument = Annotated[Path, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value, over the recipe's", metavar="KEY=VALUE")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+
+
+def read(recipe_file: Path, overrides: list[str] | None) -> tuple[Recipe, Cluster]:
+    """The checked recipe and its cluster; everything that can be refused without torch is refused here."""
+    recipe = load_recipe(recipe_file, overrides or [], SETTINGS)
+    cluster = cluster_of(recipe.cluster)
+    refuse_broken(
+        recipe.strategy,
+        cluster.world_size,
+        lambda key: locate(recipe_file, overrides or [], ("strategy", key)),
+    )
+    return recipe, cluster
+
+
+def make_plan(recipe: Recipe, cluster: Cluster) -> Plan:
+    """Plan; loads torch."""
+    from shardwise.model.blueprint import blueprint_of
+    from shardwise.plan.search import plan_for
+
+    return plan_for(recipe, blueprint_of(recipe), cluster)
+
+
+def refuse_unfit(plan: Plan) -> None:
+    """Raise ResourceError when the plan needs more than a device has."""
+    from shardwise.core.errors import ResourceError
+    from shardwise.core.units import format_bytes
+
+    if not plan.fits:
+        raise ResourceError(
+            "does not fit",
+            where=plan.line,
+            why=f"rank {plan.worst_rank} needs {format_bytes(plan.peak.bytes)} of"
+            f" {format_bytes(plan.capacity_bytes)}, most in the {plan.peak.phase} phase",
+            fix="use more devices, a shorter data.sequence_length, or pin less of the strategy",
+        )

@@ -1,0 +1,34 @@
+"""``shardwise doctor``: what this machine has, and whether it is fit for training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.common import AsJson
+
+
+def command(
+    as_json: AsJson = False,
+    store: Annotated[
+        bool, typer.Option("--calibrate", help="keep the measured speeds, so that plans for this CPU use them")
+    ] = False,
+    link: Annotated[bool, typer.Option("--link", help="also measure communication between processes")] = False,
+) -> None:
+    """Print what this machine really has and what is wrong with it."""
+    from rich.console import Console
+
+    from shardwise.report.doctor import calibrate, examine, render
+
+    diagnosis = examine(Path.cwd(), link=link or store)
+    if as_json:
+        print(json.dumps(diagnosis.data(), indent=1))
+    else:
+        render(diagnosis, Console())
+    if store:
+        typer.echo(f"stored: {calibrate(diagnosis)}", err=as_json)
+    if (error := diagnosis.error()) is not None:
+        raise error

@@ -1,0 +1,15 @@
+"""``shardwise report``: draw a run again, finished or still running."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(folder: Annotated[Path, typer.Argument(help="folder of a run", metavar="DIR")]) -> None:
+    """Write one self-contained HTML page and its pictures into the run's folder."""
+    from shardwise.report.run import write_report
+
+    typer.echo(f"report: {write_report(folder)}")

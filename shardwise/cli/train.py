@@ -1,0 +1,58 @@
+"""``shardwise train``: plan, then train exactly that plan, then report.
+
+Started alone it plans, starts one process per device of this machine, and writes the report when they are
+done. Started by torchrun or srun it is one of many: local rank 0 of the first node plans in a process of its
+own (so that planning leaves no trace in what is measured) and the others wait for the plan.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.common import Overrides, RecipeArgument, make_plan, read, refuse_unfit
+
+
+def command(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="folder of the run; resumes when it holds a checkpoint")] = None,
+    exact_memory: Annotated[
+        bool, typer.Option("--exact-memory", help="measure memory over the whole run (slower on the CPU)")
+    ] = False,
+) -> None:
+    """Plan, then train exactly that plan."""
+    from shardwise.core.errors import RecipeError
+
+    if out is None:
+        raise RecipeError("--out is missing", where="command line", fix="give the folder of the run: --out DIR")
+    wanted, cluster = read(recipe, overrides)
+    from shardwise.train.launch import launched_by
+
+    if launched_by() is not None:
+        from shardwise.cli.joined import train_as_rank
+
+        raise typer.Exit(train_as_rank(recipe, overrides or [], out, exact_memory))
+    from shardwise.train.folder import claim, prepare
+
+    with claim(out):
+        plan = make_plan(wanted, cluster)
+        refuse_unfit(plan)
+        prepare(out, wanted, plan)
+        _announce(plan.line, out)
+        from shardwise.train.launch import launch
+
+        flags = ["--exact-memory"] if exact_memory else []
+        code = launch(plan.world_size, ["train", str(out), *flags], out / "logs")
+        if code == 0:
+            from shardwise.report.run import write_report
+
+            page = write_report(out)
+            typer.echo(f"report: {page}")
+    raise typer.Exit(code)
+
+
+def _announce(line: str, out: Path) -> None:
+    typer.echo(f"{line}  →  {out}")

@@ -1,0 +1,62 @@
+"""``shardwise verify``: does this strategy train as one plain fp32 process does?"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.common import AsJson, Overrides, RecipeArgument, make_plan, read, refuse_unfit
+
+
+def command(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(help="optimizer steps to compare", min=1)] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Train the strategy and a single-process reference on the same data and compare them."""
+    wanted, cluster = read(recipe, overrides)
+    plan = make_plan(wanted, cluster)
+    refuse_unfit(plan)
+    from shardwise.train.folder import prepare
+    from shardwise.train.launch import launch
+    from shardwise.train.verify import Verdict, read_verdict
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as scratch:
+        folder = Path(scratch)
+        prepare(folder, wanted.model_copy(update={"steps": steps}), plan)
+        for verb, processes in (("reference", 1), ("verify", plan.world_size)):
+            code = launch(processes, [verb, str(folder)], folder / "logs")
+            if code != 0:
+                raise typer.Exit(code)
+        verdict = read_verdict(folder)
+    typer.echo(json.dumps(verdict.as_dict()) if as_json else _table(plan.line, verdict))
+    from shardwise.core.errors import NumericsError
+
+    if not verdict.passed:
+        assert isinstance(verdict, Verdict)
+        raise NumericsError(
+            "the strategy does not train as one process does",
+            where=plan.line,
+            why=f"a relative difference is above {verdict.tolerance:g} (worst parameter: {verdict.worst_parameter})",
+            fix="compare with another strategy to see which technique differs, and report it",
+        )
+
+
+def _table(line: str, verdict: object) -> str:
+    from shardwise.train.verify import Verdict
+
+    assert isinstance(verdict, Verdict)
+    rows = [
+        ("loss", verdict.max_loss_difference),
+        ("gradient norm", verdict.max_gradient_norm_difference),
+        ("parameters", verdict.max_parameter_difference),
+    ]
+    lines = [f"{line} against one plain process, {verdict.steps} steps, largest relative difference:"]
+    lines += [f"  {name:<14} {value:.2e}" for name, value in rows]
+    lines.append(f"  {'passed' if verdict.passed else 'FAILED'} at a tolerance of {verdict.tolerance:g}")
+    return "\n".join(lines)

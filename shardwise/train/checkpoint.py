@@ -1,0 +1,317 @@
+"""Saving a run and finding it again, on as many ranks as there are then.
+
+A checkpoint holds logical tensors in pieces, so it is read by any world size and any ZeRO stage. It is
+committed in one rename (``commit.py``), described and protected by its manifest (``manifest.py``), and stored
+as safetensors files (``shards.py``). Reading verifies every file before any tensor reaches the model: the
+ranks share the files among them, agree on the verdict, and take the newest checkpoint that is whole. A damaged
+one costs a warning and the steps since the one before it, not the run.
+
+Optimizer state exists only after a first step. A fresh optimizer, whatever its kind, is therefore stepped
+once with zero gradients at rate zero, and everything that made is overwritten by what was saved.
+
+Refused: saving hyperparameters with the optimizer. They follow from the recipe, and a stored copy would win
+over a recipe that was edited on purpose.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.core.errors import CheckpointError, DataError, ShardwiseError
+from shardwise.core.recipe import dump_recipe
+from shardwise.engine.build import Run
+from shardwise.model.slices import canonical_name, named_parameters
+from shardwise.train import manifest as manifests
+from shardwise.train.manifest import Damaged, Manifest
+from shardwise.train.shards import DTYPES, DTYPES_BY_NAME, OPTIMIZER, ShardFiles, ShardReader, ShardWriter
+from shardwise.train.state import TrainState
+
+T = TypeVar("T")
+Warn = Callable[[str], None]
+
+
+def to_stderr(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+# ---- saving -----------------------------------------------------------------------------------------------
+
+
+def save(run: Run, state: TrainState, folder: Path, keep: int, fingerprint: str = "") -> Path:
+    """Save a run after ``state.step`` steps as ``folder``/step-N, on all ranks at once; returns that path.
+
+    Keeps the ``keep`` (at least 1) newest checkpoints up to this step. A checkpoint of this very step is
+    replaced. ``fingerprint`` identifies the data. Raises ResourceError on every rank when any rank could not
+    write; earlier checkpoints are then untouched, and so is the run.
+    """
+    writer = ShardWriter(folder, _description(run, state, fingerprint), keep)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with torch.no_grad():
+            dcp_save(tensors_of(run), storage_writer=writer, planner=planner)
+    except CheckpointException as error:
+        writer.abandon()
+        raise _cause(error, "cannot save the checkpoint", folder) from error
+    return folder / f"step-{state.step}"
+
+
+def _description(run: Run, state: TrainState, fingerprint: str) -> Manifest:
+    return Manifest(
+        state=state,
+        world_size=dist.get_world_size(),
+        files={},
+        tensors={},
+        order=_order(run),
+        data=fingerprint,
+        recipe=xxhash.xxh3_128_hexdigest(dump_recipe(run.recipe).encode()),
+        strategy=dict(run.strategy.values),
+        versions={"torch": str(torch.__version__)},
+    )
+
+
+def _order(run: Run) -> dict[str, int]:
+    """What decides, with the data, which sample is read when."""
+    return {"seed": run.recipe.seed, "batch_size": run.recipe.batch_size}
+
+
+def tensors_of(run: Run) -> dict[str, Tensor]:
+    """Every tensor that survives a restart, by name, as this rank holds it: DTensors or plain, not copied.
+
+    Parameters and persistent buffers under their canonical names, a shared one once; optimizer state under
+    OPTIMIZER. Creates the optimizer's state where there is none yet.
+    """
+    for module in run.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after an evaluation, ZeRO 1 and 2 still hold gathered parameters
+    _create_optimizer_state(run.optimizer)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in named_parameters(run.model):
+        tensors[name] = parameter.detach()
+        for key, value in run.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER}{key}/{name}"] = value.detach()
+    tensors.update(_persistent_buffers(run.model))
+    return tensors
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield canonical_name(f"{path}.{name}" if path else name), buffer.detach()
+
+
+def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer that has not stepped make its state; parameters and gradients stay as they are."""
+    if optimizer.state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in zip(parameters, kept, strict=True):
+        parameter.grad = gradient
+
+
+# ---- restoring --------------------------------------------------------------------------------------------
+
+
+def restore(run: Run, folder: Path, fingerprint: str = "", warn: Warn = to_stderr) -> TrainState | None:
+    """Load the newest whole checkpoint of ``folder`` into a run, on all ranks at once; None without one.
+
+    Each damaged one that is passed over is told to ``warn``, on rank 0, in a line. Raises CheckpointError when
+    all are damaged or the newest whole one is of another model or sample order, DataError when it was trained
+    on other data (an empty ``fingerprint`` is not compared); weights are then unchanged.
+    """
+    found = _newest_whole(folder, warn)
+    if found is None:
+        return None
+    checkpoint, manifest = found
+    _require_same_samples(run, manifest, fingerprint, checkpoint)
+    tensors = tensors_of(run)
+    _require_same_tensors(tensors, manifest, checkpoint)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with torch.no_grad():
+            dcp_load(tensors, storage_reader=ShardReader(checkpoint, manifest), planner=planner)
+    except CheckpointException as error:
+        raise _cause(error, "cannot load the checkpoint", checkpoint) from error
+    return manifest.state
+
+
+def latest(folder: Path, warn: Warn = to_stderr) -> Path | None:
+    """The newest whole checkpoint of ``folder``, for one process; None when there is none.
+
+    Reads every file of it. Raises CheckpointError when there are checkpoints and all are damaged.
+    """
+    found = _newest_whole(folder, warn)
+    return found[0] if found else None
+
+
+def _newest_whole(folder: Path, warn: Warn) -> tuple[Path, Manifest] | None:
+    """The same answer, or the same error, on every rank."""
+    candidates = _on_rank_0(lambda: manifests.committed(folder))
+    damage: list[Damaged] = []
+    for checkpoint in candidates:
+        try:
+            return checkpoint, _verified(checkpoint)
+        except Damaged as found:
+            damage.append(found)
+            if len(damage) < len(candidates) and _rank() == 0:
+                path, next_best = found.path.relative_to(folder), candidates[len(damage)].name
+                warn(f"checkpoint {path} is damaged, {found.reason}; going back to {next_best}")
+    if damage:
+        raise CheckpointError(
+            "no checkpoint is whole" if len(damage) > 1 else "the checkpoint is damaged",
+            where=str(damage[0].path),
+            why=damage[0].reason,
+            fix=f"bring back a copy, or delete {folder} to start over",
+        )
+    return None
+
+
+def _verified(checkpoint: Path) -> Manifest:
+    """Rank 0 reads the manifest, the ranks divide the files among them. Raises Damaged on every rank."""
+    manifest = _on_rank_0(lambda: manifests.read(checkpoint))
+    verdict = None
+    for name in sorted(manifest.files)[_rank() :: _world_size()]:
+        try:
+            manifests.verify(checkpoint, name, manifest.files[name])
+        except Damaged as damage:
+            verdict = damage
+    for found in _from_all(verdict):
+        if found is not None:
+            raise found
+    return manifest
+
+
+def _require_same_samples(run: Run, manifest: Manifest, fingerprint: str, checkpoint: Path) -> None:
+    for key, value in _order(run).items():
+        if manifest.order.get(key) != value:
+            raise CheckpointError(
+                "the checkpoint is of another run",
+                where=str(checkpoint),
+                why=f"{key} was {manifest.order.get(key)}, now {value}: samples would repeat or be left out",
+                fix=f"set {key} back, or train into another folder",
+            )
+    if fingerprint and manifest.data and fingerprint != manifest.data:
+        raise DataError(
+            "the data is not what the checkpoint was trained on",
+            where=str(checkpoint),
+            why=f"its fingerprint was {manifest.data[:16]} and is now {fingerprint[:16]}",
+            fix="bring the data back, or train into another folder",
+        )
+
+
+def _require_same_tensors(tensors: dict[str, Tensor], manifest: Manifest, checkpoint: Path) -> None:
+    expected = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    found = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
+    different = {name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)}
+    if different:
+        name = min(different, key=lambda name: (name.startswith(OPTIMIZER), name))
+        raise CheckpointError(
+            "the checkpoint is of another model",
+            where=str(checkpoint),
+            why=f"{name} is {_shown(found.get(name))} there and {_shown(expected.get(name))} in this run",
+            fix="use the recipe it was trained with, or train into another folder",
+        )
+
+
+def _shown(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return f"{tensor[0]}{list(tensor[1])}" if tensor else "absent"
+
+
+# ---- weights for one process ------------------------------------------------------------------------------
+
+
+def stream_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """The whole weights and buffers of one checkpoint, tensor by tensor, on the CPU.
+
+    Verifies the files they are in first, and does not touch the optimizer's. A shared tensor comes once,
+    under its first name. Raises CheckpointError.
+    """
+    try:
+        manifest = manifests.read(checkpoint)
+        tensors = {name: t for name, t in manifest.tensors.items() if not name.startswith(OPTIMIZER)}
+        for file in sorted({piece.file for entry in tensors.values() for piece in entry.pieces}):
+            manifests.verify(checkpoint, file, manifest.files[file])
+    except Damaged as damage:
+        raise CheckpointError(
+            "the checkpoint is damaged", where=str(damage.path), why=damage.reason
+        ) from None
+    files = ShardFiles(checkpoint)
+    for name, entry in tensors.items():
+        whole = torch.empty(entry.shape, dtype=DTYPES_BY_NAME[entry.dtype])
+        for piece in entry.pieces:
+            ends = zip(piece.offsets, piece.sizes, strict=True)
+            target = tuple(slice(start, start + size) for start, size in ends)
+            everything = tuple(slice(0, size) for size in piece.sizes)
+            whole[target] = files.block(name, piece, everything)
+        yield name, whole
+
+
+def load_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """All of ``stream_weights`` at once."""
+    return dict(stream_weights(checkpoint))
+
+
+# ---- among ranks ------------------------------------------------------------------------------------------
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _on_rank_0(action: Callable[[], T]) -> T:
+    """What ``action`` returns or raises on rank 0, on every rank."""
+    box: list[tuple[T | None, Exception | None]] = [(None, None)]
+    if _rank() == 0:
+        try:
+            box = [(action(), None)]
+        except (Damaged, ShardwiseError) as error:
+            box = [(None, error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    value, failure = box[0]
+    if failure is not None:
+        raise failure
+    return cast("T", value)
+
+
+def _from_all(value: T) -> list[T]:
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _cause(error: CheckpointException, what: str, where: Path) -> BaseException:
+    """The failure of the lowest rank that failed, as one of ours."""
+    rank, (cause, _) = min(error.failures.items())
+    if isinstance(cause, ShardwiseError) or not isinstance(cause, Exception):
+        return cause
+    return CheckpointError(what, where=str(where), why=f"rank {rank}: {type(cause).__name__}: {cause}")

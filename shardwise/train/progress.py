@@ -1,0 +1,54 @@
+"""What a person sees while training: one bar on a terminal, plain lines elsewhere. Rank 0 only."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+from shardwise.core.units import format_bytes
+from shardwise.train.metrics import StepMetrics
+
+PLAIN_SECONDS = 5.0
+"""Without a terminal: at most one line per this many seconds, and the last step."""
+
+
+class Progressing:
+    """Shows steps as they are done. ``resumed`` steps were done before."""
+
+    def __init__(self, steps: int, resumed: int, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._steps = steps
+        self._last_line = 0.0
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            columns: list[ProgressColumn] = [
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            ]
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("", total=steps, completed=resumed)
+            self._bar.start()
+
+    def show(self, metrics: StepMetrics, peak_bytes: int) -> None:
+        held_out = "" if metrics.held_out_loss is None else f"  held-out {metrics.held_out_loss:.4f}"
+        text = (
+            f"loss {metrics.loss:.4f}{held_out}  {metrics.tokens_per_second:,.0f} tokens/s"
+            f"  peak {format_bytes(peak_bytes)}"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=metrics.step, description=text)
+            return
+        now = time.monotonic()
+        due = now - self._last_line >= PLAIN_SECONDS or metrics.held_out_loss is not None
+        if due or metrics.step == self._steps:
+            self._last_line = now
+            remaining = (self._steps - metrics.step) * metrics.seconds
+            self._console.print(f"step {metrics.step}/{self._steps}  {text}  {remaining:,.0f} s left", soft_wrap=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

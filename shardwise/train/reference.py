@@ -1,0 +1,75 @@
+"""The reference that every strategy must equal: one process, one plain module, the textbook's loop.
+
+Deliberately independent of the engine: no mesh, no FSDP, no fused optimizer, gradients divided once at the
+end instead of the loss before, torch's own clipping. Only the model, its loss, its initial values and the data
+are shared. It runs in fp32, or in fp64 when the strategy does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.recipe import Recipe
+from shardwise.engine.schedule import multiplier
+from shardwise.model.blueprint import Batch, Blueprint
+from shardwise.model.slices import named_parameters, shared_names, share
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one optimizer step yielded."""
+
+    loss: float
+    grad_norm: float
+
+
+def reference_model(blueprint: Blueprint, seed: int, dtype: torch.dtype) -> nn.Module:
+    """The model on the CPU with its initial values, undivided."""
+    with torch.device("meta"):
+        model = blueprint.build()
+    aliases = shared_names(model)
+    model.to(dtype).to_empty(device="cpu")
+    share(model, aliases)
+    with torch.no_grad():
+        blueprint.fill(model, seed)
+    return model.train()
+
+
+def train_reference(
+    recipe: Recipe, blueprint: Blueprint, model: nn.Module, batches_of: Iterator[list[Batch]]
+) -> Iterator[Observed]:
+    """Train ``model`` in place on one list of micro-batches per optimizer step; yields what each step saw."""
+    spec = recipe.optimizer
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=1.0, betas=spec.betas, eps=spec.epsilon, foreach=False, fused=False
+    )
+    for index, batches in enumerate(batches_of):
+        total, count = 0.0, 0
+        for batch in batches:
+            loss, targets = blueprint.loss(model, batch)
+            loss.backward()
+            total, count = total + loss.item(), count + int(targets)
+        for p in parameters:
+            if p.grad is not None:
+                p.grad /= max(1, count)
+        limit = float("inf") if spec.clip_norm is None else spec.clip_norm
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=False)
+        for group in optimizer.param_groups:
+            group["lr"] = spec.learning_rate * multiplier(recipe.schedule, index, recipe.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield Observed(total / max(1, count), float(norm))
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Detached parameters under their canonical names."""
+    return {name: p.detach().contiguous() for name, p in named_parameters(model)}

@@ -1,0 +1,137 @@
+"""Does a strategy train as one plain process does? Loss and gradient norm step by step, weights at the end.
+
+The reference trains first and leaves its losses and final weights in a folder; then the strategy's ranks train
+on the same data and each compares its own slices of the weights with the reference's file, so nothing is
+gathered. Differences are relative: of a scalar to the reference's, of a parameter in L2 norm to the L2 norm of
+the reference's (or, for parameters that are nearly zero, to the norm a parameter of its size would have at the
+model's root mean square: the gradient of an attention key's bias is zero but for rounding, and Adam makes
+steps of full size from rounding).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from shardwise.core.recipe import Recipe
+from shardwise.core.strategy import Strategy
+from shardwise.engine.build import Run, build
+from shardwise.engine.optim import holders
+from shardwise.engine.schedule import multiplier
+from shardwise.engine.step import step
+from shardwise.model.blueprint import Batch, blueprint_of
+from shardwise.model.slices import local_part, local_slices, named_parameters
+from shardwise.technique import MICRO_BATCH_SIZE
+from shardwise.technique.precision import PRECISION
+from shardwise.train.data import open_data
+from shardwise.train.loop import seed_step
+from shardwise.train.reference import Observed, parameters_of, reference_model, train_reference
+
+TOLERANCE: dict[str, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 5e-2}
+"""Largest relative difference that counts as equal, by the strategy's precision."""
+
+_WEIGHTS, _STEPS, _VERDICT = "reference.safetensors", "reference.json", "verify.json"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What ``shardwise verify --json`` prints."""
+
+    max_loss_difference: float
+    max_gradient_norm_difference: float
+    max_parameter_difference: float
+    worst_parameter: str
+    tolerance: float
+    steps: int
+
+    @property
+    def passed(self) -> bool:
+        worst = max(self.max_loss_difference, self.max_gradient_norm_difference, self.max_parameter_difference)
+        return worst <= self.tolerance
+
+    def as_dict(self) -> dict[str, object]:
+        return {**vars(self), "passed": self.passed}
+
+
+def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
+    """Train the plain process for ``recipe.steps`` and leave what it saw in ``folder``."""
+    blueprint = blueprint_of(recipe)
+    data = open_data(recipe, blueprint.dataset)
+    dtype = torch.float64 if strategy[PRECISION] == "fp64" else torch.float32
+    model = reference_model(blueprint, recipe.seed, dtype)
+
+    def batches() -> Iterator[list[Batch]]:
+        for index in range(recipe.steps):
+            seed_step(recipe.seed, index, 0)
+            yield data.micro_batches(index, 0, 1, strategy[MICRO_BATCH_SIZE])
+
+    seen = list(train_reference(recipe, blueprint, model, batches()))
+    save_file(parameters_of(model), folder / _WEIGHTS)
+    (folder / _STEPS).write_text(json.dumps([vars(s) for s in seen]), encoding="utf-8")
+
+
+def run_strategy(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> Verdict:
+    """Train with the strategy on all ranks and compare; rank 0 writes the verdict. Needs ``run_reference``."""
+    blueprint = blueprint_of(recipe)
+    data = open_data(recipe, blueprint.dataset)
+    run = build(recipe, blueprint, strategy, device)
+    expected = [Observed(**s) for s in json.loads((folder / _STEPS).read_text(encoding="utf-8"))]
+    loss = norm = 0.0
+    for index, reference in enumerate(expected):
+        rate = recipe.optimizer.learning_rate * multiplier(recipe.schedule, index, recipe.steps)
+        seed_step(recipe.seed, index, dist.get_rank())
+        batches = data.micro_batches(index, run.data_rank, run.data_degree, strategy[MICRO_BATCH_SIZE])
+        placed = [{k: v.to(device) for k, v in batch.items()} for batch in batches]
+        result = step(run, placed, rate)
+        loss = max(loss, _relative(float(result.loss), reference.loss))
+        norm = max(norm, _relative(float(result.grad_norm), reference.grad_norm))
+    worst, name = parameter_difference(run, folder / _WEIGHTS)
+    verdict = Verdict(loss, norm, worst, name, TOLERANCE[strategy[PRECISION]], len(expected))
+    if dist.get_rank() == 0:
+        (folder / _VERDICT).write_text(json.dumps(vars(verdict)), encoding="utf-8")
+    return verdict
+
+
+def read_verdict(folder: Path) -> Verdict:
+    """The verdict that ``run_strategy`` left in ``folder``."""
+    return Verdict(**json.loads((folder / _VERDICT).read_text(encoding="utf-8")))
+
+
+def _relative(value: float, reference: float) -> float:
+    """NaN counts as infinitely far, so that it can never pass."""
+    difference = abs(value - reference) / max(abs(reference), 1e-12)
+    return difference if difference == difference else float("inf")
+
+
+def parameter_difference(run: Run, weights: Path) -> tuple[float, str]:
+    """The largest relative L2 difference of a parameter from the file's, and its name; equal on all ranks."""
+    names: list[str] = []
+    rows: list[torch.Tensor] = []
+    sizes: list[int] = []
+    with safe_open(weights, framework="pt") as file:
+        for name, parameter in named_parameters(run.model):
+            mine = local_part(parameter).double()
+            slices = local_slices(parameter)
+            reference = torch.as_tensor(file.get_slice(name)[slices] if slices else file.get_tensor(name))
+            theirs = reference.to(mine.device).double()
+            copies = holders(parameter, dist.get_world_size())
+            rows.append(torch.stack([(mine - theirs).square().sum(), theirs.square().sum()]) / copies)
+            names.append(name)
+            sizes.append(parameter.numel())
+    sums = torch.stack(rows)
+    dist.all_reduce(sums)
+    mean_square = float(sums[:, 1].sum()) / sum(sizes)
+    worst, worst_name = 0.0, ""
+    for name, size, (difference, norm) in zip(names, sizes, sums.tolist(), strict=True):
+        relative = (difference / max(norm, mean_square * size)) ** 0.5
+        if not relative <= worst:
+            worst, worst_name = (relative if relative == relative else float("inf")), name
+    return worst, worst_name
+

@@ -1,0 +1,21 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that tests and pool workers find `pool`
+
+from pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Up to 4 ranks with a gloo group: `pool.run(world_size, function, *args)` (see pool.py)."""
+    running = Pool(4)
+    yield running
+    running.close()
