@@ -45,7 +45,8 @@ T = TypeVar("T")
 
 _PRELOADED = (
     "pytest",
-    "shardwise.engine.step",
+    "shardwise.model.native",
+    "shardwise.train.checkpoint",
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",
@@ -301,8 +302,9 @@ def _execute(job: Any, arguments: bytes, listen: int) -> Any:
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     value = function(*pickle.loads(arguments))
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the function may have ended it
+        dist.barrier()
+        dist.destroy_process_group()
     return value
 
 

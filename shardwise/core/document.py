@@ -13,7 +13,7 @@ KiB, which keeps a wrong file (a data set, a checkpoint) to an error in millisec
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias

@@ -1,7 +1,7 @@
 """`section.key=value` from the command line, put over a document.
 
-Chosen: the value is literal text read by YAML's core schema for plain scalars, so a glob needs no quotes beyond
-the shell's; only what opens with a bracket or a quote is read as YAML. Refused: reaching into lists
+Chosen: the value is literal text read by YAML's core schema for plain scalars, so a glob needs no quotes
+beyond the shell's; only what opens with a bracket or a quote is read as YAML. Refused: reaching into lists
 (`optimizer.betas.1=0.99`), which would need a second path syntax; the price is writing the whole list.
 """
 
@@ -26,40 +26,31 @@ from shardwise.core.errors import RecipeError, one_line, shorten
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 
 
-METHOD
-    def overridden(
-        self, overrides: Sequence[str], replaces: Mapping[KeyPath, Sequence[str]] | None = None
-    ) -> "Document":
-        """This document with each `section.key=value` set over it, in order; missing sections are made.
+def overridden(
+    document: Document, overrides: Sequence[str], replaces: Mapping[KeyPath, Sequence[str]]
+) -> Document:
+    """`document` with each `section.key=value` put over it, in order; missing sections are made.
 
-        `replaces` lists, for a key, its neighbours that mean the same thing in another way: naming the key on
-        the command line drops those of the file, unless the file names the key itself.
-        Raises RecipeError for what is not an override, or reaches through a value that is not a section.
-        """
-        values, origins = copy.deepcopy(self.values), dict(self.origins)
-        for position, override in enumerate(overrides, 1):
-            path, value, inner = _read_override(override)
-            for neighbour in (replaces or {}).get(path, ()) if value is not None else ():
-                other = (*path[:-1], neighbour)
-                if path not in self.origins and other in self.origins and not origins[other].override:
-                    _section(values, path)[0].pop(neighbour, None)
-                    _forget(origins, other)
-            section, made = _section(values, path)
-            section[str(path[-1])] = value
-            _forget(origins, path)
-            origins |= {path[:depth]: Origin(position, 1) for depth in range(made, len(path) + 1)}
-            origins |= {path + below: Origin(position, 1) for below in inner}
-        return Document(self.name, values, {p: o for p, o in origins.items() if _exists(values, p)})
-
-
+    `replaces` lists, for a key, its neighbours that say the same thing another way: naming the key on the
+    command line drops those of the file, unless the file names the key itself.
+    Raises RecipeError for what is not an override, or reaches through a value that is not a section.
+    """
+    values, origins = copy.deepcopy(document.values), dict(document.origins)
+    for position, override in enumerate(overrides, 1):
+        path, value, inner = _read_override(override)
+        section, made = _section(values, path)
+        if value is not None and path not in document.origins:
+            for neighbour in replaces.get(path, ()):
+                _drop_from_file(section, origins, (*path[:-1], neighbour))
+        _forget(origins, path)
+        section[str(path[-1])] = value
+        origins |= {path[:depth]: Origin(position, 1) for depth in range(made, len(path) + 1)}
+        origins |= {path + below: Origin(position, 1) for below in inner}
+    return Document(document.name, values, origins)
 
 
 def _read_override(override: str) -> tuple[KeyPath, Value, Mapping[KeyPath, Origin]]:
-    """`section.key=value` to its path, value, and the key paths inside the value.
-
-    The value is literal text by the core schema, so a glob needs no quotes beyond the shell's; only what
-    opens with a bracket or a quote is read as YAML.
-    """
+    """`section.key=value` to its path, value, and the key paths inside the value. Raises RecipeError."""
     key, equals, text = override.partition("=")
     key, text = key.strip(), text.strip()
     if not equals or not _KEY.fullmatch(key):
@@ -71,9 +62,9 @@ def _read_override(override: str) -> tuple[KeyPath, Value, Mapping[KeyPath, Orig
     if not text:
         raise RecipeError(f"no value for {path[-1]}", where=where, fix=f"write {key}=null to unset it")
     try:
-        if _checked(text)[0] not in "[{\"'":
+        if printable(text)[0] not in "[{\"'":
             return path, resolve_scalar(text), {}
-        composer = _Composer(text, COMMAND_LINE)
+        composer = Composer(text, COMMAND_LINE)
         return path, composer.document(), composer.origins
     except ValueError as error:
         raise RecipeError("cannot read the override", where=where, why=f"found {error}") from None
@@ -98,17 +89,14 @@ def _section(values: dict[str, Value], path: KeyPath) -> tuple[dict[str, Value],
     return section, made
 
 
+def _drop_from_file(section: dict[str, Value], origins: dict[KeyPath, Origin], path: KeyPath) -> None:
+    """Remove the last key of `path` from `section`, when it was the file that wrote it."""
+    origin = origins.get(path)
+    if origin is not None and not origin.override:
+        del section[str(path[-1])]
+        _forget(origins, path)
+
+
 def _forget(origins: dict[KeyPath, Origin], path: KeyPath) -> None:
     for known in [known for known in origins if known[: len(path)] == path]:
         del origins[known]
-
-
-def _exists(values: Value, path: KeyPath) -> bool:
-    for key in path:
-        if isinstance(values, dict) and key in values:
-            values = values[str(key)]
-        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
-            values = values[key]
-        else:
-            return False
-    return True

@@ -35,6 +35,7 @@ from shardwise.core.document import (
     read_document,
     resolve_scalar,
 )  # fmt: skip
+from shardwise.core.override import overridden
 from shardwise.core.strategy import Setting
 
 Scalar: TypeAlias = str | int | float | bool | None
@@ -236,7 +237,7 @@ def load_recipe(path: Path, overrides: Sequence[str], settings: Sequence[Setting
     Raises:
         RecipeError: for the first fault in reading order, naming file, line and key path.
     """
-    return _checked(read_document(Path(path)).overridden(overrides, _REPLACES), settings)
+    return _checked(overridden(read_document(Path(path)), overrides, _REPLACES), settings)
 
 
 def parse_recipe(text: str, settings: Sequence[Setting[Any]], name: str = "recipe") -> Recipe:
@@ -251,7 +252,7 @@ def recipe_of(values: Mapping[str, Any], settings: Sequence[Setting[Any]] = ()) 
 
 def locate(path: Path, overrides: Sequence[str], key: KeyPath) -> str:
     """`FILE:LINE: key.path` of a key in a recipe that `load_recipe` accepts, for errors found later."""
-    return read_document(Path(path)).overridden(overrides, _REPLACES).where(key)
+    return overridden(read_document(Path(path)), overrides, _REPLACES).where(key)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -310,7 +311,8 @@ def _parse_strategy(pins: Any, settings: Sequence[Setting[Any]]) -> tuple[dict[s
             try:
                 parsed[key] = known[key].parse(value)
             except ValueError as reason:
-                choices = [choice for choice in known[key].choices if isinstance(choice, str)]
+                # A note explains the refusal (`fp16 is not in this version yet`): then it was no misspelling.
+                choices = [] if known[key].note else [str(choice) for choice in known[key].choices]
                 near = nearest(value, choices) if isinstance(value, str) else None
                 fix = f"did you mean '{near}'?" if near else ""
                 complaints.append(Complaint(path, f"bad value for {key}", str(reason), fix))

@@ -61,10 +61,7 @@ class FactoryModel(Blueprint):
         self._function = _import(target)
         with torch.device("meta"):
             _, self._loss, dataset = self._call()
-        if dataset is not None and callable(dataset) and not hasattr(dataset, "__getitem__"):
-            with torch.device("cpu"):
-                dataset = dataset()
-        self.dataset = dataset
+        self.dataset = self._made(dataset)
         self._sample = None if dataset is None else self._first_sample()
 
     def build(self, depth: int | None = None) -> nn.Module:
@@ -148,6 +145,17 @@ class FactoryModel(Blueprint):
             kinds = f"it returned ({type(module).__name__}, {type(loss).__name__})"
             raise self._error(f"{self.name}() must return an nn.Module and a function", why=kinds)
         return module, loss, dataset
+
+    def _made(self, dataset: Any) -> Any:
+        """The dataset itself, where a function (or a class) that makes it was given."""
+        if not callable(dataset) or (hasattr(dataset, "__getitem__") and not isinstance(dataset, type)):
+            return dataset
+        try:
+            with torch.device("cpu"):
+                return dataset()
+        except Exception as error:  # the user's code
+            why = f"{type(error).__name__}: {error}"
+            raise self._error("the dataset cannot be made", why=why) from error
 
     def _first_sample(self) -> dict[str, Tensor]:
         try:

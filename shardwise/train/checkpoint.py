@@ -3,8 +3,8 @@
 A checkpoint holds logical tensors in pieces, so it is read by any world size and any ZeRO stage. It is
 committed in one rename (``commit.py``), described and protected by its manifest (``manifest.py``), and stored
 as safetensors files (``shards.py``). Reading verifies every file before any tensor reaches the model: the
-ranks share the files among them, agree on the verdict, and take the newest checkpoint that is whole. A damaged
-one costs a warning and the steps since the one before it, not the run.
+ranks share the files among them, agree on the verdict, and take the newest checkpoint that is whole. A
+damaged one costs a warning and the steps since the one before it, not the run.
 
 Optimizer state exists only after a first step. A fresh optimizer, whatever its kind, is therefore stepped
 once with zero gradients at rate zero, and everything that made is overwritten by what was saved.
@@ -71,7 +71,7 @@ def save(run: Run, state: TrainState, folder: Path, keep: int, fingerprint: str 
 def _description(run: Run, state: TrainState, fingerprint: str) -> Manifest:
     return Manifest(
         state=state,
-        world_size=dist.get_world_size(),
+        world_size=_world_size(),
         files={},
         tensors={},
         order=_order(run),
@@ -136,11 +136,11 @@ def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def restore(run: Run, folder: Path, fingerprint: str = "", warn: Warn = to_stderr) -> TrainState | None:
-    """Load the newest whole checkpoint of ``folder`` into a run, on all ranks at once; None without one.
+    """Load the newest whole checkpoint of ``folder`` into a run, on all ranks at once; None if none.
 
-    Each damaged one that is passed over is told to ``warn``, on rank 0, in a line. Raises CheckpointError when
-    all are damaged or the newest whole one is of another model or sample order, DataError when it was trained
-    on other data (an empty ``fingerprint`` is not compared); weights are then unchanged.
+    Each damaged one that is passed over is told to ``warn``, on rank 0, in a line. Raises CheckpointError
+    when all are damaged or the newest whole one is of another model or sample order, DataError when it was
+    trained on other data (an empty ``fingerprint`` is not compared); weights are then unchanged.
     """
     found = _newest_whole(folder, warn)
     if found is None:

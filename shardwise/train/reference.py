@@ -40,7 +40,11 @@ def reference_model(blueprint: Blueprint, seed: int, dtype: torch.dtype) -> nn.M
 
 
 def train_reference(
-    recipe: Recipe, blueprint: Blueprint, model: nn.Module, batches_of: Iterator[list[Batch]]
+    recipe: Recipe,
+    blueprint: Blueprint,
+    model: nn.Module,
+    batches_of: Iterator[list[Batch]],
+    scale: GradientScale,
 ) -> Iterator[Observed]:
     """Train ``model`` in place on one list of micro-batches per optimizer step; yields what each step saw."""
     spec = recipe.optimizer
@@ -61,6 +65,7 @@ def train_reference(
         for p in parameters:
             if p.grad is not None:
                 p.grad /= max(1, count)
+        scale.watch(model)
         limit = float("inf") if spec.clip_norm is None else spec.clip_norm
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=False)
         for group in optimizer.param_groups:
@@ -68,6 +73,33 @@ def train_reference(
         optimizer.step()
         optimizer.zero_grad()
         yield Observed(total / max(1, count), float(norm))
+
+
+class GradientScale:
+    """Which parameters the loss determines: those whose gradient ever rises above rounding.
+
+    The gradient of an attention key's bias is zero but for rounding (softmax does not see a shift that all
+    keys share), and Adam turns rounding into steps of full size. Such parameters differ from run to run
+    without consequence, so they cannot be compared.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[str, float] = {}
+        self._whole = 0.0
+
+    def watch(self, model: nn.Module) -> None:
+        """Look at the gradients of one step."""
+        squares = {n: float(p.grad.double().square().mean()) for n, p in named_parameters(model) if p.grad is not None}
+        sizes = {n: p.numel() for n, p in named_parameters(model)}
+        whole = sum(square * sizes[n] for n, square in squares.items()) / sum(sizes[n] for n in squares)
+        self._whole = max(self._whole, whole)
+        for name, square in squares.items():
+            self._largest[name] = max(self._largest.get(name, 0.0), square)
+
+    def undetermined(self, dtype: torch.dtype) -> list[str]:
+        """Parameters whose gradient stayed below 100 units of rounding of the model's root mean square."""
+        limit = (100 * torch.finfo(dtype).eps) ** 2 * self._whole
+        return [name for name, square in self._largest.items() if square <= limit]
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -282,7 +282,7 @@ class ShardFiles:
         self._open: dict[str, Any] = {}
 
     def block(self, name: str, piece: Piece, part: tuple[slice, ...]) -> Tensor:
-        """``part`` of a piece of tensor ``name``. Raises CheckpointError when the file holds no such thing."""
+        """``part`` of a piece of tensor ``name``. Raises CheckpointError when the file lacks it."""
         try:
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(self.checkpoint / piece.file, framework="pt")

@@ -3,9 +3,9 @@
 The reference trains first and leaves its losses and final weights in a folder; then the strategy's ranks train
 on the same data and each compares its own slices of the weights with the reference's file, so nothing is
 gathered. Differences are relative: of a scalar to the reference's, of a parameter in L2 norm to the L2 norm of
-the reference's (or, for parameters that are nearly zero, to the norm a parameter of its size would have at the
-model's root mean square: the gradient of an attention key's bias is zero but for rounding, and Adam makes
-steps of full size from rounding).
+the reference's, or to the norm that a parameter of its size has at the model's root mean square, whichever is
+larger (a bias that has just left zero is all update). Parameters that the loss does not determine are named and
+not compared (see reference.GradientScale).
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from shardwise.technique import MICRO_BATCH_SIZE
 from shardwise.technique.precision import PRECISION
 from shardwise.train.data import open_data
 from shardwise.train.loop import seed_step
-from shardwise.train.reference import Observed, parameters_of, reference_model, train_reference
+from shardwise.train.reference import (
+    GradientScale,
+    Observed,
+    parameters_of,
+    reference_model,
+    train_reference,
+)
 
 TOLERANCE: dict[str, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 5e-2}
 """Largest relative difference that counts as equal, by the strategy's precision."""
@@ -50,6 +56,7 @@ class Verdict:
     worst_parameter: str
     tolerance: float
     steps: int
+    undetermined: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -72,9 +79,11 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
             seed_step(recipe.seed, index, 0)
             yield data.micro_batches(index, 0, 1, strategy[MICRO_BATCH_SIZE])
 
-    seen = list(train_reference(recipe, blueprint, model, batches()))
+    scale = GradientScale()
+    seen = list(train_reference(recipe, blueprint, model, batches(), scale))
     save_file(parameters_of(model), folder / _WEIGHTS)
-    (folder / _STEPS).write_text(json.dumps([vars(s) for s in seen]), encoding="utf-8")
+    left = {"steps": [vars(s) for s in seen], "undetermined": scale.undetermined(dtype)}
+    (folder / _STEPS).write_text(json.dumps(left), encoding="utf-8")
 
 
 def run_strategy(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> Verdict:
@@ -82,7 +91,8 @@ def run_strategy(recipe: Recipe, strategy: Strategy, folder: Path, device: torch
     blueprint = blueprint_of(recipe)
     data = open_data(recipe, blueprint.dataset)
     run = build(recipe, blueprint, strategy, device)
-    expected = [Observed(**s) for s in json.loads((folder / _STEPS).read_text(encoding="utf-8"))]
+    left = json.loads((folder / _STEPS).read_text(encoding="utf-8"))
+    expected = [Observed(**s) for s in left["steps"]]
     loss = norm = 0.0
     for index, reference in enumerate(expected):
         rate = recipe.optimizer.learning_rate * multiplier(recipe.schedule, index, recipe.steps)
@@ -92,8 +102,9 @@ def run_strategy(recipe: Recipe, strategy: Strategy, folder: Path, device: torch
         result = step(run, placed, rate)
         loss = max(loss, _relative(float(result.loss), reference.loss))
         norm = max(norm, _relative(float(result.grad_norm), reference.grad_norm))
-    worst, name = parameter_difference(run, folder / _WEIGHTS)
-    verdict = Verdict(loss, norm, worst, name, TOLERANCE[strategy[PRECISION]], len(expected))
+    ignored = tuple(left["undetermined"])
+    worst, name = parameter_difference(run, folder / _WEIGHTS, ignored)
+    verdict = Verdict(loss, norm, worst, name, TOLERANCE[strategy[PRECISION]], len(expected), ignored)
     if dist.get_rank() == 0:
         (folder / _VERDICT).write_text(json.dumps(vars(verdict)), encoding="utf-8")
     return verdict
@@ -101,7 +112,8 @@ def run_strategy(recipe: Recipe, strategy: Strategy, folder: Path, device: torch
 
 def read_verdict(folder: Path) -> Verdict:
     """The verdict that ``run_strategy`` left in ``folder``."""
-    return Verdict(**json.loads((folder / _VERDICT).read_text(encoding="utf-8")))
+    values = json.loads((folder / _VERDICT).read_text(encoding="utf-8"))
+    return Verdict(**{**values, "undetermined": tuple(values["undetermined"])})
 
 
 def _relative(value: float, reference: float) -> float:
@@ -110,7 +122,7 @@ def _relative(value: float, reference: float) -> float:
     return difference if difference == difference else float("inf")
 
 
-def parameter_difference(run: Run, weights: Path) -> tuple[float, str]:
+def parameter_difference(run: Run, weights: Path, ignored: tuple[str, ...] = ()) -> tuple[float, str]:
     """The largest relative L2 difference of a parameter from the file's, and its name; equal on all ranks."""
     names: list[str] = []
     rows: list[torch.Tensor] = []
@@ -130,6 +142,8 @@ def parameter_difference(run: Run, weights: Path) -> tuple[float, str]:
     mean_square = float(sums[:, 1].sum()) / sum(sizes)
     worst, worst_name = 0.0, ""
     for name, size, (difference, norm) in zip(names, sizes, sums.tolist(), strict=True):
+        if name in ignored:
+            continue
         relative = (difference / max(norm, mean_square * size)) ** 0.5
         if not relative <= worst:
             worst, worst_name = (relative if relative == relative else float("inf")), name

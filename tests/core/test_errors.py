@@ -56,7 +56,7 @@ def test_pickling_keeps_all_parts(name: str) -> None:
 def test_a_long_part_is_cut_and_the_others_stay(part: str) -> None:
     parts = {"what": "broken thing", "where": "a.yaml:7: steps", "why": "reason", "fix": "remedy"}
     long = "begin " + "x" * 5000 + " end"
-    line = RecipeError(**{**parts, part: long}).line()  # type: ignore[arg-type]
+    line = RecipeError(**{**parts, part: long}).line()
     assert len(line) <= LONGEST_LINE
     assert "begin" in line and "end" in line and "…" in line
     assert all(text in line for key, text in parts.items() if key != part)

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.recipe import SECTIONS, Recipe, dump_recipe, load_recipe, parse_recipe, recipe_of
+from shardwise.core.recipe import SECTIONS, Recipe, Section, dump_recipe, load_recipe, parse_recipe, recipe_of
 from shardwise.core.strategy import Setting
 
 SETTINGS: tuple[Setting[Any], ...] = (
@@ -168,6 +168,10 @@ class TestOverrides:
         ).model  # the same way of naming: the rest stays
         assert (model.preset, model.layers) == ("small", 3)
 
+    def test_two_new_names_are_both_seen(self, tmp_path: Path) -> None:
+        with pytest.raises(RecipeError, match=r"named twice \(command line: model.hf\)"):
+            load(tmp_path, CONTRACT, "model.preset=tiny", "model.hf=folder")
+
     def test_dimensions_may_follow_the_preset(self, tmp_path: Path) -> None:
         for overrides in (("model.layers=4", "model.preset=small"), ("model.preset=small", "model.layers=4")):
             model = load(tmp_path, CONTRACT, *overrides).model
@@ -230,10 +234,20 @@ class TestDump:
 def test_a_recipe_is_frozen_and_crosses_processes() -> None:
     recipe = parse_recipe(CONTRACT, SETTINGS)
     with pytest.raises(ValidationError):
-        recipe.steps = 5  # type: ignore[misc]
+        recipe.steps = 5
     with pytest.raises(ValidationError):
-        recipe.model.width = 5  # type: ignore[misc]
+        recipe.model.width = 5
     assert pickle.loads(pickle.dumps(recipe)) == recipe  # noqa: S301 (bytes of our own making)
+
+
+@pytest.mark.parametrize(
+    ("note", "hint"), [("", "did you mean 'bf16'?"), ("not in this version", "(not in this")]
+)
+def test_a_refusal_with_a_note_is_not_taken_for_a_misspelling(note: str, hint: str) -> None:
+    setting = Setting("precision", "fp32", "", choices=("fp32", "bf16"), note=note)
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(SMALL + "strategy: {precision: fp16}\n", [setting])
+    assert hint in caught.value.line() and ("did you mean" in caught.value.line()) == (not note)
 
 
 def test_from_plain_data_errors_name_the_key() -> None:
@@ -249,10 +263,10 @@ def test_plain_data_is_left_as_it_was() -> None:
 
 
 def test_every_key_is_documented() -> None:
-    for section in (Recipe, *SECTIONS.values()):
+    sections: list[type[Section]] = [Recipe, *SECTIONS.values()]
+    for section in sections:
         for key, field in section.model_fields.items():
-            undocumented = section.__name__ == "Section" or not (field.description or "").strip()
-            assert not undocumented, f"{section.__name__}.{key}"
+            assert field.description, f"{section.__name__}.{key}"
 
 
 @pytest.mark.parametrize("path", ["absent.yaml", ".", "absent/recipe.yaml", "x" * 5000, "null\0.yaml"])

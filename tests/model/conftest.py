@@ -21,6 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.slices import local_part, local_slices, named_parameters
 
+# Tensors here are tiny: a second thread only waits for the first.
+torch.set_num_threads(1)
+
 Wrap = Callable[[Blueprint, nn.Module, DeviceMesh], None]
 
 
@@ -100,7 +103,13 @@ def gathered() -> Callable[..., dict[str, Tensor]]:
 class Recorder(TorchDispatchMode):
     """The operations that ran, by name; one that waits for the device is an error."""
 
-    WAITS = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.nonzero", "aten.equal", "aten.masked_select")
+    WAITS = (
+        "aten._local_scalar_dense",
+        "aten.is_nonzero",
+        "aten.nonzero",
+        "aten.equal",
+        "aten.masked_select",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +121,7 @@ class Recorder(TorchDispatchMode):
         name = str(func)
         assert not name.startswith(self.WAITS), f"{name} waits for the device"
         # Views and bookkeeping differ between fake and real tensors, and cost nothing.
-        if name not in ("aten.detach.default", "aten.alias.default"):
+        if not name.startswith(("aten.detach.", "aten.alias.", "prim.")):
             self.names.append(name)
         return func(*args, **(kwargs or {}))
 

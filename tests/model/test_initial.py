@@ -59,8 +59,13 @@ def test_seed_and_name_matter() -> None:
 
 
 def test_a_rank_draws_about_its_own_slice(rank_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    monkeypatch.setattr(initial, "seed_of", lambda *parts: drawn.append(parts) or seed_of(*parts))
+    drawn: list[object] = []
+
+    def watched(*parts: object) -> int:
+        drawn.append(parts)
+        return seed_of(*parts)
+
+    monkeypatch.setattr(initial, "seed_of", watched)
     shape = (TILE[0] * 64, TILE[1])
     with rank_of(5, {"data": 16}) as mesh:
         fill_normal(empty(shape, device_mesh=mesh, placements=[Shard(0)]), 0.02, 1, "weight")

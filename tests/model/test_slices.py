@@ -45,7 +45,7 @@ def test_fsdp_over_tensor_parallel(rank_of: Any, style: Any) -> None:
     for rank in range(12):
         with rank_of(rank, {"data": 4, "tensor": 3}) as mesh:
             model = nn.Sequential(_linear())
-            parallelize_module(model, mesh["tensor"], {"0": style(src_data_rank=None)})
+            parallelize_module(model, mesh["tensor"], {"0": style()}, src_data_rank=None)
             fully_shard(model, mesh=mesh["data"])
             weight = model[0].weight
             assert isinstance(weight, DTensor)
@@ -70,7 +70,10 @@ def test_partial_sums_are_refused(rank_of: Any) -> None:
 
 
 def test_canonical_names() -> None:
-    assert canonical_name("layers.1._checkpoint_wrapped_module.mlp._orig_mod.up.weight") == "layers.1.mlp.up.weight"
+    assert (
+        canonical_name("layers.1._checkpoint_wrapped_module.mlp._orig_mod.up.weight")
+        == "layers.1.mlp.up.weight"
+    )
     assert canonical_name("_orig_mod.embed.weight") == "embed.weight"
     assert canonical_name("my_orig_mod.weight") == "my_orig_mod.weight"
 

@@ -1,0 +1,110 @@
+"""How quantities are named, coloured and written, the same in terminal, pictures and page.
+
+One colour per ledger row. The nine were searched for, not picked: under full protanopia, deuteranopia and
+tritanopia (Machado, Oliveira & Fernandes 2009) every two of them stay at least 17 apart in CIE Lab, and each
+is visible on white and on near-black. The two that are no tensor of the model are greys.
+
+Chosen: one unit per table, so that a column of sizes compares at a glance. The price is that a small row
+reads `<0.01` where `format_bytes` would have written kibibytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.core.ledger import Ledger
+from shardwise.core.units import GiB, KiB, MiB, TiB, format_seconds
+
+COLOURS: Mapping[str, str] = {
+    "parameters": "#47639c",
+    "master_weights": "#6cc8ee",
+    "gradients": "#bd2f3d",
+    "optimizer_state": "#a777d8",
+    "activations": "#eda83e",
+    "temporaries": "#1f8a5b",
+    "communication": "#93cc9c",
+    "fragmentation": "#b8bcc2",
+    "overhead": "#727882",
+}
+"""Ledger row -> sRGB."""
+
+_UNITS = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("B", 1))
+
+
+def label(row: str) -> str:
+    """A ledger row as people read it: `optimizer_state` is `optimizer state`."""
+    return row.replace("_", " ")
+
+
+def by_size(ledger: Ledger) -> list[tuple[str, int]]:
+    """The rows that hold anything, largest first."""
+    rows = [(row, size) for row, size in ledger.as_dict().items() if size]
+    return sorted(rows, key=lambda pair: -pair[1])
+
+
+@dataclass(frozen=True)
+class MemoryUnit:
+    """The unit of a column of sizes, and how many decimals all of them get."""
+
+    name: str
+    size: int
+    decimals: int
+
+    def number(self, size: float) -> str:
+        """`size` bytes without the unit: `43.12`, `0`, or `<0.01` for what would round to nothing."""
+        text = f"{size / self.size:.{self.decimals}f}"
+        if size and float(text) == 0:
+            return f"<{10.0**-self.decimals:.{self.decimals}f}"
+        return text if size else "0"
+
+    def write(self, size: float) -> str:
+        """`size` bytes with the unit."""
+        return f"{self.number(size)} {self.name}"
+
+
+def unit_for(largest: float) -> MemoryUnit:
+    """The unit in which the largest size of a table reads best."""
+    name, size = next((pair for pair in _UNITS if largest >= pair[1]), _UNITS[-1])
+    decimals = 0 if size == 1 else 2 if largest / size < 99.995 else 1
+    return MemoryUnit(name, size, decimals)
+
+
+def share(part: float, whole: float) -> str:
+    """`part` of `whole` in percent: `62 %`, `<1 %`, or nothing where there is no whole."""
+    if not whole:
+        return ""
+    percent = 100 * part / whole
+    return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
+
+
+def deviation(predicted: float, measured: float) -> str:
+    """How far the prediction is from the measurement, signed: `+1.8 %` predicts too much."""
+    return f"{100 * (predicted / measured - 1):+.1f} %".replace("-", "−") if measured > 0 else "–"
+
+
+def seconds(value: float) -> str:
+    """A duration; `–` for what was not timed."""
+    return format_seconds(value) if value > 0 else "–"
+
+
+def tokens_rate(rate: float) -> str:
+    """Tokens per second, three digits: `79.7 k tokens/s`."""
+    prefix = ""
+    for larger in ("k ", "M ", "G "):
+        if rate < 999.5:
+            break
+        rate, prefix = rate / 1000, larger
+    return f"{rate:.{2 if rate < 9.995 else 1 if rate < 99.95 else 0}f} {prefix}tokens/s"
+
+
+def of_capacity(peak: float, capacity: float) -> str:
+    """A peak beside what there is: `69.4 of 79.1 GiB`, `482 MiB of 11.8 GiB`."""
+    (few, unit), (many, capacity_unit) = _three_digits(peak), _three_digits(capacity)
+    return f"{few}{'' if unit == capacity_unit else f' {unit}'} of {many} {capacity_unit}"
+
+
+def _three_digits(size: float) -> tuple[str, str]:
+    unit = unit_for(size)
+    value = size / unit.size
+    return f"{value:.{0 if unit.size == 1 or value >= 99.95 else 1 if value >= 9.995 else 2}f}", unit.name

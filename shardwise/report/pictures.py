@@ -1,0 +1,357 @@
+"""Pictures of a plan and a run: matplotlib figures, as PNG files and as SVG for the page.
+
+    loss_curve         training loss, held-out loss and learning rate over steps
+    memory_timeline    the ledger through one optimizer step, its peak, the device's capacity
+    peaks_by_rank      predicted beside measured, with the error
+    ledger_bar         the ledger at the peak as one bar
+
+Figures are made without pyplot, so nothing global is touched and nothing needs to be closed. In SVG the five
+colours of the theme become CSS variables and letters stay letters, so that a picture follows the page's light
+or dark scheme and can be searched and copied from; no fonts are embedded.
+
+Chosen: every figure is drawn at the width at which it is shown (the page has one for desks, one for phones).
+Refused: one figure scaled by the browser, whose letters shrink with it; the price is drawing twice.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from shardwise.core.errors import one_line
+from shardwise.core.ledger import Ledger
+from shardwise.core.plan import Plan
+from shardwise.report.notation import COLOURS, MemoryUnit, by_size, deviation, label, unit_for
+from shardwise.report.record import RankMemory, StepRecord
+
+INK, MUTED, LINE, SHADE, PAPER, ACCENT = "#1b1f25", "#68707d", "#dde1e6", "#f1f3f6", "#ffffff", "#0b6b88"
+_VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", SHADE: "shade", PAPER: "paper", ACCENT: "accent"}
+
+WIDE, NARROW = 9.6, 3.9
+"""Inches: the page's column on a desk, and on a phone."""
+
+STACK = (
+    "overhead",
+    "fragmentation",
+    "parameters",
+    "master_weights",
+    "optimizer_state",
+    "gradients",
+    "activations",
+    "communication",
+    "temporaries",
+)
+"""Ledger rows from the bottom of the timeline up: what stays through the step below what comes and goes."""
+
+SHOWN_RANKS = 16
+MOST_POINTS = 900
+"""Points of a curve beyond which neighbours are merged into their extremes."""
+
+_STYLE: dict[str, Any] = {
+    "font.size": 9.0,
+    "font.family": ["DejaVu Sans"],
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.edgecolor": LINE,
+    "axes.facecolor": "none",
+    "axes.labelcolor": MUTED,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.unicode_minus": True,
+    "grid.color": LINE,
+    "grid.linewidth": 0.7,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "svg.fonttype": "none",
+}
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+def png(figure: Figure, dots_per_inch: int = 160) -> bytes:
+    """The figure on white."""
+    stream = io.BytesIO()
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(stream, format="png", dpi=dots_per_inch, facecolor=PAPER)
+    return stream.getvalue()
+
+
+def svg(figure: Figure, name: str) -> str:
+    """The figure as an `<svg>` element to stand in HTML, transparent, in the page's colours and font.
+
+    Args:
+        name: what the picture shows, for those who do not see it; also keeps ids of several pictures apart.
+    """
+    stream = io.StringIO()
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure.savefig(stream, format="svg", transparent=True, metadata=metadata)
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r'\s(?:xmlns(?::xlink)?|version)="[^"]*"', "", text, count=3)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"font-family: [^;\"]*;?\s*", "", text)
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
+    text = re.sub(r' id="(?!p[0-9a-f]{10}|m[0-9a-f]{10}|h[0-9a-f]{10})[^"]*"', "", text)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, f"var(--{variable})")
+    return text.replace("<svg", f'<svg role="img" aria-label="{_attribute(name)}"', 1)
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+
+
+# -- loss ---------------------------------------------------------------------------------------------
+
+
+@matplotlib.rc_context(_STYLE)
+def loss_curve(steps: Sequence[StepRecord], width: float = WIDE) -> Figure:
+    """Training loss (each step, and smoothed where there are many), held-out loss, and the learning rate."""
+    figure = Figure(figsize=(width, 4.3), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    below.set_xlabel("optimizer step")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if width >= WIDE else 4))
+    above.set_ylabel("loss, nats per token")
+    below.set_ylabel("learning\nrate")
+    if not steps:
+        above.text(0.5, 0.5, "no step has finished yet", transform=above.transAxes, ha="center", color=MUTED)
+        return figure
+    number = np.array([step.step for step in steps])
+    loss = np.array([step.loss if math.isfinite(step.loss) else math.nan for step in steps])
+    _draw_training(above, number, loss)
+    held_out = [(s.step, s.held_out_loss) for s in steps if s.held_out_loss is not None]
+    if held_out:
+        marker = dict(marker="o", markersize=5, markerfacecolor=PAPER, markeredgewidth=1.5)
+        above.plot(*zip(*held_out, strict=True), color=ACCENT, linewidth=1, label="held-out", **marker)
+    _mark(above, [s.step for s in steps if s.skipped], "update skipped", "|")
+    _mark(above, [s.step for s in steps if not math.isfinite(s.loss)], "not a number", "x")
+    above.legend(loc="upper right")
+    rates = np.array([step.learning_rate for step in steps])
+    below.plot(*_thinned(number, rates), color=MUTED, linewidth=1.2)
+    below.set_ylim(0, 1.15 * max(rates.max(), 1e-12))
+    below.set_yticks([0, rates.max()], ["0", f"{rates.max():.1e}".replace("e-0", "e-").replace("-", "−")])
+    return figure
+
+
+def _draw_training(axes: Any, number: np.ndarray[Any, Any], loss: np.ndarray[Any, Any]) -> None:
+    window = len(loss) // 40
+    if window < 2:
+        dot = dict(marker="o", markersize=3) if len(loss) < 3 else {}
+        axes.plot(number, loss, color=INK, linewidth=1.6, label="training", **dot)
+        return
+    axes.plot(*_thinned(number, loss), color=INK, linewidth=0.6, alpha=0.3)
+    axes.plot(*_thinned(number, _smoothed(loss, window)), color=INK, linewidth=1.6, label="training")
+
+
+def _smoothed(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:
+    """Mean over ``window`` neighbours; over fewer at the ends, and none where a value is no number."""
+    valid = np.isfinite(values)
+    kernel = np.ones(window)
+    sums = np.convolve(np.where(valid, values, 0.0), kernel, "same")
+    counts = np.convolve(valid.astype(float), kernel, "same")
+    return np.where(valid, sums / np.maximum(counts, 1), np.nan)
+
+
+def _thinned(
+    x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """At most about `MOST_POINTS` of the points: the lowest and the highest of each run of neighbours."""
+    if len(x) <= MOST_POINTS:
+        return x, y
+    kept = set[int]()
+    for part in np.array_split(np.arange(len(x)), MOST_POINTS // 2):
+        values = y[part]
+        finite = np.isfinite(values)
+        kept.add(int(part[np.argmin(np.where(finite, values, np.inf))]))
+        kept.add(int(part[np.argmax(np.where(finite, values, -np.inf))]))
+    index = np.array(sorted(kept))
+    return x[index], y[index]
+
+
+def _mark(axes: Any, steps: Sequence[int], name: str, marker: str) -> None:
+    """A mark at the foot of the picture for every one of ``steps``."""
+    if steps:
+        foot = axes.get_xaxis_transform()
+        heights = [0.03] * len(steps)
+        colour = COLOURS["gradients"]
+        axes.plot(
+            steps, heights, marker, transform=foot, color=colour, markersize=6, label=name, clip_on=False
+        )
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+@matplotlib.rc_context(_STYLE)
+def memory_timeline(plan: Plan, width: float = WIDE) -> Figure:
+    """The worst rank's memory through one optimizer step by ledger row, its peak, and the capacity."""
+    wide = width >= WIDE
+    figure = Figure(figsize=(width, 4.0 if wide else 4.4), layout="constrained")
+    axes = figure.subplots()
+    ledgers, top = _through_the_step(plan)
+    if not ledgers:
+        axes.text(0.5, 0.5, "this plan holds no timeline", transform=axes.transAxes, ha="center", color=MUTED)
+        return figure
+    peak, capacity = plan.peak.bytes, plan.capacity_bytes
+    unit = unit_for(peak)
+    rows = [row for row in STACK if any(getattr(ledger, row) for ledger in ledgers)]
+    heights = [[getattr(ledger, row) / unit.size for ledger in ledgers] for row in rows]
+    areas = axes.stackplot(range(len(ledgers)), heights, colors=[COLOURS[row] for row in rows], linewidth=0)
+    ceiling = max(peak, capacity if capacity <= 2 * peak else 0) / unit.size
+    axes.set_ylim(0, 1.12 * ceiling)
+    axes.set_xlim(0, max(1, len(ledgers) - 1))
+    axes.set_xticks([])
+    axes.set_xlabel("one optimizer step, in the order of allocations")
+    axes.set_ylabel(unit.name)
+    _shade_phases(axes, [point.phase for point in plan.timeline], width)
+    _mark_peak(axes, top, len(ledgers), peak / unit.size, unit)
+    _draw_capacity(axes, capacity, peak, unit)
+    outside = dict(loc="outside right upper") if wide else dict(loc="outside lower left", ncols=2)
+    figure.legend(areas[::-1], [label(row) for row in rows][::-1], handlelength=1, handleheight=1, **outside)
+    return figure
+
+
+def _through_the_step(plan: Plan) -> tuple[list[Ledger], int]:
+    """The ledger at every point, the profile's overhead included, and the index of the peak.
+
+    The timeline holds what the dry run counted; the highest point takes the peak's own ledger, which also
+    has what lives within one operation.
+    """
+    points = [point.ledger for point in plan.timeline]
+    if not points:
+        return [], 0
+    if not any(ledger.overhead for ledger in points):
+        points = [ledger.plus(overhead=plan.peak.ledger.overhead) for ledger in points]
+    same_phase = [i for i, point in enumerate(plan.timeline) if point.phase == plan.peak.phase]
+    top = max(same_phase or range(len(points)), key=lambda index: points[index].total)
+    points[top] = plan.peak.ledger
+    return points, top
+
+
+def _shade_phases(axes: Any, phases: Sequence[str], width: float) -> None:
+    """Alternate the background by phase, and name each phase that is wide enough above it."""
+    start = 0
+    for index, (phase, members) in enumerate(groupby(phases)):
+        end = start + len(list(members))
+        if index % 2 == 0:
+            axes.axvspan(start, min(end, len(phases) - 1), color=SHADE, zorder=-2, linewidth=0)
+        name = one_line(phase)
+        if (end - start) / len(phases) * width * 0.75 > 0.075 * len(name):
+            middle, above = (start + end) / 2, axes.get_xaxis_transform()
+            axes.text(middle, 1.015, name, transform=above, ha="center", color=MUTED, fontsize=8)
+        start = end
+
+
+def _mark_peak(axes: Any, top: int, points: int, height: float, unit: MemoryUnit) -> None:
+    axes.plot([top], [height], "o", color=INK, markersize=5, clip_on=False)
+    left = top > points / 2
+    axes.annotate(
+        f"peak {height:.{unit.decimals}f} {unit.name}",
+        (top, height),
+        xytext=(-8 if left else 8, 4),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        weight="bold",
+    )
+
+
+def _draw_capacity(axes: Any, capacity: int, peak: int, unit: MemoryUnit) -> None:
+    """A dashed line; words alone where the line would be so far up that the rest became flat."""
+    words = f"capacity {unit_for(capacity).write(capacity)}"
+    if capacity <= 2 * peak:
+        axes.axhline(capacity / unit.size, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        place = dict(xy=(0, capacity / unit.size), xycoords=axes.get_yaxis_transform(), xytext=(4, 4))
+        axes.annotate(words, textcoords="offset points", color=INK, **place)
+    else:
+        axes.text(0.005, 0.96, f"{words}, far above", transform=axes.transAxes, color=MUTED)
+
+
+@matplotlib.rc_context(_STYLE)
+def peaks_by_rank(ranks: Sequence[RankMemory], width: float = WIDE) -> Figure:
+    """Predicted and measured peak of every rank, and how far the one is from the other.
+
+    Of more than `SHOWN_RANKS` ranks, those that held most.
+    """
+    most = sorted(ranks, key=lambda rank: -rank.measured_peak_bytes)[:SHOWN_RANKS]
+    shown = sorted(most, key=lambda rank: rank.rank)
+    figure = Figure(figsize=(width, 0.75 + 0.42 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    unit = unit_for(max((max(r.predicted_peak_bytes, r.measured_peak_bytes) for r in shown), default=1))
+    rows = np.arange(len(shown))
+    predicted = [rank.predicted_peak_bytes / unit.size for rank in shown]
+    measured = [rank.measured_peak_bytes / unit.size for rank in shown]
+    axes.barh(rows - 0.19, predicted, 0.32, color=PAPER, edgecolor=MUTED, linewidth=1, label="predicted")
+    axes.barh(rows + 0.19, measured, 0.36, color=INK, label="measured")
+    for row, rank in zip(rows, shown, strict=True):
+        error = deviation(rank.predicted_peak_bytes, rank.measured_peak_bytes)
+        size = unit.write(rank.measured_peak_bytes)
+        longest = max(predicted[row], measured[row])
+        text = f"{size}  {error}" if width >= WIDE else error
+        axes.annotate(text, (longest, row), (6, 0), textcoords="offset points", va="center")
+    axes.set_yticks(rows, [f"rank {rank.rank}" for rank in shown])
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.set_xlabel(unit.name)
+    axes.set_xlim(0, (1.22 if width >= WIDE else 1.3) * max([*predicted, *measured, 1e-9]))
+    figure.legend(loc="outside upper left", ncols=2, handlelength=1, handleheight=1)
+    return figure
+
+
+@matplotlib.rc_context(_STYLE)
+def ledger_bar(ledger: Ledger, capacity: int, width: float = WIDE) -> Figure:
+    """The ledger as one bar, largest row first, and what the device has left."""
+    figure = Figure(figsize=(width, 0.95), layout="constrained")
+    axes = figure.subplots()
+    unit = unit_for(ledger.total)
+    start, whole = 0.0, max(ledger.total, capacity if capacity <= 2 * ledger.total else 0) / unit.size
+    for row, size in by_size(ledger):
+        length = size / unit.size
+        axes.barh([0], [length], 0.8, left=start, color=COLOURS[row], edgecolor=PAPER, linewidth=1)
+        for text in _that_fits(f"{label(row)} {unit.write(size)}", label(row), inches=length / whole * width):
+            axes.text(
+                start + length / 2, 0, text, ha="center", va="center", color=_on(COLOURS[row]), fontsize=8
+            )
+        start += length
+    if start < whole:
+        axes.barh(
+            [0], [whole - start], 0.8, left=start, color="none", edgecolor=MUTED, linewidth=1, linestyle=":"
+        )
+        for text in _that_fits(
+            f"free {unit.write(capacity - ledger.total)}", "free", (whole - start) / whole * width
+        ):
+            axes.text((start + whole) / 2, 0, text, ha="center", va="center", color=MUTED, fontsize=8)
+    axes.set_xlim(0, whole or 1)
+    axes.set_yticks([])
+    axes.grid(False)
+    axes.set_xlabel(unit.name)
+    return figure
+
+
+def _that_fits(long: str, short: str, inches: float) -> Iterator[str]:
+    """The longest of two texts that fits in so much space; nothing when neither does."""
+    yield from [text for text in (long, short) if 0.072 * len(text) + 0.1 < inches][:1]
+
+
+def _on(colour: str) -> str:
+    """Near-black or near-white, whichever reads better on ``colour``; not of the theme, which may be swapped."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#101318" if 0.299 * red + 0.587 * green + 0.114 * blue > 135 else "#fdfdfd"

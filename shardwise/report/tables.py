@@ -1,0 +1,223 @@
+"""A plan as text: what `shardwise plan` prints, in a terminal or through a pipe.
+
+Read from the top it answers, in this order: what will be run and how fast; what fills the memory, and when;
+where the time goes; what else was considered and why it was not taken; what all this rests on. No lines or
+frames: columns, blank lines and bars of block characters survive a pipe, a log file and a README, and
+without colour nothing is lost, since every colour stands beside its name.
+
+Chosen: a renderable that lays itself out for the width it is given, at most `WIDEST` columns. Refused:
+printing while computing; the price of a renderable is rich's protocol in one class.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.core.errors import one_line
+from shardwise.core.plan import Candidate, Plan
+from shardwise.core.units import MiB, format_bytes, format_count, format_rate
+from shardwise.report.notation import (
+    COLOURS,
+    by_size,
+    label,
+    of_capacity,
+    seconds,
+    share,
+    tokens_rate,
+    unit_for,
+)
+
+WIDEST = 100
+"""Columns beyond which nothing gets wider."""
+
+SHOWN_CANDIDATES = 12
+"""Candidates shown unless more, or fewer, are asked for."""
+
+_VERDICT_STYLES = {"chosen": "bold green", "fits": "green", "does not fit": "red", "invalid": "dim"}
+_ASCII = str.maketrans("×·–−…≥•µ░█▉▊▋▌▍▎▏", "x|--~>*u.#####   ")
+
+
+def plan_table(plan: Plan, top: int | None = None) -> RenderableType:
+    """What `shardwise plan` prints.
+
+    Args:
+        top: how many candidates to show; None for `SHOWN_CANDIDATES`.
+    """
+    return PlanTable(plan, SHOWN_CANDIDATES if top is None else max(0, top))
+
+
+def plan_text(plan: Plan, width: int = WIDEST, top: int | None = None) -> str:
+    """`plan_table` as plain text without colour, `width` columns at most; for files and documentation."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, _environ={})
+    with console.capture() as capture:
+        console.print(plan_table(plan, top))
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """A plan that rich can print. Where the stream holds only ASCII, look-alikes of one column are used."""
+
+    plan: Plan
+    top: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        options = options.update(width=min(options.max_width, WIDEST))
+        parts = Group(*self._parts(options.max_width))
+        for segment in console.render(parts, options):
+            if options.ascii_only and not segment.control:
+                text = segment.text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+                segment = Segment(text, segment.style)
+            yield segment
+
+    def _parts(self, width: int) -> Iterator[RenderableType]:
+        plan = self.plan
+        yield from headline(plan, width)
+        yield from _section("Memory at the peak", _place(plan), _memory(plan, width))
+        yield from _section("Time of a step", seconds(plan.step.seconds), _time(plan, width))
+        if any(plan.step.traffic_bytes.values()):
+            yield from _section("Sent by a rank in a step", "", _traffic(plan))
+        if plan.candidates and self.top:
+            yield from ("", _candidates(plan.candidates[: self.top]))
+            if len(plan.candidates) > self.top:
+                yield Text(f"  and {len(plan.candidates) - self.top} more; --top N shows N", "dim")
+        if plan.reasons:
+            yield from _section("Why", "", _sentences(plan.reasons, ""))
+        if plan.assumptions:
+            yield from _section("Taken from tables, not counted", "", _sentences(plan.assumptions, "dim"))
+
+
+# -- the parts --------------------------------------------------------------------------------------
+
+
+def headline(plan: Plan, width: int) -> Iterator[Text]:
+    """The strategy with what it needs and reaches, on two lines where one is too short; then the verdict."""
+    strategy = Text(one_line(plan.line), "bold")
+    figures = Text("   ").join(
+        Text(figure)
+        for figure in (
+            of_capacity(plan.peak.bytes, plan.capacity_bytes),
+            f"{seconds(plan.step.seconds)}/step",
+            tokens_rate(plan.step.tokens_per_second),
+            f"MFU {share(plan.step.mfu, 1)}",
+        )
+    )
+    both = Text.assemble(strategy, "   ", figures)
+    yield from [both] if both.cell_len <= width else [strategy, figures]
+    missing = plan.peak.bytes - plan.capacity_bytes
+    no = f"does not fit: {format_bytes(missing)} too much"
+    verdict = ("fits", "bold green") if plan.fits else (no, "bold red")
+    about = f"{format_count(plan.parameters)} parameters · {one_line(plan.cluster)}"
+    yield Text.assemble(verdict, (f" · {about} · {format_count(plan.step.tokens)} tokens per step", "dim"))
+
+
+def _section(title: str, note: str, body: RenderableType) -> Iterator[RenderableType]:
+    """A blank line, the title with a note beside it, and the body, indented."""
+    yield ""
+    yield Text.assemble((title, "bold"), (f"   {one_line(note)}" if note else "", "dim"))
+    yield Padding(body, (0, 0, 0, 2))
+
+
+def _place(plan: Plan) -> str:
+    where = f", at {plan.peak.where}" if plan.peak.where else ""
+    return f"in the {plan.peak.phase} phase{where}, on rank {plan.worst_rank}"
+
+
+def _memory(plan: Plan, width: int) -> Table:
+    """The ledger: a row per category that holds anything, the sum, and what is left free.
+
+    The longest bar is the largest row's; what is free gets a bar only where it is not longer than that.
+    """
+    peak, free = plan.peak.bytes, plan.capacity_bytes - plan.peak.bytes
+    unit, cells, rows = unit_for(peak), _bar_cells(width), by_size(plan.peak.ledger)
+    longest = rows[0][1] if rows else 0
+    table = _columns("left", "left", "right", "right")
+    for row, size in rows:
+        bar = Text(_bar(size / longest, cells), COLOURS[row])
+        table.add_row(label(row), bar, unit.write(size), Text(share(size, peak), "dim"))
+    table.add_row(Text("total", "bold"), "", Text(unit.write(peak), "bold"), "")
+    if free >= 0:
+        bar = Text("░" * round(cells * free / longest) if free <= longest else "", "dim")
+        table.add_row(Text("free", "dim"), bar, Text(format_bytes(free), "dim"), "")
+    return table
+
+
+def _time(plan: Plan, width: int) -> Table:
+    table = _columns("left", "left", "right", "right")
+    whole, longest = sum(plan.step.split.values()), max(plan.step.split.values(), default=0.0)
+    for part, spent in plan.step.split.items():
+        bar = Text(_bar(spent / longest if longest else 0.0, _bar_cells(width)), "cyan")
+        table.add_row(Text(one_line(part)), bar, seconds(spent), Text(share(spent, whole), "dim"))
+    return table
+
+
+def _traffic(plan: Plan) -> Table:
+    """By mesh axis, in the ring convention; the rate is the step's average, to hold against the link."""
+    table = _columns("left", "right", "right")
+    for axis, sent in sorted(plan.step.traffic_bytes.items(), key=lambda pair: -pair[1]):
+        rate = f"{format_rate(sent / plan.step.seconds, 'B')} on average" if sent >= MiB else ""
+        table.add_row(Text(f"{one_line(axis)} axis"), format_bytes(sent), Text(rate, "dim"))
+    return table
+
+
+def _candidates(candidates: Iterable[Candidate]) -> Table:
+    table = _columns("left", "right", "right", "left", titles=("Considered", "peak", "step", ""))
+    for candidate in candidates:
+        verdict = Text(one_line(candidate.verdict), _VERDICT_STYLES.get(candidate.verdict, ""))
+        reason = f": {one_line(candidate.reason)}" if candidate.reason else ""
+        line = Text(f"  {one_line(candidate.line)}", "bold" if candidate.verdict == "chosen" else "")
+        took = seconds(candidate.step_seconds)
+        table.add_row(line, peak_of(candidate), took, Text.assemble(verdict, reason))
+    return table
+
+
+def peak_of(candidate: Candidate) -> str:
+    """A candidate's peak. Refused without a dry run (no time was predicted), it is a lower bound."""
+    if not candidate.peak_bytes:
+        return "–"
+    bound = "≥ " if candidate.verdict == "does not fit" and not candidate.step_seconds else ""
+    return bound + format_bytes(candidate.peak_bytes)
+
+
+def _sentences(sentences: Iterable[str], style: str) -> Table:
+    table = _columns("left", "left")
+    for sentence in sentences:
+        table.add_row(Text("•", "dim"), Text(one_line(sentence), style))
+    return table
+
+
+# -- the means --------------------------------------------------------------------------------------
+
+
+def _columns(*justify: str, titles: tuple[str, ...] = ()) -> Table:
+    """A table of columns two blanks apart, without lines. The last column wraps, the others do not."""
+    table = Table(box=None, show_header=bool(titles), padding=(0, 2, 0, 0), pad_edge=False)
+    names = titles or ("",) * len(justify)
+    for index, (name, side) in enumerate(zip(names, justify, strict=True)):
+        table.add_column(
+            Text(name, "dim" if index else "bold"),
+            justify="right" if side == "right" else "left",
+            no_wrap=index < len(justify) - 1,
+            overflow="fold",
+        )
+    return table
+
+
+def _bar_cells(width: int) -> int:
+    """Columns for a bar in a table `width` wide, beside a name, a size and a share."""
+    return max(8, min(48, width - 50))
+
+
+def _bar(fraction: float, cells: int) -> str:
+    """A bar of `fraction` of `cells` columns, in eighths; at least one eighth for what is not nothing."""
+    eighths = max(1, round(8 * cells * min(1.0, fraction))) if fraction > 0 else 0
+    whole, rest = divmod(eighths, 8)
+    return "█" * whole + ("", *"▏▎▍▌▋▊▉")[rest]

@@ -1,0 +1,157 @@
+"""Every technique, alone and in pairs: it trains as one plain process does, and takes the memory it was planned.
+
+The rows are made from the techniques' own settings, so a new technique is covered here the day it is added to
+``technique.ORDER``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairwise import Row, covering_rows
+from pool import Pool
+
+from shardwise.core.cluster import cluster_of
+from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.dryrun.run import dry_run
+from shardwise.engine.build import build
+from shardwise.engine.step import step
+from shardwise.model.blueprint import blueprint_of
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, SETTINGS, broken_rules, layout_of, micro_batches, strategy_from
+from shardwise.train.meter import MemoryMeter
+from shardwise.train.verify import Verdict, run_reference, run_strategy
+from shardwise.train.warm import warm_kernels
+
+FACTORS: dict[str, list[Any]] = {
+    setting.key: list(setting.choices) or [1, 2]
+    for technique in ORDER
+    for setting in technique.settings
+    if len(setting.choices) != 1
+}
+PARITY_FACTORS = {**FACTORS, "world_size": [1, 2, 4], MICRO_BATCH_SIZE.key: [1, 2], "model": ["llama", "gpt2", "tied"]}
+# Dimensions that no world size divides; a batch of 7 leaves ranks and micro-batches with unequal counts.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"layers": 2, "width": 44, "heads": 2, "kv_heads": 1, "ffn": 55, "vocab": 257, "context": 32},
+    "gpt2": {"family": "gpt2", "layers": 2, "width": 42, "heads": 3, "ffn": 51, "vocab": 263, "context": 32},
+    "tied": {"layers": 3, "width": 36, "heads": 3, "kv_heads": 3, "ffn": 49, "vocab": 269, "context": 32, "tied": True},
+}
+STEPS = 20
+
+
+def valid(row: Row) -> bool:
+    """Whether the strategy of a row breaks no rule, and hybrid copies are not all there is."""
+    strategy = strategy_from({s.key: row[s.key] for s in SETTINGS if s.key in row})
+    return not any(broken_rules(strategy, row.get("world_size", 4)))
+
+
+def settings_of(row: Row) -> dict[str, Any]:
+    return {s.key: row[s.key] for s in SETTINGS if s.key in row}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of this very file, over and over."""
+    path = tmp_path_factory.mktemp("data") / "corpus.txt"
+    path.write_text(Path(__file__).read_text(encoding="utf-8") * 4, encoding="utf-8")
+    return path
+
+
+def parity_recipe(model: str, corpus: Path) -> Recipe:
+    values = {
+        "model": MODELS[model],
+        "data": {"source": str(corpus), "sequence_length": 24},
+        "steps": STEPS,
+        "batch_size": 7,
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return recipe_of(values, SETTINGS)
+
+
+def reference_rank(recipe: Recipe, settings: dict[str, Any], folder: Path) -> None:
+    run_reference(recipe, strategy_from(settings), folder)
+
+
+def strategy_rank(recipe: Recipe, settings: dict[str, Any], folder: Path) -> Verdict:
+    return run_strategy(recipe, strategy_from(settings), folder, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def reference(pool: Pool, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folder with the plain process's losses and weights, for a model and a precision; trained once."""
+
+    @functools.cache
+    def trained(model: str, precision: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"{model}-{precision}")
+        settings = {"precision": precision, MICRO_BATCH_SIZE.key: 7}
+        pool.run(1, reference_rank, parity_recipe(model, corpus), settings, folder)
+        return folder
+
+    return trained
+
+
+def name_of(row: Row) -> str:
+    return "-".join(str(value) for value in row.values())
+
+
+@pytest.mark.parametrize("row", covering_rows(PARITY_FACTORS, valid), ids=name_of)
+def test_trains_as_one_plain_process(row: Row, pool: Pool, corpus: Path, reference: Any) -> None:
+    """Loss, gradient norm and weights over 20 steps: 1e-10 in fp64, 1e-5 in fp32."""
+    wide = "fp64" if row["precision"] == "fp64" else "fp32"
+    folder = reference(row["model"], wide)
+    recipe = parity_recipe(row["model"], corpus)
+    verdicts = pool.run(row["world_size"], strategy_rank, recipe, settings_of(row), folder)
+    assert verdicts[0].steps == STEPS
+    assert all(v == verdicts[0] for v in verdicts)
+    assert verdicts[0].passed, verdicts[0]
+
+
+LEDGER_MODEL = {"layers": 4, "width": 384, "heads": 6, "kv_heads": 2, "ffn": 1024, "vocab": 2048, "context": 256}
+
+
+def ledger_recipe(world_size: int) -> Recipe:
+    values = {
+        "model": LEDGER_MODEL,
+        "data": {"sequence_length": 192},
+        "steps": 3,
+        "batch_size": 4 * world_size * 2,
+        "cluster": {"devices_per_node": world_size},
+    }
+    return recipe_of(values, SETTINGS)
+
+
+def measured_rank(recipe: Recipe, settings: dict[str, Any]) -> int:
+    """Three real steps on random tokens; the peak above the level before the model."""
+    device, strategy = torch.device("cpu"), strategy_from(settings)
+    blueprint = blueprint_of(recipe)
+    warm_kernels(device, strategy)
+    meter = MemoryMeter(device)
+    run = build(recipe, blueprint, strategy, device)
+    count = micro_batches(strategy, run.layout, recipe.batch_size)
+    shape = (strategy[MICRO_BATCH_SIZE], recipe.data.sequence_length)
+    for _ in range(3):
+        tokens = [torch.randint(0, 2048, shape) for _ in range(count)]
+        step(run, [{"input_ids": t, "labels": t} for t in tokens], 1e-4)
+        meter.sample()
+    return meter.peak.allocated
+
+
+@pytest.mark.parametrize("row", covering_rows(FACTORS, valid), ids=name_of)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_takes_the_memory_it_was_planned(row: Row, accumulate: int, pool: Pool) -> None:
+    """Predicted peak against the operating system's figure, every rank: 5 %."""
+    world_size = 2 * row.get("replicate", 1)
+    recipe = ledger_recipe(world_size)
+    settings = {**settings_of(row), MICRO_BATCH_SIZE.key: 8 // accumulate}
+    strategy, cluster = strategy_from(settings), cluster_of(recipe.cluster)
+    assert layout_of(strategy, world_size).world_size == world_size
+    measured = pool.run(world_size, measured_rank, recipe, settings)
+    run = dry_run(recipe, blueprint_of(recipe), strategy, cluster)
+    predicted = run.peak.bytes + cluster.device.overhead.workspace_bytes
+    for rank, peak in enumerate(measured):
+        error = predicted / peak - 1
+        assert math.fabs(error) <= 0.05, f"rank {rank}: predicted {predicted:,}, measured {peak:,}, {error:+.1%}"
