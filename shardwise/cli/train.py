@@ -7,6 +7,8 @@ own (so that planning leaves no trace in what is measured) and the others wait f
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -29,12 +31,13 @@ def command(
     if out is None:
         raise RecipeError("--out is missing", where="command line", fix="give the folder of the run: --out DIR")
     wanted, cluster = read(recipe, overrides)
-    from shardwise.train.launch import launched_by
+    from shardwise.train.placement import launched_by
 
-    if launched_by() is not None:
+    if (placement := launched_by()) is not None:
         from shardwise.cli.joined import train_as_rank
 
-        raise typer.Exit(train_as_rank(recipe, overrides or [], out, exact_memory))
+        device = "cpu" if cluster.device.kind == "cpu" else "cuda"
+        raise typer.Exit(train_as_rank(recipe, overrides or [], out, exact_memory, placement.rank, device))
     from shardwise.train.folder import claim, prepare
 
     with claim(out):
@@ -45,13 +48,20 @@ def command(
         from shardwise.train.launch import launch
 
         flags = ["--exact-memory"] if exact_memory else []
-        code = launch(plan.world_size, ["train", str(out), *flags], out / "logs")
+        code = launch(plan.world_size, ["train", str(out), *flags], out / "logs", _terminal())
         if code == 0:
             from shardwise.report.run import write_report
 
             page = write_report(out)
             typer.echo(f"report: {page}")
     raise typer.Exit(code)
+
+
+def _terminal() -> dict[str, str]:
+    """Rank 0 writes through the launcher's pipe: tell it what is at the other end."""
+    if not sys.stdout.isatty():
+        return {}
+    return {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
 
 
 def _announce(line: str, out: Path) -> None:

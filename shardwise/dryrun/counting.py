@@ -77,23 +77,24 @@ def kernels_of(
     if name.startswith(("aten::_foreach", "aten::_fused")):
         lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
         each = [sum(t.element_size() * t.numel() for t in piece) for piece in zip(*lists, strict=False)]
-        dtype = _dtype_name(lists[0][0])
+        dtype = dtype_name(lists[0][0].dtype)
         return [Kernel(phase, name, dtype, 0, 0, size) for size in each]
     # An in-place operation returns its input: count each tensor object once.
     distinct = {id(t): t for t in tensors}.values()
     widest = max(distinct, key=lambda t: t.numel())
     return [
-        Kernel(phase, name, _dtype_name(widest), 0, flops_of(func, args, kwargs, out), bytes_of(distinct))
+        Kernel(phase, name, dtype_name(widest.dtype), 0, flops_of(func, args, kwargs, out), bytes_of(distinct))
     ]
 
 
-def _dtype_name(tensor: Tensor) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as device profiles call it."""
     return {
         torch.float32: "fp32",
         torch.float64: "fp64",
         torch.bfloat16: "bf16",
         torch.float16: "fp16",
-    }.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    }.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def collective_of(

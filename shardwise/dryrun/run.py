@@ -20,6 +20,7 @@ from shardwise.core.cost import Collective, Kernel, StepCost
 from shardwise.core.ledger import Peak
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Strategy
+from shardwise.dryrun.counting import dtype_name
 from shardwise.dryrun.reading import Sample, peaks, timeline
 from shardwise.dryrun.target import TARGETS
 from shardwise.dryrun.tracker import Tracker, axis_names
@@ -44,6 +45,7 @@ class DryRun:
         timeline: the ledger over the step.
         parameters: elements of the whole model, unsharded.
         even: whether every rank holds equally much of every parameter.
+        compute_dtype: what matrix products run in, as the device profiles call it.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class DryRun:
     timeline: tuple[Sample, ...]
     parameters: int
     even: bool
+    compute_dtype: str
 
     @property
     def peak(self) -> Peak:
@@ -89,14 +92,16 @@ def dry_run(
         with torch.random.fork_rng(devices=[]), fake, target.kernels(), tracker.watching(), modules:
             run = materialise(site, recipe, blueprint, torch.device("cpu"))
             _create_optimizer_state(run, tracker)
-            batches = _fake_batches(run, strategy, recipe, min(count, seen))
+            # All of a step's samples lie on the device from its start, also those that are not run here.
+            batches = _fake_batches(run, strategy, recipe, count)
             for batch in batches:
                 tracker.tag(batch.values(), "activations")
             start = tracker.now
-            costs = _counted_step(run, batches, tracker)
+            costs = _counted_step(run, [*batches[: min(count, seen) - 1], batches[-1]], tracker)
         found = peaks(tracker, since=start)
         samples = tuple(timeline(tracker, since=start))
-    return DryRun(rank, found, _whole_cost(costs, count), samples, parameters, even)
+    compute = dtype_name(run.dtypes.compute)
+    return DryRun(rank, found, _whole_cost(costs, count), samples, parameters, even, compute)
 
 
 def _held_by_all(parameter: torch.Tensor, world_size: int) -> int:

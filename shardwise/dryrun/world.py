@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -30,3 +31,5 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
+            # DTensor caches results together with the mesh: another rank's shapes would be this one's.
+            _clear_sharding_prop_cache()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.recipe import Recipe
 from shardwise.model.loss import IGNORED, cross_entropy_sum
 
@@ -77,6 +78,10 @@ class Blueprint(ABC):
     @abstractmethod
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         """What one sample of a batch looks like."""
+
+    def logits(self, model: nn.Module, input_ids: Tensor) -> Tensor:
+        """Scores of the next token [b, s, vocab] for ids [b, s]; raises RecipeError for other models."""
+        raise RecipeError("this model does not write text", where=f"model: {self.name}")
 
     def count(self, batch: Batch) -> Tensor:
         """Number of valid targets of a batch, an int64 scalar on its device, without running the model."""

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_loss, token_shapes
@@ -102,9 +102,11 @@ class HuggingFaceModel(Blueprint):
         return [module for path, module in blocks.items() if not _inside(path, blocks)]
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        return token_loss(self.logits(model, batch["input_ids"]), batch["labels"])
+
+    def logits(self, model: nn.Module, input_ids: Tensor) -> Tensor:
         with _no_guessing():
-            logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-        return token_loss(logits, batch["labels"])
+            return cast("Tensor", model(input_ids=input_ids, use_cache=False).logits)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return token_shapes(sequence_length)

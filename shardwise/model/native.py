@@ -55,7 +55,10 @@ class NativeModel(Blueprint):
         return list(cast("Decoder", model).layers)
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        return token_loss(model(batch["input_ids"]), batch["labels"])
+        return token_loss(self.logits(model, batch["input_ids"]), batch["labels"])
+
+    def logits(self, model: nn.Module, input_ids: Tensor) -> Tensor:
+        return cast("Tensor", model(input_ids))
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return token_shapes(sequence_length)

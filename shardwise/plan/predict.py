@@ -20,7 +20,6 @@ from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.timing import mfu, step_time
 from shardwise.technique import layout_of
-from shardwise.technique.precision import PRECISION
 
 SHALLOW = 2
 """Blocks of the shallower model: prefetching needs a neighbour. Models of up to SHALLOW + 2 run whole."""
@@ -75,7 +74,7 @@ def predict(
         tokens=recipe.batch_size * recipe.data.sequence_length,
         flops=cost.flops,
         traffic_bytes=cost.traffic_by_axis(),
-        mfu=mfu(cost, time.seconds, strategy[PRECISION], cluster),
+        mfu=mfu(cost, time.seconds, run.compute_dtype, cluster),
         split=time.split,
     )
     return Prediction(

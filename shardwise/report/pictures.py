@@ -53,6 +53,8 @@ STACK = (
 """Ledger rows from the bottom of the timeline up: what stays through the step below what comes and goes."""
 
 SHOWN_RANKS = 16
+_HOLLOW = {"marker": "o", "markersize": 5, "markerfacecolor": PAPER, "markeredgewidth": 1.5}
+
 MOST_POINTS = 900
 """Points of a curve beyond which neighbours are merged into their extremes."""
 
@@ -102,18 +104,30 @@ def svg(figure: Figure, name: str) -> str:
     """
     stream = io.StringIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"{name} {figure.get_figwidth()}"}):
         figure.savefig(stream, format="svg", transparent=True, metadata=metadata)
     text = stream.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r'\s(?:xmlns(?::xlink)?|version)="[^"]*"', "", text, count=3)
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r"font-family: [^;\"]*;?\s*", "", text)
-    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
-    text = re.sub(r' id="(?!p[0-9a-f]{10}|m[0-9a-f]{10}|h[0-9a-f]{10})[^"]*"', "", text)
+    for pattern, instead in _FOR_THE_PAGE:
+        text = re.sub(pattern, instead, text, flags=re.DOTALL)
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, f"var(--{variable})")
     return text.replace("<svg", f'<svg role="img" aria-label="{_attribute(name)}"', 1)
+
+
+_FOR_THE_PAGE = (
+    (r'(<svg[^>]*?) xmlns:xlink="[^"]*"', r"\1"),
+    (r'(<svg[^>]*?) xmlns="[^"]*"', r"\1"),
+    (r'(<svg[^>]*?) version="[^"]*"', r'\1 style="stroke-linejoin: round; stroke-linecap: butt"'),
+    (r"\s*<defs>\s*<style.*?</style>\s*</defs>", ""),
+    (r"<metadata>.*?</metadata>", ""),
+    (r"font-family: [^;\"]*;? ?", ""),
+    (r"font: ([\d.]+px) [^;\"]*", r"font-size: \1"),
+    (r"font: (\w+) ([\d.]+px) [^;\"]*", r"font-weight: \1; font-size: \2"),
+    (r' id="(?![mph][0-9a-f]{10}")[^"]*"', ""),
+)
+"""What an `<svg>` file has and an element within a page must not have: namespaces, page-wide style, fonts."""
 
 
 def _attribute(text: str) -> str:
@@ -127,11 +141,11 @@ def _attribute(text: str) -> str:
 def loss_curve(steps: Sequence[StepRecord], width: float = WIDE) -> Figure:
     """Training loss (each step, and smoothed where there are many), held-out loss, and the learning rate."""
     figure = Figure(figsize=(width, 4.3), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(4.5, 1))
     below.set_xlabel("optimizer step")
     below.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if width >= WIDE else 4))
-    above.set_ylabel("loss, nats per token")
-    below.set_ylabel("learning\nrate")
+    above.set_title("loss, nats per token", loc="left", color=MUTED, fontsize=9)
+    below.set_title("learning rate", loc="left", color=MUTED, fontsize=9)
     if not steps:
         above.text(0.5, 0.5, "no step has finished yet", transform=above.transAxes, ha="center", color=MUTED)
         return figure
@@ -140,8 +154,8 @@ def loss_curve(steps: Sequence[StepRecord], width: float = WIDE) -> Figure:
     _draw_training(above, number, loss)
     held_out = [(s.step, s.held_out_loss) for s in steps if s.held_out_loss is not None]
     if held_out:
-        marker = dict(marker="o", markersize=5, markerfacecolor=PAPER, markeredgewidth=1.5)
-        above.plot(*zip(*held_out, strict=True), color=ACCENT, linewidth=1, label="held-out", **marker)
+        at, values = zip(*held_out, strict=True)
+        above.plot(at, values, color=ACCENT, linewidth=1, label="held-out", **_HOLLOW)
     _mark(above, [s.step for s in steps if s.skipped], "update skipped", "|")
     _mark(above, [s.step for s in steps if not math.isfinite(s.loss)], "not a number", "x")
     above.legend(loc="upper right")
@@ -155,10 +169,10 @@ def loss_curve(steps: Sequence[StepRecord], width: float = WIDE) -> Figure:
 def _draw_training(axes: Any, number: np.ndarray[Any, Any], loss: np.ndarray[Any, Any]) -> None:
     window = len(loss) // 40
     if window < 2:
-        dot = dict(marker="o", markersize=3) if len(loss) < 3 else {}
-        axes.plot(number, loss, color=INK, linewidth=1.6, label="training", **dot)
+        marker = "o" if len(loss) < 3 else ""
+        axes.plot(number, loss, color=INK, linewidth=1.6, label="training", marker=marker, markersize=3)
         return
-    axes.plot(*_thinned(number, loss), color=INK, linewidth=0.6, alpha=0.3)
+    axes.plot(*_thinned(number, loss), color=INK, linewidth=0.6, alpha=0.4)
     axes.plot(*_thinned(number, _smoothed(loss, window)), color=INK, linewidth=1.6, label="training")
 
 
@@ -208,7 +222,7 @@ def memory_timeline(plan: Plan, width: float = WIDE) -> Figure:
     figure = Figure(figsize=(width, 4.0 if wide else 4.4), layout="constrained")
     axes = figure.subplots()
     ledgers, top = _through_the_step(plan)
-    if not ledgers:
+    if not ledgers or not plan.peak.bytes:
         axes.text(0.5, 0.5, "this plan holds no timeline", transform=axes.transAxes, ha="center", color=MUTED)
         return figure
     peak, capacity = plan.peak.bytes, plan.capacity_bytes
@@ -216,8 +230,7 @@ def memory_timeline(plan: Plan, width: float = WIDE) -> Figure:
     rows = [row for row in STACK if any(getattr(ledger, row) for ledger in ledgers)]
     heights = [[getattr(ledger, row) / unit.size for ledger in ledgers] for row in rows]
     areas = axes.stackplot(range(len(ledgers)), heights, colors=[COLOURS[row] for row in rows], linewidth=0)
-    ceiling = max(peak, capacity if capacity <= 2 * peak else 0) / unit.size
-    axes.set_ylim(0, 1.12 * ceiling)
+    axes.set_ylim(0, (1.12 * max(peak, capacity) if capacity <= 2 * peak else 1.25 * peak) / unit.size)
     axes.set_xlim(0, max(1, len(ledgers) - 1))
     axes.set_xticks([])
     axes.set_xlabel("one optimizer step, in the order of allocations")
@@ -225,8 +238,10 @@ def memory_timeline(plan: Plan, width: float = WIDE) -> Figure:
     _shade_phases(axes, [point.phase for point in plan.timeline], width)
     _mark_peak(axes, top, len(ledgers), peak / unit.size, unit)
     _draw_capacity(axes, capacity, peak, unit)
-    outside = dict(loc="outside right upper") if wide else dict(loc="outside lower left", ncols=2)
-    figure.legend(areas[::-1], [label(row) for row in rows][::-1], handlelength=1, handleheight=1, **outside)
+    place, columns = ("outside right upper", 1) if wide else ("outside lower left", 2)
+    visible = [index for index, height in enumerate(heights) if max(height) * unit.size > peak / 1000][::-1]
+    handles, names = [areas[index] for index in visible], [label(rows[index]) for index in visible]
+    figure.legend(handles, names, loc=place, ncols=columns, handlelength=1, handleheight=1)
     return figure
 
 
@@ -255,7 +270,7 @@ def _shade_phases(axes: Any, phases: Sequence[str], width: float) -> None:
         if index % 2 == 0:
             axes.axvspan(start, min(end, len(phases) - 1), color=SHADE, zorder=-2, linewidth=0)
         name = one_line(phase)
-        if (end - start) / len(phases) * width * 0.75 > 0.075 * len(name):
+        if (end - start) / len(phases) * width * 0.75 > 0.065 * len(name):
             middle, above = (start + end) / 2, axes.get_xaxis_transform()
             axes.text(middle, 1.015, name, transform=above, ha="center", color=MUTED, fontsize=8)
         start = end
@@ -279,8 +294,8 @@ def _draw_capacity(axes: Any, capacity: int, peak: int, unit: MemoryUnit) -> Non
     words = f"capacity {unit_for(capacity).write(capacity)}"
     if capacity <= 2 * peak:
         axes.axhline(capacity / unit.size, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-        place = dict(xy=(0, capacity / unit.size), xycoords=axes.get_yaxis_transform(), xytext=(4, 4))
-        axes.annotate(words, textcoords="offset points", color=INK, **place)
+        left = axes.get_yaxis_transform()
+        axes.annotate(words, (0, capacity / unit.size), (4, 4), xycoords=left, textcoords="offset points")
     else:
         axes.text(0.005, 0.96, f"{words}, far above", transform=axes.transAxes, color=MUTED)
 
@@ -293,23 +308,23 @@ def peaks_by_rank(ranks: Sequence[RankMemory], width: float = WIDE) -> Figure:
     """
     most = sorted(ranks, key=lambda rank: -rank.measured_peak_bytes)[:SHOWN_RANKS]
     shown = sorted(most, key=lambda rank: rank.rank)
-    figure = Figure(figsize=(width, 0.75 + 0.42 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(width, 0.75 + 0.4 * len(shown)), layout="constrained")
     axes = figure.subplots()
     unit = unit_for(max((max(r.predicted_peak_bytes, r.measured_peak_bytes) for r in shown), default=1))
     rows = np.arange(len(shown))
     predicted = [rank.predicted_peak_bytes / unit.size for rank in shown]
     measured = [rank.measured_peak_bytes / unit.size for rank in shown]
-    axes.barh(rows - 0.19, predicted, 0.32, color=PAPER, edgecolor=MUTED, linewidth=1, label="predicted")
-    axes.barh(rows + 0.19, measured, 0.36, color=INK, label="measured")
+    axes.barh(rows - 0.17, predicted, 0.28, color=PAPER, edgecolor=MUTED, linewidth=1, label="predicted")
+    axes.barh(rows + 0.17, measured, 0.32, color=ACCENT, label="measured")
     for row, rank in zip(rows, shown, strict=True):
         error = deviation(rank.predicted_peak_bytes, rank.measured_peak_bytes)
         size = unit.write(rank.measured_peak_bytes)
         longest = max(predicted[row], measured[row])
-        text = f"{size}  {error}" if width >= WIDE else error
+        text = f"{size}\u2002{error}" if width >= WIDE else error
         axes.annotate(text, (longest, row), (6, 0), textcoords="offset points", va="center")
     axes.set_yticks(rows, [f"rank {rank.rank}" for rank in shown])
     axes.invert_yaxis()
-    axes.grid(False, axis="y")
+    axes.grid(False)
     axes.set_xlabel(unit.name)
     axes.set_xlim(0, (1.22 if width >= WIDE else 1.3) * max([*predicted, *measured, 1e-9]))
     figure.legend(loc="outside upper left", ncols=2, handlelength=1, handleheight=1)
@@ -352,6 +367,6 @@ def _that_fits(long: str, short: str, inches: float) -> Iterator[str]:
 
 
 def _on(colour: str) -> str:
-    """Near-black or near-white, whichever reads better on ``colour``; not of the theme, which may be swapped."""
+    """Near-black or near-white, whichever reads better on ``colour`` in either scheme."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#101318" if 0.299 * red + 0.587 * green + 0.114 * blue > 135 else "#fdfdfd"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.core.errors import NumericsError
+from shardwise.core.errors import NumericsError, RecipeError
 from shardwise.core.plan import Plan
 from shardwise.core.recipe import Recipe
 from shardwise.engine.build import Run, build
@@ -50,6 +50,7 @@ class _Pending:
     index: int
     result: StepResult
     learning_rate: float
+    seconds: float
 
 
 class Trainer:
@@ -59,6 +60,7 @@ class Trainer:
         recipe, self.job = job.recipe, job
         self.blueprint: Blueprint = blueprint_of(recipe)
         self.data: Data = open_data(recipe, self.blueprint.dataset)
+        _require_vocabulary(self.blueprint, self.data)
         warm_kernels(job.device, job.plan.strategy)
         self.meter = MemoryMeter(job.device)
         self.run: Run = build(recipe, self.blueprint, job.plan.strategy, job.device)
@@ -79,7 +81,7 @@ class Trainer:
             seed_step(recipe.seed, index, self.rank)
             result = step(self.run, self._micro_batches(index), rate)
             self._finish(pending)
-            pending = _Pending(index, result, rate)
+            pending = _Pending(index, result, rate, self._lap())
             if index - first < EXACT_STEPS or self.job.exact_memory:
                 self.meter.sample()
             if index - first == EXACT_STEPS - 1 and not self.job.exact_memory:
@@ -107,10 +109,9 @@ class Trainer:
         if pending is None:
             return
         loss, norm, tokens = (float(x) for x in (pending.result.loss, pending.result.grad_norm, pending.result.tokens))
-        now = time.perf_counter()
-        seconds, self.clock = now - self.clock, now
         self.state = TrainState(step=pending.index + 1, tokens=self.state.tokens + int(tokens))
         if self.rank == 0:
+            seconds = pending.seconds
             done = StepMetrics(
                 pending.index + 1, loss, norm, pending.learning_rate, int(tokens), seconds, tokens / seconds,
                 held_out_loss=held_out,
@@ -128,19 +129,23 @@ class Trainer:
     def _pause(self, pending: _Pending, index: int) -> None:
         """Evaluate and save between two steps; neither counts as step time."""
         float(pending.result.loss)
-        paused = time.perf_counter()
+        pending.seconds += self._lap()
         held_out = None
         if self._due(index, self.job.recipe.evaluation.every) and self.data.held_out_sequences:
             size = self.job.plan.strategy[MICRO_BATCH_SIZE]
             batches = self.data.held_out(0, self.run.data_rank, self.run.data_degree, size)
             held_out = self.held_out = evaluate(self.run, self._placed(batches))
-        self.clock += time.perf_counter() - paused
         self._finish(pending, held_out)
         if self._due(index, self.job.recipe.checkpoint.every):
             folder = self.job.folder / "checkpoints"
             save(self.run, self.state, folder, self.job.recipe.checkpoint.keep, self.data.fingerprint)
         self.meter.forget()
-        self.clock = time.perf_counter()
+        self._lap()
+
+    def _lap(self) -> float:
+        """Seconds since the last call: of a step when called as soon as it has been issued."""
+        before, self.clock = self.clock, time.perf_counter()
+        return self.clock - before
 
     def _report(self) -> None:
         """Predicted beside measured, for every rank."""
@@ -178,3 +183,14 @@ class Trainer:
 def seed_step(seed: int, index: int, rank: int) -> None:
     """Seed dropout and the like from (seed, step, rank): nothing of the generator needs to be saved."""
     torch.manual_seed((seed * 1_000_003 + index) * 65_537 + rank)
+
+
+def _require_vocabulary(blueprint: Blueprint, data: Data) -> None:
+    """Raise RecipeError when the data has token ids that the model does not know."""
+    if blueprint.vocab is not None and data.vocab is not None and data.vocab > blueprint.vocab:
+        raise RecipeError(
+            f"the model's vocabulary of {blueprint.vocab:,} is too small",
+            where="model.vocab",
+            why=f"the tokenizer has {data.vocab:,} tokens",
+            fix=f"set model.vocab to at least {data.vocab}",
+        )

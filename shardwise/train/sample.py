@@ -7,11 +7,19 @@ a few hundred tokens; the context is cut to what the model can read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.blueprint import Blueprint
+from shardwise.core.errors import CheckpointError, RecipeError
+from shardwise.model.blueprint import Blueprint, blueprint_of
+from shardwise.model.slices import named_parameters
+from shardwise.train.checkpoint import latest, stream_weights
+from shardwise.train.data import open_tokenizer
+from shardwise.train.folder import read_job
+from shardwise.train.reference import reference_model
 
 
 def next_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
@@ -44,3 +52,39 @@ def sample(
         logits = blueprint.logits(model, torch.tensor([ids[-context:]]))[0, -1]
         ids.append(next_token(logits, temperature, top_k, generator))
         yield ids[-1]
+
+
+def text_from_run(folder: Path, prompt: str, **options: Any) -> Iterator[str]:
+    """Continue ``prompt`` with the newest checkpoint of a run; yields text as soon as it is whole.
+
+    Raises CheckpointError when the folder holds no run or no checkpoint, DataError for an unreadable prompt.
+    """
+    try:
+        recipe, _ = read_job(folder)
+    except (RecipeError, OSError) as error:
+        raise CheckpointError("not the folder of a run", where=str(folder), why="no recipe.yaml in it") from error
+    checkpoint = latest(folder / "checkpoints")
+    if checkpoint is None:
+        raise CheckpointError("no checkpoint", where=str(folder), fix="train first: shardwise train --out DIR")
+    blueprint, tokenizer = blueprint_of(recipe), open_tokenizer(recipe.data.tokenizer)
+    model = model_from(blueprint, checkpoint)
+    ids = tokenizer.encode(prompt) or [tokenizer.separator]
+    written, text = list(ids), tokenizer.decode(ids)
+    context = recipe.data.sequence_length
+    for token in sample(blueprint, model, ids, context=context, **options):
+        written.append(token)
+        longer = tokenizer.decode(written)
+        if not longer.endswith("\ufffd"):  # the middle of a character of several bytes
+            yield longer[len(text) :]
+            text = longer
+
+
+def model_from(blueprint: Blueprint, checkpoint: Path) -> nn.Module:
+    """The whole model in this process, with a checkpoint's weights."""
+    model = reference_model(blueprint, 0, torch.float32)
+    parameters = dict(named_parameters(model))
+    with torch.no_grad():
+        for name, weights in stream_weights(checkpoint):
+            if name in parameters:
+                parameters[name].copy_(weights)
+    return model

@@ -9,31 +9,61 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from shardwise.core.errors import RankError, ResourceError, ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.train.folder import read_job
-from shardwise.train.launch import World, join
 from shardwise.train.loop import Job, Trainer
+from shardwise.train.process import World, join
 from shardwise.train.verify import run_reference, run_strategy
 
 
-def run_rank(verb: str, folder: Path, exact_memory: bool) -> None:
-    """Do this rank's part of ``verb``: train, verify or reference."""
-    recipe, plan = read_job(folder)
+Prepare = Callable[[], int]
+
+
+class PlanFailed(Exception):
+    """Rank 0 could not plan; it has said why. ``exit_code`` is its exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def run_rank(
+    verb: str, folder: Path, exact_memory: bool, device: str | None = None, prepare: Prepare | None = None
+) -> None:
+    """Do this rank's part of ``verb``: train, verify or reference.
+
+    ``prepare`` writes recipe and plan into the folder and returns an exit code; it is called on rank 0 once
+    all ranks have met on their ``device``s (cpu or cuda). Without it they are in the folder already.
+    """
     if verb == "reference":
+        recipe, plan = read_job(folder)
         run_reference(recipe, plan.strategy, folder)
         return
-    with join(plan.device) as world:
+    if prepare is None:
+        device = "cpu" if read_job(folder)[1].device == "cpu" else "cuda"
+    with join(device) as world:
+        if prepare is not None:
+            _prepare_on_rank_0(prepare, world)
+        recipe, plan = read_job(folder)
         _require(world, plan)
         if verb == "train":
             Trainer(Job(recipe, plan, folder, world.device, exact_memory)).train()
         else:
             run_strategy(recipe, plan.strategy, folder, world.device)
+
+
+def _prepare_on_rank_0(prepare: Prepare, world: World) -> None:
+    codes = [prepare() if world.rank == 0 else 0]
+    dist.broadcast_object_list(codes)
+    if codes[0] != 0:
+        raise PlanFailed(codes[0])
 
 
 def _require(world: World, plan: Plan) -> None:
@@ -46,27 +76,36 @@ def _require(world: World, plan: Plan) -> None:
         )
 
 
+def attempt(action: Callable[[], None]) -> int:
+    """Run; the exit code is 0, or that of the error whose one line goes to stderr."""
+    try:
+        action()
+    except PlanFailed as failed:
+        return failed.exit_code
+    except ShardwiseError as error:
+        return _failed(error)
+    except torch.OutOfMemoryError as error:
+        why = str(error).split(". ")[0]
+        return _failed(
+            ResourceError("out of memory", where="the device", why=why, fix="shard more, or a smaller micro-batch")
+        )
+    return 0
+
+
+def _failed(error: ShardwiseError) -> int:
+    traceback.print_exc()
+    print(error.line(), file=sys.stderr, flush=True)
+    return error.exit_code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The process's exit code: 0, or that of the error whose one line went to stderr."""
+    """The process's exit code."""
     parser = argparse.ArgumentParser(prog="python -m shardwise.train.worker")
     parser.add_argument("verb", choices=("train", "verify", "reference"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--exact-memory", action="store_true")
     given = parser.parse_args(arguments)
-    try:
-        run_rank(given.verb, given.folder, given.exact_memory)
-    except ShardwiseError as error:
-        traceback.print_exc()
-        print(error.line(), file=sys.stderr, flush=True)
-        return error.exit_code
-    except torch.OutOfMemoryError as error:
-        traceback.print_exc()
-        refused = ResourceError(
-            "out of memory", where="the device", why=str(error).split(".")[0], fix="plan with less, or shard more"
-        )
-        print(refused.line(), file=sys.stderr, flush=True)
-        return refused.exit_code
-    return 0
+    return attempt(lambda: run_rank(given.verb, given.folder, given.exact_memory))
 
 
 if __name__ == "__main__":

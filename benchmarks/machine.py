@@ -1,0 +1,26 @@
+"""The machine a figure was measured on, for the head of every results file."""
+
+from __future__ import annotations
+
+import platform
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from shardwise.core.machine import cpu_model, physical_memory, usable_cores
+from shardwise.core.units import format_bytes
+
+
+def described() -> dict[str, Any]:
+    """Processor, memory, accelerators, versions and the day."""
+    accelerators = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "processor": cpu_model(),
+        "cores": usable_cores(),
+        "memory": format_bytes(physical_memory()),
+        "accelerators": accelerators,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "day": datetime.now(UTC).date().isoformat(),
+    }

@@ -1,0 +1,28 @@
+"""``python -m shardwise.cli.prepare RECIPE DIR [k=v ...]``: plan and write the run's folder, without training."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from shardwise.cli.common import make_plan, read, refuse_unfit
+from shardwise.core.errors import ShardwiseError
+from shardwise.train.folder import prepare
+
+
+def main(recipe_file: str, folder: str, *overrides: str) -> int:
+    """Returns the exit code; the error's line goes to stderr."""
+    try:
+        recipe, cluster = read(Path(recipe_file), list(overrides))
+        plan = make_plan(recipe, cluster)
+        refuse_unfit(plan)
+        prepare(Path(folder), recipe, plan)
+    except ShardwiseError as error:
+        print(error.line(), file=sys.stderr)
+        return error.exit_code
+    print(f"{plan.line}  →  {folder}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,286 @@
+"""A run as one HTML page that can be sent to somebody: no other file, no script, no request to anywhere.
+
+What is shown is decided here, as plain values; how, in `page.html`. Every text that came from a run (names,
+reasons, the recipe, what the model wrote) is escaped by the template engine, and a content security policy in
+the page forbids scripts and requests even where that failed. Only the pictures, drawn here, go in as markup.
+
+Chosen: inline SVG in two widths, which stays sharp and follows the reader's light or dark scheme. Refused:
+an interactive chart library, which is megabytes per page and stops working one day; the price is that one
+cannot zoom, but every figure is in a table beside its picture, and in the run's JSON files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from shardwise.core.plan import Plan
+from shardwise.core.units import MiB, format_bytes, format_count, format_rate
+from shardwise.report.notation import (
+    COLOURS,
+    by_size,
+    deviation,
+    label,
+    of_capacity,
+    seconds,
+    share,
+    tokens_rate,
+    unit_for,
+)
+from shardwise.report.pictures import (
+    NARROW,
+    WIDE,
+    ledger_bar,
+    loss_curve,
+    memory_timeline,
+    peaks_by_rank,
+    svg,
+)
+from shardwise.report.record import Outcome, RunRecord
+from shardwise.report.tables import peak_of
+
+SHOWN_RANKS = 64
+"""Rows of the table of ranks; of more ranks, those that held most."""
+
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Card:
+    """One headline figure; the note may have several lines."""
+
+    title: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row of a table with a bar: ``percent`` is the bar's length, of the longest; hollow is predicted."""
+
+    name: str
+    value: str
+    share: str
+    percent: float
+    colour: str = "var(--muted)"
+    hollow: bool = False
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The same picture for desks and for phones."""
+
+    wide: Markup
+    narrow: Markup
+
+
+def render_page(run: RunRecord) -> str:
+    """The page of a run, finished or not, as HTML."""
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"printable": printable, "tight": tight}
+    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    html = template.render(**_values(run))
+    return html.encode("utf-8", "replace").decode("utf-8")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters, direction overrides and half characters made visible as U+FFFD."""
+    return _UNPRINTABLE.sub("\ufffd", text)
+
+
+def tight(text: str) -> str:
+    """`text` with each number kept on one line with its unit."""
+    return re.sub(r"(?<=\d) (?=[%A-Za-z])", "\u00a0", text)
+
+
+def _values(run: RunRecord) -> dict[str, Any]:
+    """Everything that the template reads."""
+    plan, outcome = run.plan, run.outcome
+    ranks = outcome.ranks if outcome else ()
+    return {
+        "name": run.name,
+        "line": plan.line,
+        "facts": list(_facts(run)),
+        "unfinished": None if outcome else _progress(run),
+        "cards": [_peak_card(plan, outcome), _speed_card(run), _loss_card(run), _mfu_card(run)],
+        "peaks": _picture("Predicted and measured peak of every rank", lambda w: peaks_by_rank(ranks, w))
+        if ranks
+        else None,
+        "ranks": _rank_rows(outcome) if outcome else [],
+        "all_ranks": len(ranks),
+        "reserved": any(rank.measured_reserved_bytes for rank in ranks),
+        "place": _place(plan),
+        "total": unit_for(plan.peak.bytes).write(plan.peak.bytes),
+        "peak": of_capacity(plan.peak.bytes, plan.capacity_bytes),
+        "unseen": _unseen(plan),
+        "bar": _picture(
+            "The ledger at the peak", lambda w: ledger_bar(plan.peak.ledger, plan.capacity_bytes, w)
+        ),
+        "ledger": _ledger_rows(plan),
+        "timeline": _picture("Memory through one optimizer step", lambda w: memory_timeline(plan, w)),
+        "has_timeline": bool(plan.timeline),
+        "times": _time_rows(run),
+        "split": _split_rows(plan),
+        "traffic": _traffic_rows(plan),
+        "loss": _picture("Loss and learning rate", lambda w: loss_curve(run.steps, w)),
+        "sample": outcome.sample if outcome else None,
+        "candidates": [(c, peak_of(c), seconds(c.step_seconds)) for c in plan.candidates],
+        "reasons": plan.reasons,
+        "assumptions": plan.assumptions,
+        "recipe": run.recipe,
+    }
+
+
+def _picture(name: str, draw: Callable[[float], Figure]) -> Picture:
+    # The one place where markup skips the escaping: matplotlib has escaped the texts in its SVG.
+    return Picture(Markup(svg(draw(WIDE), name)), Markup(svg(draw(NARROW), name)))
+
+
+# -- the head -----------------------------------------------------------------------------------------
+
+
+def _facts(run: RunRecord) -> Iterator[str]:
+    yield f"{format_count(run.plan.parameters)} parameters"
+    yield run.plan.cluster
+    yield f"{len(run.steps)} steps"
+    tokens = run.outcome.tokens if run.outcome else sum(step.tokens for step in run.steps)
+    yield f"{format_count(tokens)} tokens"
+    if run.outcome:
+        yield seconds(run.outcome.seconds)
+
+
+def _progress(run: RunRecord) -> str:
+    at = f"after step {run.steps[-1].step}" if run.steps else "before its first step has finished"
+    return f"Read {at}: the run is going on, or ended early. What is measured at its end is not here yet."
+
+
+def _peak_card(plan: Plan, outcome: Outcome | None) -> Card:
+    if outcome is None:
+        return Card("Predicted peak", format_bytes(plan.predicted_allocated(plan.worst_rank)), "predicted")
+    worst = outcome.worst
+    error = deviation(worst.predicted_peak_bytes, worst.measured_peak_bytes)
+    note = f"of rank {worst.rank}\npredicted {format_bytes(worst.predicted_peak_bytes)}, {error}"
+    return Card("Measured peak", format_bytes(worst.measured_peak_bytes), note)
+
+
+def _speed_card(run: RunRecord) -> Card:
+    step, measured = run.plan.step, run.step_seconds
+    if not measured:
+        return Card("Throughput", tokens_rate(step.tokens_per_second), "predicted")
+    error = deviation(step.seconds, measured)
+    note = f"{seconds(measured)} per step\npredicted {seconds(step.seconds)}, {error}"
+    return Card("Throughput", tokens_rate(step.tokens / measured), note)
+
+
+def _loss_card(run: RunRecord) -> Card:
+    if run.held_out_loss is not None:
+        return Card("Held-out loss", _loss(run.held_out_loss), _perplexity(run.held_out_loss))
+    if run.steps:
+        return Card("Training loss", _loss(run.steps[-1].loss), "last step; nothing was held out so far")
+    return Card("Held-out loss", "–", "not yet")
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else str(value)
+
+
+def _perplexity(loss: float) -> str:
+    if not math.isfinite(loss):
+        return "not a number"
+    return "nats per token" + (f"\nperplexity {math.exp(loss):.3g}" if loss < 12 else "")
+
+
+def _mfu_card(run: RunRecord) -> Card:
+    """Measured utilisation: the same FLOPs over the measured time."""
+    step, measured = run.plan.step, run.step_seconds
+    if not measured:
+        return Card("MFU", share(step.mfu, 1), "predicted")
+    return Card(
+        "MFU",
+        share(step.mfu * step.seconds / measured, 1),
+        f"predicted {share(step.mfu, 1)}",
+    )
+
+
+# -- memory -------------------------------------------------------------------------------------------
+
+
+def _rank_rows(outcome: Outcome) -> list[dict[str, str]]:
+    """Predicted, measured and error; of many ranks those that held most, in rank order."""
+    most = sorted(outcome.ranks, key=lambda rank: -rank.measured_peak_bytes)[:SHOWN_RANKS]
+    unit = unit_for(max(max(rank.predicted_peak_bytes, rank.measured_peak_bytes) for rank in most))
+    return [
+        {
+            "rank": str(rank.rank),
+            "predicted": unit.write(rank.predicted_peak_bytes),
+            "measured": unit.write(rank.measured_peak_bytes),
+            "error": deviation(rank.predicted_peak_bytes, rank.measured_peak_bytes),
+            "reserved": unit.write(rank.measured_reserved_bytes) if rank.measured_reserved_bytes else "–",
+        }
+        for rank in sorted(most, key=lambda rank: rank.rank)
+    ]
+
+
+def _place(plan: Plan) -> str:
+    where = f", at {plan.peak.where}" if plan.peak.where else ""
+    return f"in the {plan.peak.phase} phase{where}, on rank {plan.worst_rank}"
+
+
+def _unseen(plan: Plan) -> str | None:
+    """What the plan counts and the measurement does not see; None when there is no such thing."""
+    unseen = plan.peak.bytes - plan.predicted_allocated(plan.worst_rank)
+    return format_bytes(unseen) if unseen > 0 else None
+
+
+def _ledger_rows(plan: Plan) -> list[Bar]:
+    rows, peak = by_size(plan.peak.ledger), plan.peak.bytes
+    unit, longest = unit_for(peak), max((size for _, size in rows), default=1)
+    return [
+        Bar(label(row), unit.write(size), share(size, peak), 100 * size / longest, COLOURS[row])
+        for row, size in rows
+    ]
+
+
+# -- time ---------------------------------------------------------------------------------------------
+
+
+def _time_rows(run: RunRecord) -> list[Bar]:
+    predicted, measured = run.plan.step.seconds, run.step_seconds
+    longest = max(predicted, measured or 0.0)
+    rows = [Bar("predicted", seconds(predicted), "", 100 * predicted / longest, "none", hollow=True)]
+    if measured:
+        error = deviation(predicted, measured)
+        rows.append(Bar("measured", seconds(measured), error, 100 * measured / longest, "var(--accent)"))
+    return rows
+
+
+def _split_rows(plan: Plan) -> list[Bar]:
+    split = plan.step.split
+    whole, longest = sum(split.values()), max(split.values(), default=0.0) or 1.0
+    return [
+        Bar(part, seconds(spent), share(spent, whole), 100 * spent / longest) for part, spent in split.items()
+    ]
+
+
+def _traffic_rows(plan: Plan) -> Sequence[tuple[str, str, str]]:
+    """Axis, bytes per step and rank, and the average rate, by which to judge the link."""
+    rows = sorted(plan.step.traffic_bytes.items(), key=lambda pair: -pair[1])
+    return [
+        (axis, format_bytes(sent), format_rate(sent / plan.step.seconds, "B") if sent >= MiB else "–")
+        for axis, sent in rows
+        if sent
+    ]

@@ -1,0 +1,156 @@
+"""What the dry run counts, against the papers' formulas, exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.core.cluster import cluster_of
+from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.dryrun.run import DryRun, dry_run
+from shardwise.model.blueprint import blueprint_of
+from shardwise.technique import SETTINGS, strategy_from
+
+MODEL = {"layers": 3, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 512, "context": 64}
+LENGTH = 32
+
+
+def recipe(world_size: int, batch_size: int, preset: str = "", **model: Any) -> Recipe:
+    cluster = {"preset": preset} if preset else {"device": "cpu", "devices_per_node": world_size}
+    values = {
+        "model": {**MODEL, **model},
+        "data": {"sequence_length": LENGTH},
+        "steps": 2,
+        "batch_size": batch_size,
+        "cluster": cluster,
+    }
+    return recipe_of(values, SETTINGS)
+
+
+def run(asked: Recipe, rank: int = 0, depth: int | None = None, **settings: Any) -> DryRun:
+    cluster = cluster_of(asked.cluster)
+    return dry_run(asked, blueprint_of(asked), strategy_from(settings), cluster, rank=rank, depth=depth)
+
+
+def units_of_traffic(counted: DryRun, axis: str) -> float:
+    """Elements that cross ``axis``, in parameters of the model; the factor (N-1)/N is left out."""
+    elements = sum(c.traffic_elements for c in counted.cost.collectives if c.axis == axis)
+    return elements / counted.parameters
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("stage", "axis", "expected"),
+    [
+        (0, "replicate", lambda m: 2),
+        (1, "shard", lambda m: 2),
+        (2, "shard", lambda m: 1 + m),
+        (3, "shard", lambda m: 3 * m),
+    ],
+)
+def test_traffic_of_each_stage(stage: int, axis: str, expected: Any, passes: int) -> None:
+    counted = run(recipe(4, 4 * passes), zero_stage=stage)
+    assert units_of_traffic(counted, axis) == expected(passes)
+    others = {c.axis for c in counted.cost.collectives} - {axis, "control"}
+    assert all(c.degree == 1 for c in counted.cost.collectives if c.axis in others)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize(("stage", "expected"), [(1, lambda m: 2), (2, lambda m: 1 + m), (3, lambda m: 3 * m)])
+def test_traffic_of_hybrid_sharding(stage: int, expected: Any, passes: int) -> None:
+    """The stage's own inside each copy; one all-reduce of a shard across the copies."""
+    counted = run(recipe(8, 8 * passes), zero_stage=stage, replicate=2)
+    assert units_of_traffic(counted, "shard") == expected(passes)
+    assert units_of_traffic(counted, "replicate") == 2 / 4
+
+
+def test_traffic_in_bytes_is_the_ring_s() -> None:
+    counted = run(recipe(4, 4), zero_stage=3)
+    assert counted.cost.traffic_by_axis()["shard"] == 3 * counted.parameters * 4 * 3 // 4
+
+
+def test_bf16_gathers_in_16_bits_and_reduces_in_32() -> None:
+    counted = run(recipe(4, 4), zero_stage=3, precision="bf16")
+    assert counted.cost.traffic_by_axis()["shard"] == (2 * 2 + 4) * counted.parameters * 3 // 4
+
+
+def test_one_process_sends_nothing() -> None:
+    counted = run(recipe(1, 4), zero_stage=3)
+    assert sum(counted.cost.traffic_by_axis().values()) == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharded_state_is_sixteen_bytes_over_the_ranks(stage: int) -> None:
+    """After the backward pass: fp32 weights, gradients and two moments of this rank's shard."""
+    world = 8
+    counted = run(recipe(world, 2 * world), zero_stage=stage, precision="bf16")
+    ledger = counted.peaks["clip"].ledger
+    scalars = 4 * 30  # AdamW's step counts
+    state = ledger.master_weights + ledger.gradients + ledger.optimizer_state
+    assert 0 <= state - 16 * counted.parameters // world <= scalars
+    assert ledger.parameters == 0
+
+
+def test_stage_0_keeps_everything_on_every_rank() -> None:
+    ledger = run(recipe(8, 16), zero_stage=0).peaks["clip"].ledger
+    parameters = run(recipe(8, 16), zero_stage=0).parameters
+    assert ledger.parameters == ledger.gradients == 4 * parameters
+
+
+def test_uneven_shards_differ_by_rank() -> None:
+    asked = recipe(4, 4, vocab=509)
+    first, last = run(asked, rank=0, zero_stage=3), run(asked, rank=3, zero_stage=3)
+    assert not first.even
+    assert first.peaks["clip"].bytes > last.peaks["clip"].bytes
+
+
+def test_flops_are_six_per_weight_and_token() -> None:
+    """6 N + 12 L h s per token, N the weights in matrix products (Kaplan et al. 2020 and attention)."""
+    counted = run(recipe(1, 2))
+    embedding = MODEL["vocab"] * MODEL["width"]
+    norms = (2 * MODEL["layers"] + 1) * MODEL["width"]
+    products = counted.parameters - embedding - norms
+    tokens = 2 * LENGTH
+    model = (6 * products + 12 * MODEL["layers"] * MODEL["width"] * LENGTH) * tokens
+    # The attention kernel computes its scores again in the backward pass: one product of five.
+    recomputed = 2 * MODEL["layers"] * MODEL["width"] * LENGTH * tokens
+    assert counted.cost.model_flops == model
+    assert counted.cost.flops == model + recomputed
+
+
+@pytest.mark.parametrize("settings", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3, "precision": "bf16"}])
+def test_shallow_runs_extrapolate_to_the_byte(settings: dict[str, Any]) -> None:
+    asked = recipe(4, 12, layers=9)
+    shallow, deeper, whole = (run(asked, depth=depth, **settings) for depth in (2, 3, 9))
+    for phase, peak in whole.peaks.items():
+        guess = shallow.peaks[phase].ledger.extrapolated(deeper.peaks[phase].ledger, 7)
+        assert guess.total == peak.bytes, phase
+    assert shallow.cost.extrapolated(deeper.cost, 7).flops == whole.cost.flops
+    # Clipping stacks one norm per parameter: a single kernel, so its bytes do not extrapolate.
+    moved = [
+        sum(k.calls * k.bytes for k in cost.kernels if k.phase != "clip")
+        for cost in (shallow.cost.extrapolated(deeper.cost, 7), whole.cost)
+    ]
+    assert moved[0] == moved[1]
+    assert shallow.cost.extrapolated(deeper.cost, 7).traffic_by_axis() == whole.cost.traffic_by_axis()
+
+
+def test_many_micro_batches_cost_as_if_all_were_run() -> None:
+    asked = recipe(2, 12)
+    cluster, blueprint = cluster_of(asked.cluster), blueprint_of(asked)
+    strategy = strategy_from({"zero_stage": 2})
+    three = dry_run(asked, blueprint, strategy, cluster)
+    all_six = dry_run(asked, blueprint, strategy, cluster, seen=6)
+    assert three.cost.flops == all_six.cost.flops
+    assert three.cost.traffic_by_axis() == all_six.cost.traffic_by_axis()
+    scalars = 3 * 8  # counts of valid targets
+    assert abs(three.peak.bytes - all_six.peak.bytes) <= scalars
+
+
+def test_the_ledger_sums_to_the_peak_and_names_where() -> None:
+    counted = run(recipe(2, 4), zero_stage=3)
+    assert sum(counted.peak.ledger.as_dict().values()) == counted.peak.bytes
+    assert counted.peak.phase in ("forward", "backward")
+    highest = max(sample.ledger.total for sample in counted.timeline)
+    assert highest <= counted.peak.bytes
