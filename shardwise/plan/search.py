@@ -37,7 +37,8 @@ STORAGE_BYTES = 4
 """Least bytes per stored weight: fp32 or fp32 master weights."""
 
 EVERY_RANK = 8
-"""Worlds up to this size are dry-run on every rank when shards are uneven; larger ones on the first and last."""
+"""Worlds up to this size are dry-run on every rank when shards are uneven; of larger ones only the first, which
+holds most: shards are cut from the front."""
 
 
 @dataclass
@@ -161,11 +162,10 @@ class Search:
     def _allocated(self, chosen: Prediction) -> dict[int, int]:
         """Predicted peak by rank in the measurement's terms; rank 0 alone when all ranks hold the same."""
         world = self.cluster.world_size
-        others: Iterator[int] | range = range(1, world) if world <= EVERY_RANK else range(world - 1, world)
         predicted = {chosen.rank: chosen.allocated_bytes}
-        if not chosen.run.even:
-            for rank in others:
-                run = predict(self.recipe, self.blueprint, chosen.strategy, self.cluster, rank=rank, quick=True)
+        if not chosen.run.even and world <= EVERY_RANK:
+            for rank in range(1, world):
+                run = predict(self.recipe, self.blueprint, chosen.strategy, self.cluster, rank=rank)
                 predicted[rank] = run.allocated_bytes
         return predicted
 

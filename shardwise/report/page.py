@@ -91,10 +91,9 @@ def render_page(run: RunRecord) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"printable": printable, "tight": tight}
+    environment.filters["tight"] = tight
     template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    html = template.render(**_values(run))
-    return html.encode("utf-8", "replace").decode("utf-8")
+    return printable(template.render(**_values(run)))
 
 
 def printable(text: str) -> str:
@@ -170,7 +169,7 @@ def _progress(run: RunRecord) -> str:
 
 def _peak_card(plan: Plan, outcome: Outcome | None) -> Card:
     if outcome is None:
-        return Card("Predicted peak", format_bytes(plan.predicted_allocated(plan.worst_rank)), "predicted")
+        return Card("Predicted peak", format_bytes(plan.predicted_allocated(plan.worst_rank)), "of a rank")
     worst = outcome.worst
     error = deviation(worst.predicted_peak_bytes, worst.measured_peak_bytes)
     note = f"of rank {worst.rank}\npredicted {format_bytes(worst.predicted_peak_bytes)}, {error}"

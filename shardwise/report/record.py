@@ -242,7 +242,9 @@ def _plan(path: Path) -> Plan:
         _checked(TypeAdapter(Rows), rows, f"{path}: timeline.{index}")
         _checked(TypeAdapter(str), point.get("phase"), f"{path}: timeline.{index}.phase")
     try:
-        return plan_from(values)
+        plan = plan_from(values)
+        plan.predicted_allocated(plan.worst_rank)
+        return plan
     except (KeyError, TypeError, ValueError) as error:
         what = f"{path.name} is not a plan of this version"
         raise DataError(what, where=str(path), why=str(error)) from error

@@ -145,7 +145,7 @@ def _memory(plan: Plan, width: int) -> Table:
         table.add_row(label(row), bar, unit.write(size), Text(share(size, peak), "dim"))
     table.add_row(Text("total", "bold"), "", Text(unit.write(peak), "bold"), "")
     if free >= 0:
-        bar = Text("░" * round(cells * free / longest) if free <= longest else "", "dim")
+        bar = Text("░" * round(cells * free / longest) if 0 < free <= longest else "", "dim")
         table.add_row(Text("free", "dim"), bar, Text(format_bytes(free), "dim"), "")
     return table
 

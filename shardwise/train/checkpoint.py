@@ -34,6 +34,7 @@ from shardwise.core.errors import CheckpointError, DataError, ShardwiseError
 from shardwise.core.recipe import dump_recipe
 from shardwise.engine.build import Run
 from shardwise.model.slices import canonical_name, named_parameters
+from shardwise.train import commit
 from shardwise.train import manifest as manifests
 from shardwise.train.manifest import Damaged, Manifest
 from shardwise.train.shards import DTYPES, DTYPES_BY_NAME, OPTIMIZER, ShardFiles, ShardReader, ShardWriter
@@ -138,10 +139,14 @@ def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 def restore(run: Run, folder: Path, fingerprint: str = "", warn: Warn = to_stderr) -> TrainState | None:
     """Load the newest whole checkpoint of ``folder`` into a run, on all ranks at once; None if none.
 
+    For the start of a run that will save there, under its lock: the folder is made, tried, and cleared of
+    what a crash left (see ``commit.prepare``), which may raise ResourceError.
+
     Each damaged one that is passed over is told to ``warn``, on rank 0, in a line. Raises CheckpointError
     when all are damaged or the newest whole one is of another model or sample order, DataError when it was
     trained on other data (an empty ``fingerprint`` is not compared); weights are then unchanged.
     """
+    _on_rank_0(lambda: commit.prepare(folder))
     found = _newest_whole(folder, warn)
     if found is None:
         return None

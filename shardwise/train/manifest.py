@@ -35,7 +35,7 @@ LARGEST = 1 << 30
 
 _FILE = re.compile(r"(weights|optimizer)-\d{5,}\.safetensors")
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
-_CHUNK = 1 << 24
+_CHUNK = 1 << 20
 
 
 class Damaged(Exception):

@@ -36,7 +36,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -245,22 +252,24 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        files = ShardFiles(self.checkpoint)
+        """File by file, so that no more than one is mapped into memory."""
         pieces = {
             (name, piece.offsets): piece
             for name, entry in self.manifest.tensors.items()
             for piece in entry.pieces
         }
+        by_file: dict[str, list[tuple[ReadItem, Piece]]] = {}
         for item in plan.items:
-            name, offsets = item.storage_index.fqn, item.storage_index.offset
-            piece = pieces[name, tuple(offsets or ())]
-            part = tuple(
-                slice(start, start + length)
-                for start, length in zip(item.storage_offsets, item.lengths, strict=True)
-            )
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(files.block(name, piece, part))
-            planner.commit_tensor(item, target)
+            piece = pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            by_file.setdefault(piece.file, []).append((item, piece))
+        for items in by_file.values():
+            files = ShardFiles(self.checkpoint)
+            for item, piece in items:
+                spans = zip(item.storage_offsets, item.lengths, strict=True)
+                part = tuple(slice(start, start + length) for start, length in spans)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(files.block(item.storage_index.fqn, piece, part))
+                planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done

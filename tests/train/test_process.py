@@ -96,21 +96,21 @@ def test_first_host(nodelist: str, host: str, monkeypatch: pytest.MonkeyPatch) -
 # ---- joining ----------------------------------------------------------------------------------------------
 
 
-def joined(starter: str) -> tuple[int, int, float, list[str]]:
-    """Join as a rank of ``starter``: rank, world size, a sum over ranks, and whom this process listens to."""
+def joined(starter: str) -> tuple[int, int, float, set[str]]:
+    """Join as a rank of ``starter``: rank, world size, a sum over ranks, the addresses it listens on."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ports = [free_port()]
     dist.broadcast_object_list(ports)
     dist.barrier()
     dist.destroy_process_group()
     os.environ.pop("GLOO_SOCKET_IFNAME")
-    before = set(listeners())
+    before = listeners()
     os.environ.update(environment_of(starter, rank, world_size, ports[0]))
     with join() as world:
         mesh = init_device_mesh("cpu", (world.world_size,), mesh_dim_names=("shard",))
         total = torch.tensor(float(rank + 1))
         dist.all_reduce(total, group=mesh.get_group("shard"))
-        listening = sorted(set(listeners()) - before)
+        listening = {ip for ip, _ in listeners() - before}
     assert not dist.is_initialized()
     assert world == World(rank, world_size, rank, torch.device("cpu"))
     return world.rank, world.world_size, float(total), listening
@@ -134,16 +134,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def listeners() -> list[str]:
-    """Addresses on which this process listens."""
+def listeners() -> set[tuple[str, int]]:
+    """Addresses and ports on which this process listens."""
     connections = psutil.Process().net_connections("inet")
-    return [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
+    return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 def test_srun_on_one_machine_listens_on_loopback_only(pool: Pool) -> None:
     for rank, (mine, world_size, total, listening) in enumerate(pool.run(3, joined, "srun")):
         assert (mine, world_size, total) == (rank, 3, 6.0)
-        assert set(listening) == {"127.0.0.1"}
+        assert listening == {"127.0.0.1"}
 
 
 def test_torchruns_environment(pool: Pool) -> None:
@@ -151,18 +151,18 @@ def test_torchruns_environment(pool: Pool) -> None:
         assert (mine, world_size, total) == (rank, 2, 3.0)
 
 
-def alone() -> tuple[World, list[str]]:
+def alone() -> tuple[World, set[str]]:
     dist.destroy_process_group()
-    before = set(listeners())
+    before = listeners()
     with join() as world:
         dist.all_reduce(torch.ones(1))
-        return world, sorted(set(listeners()) - before)
+        return world, {ip for ip, _ in listeners() - before}
 
 
 def test_a_process_that_nobody_launched_is_a_world_of_one(pool: Pool) -> None:
     ((world, listening),) = pool.run(1, alone)
     assert world == World(0, 1, 0, torch.device("cpu"))
-    assert set(listening) <= {"127.0.0.1"}
+    assert listening <= {"127.0.0.1"}
 
 
 def never_met() -> str:
@@ -181,7 +181,10 @@ def test_ranks_that_do_not_meet(pool: Pool) -> None:
 
 def test_no_gpu_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ResourceError, match=r"no GPU for local rank 1 .*: 1 visible"), join_as(1, monkeypatch):
+    with (
+        pytest.raises(ResourceError, match=r"no GPU for local rank 1 .*: 1 visible"),
+        join_as(1, monkeypatch),
+    ):
         pass
 
 
@@ -193,7 +196,7 @@ def join_as(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 # ---- the whole way ----------------------------------------------------------------------------------------
 
-WORKER = '''
+WORKER = """
 import sys
 from pathlib import Path
 import torch, torch.distributed as dist
@@ -203,12 +206,13 @@ import psutil
 with join() as world:
     total = torch.tensor(world.rank + 1)
     dist.all_reduce(total)
-    listening = {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    connections = psutil.Process().net_connections("inet")
+    listening = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
     Path(sys.argv[1], f"seen-{world.rank}").write_text(f"{int(total)} {sorted(listening)}")
     if world.rank == 1:
         raise ValueError("boom")
     dist.barrier()
-'''
+"""
 
 
 def test_launched_ranks_meet_on_loopback_and_a_failure_is_pinned_on_its_rank(

@@ -1,0 +1,204 @@
+"""The page: what it says, that it stands alone, and that nothing from a run gets out of its place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import shardwise.report.page as page_module
+from shardwise.core.errors import ResourceError
+from shardwise.core.plan import Plan
+from shardwise.report.notation import COLOURS, by_size, label
+from shardwise.report.page import SHOWN_RANKS, printable, render_page
+from shardwise.report.record import RankMemory, RunRecord, read_run
+from shardwise.report.run import write_report
+
+MakeRun = Callable[..., Path]
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Reader(HTMLParser):
+    """Collects the text that is read, and every tag that is left open or closed by another."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.words: list[str] = []
+        self.faults: list[str] = []
+        self.feed(page)
+        self.close()
+        self.faults += self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(f"/{tag}")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).replace("\u00a0", " ").split())
+
+
+@pytest.fixture
+def run(plan: Plan, make_run: MakeRun) -> RunRecord:
+    return read_run(make_run(plan, sample="def f():\n    return 1 < 2 & 3"))
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the drawing out, which takes nearly all of a page's time."""
+    monkeypatch.setattr(page_module, "svg", lambda figure, name: f"<svg aria-label='{name}'></svg>")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_says_what_was_predicted_and_what_was_seen(run: RunRecord) -> None:
+    text = Reader(render_page(run)).text
+    assert "example bf16 · zero3×8 · mb1×ga2 8.03B parameters · 8xH100-80GB · 30 steps" in text
+    assert "Measured peak 70.38 GiB of rank 7 predicted 66.86 GiB, −5.0 %" in text
+    assert "Throughput 73.2 k tokens/s 1.79 s per step predicted 1.65 s, −8.1 %" in text
+    assert "Held-out loss 1.5213 nats per token perplexity 4.58" in text
+    assert "MFU 54 % predicted 58 %" in text
+    assert "predicted 1.65 s measured 1.79 s −8.1 %" in text
+    assert "7 66.86 GiB 70.38 GiB −5.0 % 71.79 GiB" in text
+    assert "def f(): return 1 < 2 & 3" in text
+    assert "model: preset: llama-3-8b steps: 30" in text
+    assert "does not fit : weights alone: 90 GiB" in text
+    assert run.plan.reasons[0] in text
+    assert run.plan.assumptions[0] in text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_every_row_of_the_ledger_is_there_in_its_colour(run: RunRecord) -> None:
+    page = render_page(run)
+    for row, size in by_size(run.plan.peak.ledger):
+        assert re.search(
+            rf'<th scope="row">{label(row)}</th>\s*'
+            rf'<td class="bar"><i style="[^"]*background:{COLOURS[row]}"></i></td>\s*'
+            rf'<td class="n">{size / 2**30:.2f} GiB</td>',
+            page,
+        )
+
+
+def test_stands_alone(run: RunRecord) -> None:
+    page = render_page(run)
+    reader = Reader(page)
+    assert not reader.faults
+    assert not reader.tags & {"script", "iframe", "object", "embed", "form", "base", "img"}
+    assert not re.search(r"https?:|//|@import|\ssrc=|\son\w+=", page)
+    assert set(re.findall(r"url\((.)", page)) == {"#"}
+    assert set(re.findall(r'\bhref="(.)', page)) == {"#", "d"}
+    assert "default-src 'none'" in page
+    assert "prefers-color-scheme: dark" in page
+    assert 'name="viewport"' in page
+    identifiers = re.findall(r'\sid="([^"]*)"', page)
+    assert len(identifiers) == len(set(identifiers))
+
+
+def test_nothing_from_a_run_becomes_markup(plan: Plan, make_run: MakeRun) -> None:
+    bad = "</pre></style><script>alert(1)</script>\"'&lt; \x1b[0m \u202e \ud800"
+    strange = replace(
+        plan,
+        line=bad,
+        cluster=bad,
+        peak=replace(plan.peak, phase=bad, where=bad),
+        step=replace(plan.step, traffic_bytes={bad: 1}, split={bad: 1.0}),
+        candidates=(replace(plan.candidates[0], line=bad, verdict=bad, reason=bad),),
+        reasons=(bad,),
+        assumptions=(bad,),
+    )
+    folder = make_run(strange, name="<b>'\"&", sample=bad)
+    (folder / "recipe.yaml").write_text("model: </pre><script>alert(1)</script>\n", encoding="utf-8")
+    page = write_report(folder).read_text(encoding="utf-8")
+    reader = Reader(page)
+    assert "script" not in reader.tags
+    assert not reader.faults
+    assert reader.text.count("<script>alert(1)</script>") == 13
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202a-\u202e\ud800-\udfff]", page)
+
+
+def test_what_cannot_be_printed_is_shown_as_such() -> None:
+    assert printable("a\x00b\u202ec\td\ne \ud800 é") == "a\ufffdb\ufffdc\td\ne \ufffd é"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_that_trains(plan: Plan, make_run: MakeRun) -> None:
+    text = Reader(render_page(read_run(make_run(plan, finished=False)))).text
+    assert "Read after step 30: the run is going on, or ended early." in text
+    assert "Predicted peak 66.86 GiB" in text
+    assert "Throughput 72.8 k tokens/s" in text
+    assert "Held-out loss 1.6000" in text
+    assert "Predicted and measured" not in text
+
+
+def test_a_run_before_its_first_step(plan: Plan, make_run: MakeRun) -> None:
+    text = Reader(render_page(read_run(make_run(plan, finished=False, steps=0)))).text
+    assert "before its first step has finished" in text
+    assert "no step has finished yet" in text
+    assert "Throughput 79.7 k tokens/s predicted" in text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_that_failed_or_was_not_measured(run: RunRecord) -> None:
+    assert run.outcome is not None
+    outcome = replace(
+        run.outcome, ranks=(RankMemory(0, 5, 0),), measured_step_seconds=None, held_out_loss=float("nan")
+    )
+    bare = replace(run.plan, candidates=(), reasons=(), assumptions=(), timeline=())
+    page = Reader(render_page(replace(run, plan=bare, steps=(), outcome=outcome)))
+    assert not page.faults
+    assert "the only rank" in page.text
+    assert "Held-out loss nan not a number" in page.text
+    assert "What was considered" not in page.text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_of_many_ranks_the_table_keeps_those_that_hold_most(run: RunRecord) -> None:
+    assert run.outcome is not None
+    ranks = tuple(RankMemory(rank, 100, rank + 1) for rank in range(1024))
+    text = Reader(render_page(replace(run, outcome=replace(run.outcome, ranks=ranks)))).text
+    assert f"The {SHOWN_RANKS} of 1024 ranks that held most" in text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_writes_page_and_pictures_and_nothing_else(plan: Plan, make_run: MakeRun) -> None:
+    folder = make_run(plan)
+    before = {path.name for path in folder.iterdir()}
+    for _ in range(2):
+        assert write_report(folder) == folder / "report.html"
+        assert {path.name for path in folder.iterdir()} - before == {"report.html", "loss.png", "memory.png"}
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_place_that_cannot_be_written(plan: Plan, make_run: MakeRun) -> None:
+    folder = make_run(plan)
+    (folder / "loss.png").mkdir()
+    (folder / "loss.png" / "kept").touch()
+    with pytest.raises(ResourceError, match=r"cannot write loss\.png"):
+        write_report(folder)
+    assert not list(folder.glob(".loss*"))
+
+
+def test_the_template_travels_with_the_package() -> None:
+    """The wheel takes `report/*.html`; the name is read from there."""
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert json.dumps("report/*.html") in project

@@ -1,0 +1,170 @@
+"""The plan as text: complete, true to the plan, and whole at any width, with and without colour."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from shardwise.core.ledger import CATEGORIES, Ledger, Peak
+from shardwise.core.plan import Plan, plan_from
+from shardwise.core.units import GiB, MiB
+from shardwise.report.notation import COLOURS, label
+from shardwise.report.tables import plan_table, plan_text
+
+
+def printed(plan: Plan, **console: object) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=100, **console).print(plan_table(plan))  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+def test_first_line_says_it_all(plan: Plan) -> None:
+    first, second = plan_text(plan).splitlines()[:2]
+    assert first == "bf16 · zero3×8 · mb1×ga2   69.4 of 79.1 GiB   1.65 s/step   79.7 k tokens/s   MFU 58 %"
+    assert second == "fits · 8.03B parameters · 8xH100-80GB · 131.1K tokens per step"
+
+
+def test_narrow_head_takes_two_lines(plan: Plan) -> None:
+    assert plan_text(plan, width=80).splitlines()[:2] == [
+        "bf16 · zero3×8 · mb1×ga2",
+        "69.4 of 79.1 GiB   1.65 s/step   79.7 k tokens/s   MFU 58 %",
+    ]
+
+
+def test_ledger_rows_are_the_plans_and_sum_to_its_peak(plan: Plan) -> None:
+    text = plan_text(plan)
+    rows = dict(re.findall(r"^  (\w[\w ]*?)  +[█▏▎▍▌▋▊▉]+ +([\d.]+) GiB", text, re.MULTILINE))
+    expected = {label(row): f"{size / GiB:.2f}" for row, size in plan.peak.ledger.as_dict().items() if size}
+    assert rows == expected
+    assert list(rows) == sorted(rows, key=lambda row: -float(rows[row]))
+    assert sum(map(float, rows.values())) == pytest.approx(plan.peak.bytes / GiB, abs=0.01 * len(rows))
+    assert f"{plan.peak.bytes / GiB:.2f} GiB" in re.search("^  total.*$", text, re.MULTILINE)[0]  # type: ignore[index]
+
+
+def test_bars_are_in_proportion(plan: Plan) -> None:
+    lengths = {
+        row: len(bar)
+        for row, bar in re.findall(r"^  (\w[\w ]*?)  +([█▏▎▍▌▋▊▉]+) ", plan_text(plan), re.MULTILINE)
+    }
+    ledger = plan.peak.ledger
+    expected = lengths["activations"] * ledger.optimizer_state / ledger.activations
+    assert lengths["optimizer state"] == pytest.approx(expected, abs=1)
+
+
+def test_says_where_when_why_and_on_what_it_rests(plan: Plan) -> None:
+    text = plan_text(plan)
+    assert "in the backward phase, at layers.31.mlp, on rank 0" in text
+    assert re.search(r"matrix products +\S+ +1\.24 s +76 %", text)
+    assert re.search(r"shard axis +104\.7 GiB +68\.34 GB/s on average", text)
+    assert plan.reasons[0] in text
+    assert plan.assumptions[0] in text
+
+
+def test_candidates_with_verdicts_and_reasons(plan: Plan) -> None:
+    text = plan_text(plan)
+    assert re.search(r"zero2×8 · mb1×ga2 +79\.00 GiB +1\.57 s +fits: -5% step time, \+9\.6 GiB", text)
+    assert re.search(r"zero0×8 · mb1×ga2 +≥ 90\.00 GiB +– +does not fit: weights alone: 90 GiB", text)
+    fewer = plan_text(plan, top=2)
+    assert "zero2×8" in fewer
+    assert "zero0×8" not in fewer
+    assert "and 2 more; --top N shows N" in fewer
+    assert "Considered" not in plan_text(plan, top=0)
+
+
+def test_what_does_not_fit_is_said_in_the_head(plan: Plan) -> None:
+    text = plan_text(replace(plan, capacity_bytes=plan.peak.bytes - 512 * MiB))
+    assert text.splitlines()[1].startswith("does not fit: 512.0 MiB too much")
+    assert "  free" not in text
+
+
+def test_plain_text_is_plain(plan: Plan) -> None:
+    text = plan_text(plan)
+    assert "\x1b" not in text
+    assert not re.search(r"[─│┌┐└┘├┤┬┴┼━┃]|[ \t]$", text, re.MULTILINE)
+    assert text.endswith("\n")
+
+
+def test_piped_is_as_plain_text(plan: Plan) -> None:
+    lines = [line.rstrip() for line in printed(plan, _environ={}).splitlines()]
+    assert lines == plan_text(plan).splitlines()
+
+
+def test_colours_are_the_ledgers_and_no_color_removes_them(plan: Plan) -> None:
+    coloured = printed(plan, force_terminal=True, color_system="truecolor", _environ={})
+    for row, colour in COLOURS.items():
+        code = ";".join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
+        assert (f"38;2;{code}m█" in coloured) == (getattr(plan.peak.ledger, row) > 0)
+    without = printed(plan, force_terminal=True, color_system="truecolor", _environ={"NO_COLOR": "1"})
+    assert "38;" not in without
+
+
+def test_a_stream_without_unicode_gets_ascii(plan: Plan) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Console(file=stream, width=100, _environ={}).print(plan_table(plan))
+    stream.flush()
+    text = raw.getvalue().decode("ascii")
+    assert "bf16 | zero3x8 | mb1xga2" in text
+    assert re.search(r"activations +#{20,} ", text)
+
+
+def test_words_from_outside_are_shown_as_they_are(plan: Plan) -> None:
+    words = "[bold]x[/bold] [/] :smile: \x1b[31m\x07 one\ntwo"
+    strange = replace(
+        plan,
+        line=f"line {words}",
+        cluster=words,
+        peak=replace(plan.peak, where=words, phase=words),
+        step=replace(plan.step, traffic_bytes={words: 5}, split={words: 1.0}),
+        candidates=(replace(plan.candidates[0], line=words, verdict=words, reason=words),),
+        reasons=(words,),
+        assumptions=(words,),
+    )
+    text = plan_text(strange, width=100)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert text.count("[bold]x[/bold] [/] :smile: [31m one two") >= 7
+
+
+def test_a_plan_read_back_prints_the_same(plan: Plan) -> None:
+    assert plan_text(plan_from(json.loads(plan.to_json()))) == plan_text(plan)
+
+
+sizes = st.integers(0, 2**44)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.fixed_dictionaries(dict.fromkeys(CATEGORIES, sizes)),
+    capacity=sizes,
+    width=st.integers(60, 140),
+    line=st.text("bf16 ·zero3×", min_size=1, max_size=120),
+)
+def test_fits_its_width_whatever_the_plan(
+    plan: Plan, rows: dict[str, int], capacity: int, width: int, line: str
+) -> None:
+    other = replace(
+        plan,
+        line=line,
+        capacity_bytes=capacity,
+        peak=Peak(Ledger(**rows), "forward", ""),
+        candidates=(replace(plan.candidates[0], line=line, reason=line * 3), *plan.candidates),
+    )
+    assert max(map(len, plan_text(other, width=width).splitlines())) <= min(width, 100)
+
+
+def test_loads_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys, shardwise.report.tables, shardwise.report.record;"
+        "sys.exit(bool({'torch', 'matplotlib'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
