@@ -42,19 +42,26 @@ class Case:
     @property
     def name(self) -> str:
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
-        return f"{self.model}, {self.world} × zero{self.stage}{copies}, {self.precision}, mb {self.micro} × {self.passes}"
+        passes = f"mb {self.micro} × {self.passes}"
+        return f"{self.model}, {self.world} × zero{self.stage}{copies}, {self.precision}, {passes}"
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "native 19M": {"layers": 4, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 1408, "vocab": 8192, "context": 1024},
-    "native 41M": {"layers": 8, "width": 640, "heads": 10, "kv_heads": 5, "ffn": 1728, "vocab": 2048, "context": 1024},
-    "native 110M": {"layers": 12, "width": 832, "heads": 13, "kv_heads": 13, "ffn": 2240, "vocab": 4096, "context": 1024},
-    "native gpt2 32M": {"family": "gpt2", "layers": 6, "width": 576, "heads": 9, "ffn": 2304, "vocab": 6000, "context": 1024},
-    "hf llama 21M": {"kind": "llama", "num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1376,
-                     "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4000},
-    "hf gpt2 25M": {"kind": "gpt2", "n_layer": 6, "n_embd": 512, "n_head": 8, "vocab_size": 5000, "n_positions": 1024,
-                    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-}  # fmt: skip
+    "native 19M": {"layers": 4, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 1408, "vocab": 8192},
+    "native 41M": {"layers": 8, "width": 640, "heads": 10, "kv_heads": 5, "ffn": 1728, "vocab": 2048},
+    "native 110M": {"layers": 12, "width": 832, "heads": 13, "kv_heads": 13, "ffn": 2240, "vocab": 4096},
+    "native gpt2 32M": {"family": "gpt2", "layers": 6, "width": 576, "heads": 9, "ffn": 2304, "vocab": 6000},
+    "hf llama 21M": {
+        "kind": "llama",
+        "num_hidden_layers": 6,
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 4000,
+    },
+    "hf gpt2 25M": {"kind": "gpt2", "n_layer": 6, "n_embd": 512, "n_head": 8, "vocab_size": 5000},
+}
 
 CASES: tuple[Case, ...] = (
     Case("native 19M", 1, 0, 4, 1),
@@ -159,7 +166,9 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="run the cases whose name contains this, and write nothing")
+    parser.add_argument(
+        "--only", default="", help="run the cases whose name contains this, and write nothing"
+    )
     only = parser.parse_args().only
     rows = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -14,7 +14,9 @@ def covering_rows(
 ) -> list[Row]:
     """Greedy rows over all combinations that ``allowed`` accepts; deterministic."""
     names = list(factors)
-    rows = [row for values in product(*factors.values()) if allowed(row := dict(zip(names, values, strict=True)))]
+    rows = [
+        row for values in product(*factors.values()) if allowed(row := dict(zip(names, values, strict=True)))
+    ]
     missing = {pair for row in rows for pair in _pairs(row)}
     chosen: list[Row] = []
     while missing:

@@ -22,7 +22,15 @@ from shardwise.dryrun.run import dry_run
 from shardwise.engine.build import build
 from shardwise.engine.step import step
 from shardwise.model.blueprint import blueprint_of
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, SETTINGS, broken_rules, layout_of, micro_batches, strategy_from
+from shardwise.technique import (
+    MICRO_BATCH_SIZE,
+    ORDER,
+    SETTINGS,
+    broken_rules,
+    layout_of,
+    micro_batches,
+    strategy_from,
+)
 from shardwise.train.meter import MemoryMeter
 from shardwise.train.verify import Verdict, run_reference, run_strategy
 from shardwise.train.warm import warm_kernels
@@ -33,12 +41,26 @@ FACTORS: dict[str, list[Any]] = {
     for setting in technique.settings
     if len(setting.choices) != 1
 }
-PARITY_FACTORS = {**FACTORS, "world_size": [1, 2, 4], MICRO_BATCH_SIZE.key: [1, 2], "model": ["llama", "gpt2", "tied"]}
+PARITY_FACTORS = {
+    **FACTORS,
+    "world_size": [1, 2, 4],
+    MICRO_BATCH_SIZE.key: [1, 2],
+    "model": ["llama", "gpt2", "tied"],
+}
 # Dimensions that no world size divides; a batch of 7 leaves ranks and micro-batches with unequal counts.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"layers": 2, "width": 44, "heads": 2, "kv_heads": 1, "ffn": 55, "vocab": 257, "context": 32},
     "gpt2": {"family": "gpt2", "layers": 2, "width": 42, "heads": 3, "ffn": 51, "vocab": 263, "context": 32},
-    "tied": {"layers": 3, "width": 36, "heads": 3, "kv_heads": 3, "ffn": 49, "vocab": 269, "context": 32, "tied": True},
+    "tied": {
+        "layers": 3,
+        "width": 36,
+        "heads": 3,
+        "kv_heads": 3,
+        "ffn": 49,
+        "vocab": 269,
+        "context": 32,
+        "tied": True,
+    },
 }
 STEPS = 20
 
@@ -110,7 +132,15 @@ def test_trains_as_one_plain_process(row: Row, pool: Pool, corpus: Path, referen
     assert verdicts[0].passed, verdicts[0]
 
 
-LEDGER_MODEL = {"layers": 4, "width": 384, "heads": 6, "kv_heads": 2, "ffn": 1024, "vocab": 2048, "context": 256}
+LEDGER_MODEL = {
+    "layers": 4,
+    "width": 384,
+    "heads": 6,
+    "kv_heads": 2,
+    "ffn": 1024,
+    "vocab": 2048,
+    "context": 256,
+}
 
 
 def ledger_recipe(world_size: int) -> Recipe:
@@ -154,4 +184,6 @@ def test_takes_the_memory_it_was_planned(row: Row, accumulate: int, pool: Pool) 
     predicted = run.peak.bytes + cluster.device.overhead.workspace_bytes
     for rank, peak in enumerate(measured):
         error = predicted / peak - 1
-        assert math.fabs(error) <= 0.05, f"rank {rank}: predicted {predicted:,}, measured {peak:,}, {error:+.1%}"
+        assert math.fabs(error) <= 0.05, (
+            f"rank {rank}: predicted {predicted:,}, measured {peak:,}, {error:+.1%}"
+        )

@@ -14,9 +14,12 @@ from shardwise.cli.common import AsJson
 def command(
     as_json: AsJson = False,
     store: Annotated[
-        bool, typer.Option("--calibrate", help="keep the measured speeds, so that plans for this CPU use them")
+        bool,
+        typer.Option("--calibrate", help="keep the measured speeds, so that plans for this CPU use them"),
     ] = False,
-    link: Annotated[bool, typer.Option("--link", help="also measure communication between processes")] = False,
+    link: Annotated[
+        bool, typer.Option("--link", help="also measure communication between processes")
+    ] = False,
 ) -> None:
     """Print what this machine really has and what is wrong with it."""
     from rich.console import Console

@@ -20,7 +20,9 @@ from shardwise.cli.common import Overrides, RecipeArgument, make_plan, read, ref
 def command(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the run; resumes when it holds a checkpoint")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the run; resumes when it holds a checkpoint")
+    ] = None,
     exact_memory: Annotated[
         bool, typer.Option("--exact-memory", help="measure memory over the whole run (slower on the CPU)")
     ] = False,
@@ -29,7 +31,9 @@ def command(
     from shardwise.core.errors import RecipeError
 
     if out is None:
-        raise RecipeError("--out is missing", where="command line", fix="give the folder of the run: --out DIR")
+        raise RecipeError(
+            "--out is missing", where="command line", fix="give the folder of the run: --out DIR"
+        )
     wanted, cluster = read(recipe, overrides)
     from shardwise.train.placement import launched_by
 

@@ -95,10 +95,12 @@ class StepCost:
         )
 
 
-Counted = TypeVar("Counted", Kernel, Collective)
+Counted = TypeVar("Counted", bound=Kernel | Collective)
 
 
-def _more_calls(shallow: Mapping[Counted, int], deep: Mapping[Counted, int], blocks: int) -> dict[Counted, int]:
+def _more_calls(
+    shallow: Mapping[Counted, int], deep: Mapping[Counted, int], blocks: int
+) -> dict[Counted, int]:
     keys = list(dict.fromkeys([*shallow, *deep]))
     calls = {k: shallow.get(k, 0) + blocks * (deep.get(k, 0) - shallow.get(k, 0)) for k in keys}
     return {k: n for k, n in calls.items() if n > 0}

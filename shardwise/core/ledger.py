@@ -48,9 +48,7 @@ class Ledger:
 
     def extrapolated(self, deeper: Ledger, blocks: int) -> Ledger:
         """This ledger plus ``blocks`` times the difference that one more block makes (never negative)."""
-        return Ledger(
-            **{k: max(0, v + blocks * (getattr(deeper, k) - v)) for k, v in self.as_dict().items()}
-        )
+        return Ledger(**{k: max(0, v + blocks * (getattr(deeper, k) - v)) for k, v in self.as_dict().items()})
 
     def plus(self, **rows: int) -> Ledger:
         return self + Ledger(**rows)

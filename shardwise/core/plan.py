@@ -1,8 +1,8 @@
 """The plan: a strategy, what it will cost, and why the others were not chosen. Numbers and words, no torch.
 
 ``peak.bytes`` is what one device must have: what the dry run counted plus the overhead of the device's
-profile. ``allocated_bytes`` leaves out what the measurement cannot see (a driver's context, communicators) and is what a
-run's measured peak is compared with.
+profile. ``allocated_bytes`` leaves out what the measurement cannot see (a driver's context, communicators) and
+is what a run's measured peak is compared with.
 """
 
 from __future__ import annotations

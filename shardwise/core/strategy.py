@@ -58,7 +58,9 @@ class Setting(Generic[T]):
 
 
 def _kind_name(kind: type) -> str:
-    return {int: "an integer", str: "a word", bool: "true or false", float: "a number"}.get(kind, kind.__name__)
+    return {int: "an integer", str: "a word", bool: "true or false", float: "a number"}.get(
+        kind, kind.__name__
+    )
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,9 @@ def kernels_of(
     distinct = {id(t): t for t in tensors}.values()
     widest = max(distinct, key=lambda t: t.numel())
     return [
-        Kernel(phase, name, dtype_name(widest.dtype), 0, flops_of(func, args, kwargs, out), bytes_of(distinct))
+        Kernel(
+            phase, name, dtype_name(widest.dtype), 0, flops_of(func, args, kwargs, out), bytes_of(distinct)
+        )
     ]
 
 
@@ -130,7 +132,7 @@ def _group_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dist.ProcessG
 
 def _named_group(name: str) -> dist.ProcessGroup | None:
     """Functional collectives name their group; their reduce operation is a string too."""
-    from_name = torch._C._distributed_c10d._resolve_process_group
+    from_name: Any = torch._C._distributed_c10d._resolve_process_group
     try:
         return from_name(name)
     except RuntimeError:

@@ -59,7 +59,7 @@ def peaks(tracker: Tracker, since: int = 0) -> dict[str, Peak]:
         phase = tracker.phases[bisect_right(starts, time) - 1][1]
         if total + workspace > best.get(phase, (-1, 0, 0))[0]:
             best[phase] = (total + workspace, time, workspace)
-    names = {a.born: (a.where or a.operation) for a in tracker.allocations}
+    names = {a.born: (a.where or f"outside the modules, {a.operation}") for a in tracker.allocations}
     return {
         phase: Peak(ledger_at(tracker, time).plus(communication=workspace), phase, _latest(names, time))
         for phase, (_, time, workspace) in best.items()

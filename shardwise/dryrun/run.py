@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -164,7 +165,7 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> _Costs:
     tracker.counting_costs = False
     run.micro_batch_hooks.remove(mark)
     end = (tracker.kernels, tracker.collectives)
-    spans = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(marks, marks[1:], strict=False)]
+    spans = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)]
     first, last = marks[0], marks[-1]
     rest = (first[0] + (end[0] - last[0]), first[1] + (end[1] - last[1]))
     return _Costs(spans, rest)

@@ -113,7 +113,12 @@ class Tracker(TorchDispatchMode):
         if size == 0:
             return
         allocation = Allocation(
-            size, self._tick(), current_phase(), self._where(), torch.is_grad_enabled(), operation,
+            size,
+            self._tick(),
+            current_phase(),
+            self._where(),
+            torch.is_grad_enabled(),
+            operation,
             self._origins[key],
         )
         self.allocations.append(allocation)
@@ -184,7 +189,9 @@ class Tracker(TorchDispatchMode):
         collective = collective_of(func, args, kwargs, self._axis_of)
         if collective is None:
             return
-        self.workspaces.append((self._tick(), self._workspace(collective.kind, collective.bytes), current_phase()))
+        self.workspaces.append(
+            (self._tick(), self._workspace(collective.kind, collective.bytes), current_phase())
+        )
         if self.counting_costs:
             self.collectives[collective] += 1
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import overload
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch import Tensor
@@ -52,16 +52,17 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise RuntimeError("cannot plan while a process group is initialised")
-    chunk = _fsdp_param._chunk_with_empty
+    module: Any = _fsdp_param
+    chunk = module._chunk_with_empty
     with warnings.catch_warnings():
         # FSDP2's own use of names that newer releases of torch deprecate.
         warnings.simplefilter("ignore", FutureWarning)
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        _fsdp_param._chunk_with_empty = _Chunks  # type: ignore[assignment, misc]
+        module._chunk_with_empty = _Chunks
         try:
             yield
         finally:
-            _fsdp_param._chunk_with_empty = chunk
+            module._chunk_with_empty = chunk
             dist.destroy_process_group()
             # DTensor caches results together with the mesh: another rank's shapes would be this one's.
             _clear_sharding_prop_cache()

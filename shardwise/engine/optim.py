@@ -64,7 +64,9 @@ def clip_by_global_norm(parameters: Iterable[nn.Parameter], max_norm: float | No
     pieces = [local(g) for g in gradients]
     square = torch.zeros((), dtype=pieces[0].dtype, device=pieces[0].device)
     for copies in sorted({holders(g, world_size) for g in gradients}):
-        group = [piece for g, piece in zip(gradients, pieces, strict=True) if holders(g, world_size) == copies]
+        group = [
+            piece for g, piece in zip(gradients, pieces, strict=True) if holders(g, world_size) == copies
+        ]
         square += torch.stack(torch._foreach_norm(group)).square().sum() / copies
     dist.all_reduce(square)
     norm = square.sqrt()

@@ -26,5 +26,7 @@ def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
     if schedule.name == "constant":
         return 1.0
     done = (step + 1 - warmup) / max(1, steps - warmup)
-    shape = 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if schedule.name == "cosine" else max(0.0, 1 - done)
+    shape = (
+        0.5 * (1 + math.cos(math.pi * min(1.0, done))) if schedule.name == "cosine" else max(0.0, 1 - done)
+    )
     return schedule.floor + (1 - schedule.floor) * shape

@@ -139,7 +139,9 @@ class Search:
         self._look_at_neighbours(chosen.strategy)
         layout, strategy = chosen.layout, chosen.strategy
         candidates = [self._judged(c, chosen) for c in self.seen.values()]
-        candidates.sort(key=lambda c: (c.verdict != "chosen", c.verdict != "fits", c.step_seconds, c.peak_bytes))
+        candidates.sort(
+            key=lambda c: (c.verdict != "chosen", c.verdict != "fits", c.step_seconds, c.peak_bytes)
+        )
         return Plan(
             strategy=strategy,
             line=one_line(strategy, layout, self.recipe.batch_size),
@@ -204,7 +206,11 @@ class Search:
                 if len(changed) == 1:
                     [(key, (mine, theirs))] = changed.items()
                     yield f"{key} {mine}, because {key} {theirs} needs {format_bytes(candidate.peak_bytes)}"
-        free = [s.key for s in SETTINGS if s.key not in self.recipe.strategy and (s.candidates or s is MICRO_BATCH_SIZE)]
+        free = [
+            s.key
+            for s in SETTINGS
+            if s.key not in self.recipe.strategy and (s.candidates or s is MICRO_BATCH_SIZE)
+        ]
         if free and chosen.peak.bytes <= self.cluster.capacity_bytes:
             yield f"chosen by the planner: {', '.join(free)}; the first that fits, plainest first, largest micro-batch"
 

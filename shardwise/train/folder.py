@@ -32,7 +32,9 @@ def claim(folder: Path) -> Iterator[None]:
         (folder / HOLDER).touch()
     except OSError as error:
         raise ResourceError(
-            "cannot write the run's folder", where=str(folder), why=error.strerror or str(error),
+            "cannot write the run's folder",
+            where=str(folder),
+            why=error.strerror or str(error),
             fix="give another --out",
         ) from error
     lock = FileLock(folder / LOCK)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shardwise.core.errors import NumericsError, RecipeError
+from shardwise.core.errors import NumericsError, Preempted, RecipeError
 from shardwise.core.plan import Plan
 from shardwise.core.recipe import Recipe
 from shardwise.engine.build import Run, build
@@ -29,6 +30,7 @@ from shardwise.train.meter import EXACT_STEPS, MemoryMeter, return_large_frees
 from shardwise.train.metrics import MetricsFile, StepMetrics, typical_seconds
 from shardwise.train.progress import Progressing
 from shardwise.train.state import TrainState
+from shardwise.train.stop import StopRequest
 from shardwise.train.warm import warm_kernels
 
 
@@ -49,6 +51,7 @@ class _Pending:
 
     index: int
     result: StepResult
+    stop: Tensor
     learning_rate: float
     seconds: float
 
@@ -58,14 +61,19 @@ class Trainer:
 
     def __init__(self, job: Job) -> None:
         recipe, self.job = job.recipe, job
+        self.rank = dist.get_rank()
+        self.stopping = StopRequest(job.device)
         self.blueprint: Blueprint = blueprint_of(recipe)
         self.data: Data = open_data(recipe, self.blueprint.dataset)
         _require_vocabulary(self.blueprint, self.data)
         warm_kernels(job.device, job.plan.strategy)
         self.meter = MemoryMeter(job.device)
         self.run: Run = build(recipe, self.blueprint, job.plan.strategy, job.device)
-        self.state = restore(self.run, job.folder / "checkpoints", self.data.fingerprint) or TrainState()
-        self.rank = dist.get_rank()
+        self.checkpoints = job.folder / "checkpoints"
+        restored = restore(self.run, self.checkpoints, self.data.fingerprint, _warn)
+        self.state = restored or TrainState()
+        if restored is not None:
+            self.meter.forget()
         self.started = self.clock = time.perf_counter()
         self.held_out: float | None = None
         if self.rank == 0:
@@ -73,23 +81,25 @@ class Trainer:
             self.progress = Progressing(recipe.steps, self.state.step)
 
     def train(self) -> None:
-        """All remaining steps, then the report. Raises NumericsError when the loss is no number any more."""
+        """All remaining steps, then the report.
+
+        Raises NumericsError when the loss is no number any more, Preempted when asked to stop and saved.
+        """
         recipe, first = self.job.recipe, self.state.step
+        if first >= recipe.steps:
+            _say(self.rank, f"nothing to do: {first} of {recipe.steps} steps are done")
+            return
         pending: _Pending | None = None
         for index in range(first, recipe.steps):
             rate = recipe.optimizer.learning_rate * multiplier(recipe.schedule, index, recipe.steps)
             seed_step(recipe.seed, index, self.rank)
             result = step(self.run, self._micro_batches(index), rate)
-            self._finish(pending)
-            pending = _Pending(index, result, rate, self._lap())
-            if index - first < EXACT_STEPS or self.job.exact_memory:
-                self.meter.sample()
-            if index - first == EXACT_STEPS - 1 and not self.job.exact_memory:
-                return_large_frees(False)
-            if self._due(index, recipe.evaluation.every) or self._due(index, recipe.checkpoint.every):
-                self._pause(pending, index)
+            before, pending = pending, _Pending(index, result, self.stopping.agreed(), rate, self._lap())
+            stop = self._finish(before)
+            self._measure(index - first)
+            if stop or self._due(index, recipe.evaluation.every) or self._due(index, recipe.checkpoint.every):
+                self._pause(pending, stop)
                 pending = None
-        self._finish(pending)
         self._report()
 
     def _micro_batches(self, index: int) -> list[Batch]:
@@ -104,41 +114,51 @@ class Trainer:
         done = index + 1
         return done == self.job.recipe.steps or (every is not None and done % every == 0)
 
-    def _finish(self, pending: _Pending | None, held_out: float | None = None) -> None:
-        """Read a step's results, record and show them."""
+    def _measure(self, done: int) -> None:
+        """The peak is taken over the first steps, or over all of them with exact memory."""
+        if done < EXACT_STEPS or self.job.exact_memory:
+            self.meter.sample()
+        if done == EXACT_STEPS - 1 and not self.job.exact_memory:
+            return_large_frees(False)
+
+    def _finish(self, pending: _Pending | None, held_out: float | None = None) -> bool:
+        """Read a step's results, record and show them. Returns whether some rank has been asked to stop."""
         if pending is None:
-            return
-        loss, norm, tokens = (float(x) for x in (pending.result.loss, pending.result.grad_norm, pending.result.tokens))
-        self.state = TrainState(step=pending.index + 1, tokens=self.state.tokens + int(tokens))
+            return False
+        result, number, seconds = pending.result, pending.index + 1, pending.seconds
+        loss, norm, tokens = float(result.loss), float(result.grad_norm), int(result.tokens)
+        self.state = TrainState(step=number, tokens=self.state.tokens + tokens)
         if self.rank == 0:
-            seconds = pending.seconds
-            done = StepMetrics(
-                pending.index + 1, loss, norm, pending.learning_rate, int(tokens), seconds, tokens / seconds,
-                held_out_loss=held_out,
-            )
+            rate, speed = pending.learning_rate, tokens / seconds
+            done = StepMetrics(number, loss, norm, rate, tokens, seconds, speed, held_out_loss=held_out)
             self.metrics.write(done)
             self.progress.show(done, self.meter.peak.allocated)
-        if not math.isfinite(loss):
+        if not math.isfinite(loss) or not math.isfinite(norm):
             raise NumericsError(
-                f"loss is {loss}",
-                where=f"step {pending.index + 1}",
+                f"loss is {loss}, gradient norm {norm}",
+                where=f"step {number}",
                 why="an overflow or a bad batch; the update has been applied",
                 fix="resume from the last checkpoint with a lower learning rate or a higher precision",
             )
+        return bool(pending.stop)
 
-    def _pause(self, pending: _Pending, index: int) -> None:
-        """Evaluate and save between two steps; neither counts as step time."""
+    def _pause(self, pending: _Pending, stop: bool) -> None:
+        """Between two steps: evaluate, save, and stop if asked to. None of it counts as step time."""
+        index, recipe = pending.index, self.job.recipe
         float(pending.result.loss)
         pending.seconds += self._lap()
         held_out = None
-        if self._due(index, self.job.recipe.evaluation.every) and self.data.held_out_sequences:
+        if self._due(index, recipe.evaluation.every) and self.data.held_out_sequences and not stop:
             size = self.job.plan.strategy[MICRO_BATCH_SIZE]
             batches = self.data.held_out(0, self.run.data_rank, self.run.data_degree, size)
             held_out = self.held_out = evaluate(self.run, self._placed(batches))
-        self._finish(pending, held_out)
-        if self._due(index, self.job.recipe.checkpoint.every):
-            folder = self.job.folder / "checkpoints"
-            save(self.run, self.state, folder, self.job.recipe.checkpoint.keep, self.data.fingerprint)
+        stop = self._finish(pending, held_out) or stop
+        if stop or self._due(index, recipe.checkpoint.every):
+            save(self.run, self.state, self.checkpoints, recipe.checkpoint.keep, self.data.fingerprint)
+        if stop and index + 1 < recipe.steps:
+            again = "run the same command to go on"
+            _say(self.rank, f"stopped on request: saved step {index + 1}; {again}")
+            raise Preempted("stopped on request", where=f"step {index + 1}", why="saved", fix=again)
         self.meter.forget()
         self._lap()
 
@@ -178,6 +198,16 @@ class Trainer:
             "world_size": plan.world_size,
         }
         (self.job.folder / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+def _say(rank: int, text: str) -> None:
+    if rank == 0:
+        print(text, flush=True)
+
+
+def _warn(line: str) -> None:
+    """Rank 0's standard output reaches the user; its standard error is a log."""
+    print(f"warning: {line}", flush=True)
 
 
 def seed_step(seed: int, index: int, rank: int) -> None:

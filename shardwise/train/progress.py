@@ -47,7 +47,9 @@ class Progressing:
         if due or metrics.step == self._steps:
             self._last_line = now
             remaining = (self._steps - metrics.step) * metrics.seconds
-            self._console.print(f"step {metrics.step}/{self._steps}  {text}  {remaining:,.0f} s left", soft_wrap=True)
+            self._console.print(
+                f"step {metrics.step}/{self._steps}  {text}  {remaining:,.0f} s left", soft_wrap=True
+            )
 
     def close(self) -> None:
         if self._bar is not None:

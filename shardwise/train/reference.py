@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.core.recipe import Recipe
 from shardwise.engine.schedule import multiplier
 from shardwise.model.blueprint import Batch, Blueprint
-from shardwise.model.slices import named_parameters, shared_names, share
+from shardwise.model.slices import named_parameters, share, shared_names
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,12 @@ def train_reference(
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=1.0, betas=spec.betas, eps=spec.epsilon, foreach=False, fused=False
+        [g for g in groups if g["params"]],
+        lr=1.0,
+        betas=spec.betas,
+        eps=spec.epsilon,
+        foreach=False,
+        fused=False,
     )
     for index, batches in enumerate(batches_of):
         total, count = 0.0, 0
@@ -89,7 +94,11 @@ class GradientScale:
 
     def watch(self, model: nn.Module) -> None:
         """Look at the gradients of one step."""
-        squares = {n: float(p.grad.double().square().mean()) for n, p in named_parameters(model) if p.grad is not None}
+        squares = {
+            n: float(p.grad.double().square().mean())
+            for n, p in named_parameters(model)
+            if p.grad is not None
+        }
         sizes = {n: p.numel() for n, p in named_parameters(model)}
         whole = sum(square * sizes[n] for n, square in squares.items()) / sum(sizes[n] for n in squares)
         self._whole = max(self._whole, whole)

@@ -62,10 +62,14 @@ def text_from_run(folder: Path, prompt: str, **options: Any) -> Iterator[str]:
     try:
         recipe, _ = read_job(folder)
     except (RecipeError, OSError) as error:
-        raise CheckpointError("not the folder of a run", where=str(folder), why="no recipe.yaml in it") from error
+        raise CheckpointError(
+            "not the folder of a run", where=str(folder), why="no recipe.yaml in it"
+        ) from error
     checkpoint = latest(folder / "checkpoints")
     if checkpoint is None:
-        raise CheckpointError("no checkpoint", where=str(folder), fix="train first: shardwise train --out DIR")
+        raise CheckpointError(
+            "no checkpoint", where=str(folder), fix="train first: shardwise train --out DIR"
+        )
     blueprint, tokenizer = blueprint_of(recipe), open_tokenizer(recipe.data.tokenizer)
     model = model_from(blueprint, checkpoint)
     ids = tokenizer.encode(prompt) or [tokenizer.separator]

@@ -60,7 +60,9 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        worst = max(self.max_loss_difference, self.max_gradient_norm_difference, self.max_parameter_difference)
+        worst = max(
+            self.max_loss_difference, self.max_gradient_norm_difference, self.max_parameter_difference
+        )
         return worst <= self.tolerance
 
     def as_dict(self) -> dict[str, object]:
@@ -148,4 +150,3 @@ def parameter_difference(run: Run, weights: Path, ignored: tuple[str, ...] = ())
         if not relative <= worst:
             worst, worst_name = (relative if relative == relative else float("inf")), name
     return worst, worst_name
-

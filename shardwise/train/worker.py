@@ -22,7 +22,6 @@ from shardwise.train.loop import Job, Trainer
 from shardwise.train.process import World, join
 from shardwise.train.verify import run_reference, run_strategy
 
-
 Prepare = Callable[[], int]
 
 
@@ -87,7 +86,9 @@ def attempt(action: Callable[[], None]) -> int:
     except torch.OutOfMemoryError as error:
         why = str(error).split(". ")[0]
         return _failed(
-            ResourceError("out of memory", where="the device", why=why, fix="shard more, or a smaller micro-batch")
+            ResourceError(
+                "out of memory", where="the device", why=why, fix="shard more, or a smaller micro-batch"
+            )
         )
     return 0
 

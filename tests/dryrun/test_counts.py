@@ -57,7 +57,9 @@ def test_traffic_of_each_stage(stage: int, axis: str, expected: Any, passes: int
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize(("stage", "expected"), [(1, lambda m: 2), (2, lambda m: 1 + m), (3, lambda m: 3 * m)])
+@pytest.mark.parametrize(
+    ("stage", "expected"), [(1, lambda m: 2), (2, lambda m: 1 + m), (3, lambda m: 3 * m)]
+)
 def test_traffic_of_hybrid_sharding(stage: int, expected: Any, passes: int) -> None:
     """The stage's own inside each copy; one all-reduce of a shard across the copies."""
     counted = run(recipe(8, 8 * passes), zero_stage=stage, replicate=2)
@@ -119,7 +121,9 @@ def test_flops_are_six_per_weight_and_token() -> None:
     assert counted.cost.flops == model + recomputed
 
 
-@pytest.mark.parametrize("settings", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3, "precision": "bf16"}])
+@pytest.mark.parametrize(
+    "settings", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3, "precision": "bf16"}]
+)
 def test_shallow_runs_extrapolate_to_the_byte(settings: dict[str, Any]) -> None:
     asked = recipe(4, 12, layers=9)
     shallow, deeper, whole = (run(asked, depth=depth, **settings) for depth in (2, 3, 9))

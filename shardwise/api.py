@@ -1,0 +1,65 @@
+"""The public interface for Python: what the command line does, without printing.
+
+``train`` starts one process per device of this machine and returns when they are done; it is the caller's
+process only that plans. Everything else in the package may change between versions.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.core.cluster import Cluster, cluster_of
+from shardwise.core.errors import RankError
+from shardwise.core.plan import Plan
+from shardwise.core.recipe import Recipe, load_recipe
+from shardwise.model.blueprint import blueprint_of
+from shardwise.plan.search import plan_for
+from shardwise.report.run import RunRecord, read_run, write_report
+from shardwise.technique import SETTINGS
+from shardwise.train.folder import claim, prepare
+from shardwise.train.launch import launch
+from shardwise.train.verify import Verdict, read_verdict
+
+__all__ = ["Cluster", "Plan", "Recipe", "load", "plan", "train", "verify"]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe; ``overrides`` are ``section.key=value``. Raises RecipeError."""
+    return load_recipe(Path(path), list(overrides), SETTINGS)
+
+
+def plan(recipe: Recipe, cluster: Cluster | None = None) -> Plan:
+    """Choose what the recipe does not pin, and predict; ``cluster`` instead of the recipe's own."""
+    return plan_for(recipe, blueprint_of(recipe), cluster or cluster_of(recipe.cluster))
+
+
+def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = False) -> RunRecord:
+    """Train exactly ``plan`` on this machine into the folder ``out``; resumes when it holds a checkpoint.
+
+    Raises RankError when the run fails; the cause is on standard error and in ``out``/logs.
+    """
+    folder = Path(out)
+    with claim(folder):
+        prepare(folder, recipe, plan)
+        flags = ["--exact-memory"] if exact_memory else []
+        _launched(plan.world_size, ["train", str(folder), *flags], folder)
+        write_report(folder)
+    return read_run(folder)
+
+
+def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:
+    """Train ``plan`` and one plain process on the same data for ``steps`` steps and compare them."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as scratch:
+        folder = Path(scratch)
+        prepare(folder, recipe.model_copy(update={"steps": steps}), plan)
+        _launched(1, ["reference", scratch], folder)
+        _launched(plan.world_size, ["verify", scratch], folder)
+        return read_verdict(folder)
+
+
+def _launched(processes: int, arguments: list[str], folder: Path) -> None:
+    code = launch(processes, arguments, folder / "logs")
+    if code != 0:
+        raise RankError("the run failed", where=str(folder / "logs"), why=f"exit code {code}")
