@@ -1,0 +1,97 @@
+"""Wrong command lines and folders: one line on standard error, the contract's exit code, no trace."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import run
+
+RECIPE = "model: {preset: tiny}\nsteps: 2\nbatch_size: 2\nstrategy: {zero_stage: 3}\n"
+
+CASES: tuple[tuple[list[str], int, str], ...] = (
+    (["pln", "{recipe}"], 2, "No such command 'pln'"),
+    (["plan"], 2, "Missing argument 'RECIPE'"),
+    (["plan", "{recipe}", "--jsn"], 2, "--jsn"),
+    (["plan", "{recipe}", "--top", "many"], 2, "--top"),
+    (["plan", "{recipe}", "--top", "0"], 2, "--top"),
+    (["plan", "{folder}/absent.yaml"], 2, "absent.yaml"),
+    (["plan", "{folder}"], 2, "{folder}"),
+    (["plan", "{recipe}", "steps"], 2, "steps"),
+    (["plan", "{recipe}", "steps=none of it"], 2, "steps"),
+    (["plan", "{recipe}", "stteps=3"], 2, "did you mean"),
+    (["plan", "{recipe}", "strategy.zero_stage=4"], 2, "strategy.zero_stage"),
+    (["plan", "{recipe}", "strategy.zero=3"], 2, "strategy.zero"),
+    (["plan", "{recipe}", "strategy.replicate=3", "cluster.devices_per_node=4"], 2, "strategy.replicate"),
+    (["plan", "{recipe}", "strategy.tensor_parallel=2"], 2, "strategy.tensor_parallel"),
+    (["plan", "{recipe}", "strategy.precision=fp16"], 2, "not in this version"),
+    (["plan", "{recipe}", "cluster.preset=8xH1000"], 2, "cluster.preset"),
+    (["plan", "{recipe}", "model.preset=lama-3-8b"], 2, "model.preset"),
+    (["plan", "{recipe}", "model.hf={folder}/no-model"], 2, "no-model"),
+    (["plan", "{recipe}", "model.factory=no_such_module:make"], 2, "no_such_module"),
+    (["train", "{recipe}"], 2, "--out"),
+    (["train", "{recipe}", "--out"], 2, "--out"),
+    (["train", "{recipe}", "--out", "{recipe}"], 7, "{recipe}"),
+    (["train", "{recipe}", "--out", "{folder}/r", "cluster.preset=1xH100-80GB"], 7, "GPU"),
+    (["train", "{recipe}", "--out", "{folder}/r", "data.source={folder}/nowhere.txt"], 3, "nowhere.txt"),
+    (["verify", "{recipe}", "--steps", "0"], 2, "--steps"),
+    (["verify", "{recipe}", "--steps", "-1"], 2, "--steps"),
+    (["generate"], 2, "DIR"),
+    (["generate", "{folder}/nothing"], 4, "nothing"),
+    (["generate", "{folder}", "--tokens", "0"], 2, "--tokens"),
+    (["generate", "{folder}", "--temperature", "-1"], 2, "--temperature"),
+    (["report"], 2, "DIR"),
+    (["report", "{folder}/nothing"], 3, "nothing"),
+    (["report", "{folder}"], 3, "{folder}"),
+    (["plan", "{recipe}", "cluster.memory_gib=0.001"], 7, "does not fit"),
+)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"), CASES, ids=lambda v: " ".join(v) if isinstance(v, list) else ""
+)
+def test_one_line_and_the_right_code(
+    arguments: list[str], code: int, named: str, recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    places = {"recipe": str(recipe), "folder": str(recipe.parent)}
+    assert run([argument.format(**places) for argument in arguments]) == code
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    # Long paths are shortened in the middle.
+    assert named.format(**places)[-24:] in lines[0]
+    assert len(lines[0]) <= 300
+
+
+def test_from_the_shell_in_half_a_second_of_processor_time(recipe: Path) -> None:
+    """The whole command, started cold: exit code, one line, nothing of torch loaded."""
+    code = (
+        "import sys, time, resource\n"
+        "from shardwise.cli.main import run\n"
+        f"code = run(['plan', {str(recipe)!r}, 'modl.layers=3'])\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert used.ru_utime + used.ru_stime < 0.5, used\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and "did you mean" in done.stderr
+
+
+def test_no_arguments_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    assert "Usage" in capsys.readouterr().out

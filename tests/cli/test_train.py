@@ -1,0 +1,146 @@
+"""The command ``train`` as a user runs it: real processes, stopped and resumed, under our launcher and torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS = 30
+RECIPE = f"""
+model: {{layers: 2, width: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 256, context: 32}}
+data: {{source: CORPUS, sequence_length: 32}}
+steps: {STEPS}
+batch_size: 6
+cluster: {{device: cpu, devices_per_node: 2}}
+optimizer: {{learning_rate: 1.0e-2}}
+strategy: {{zero_stage: 3, micro_batch_size: 2}}
+checkpoint: {{every: 10}}
+evaluation: {{every: 15, sequences: 4}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "corpus.txt").write_text(Path(__file__).read_text(encoding="utf-8") * 5, encoding="utf-8")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace("CORPUS", str(tmp_path / "corpus.txt")), encoding="utf-8")
+    return path
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "shardwise", *arguments]
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def curve(out: Path) -> list[tuple[int, str, str, int]]:
+    return [(m["step"], m["loss"].hex(), m["grad_norm"].hex(), m["tokens"]) for m in metrics(out)]
+
+
+def test_trains_stops_resumes_and_reports(recipe: Path, tmp_path: Path) -> None:
+    """One uninterrupted run; one that gets SIGTERM, exits 75 and goes on: the same losses, bit for bit."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    done = subprocess.run(
+        command("train", str(recipe), "--out", str(whole)), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"step {STEPS}/{STEPS}" in done.stdout and done.stderr == ""
+    _check_files(whole)
+
+    with subprocess.Popen(
+        command("train", str(recipe), "--out", str(parts)), stdout=subprocess.PIPE, text=True
+    ) as run:
+        while not (parts / "metrics.jsonl").exists() or len(metrics(parts)) < 4:
+            assert run.poll() is None
+            time.sleep(0.02)
+        run.send_signal(signal.SIGTERM)
+        printed, _ = run.communicate(timeout=60)
+    assert run.returncode == 75, printed
+    stopped = len(metrics(parts))
+    assert 4 <= stopped < STEPS and f"saved step {stopped}" in printed
+    again = subprocess.run(
+        command("train", str(recipe), "--out", str(parts)), capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    assert curve(parts) == curve(whole)
+
+
+def _check_files(out: Path) -> None:
+    """The files of a run, as the contract lists them."""
+    names = {path.name for path in out.iterdir()}
+    assert {
+        "recipe.yaml",
+        "plan.json",
+        "metrics.jsonl",
+        "report.json",
+        "report.html",
+        "checkpoints",
+        "logs",
+    } <= names
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-20", "step-30"}
+    assert {path.name for path in (out / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+    lines = metrics(out)
+    assert [m["step"] for m in lines] == list(range(1, STEPS + 1))
+    keys = {"step", "loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second", "skipped"}
+    assert all(keys <= set(m) for m in lines) and all(m["tokens"] == 6 * 32 for m in lines)
+    assert [m["step"] for m in lines if "held_out_loss" in m] == [15, 30]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert all(rank["measured_peak_bytes"] > 0 for rank in report["ranks"])
+    assert sum(report["ledger"].values()) == json.loads((out / "plan.json").read_text())["peak"]["bytes"]
+
+
+def test_under_torchrun(recipe: Path, tmp_path: Path) -> None:
+    """Two ranks that torchrun started: planned by one, trained by both, generated from."""
+    out = tmp_path / "run"
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "shardwise", "train", str(recipe), "steps=5", "--out", str(out)],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(metrics(out)) == 5 and (out / "report.html").exists()
+    options = ["--prompt", "def ", "--tokens", "12", "--temperature", "0"]
+    texts = {
+        subprocess.run(command("generate", str(out), *options), capture_output=True, check=True).stdout
+        for _ in "12"
+    }
+    assert len(texts) == 1 and next(iter(texts)).startswith(b"def ")
+
+
+def test_a_lost_rank_is_named_and_the_run_goes_on_afterwards(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with subprocess.Popen(
+        command("train", str(recipe), "--out", str(out), "steps=200"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 12:
+            assert run.poll() is None
+            time.sleep(0.02)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text(encoding="utf-8").split()
+        os.kill(int(children[1]), signal.SIGKILL)
+        _, error = run.communicate(timeout=60)
+    assert run.returncode == 5
+    assert error.count("\n") == 1 and "rank 1 was lost" in error and "SIGKILL" in error
+    again = subprocess.run(
+        command("train", str(recipe), "--out", str(out), "steps=14"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert [m["step"] for m in metrics(out)] == list(range(1, 15))

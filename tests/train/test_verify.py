@@ -1,0 +1,143 @@
+"""Parity of models that are not the native decoder: Hugging Face folders and a user's own module and loss."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor, nn
+
+from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, strategy_from
+from shardwise.train.verify import Verdict, _relative, run_reference, run_strategy
+
+STEPS = 20
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Points in three classes; every fifth has no label."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        features = torch.randn(10, generator=generator, dtype=torch.float64).float()
+        label = -100 if index % 5 == 0 else index % 3
+        return {"features": features + index % 3, "labels": torch.tensor(label)}
+
+
+def classifier(hidden: int = 23) -> Any:
+    """A model, a loss and a dataset, as ``model.factory`` wants them."""
+    model = nn.Sequential(nn.Linear(10, hidden), nn.GELU(), nn.LayerNorm(hidden), nn.Linear(hidden, 3))
+
+    def loss(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        scores = module(batch["features"].to(next(module.parameters()).dtype))
+        total = nn.functional.cross_entropy(scores, batch["labels"], ignore_index=-100, reduction="sum")
+        return total, (batch["labels"] != -100).sum()
+
+    return model, loss, Rows
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small models as transformers saves them, one of them tied, and a corpus."""
+    import transformers
+
+    root = tmp_path_factory.mktemp("hub")
+    torch.manual_seed(0)
+    llama = transformers.LlamaConfig(
+        vocab_size=263, hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    gpt2 = transformers.GPT2Config(vocab_size=259, n_embd=30, n_layer=2, n_head=3, n_positions=64)
+    for name, config in (("llama", llama), ("gpt2", gpt2)):
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+    (root / "corpus.txt").write_text(Path(__file__).read_text(encoding="utf-8") * 8, encoding="utf-8")
+    return {"llama": root / "llama", "gpt2": root / "gpt2", "corpus": root / "corpus.txt"}
+
+
+def recipe_for(model: str, folders: dict[str, Path]) -> Recipe:
+    own = model == "classifier"
+    named = {"factory": f"{Path(__file__).stem}:classifier"} if own else {"hf": str(folders[model])}
+    values = {
+        "model": named,
+        "data": {"source": str(folders["corpus"]), "sequence_length": 20},
+        "steps": STEPS,
+        "batch_size": 7,
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    return recipe_of(values, SETTINGS)
+
+
+def both_ranks(recipe: Recipe, settings: dict[str, Any], folder: Path) -> Verdict:
+    sys.path.insert(0, str(Path(__file__).parent))
+    return run_strategy(recipe, strategy_from(settings), folder, torch.device("cpu"))
+
+
+def alone(recipe: Recipe, settings: dict[str, Any], folder: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    run_reference(recipe, strategy_from(settings), folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "settings"),
+    [
+        # Not in fp64: transformers' Llama rounds to fp32 in every norm, whatever the weights are.
+        ("llama", 2, {"zero_stage": 3, "precision": "fp32", MICRO_BATCH_SIZE.key: 2}),
+        ("llama", 4, {"zero_stage": 2, "precision": "fp32", "replicate": 2}),
+        ("gpt2", 2, {"zero_stage": 1, "precision": "fp32", MICRO_BATCH_SIZE.key: 2}),
+        ("gpt2", 4, {"zero_stage": 3, "precision": "fp64"}),
+        ("classifier", 2, {"zero_stage": 0, "precision": "fp64", MICRO_BATCH_SIZE.key: 3}),
+        ("classifier", 4, {"zero_stage": 3, "precision": "fp32"}),
+    ],
+)
+def test_other_models_train_as_one_plain_process(
+    model: str, world: int, settings: dict[str, Any], folders: dict[str, Path], pool: Pool, tmp_path: Path
+) -> None:
+    recipe = recipe_for(model, folders)
+    pool.run(1, alone, recipe, {**settings, MICRO_BATCH_SIZE.key: 7}, tmp_path)
+    for verdict in pool.run(world, both_ranks, recipe, settings, tmp_path):
+        assert verdict.passed, verdict
+        assert verdict.tolerance == {"fp64": 1e-10, "fp32": 1e-5}[str(settings["precision"])]
+        assert verdict.max_loss_difference >= 0
+
+
+def test_a_difference_fails_and_nan_is_infinitely_far() -> None:
+    assert _relative(float("nan"), 1.0) == float("inf")
+    assert _relative(1.001, 1.0) == pytest.approx(1e-3)
+    close = Verdict(1e-7, 1e-7, 1e-7, "w", 1e-5, 20)
+    assert close.passed
+    for field in ("max_loss_difference", "max_gradient_norm_difference", "max_parameter_difference"):
+        assert not Verdict(**{**vars(close), field: 2e-5}).passed
+
+
+def corrupted(recipe: Recipe, settings: dict[str, Any], folder: Path) -> Verdict:
+    """Every rank scales one gradient before the norm is taken: a wrong strategy, as a person would write it."""
+    import shardwise.train.verify as verify
+    from shardwise.engine.step import step
+
+    def wrong(run: Any, batches: Any, rate: float) -> Any:
+        run.micro_batch_hooks.clear()
+        parameter = next(p for p in run.model.parameters() if p.ndim == 2)
+        if not parameter._post_accumulate_grad_hooks:
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1.01))
+        return step(run, batches, rate)
+
+    verify.step = wrong  # type: ignore[attr-defined]
+    return both_ranks(recipe, settings, folder)
+
+
+def test_verify_sees_a_gradient_that_is_one_percent_off(
+    folders: dict[str, Path], pool: Pool, tmp_path: Path
+) -> None:
+    recipe, settings = (
+        recipe_for("llama", folders),
+        {"zero_stage": 3, "precision": "fp32", MICRO_BATCH_SIZE.key: 4},
+    )
+    pool.run(1, alone, recipe, {**settings, MICRO_BATCH_SIZE.key: 7}, tmp_path)
+    assert not pool.run(2, corrupted, recipe, settings, tmp_path)[0].passed
