@@ -47,8 +47,18 @@ class Ledger:
         return Ledger(**{k: v + getattr(other, k) for k, v in self.as_dict().items()})
 
     def extrapolated(self, deeper: Ledger, blocks: int) -> Ledger:
-        """This ledger plus ``blocks`` times the difference that one more block makes (never negative)."""
-        return Ledger(**{k: max(0, v + blocks * (getattr(deeper, k) - v)) for k, v in self.as_dict().items()})
+        """This ledger plus ``blocks`` times the difference that one more block makes.
+
+        The total follows that line exactly. Rows that it would make negative (two peaks that lie at different
+        places) are 0, and the others give way in proportion.
+        """
+        raw = {k: v + blocks * (getattr(deeper, k) - v) for k, v in self.as_dict().items()}
+        positive = {k: max(0, v) for k, v in raw.items()}
+        total, kept = max(0, sum(raw.values())), sum(positive.values())
+        if total == kept:
+            return Ledger(**positive)
+        scaled = {k: v * total // kept for k, v in positive.items()}
+        return Ledger(**scaled).plus(temporaries=total - sum(scaled.values()))
 
     def plus(self, **rows: int) -> Ledger:
         return self + Ledger(**rows)

@@ -11,15 +11,14 @@ laptop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True)
@@ -60,18 +59,18 @@ class _FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None
 
 
-class CudaKernels(TorchFunctionMode):
-    """Replaces attention and RMS norm by what CUDA runs eagerly."""
+@contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """Let the dispatcher call what CUDA runs eagerly for attention and RMS norm.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _cuda_attention(*args, **kwargs)
-        if func in (F.rms_norm, torch.rms_norm):
-            return _fused_rms_norm(*args, **kwargs)
-        return func(*args, **kwargs)
+    Registered below autograd's entry for both operations, so it holds however a model reaches them, in the
+    forward pass and in a recomputation.
+    """
+    with warnings.catch_warnings(), torch.library._scoped_library("aten", "IMPL") as library:
+        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
+        library.impl("scaled_dot_product_attention", _cuda_attention, "AutogradCPU")
+        library.impl("rms_norm", _fused_rms_norm, "AutogradCPU")
+        yield
 
 
 def _fused_rms_norm(
@@ -105,6 +104,6 @@ def _cuda_attention(
 
 TARGETS: dict[str, Target] = {
     "cpu": Target(nullcontext, _gloo_workspace),
-    "cuda": Target(CudaKernels, _no_workspace),
-    "rocm": Target(CudaKernels, _no_workspace),
+    "cuda": Target(cuda_kernels, _no_workspace),
+    "rocm": Target(cuda_kernels, _no_workspace),
 }

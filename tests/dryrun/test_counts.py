@@ -128,8 +128,11 @@ def test_shallow_runs_extrapolate_to_the_byte(settings: dict[str, Any]) -> None:
     asked = recipe(4, 12, layers=9)
     shallow, deeper, whole = (run(asked, depth=depth, **settings) for depth in (2, 3, 9))
     for phase, peak in whole.peaks.items():
-        guess = shallow.peaks[phase].ledger.extrapolated(deeper.peaks[phase].ledger, 7)
-        assert guess.total == peak.bytes, phase
+        guess = shallow.peaks[phase].ledger.extrapolated(deeper.peaks[phase].ledger, 7).total
+        # The peak of a phase is a maximum of lines in the depth, so a secant never lies above it.
+        assert guess <= peak.bytes, phase
+        if phase == whole.peak.phase:
+            assert guess == peak.bytes
     assert shallow.cost.extrapolated(deeper.cost, 7).flops == whole.cost.flops
     # Clipping stacks one norm per parameter: a single kernel, so its bytes do not extrapolate.
     moved = [

@@ -1,0 +1,86 @@
+"""Planning for CUDA on a machine without it: the kernels that stand in, and what they keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.dryrun.target import TARGETS
+
+
+def saved_bytes(function: object, *inputs: Tensor) -> int:
+    """Bytes of distinct storages that autograd keeps, inputs included."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = function(*inputs)  # type: ignore[operator]
+    out.sum().backward()
+    return sum(kept.values())
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (64,), weight)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@pytest.mark.parametrize("kind", ["cuda", "rocm"])
+def test_fused_norm_keeps_its_input_and_one_number_a_row(kind: str) -> None:
+    with FakeTensorMode(), TARGETS[kind].kernels():
+        x = torch.empty(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(64, dtype=torch.bfloat16, requires_grad=True)
+        assert saved_bytes(norm, x, weight) == 32 * 64 * 2 + 64 * 2 + 32 * 4
+        assert x.grad is not None and x.grad.shape == x.shape
+
+
+def test_flash_attention_keeps_no_scores_and_no_repeated_heads() -> None:
+    """q, k, v, the output, one fp32 log-sum per query and head, and the generator's two numbers."""
+    with FakeTensorMode(), TARGETS["cuda"].kernels():
+        q = torch.empty(1, 8, 256, 32, dtype=torch.bfloat16, requires_grad=True)
+        k, v = (torch.empty(1, 2, 256, 32, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+        kept = saved_bytes(attention, q, k, v)
+    exact = 2 * 256 * 32 * (8 + 2 + 2 + 8) + 4 * 8 * 256
+    assert exact <= kept <= exact + 64
+
+
+def test_fp32_attention_runs_forward_and_backward() -> None:
+    with FakeTensorMode(), TARGETS["cuda"].kernels():
+        q = torch.empty(1, 8, 64, 32, requires_grad=True)
+        k, v = (torch.empty(1, 2, 64, 32, requires_grad=True) for _ in "kv")
+        attention(q, k, v).sum().backward()
+        assert k.grad is not None and k.grad.shape == k.shape
+
+
+def test_a_recomputation_meets_the_same_kernels() -> None:
+    with FakeTensorMode(), TARGETS["cuda"].kernels():
+        x = torch.empty(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(64, dtype=torch.bfloat16, requires_grad=True)
+        checkpoint(norm, x, weight, use_reentrant=False).sum().backward()
+        assert weight.grad is not None
+
+
+def test_afterwards_the_cpu_s_own_kernels_are_back() -> None:
+    x, weight = torch.randn(4, 64), torch.randn(64)
+    before = norm(x, weight)
+    with FakeTensorMode(), TARGETS["cuda"].kernels():
+        pass
+    torch.testing.assert_close(norm(x, weight), before, rtol=0, atol=0)
+    q = torch.randn(1, 2, 8, 4)
+    assert torch.isfinite(attention(q, q, q)).all()
+
+
+def test_gloo_copies_and_nccl_does_not() -> None:
+    assert TARGETS["cpu"].workspace("all_gather", 100) == TARGETS["cpu"].workspace("reduce_scatter", 100) == 100
+    assert TARGETS["cpu"].workspace("all_reduce", 100) == 0
+    assert TARGETS["cuda"].workspace("all_gather", 100) == 0
