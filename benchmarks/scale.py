@@ -49,14 +49,19 @@ def planned(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "shardwise", "plan", str(path), "--json"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "shardwise", "plan", str(path), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     seconds = time.perf_counter() - started
     plan = json.loads(done.stdout)
     return {
         "plan_seconds": round(seconds, 1),
         # The largest child so far: an upper bound for this one.
-        "plan_memory_gib": round(max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 2**20, 2),
+        "plan_memory_gib": round(
+            max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 2**20, 2
+        ),
         "line": plan["line"],
         "fits": plan["fits"],
         "peak_gib": plan["peak"]["bytes"] / 2**30,
@@ -70,7 +75,9 @@ def main() -> None:
         for name, values in CASES.items():
             rows[name] = planned(values, Path(scratch))
             print(name, rows[name], flush=True)
-    saved = rows["Llama-3-8B on 8 H100, stage 2"]["peak_gib"] - rows["Llama-3-8B on 8 H100, stage 3"]["peak_gib"]
+    saved = (
+        rows["Llama-3-8B on 8 H100, stage 2"]["peak_gib"] - rows["Llama-3-8B on 8 H100, stage 3"]["peak_gib"]
+    )
     results = {
         "machine": described(),
         "rows": rows,

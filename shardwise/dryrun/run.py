@@ -14,7 +14,6 @@ from itertools import pairwise
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.module_tracker import ModuleTracker
 
 from shardwise.core.cluster import Cluster
 from shardwise.core.cost import Collective, Kernel, StepCost
@@ -22,6 +21,7 @@ from shardwise.core.ledger import Peak
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Strategy
 from shardwise.dryrun.counting import dtype_name
+from shardwise.dryrun.modules import RunningModule
 from shardwise.dryrun.reading import Sample, peaks, timeline
 from shardwise.dryrun.target import TARGETS
 from shardwise.dryrun.tracker import Tracker, axis_names
@@ -87,8 +87,8 @@ def dry_run(
         parameters = sum(p.numel() for p in site.model.parameters())
         even = all(p.numel() == _held_by_all(p, world_size) for p in site.model.parameters())
         groups = {name: site.mesh.get_group(name) for name in site.mesh.mesh_dim_names or ()}
-        modules = ModuleTracker()
-        tracker = Tracker(axis_names(groups), target.workspace, lambda: _innermost(modules))
+        modules = RunningModule(site.model)
+        tracker = Tracker(axis_names(groups), target.workspace, modules.name)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.random.fork_rng(devices=[]), fake, target.kernels(), tracker.watching(), modules:
             run = materialise(site, recipe, blueprint, torch.device("cpu"))
@@ -108,11 +108,6 @@ def dry_run(
 def _held_by_all(parameter: torch.Tensor, world_size: int) -> int:
     """Elements of all distinct pieces, were all as large as this rank's."""
     return local(parameter).numel() * (world_size // holders(parameter, world_size))
-
-
-def _innermost(modules: ModuleTracker) -> str:
-    name = max(modules.parents, key=len, default="")
-    return name.partition(".")[2]
 
 
 def _create_optimizer_state(run: Run, tracker: Tracker) -> None:

@@ -81,6 +81,8 @@ def test_afterwards_the_cpu_s_own_kernels_are_back() -> None:
 
 
 def test_gloo_copies_and_nccl_does_not() -> None:
-    assert TARGETS["cpu"].workspace("all_gather", 100) == TARGETS["cpu"].workspace("reduce_scatter", 100) == 100
+    assert (
+        TARGETS["cpu"].workspace("all_gather", 100) == TARGETS["cpu"].workspace("reduce_scatter", 100) == 100
+    )
     assert TARGETS["cpu"].workspace("all_reduce", 100) == 0
     assert TARGETS["cuda"].workspace("all_gather", 100) == 0
