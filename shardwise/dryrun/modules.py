@@ -45,7 +45,7 @@ class RunningModule:
         """The innermost running module; "" outside of all."""
         if self._stack:
             return self._stack[-1]
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is None:
             self._last_in_backward = ""
         else:
@@ -59,4 +59,5 @@ class RunningModule:
         name = self._stack.pop()
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.grad_fn.metadata.setdefault(_KEY, name)
+                node: Any = tensor.grad_fn
+                node.metadata.setdefault(_KEY, name)
