@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.dryrun.modules import RunningModule
 
 
-class Spy(torch.autograd.Function):
-    """Reports the running module in its forward and in its backward pass."""
+class Ask(TorchDispatchMode):
+    """Asks for the running module at every operation, as the tracker does at every allocation."""
 
-    seen: list[str] = []
-    names: RunningModule
+    def __init__(self, names: RunningModule) -> None:
+        super().__init__()
+        self.names, self.heard = names, list[tuple[str, str]]()
 
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        Spy.seen.append(f"forward {Spy.names.name()}")
-        return x.clone()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.heard.append((func.name(), self.names.name()))
+        return out
 
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> Tensor:
-        Spy.seen.append(f"backward {Spy.names.name()}")
-        return grads[0]
+    def of(self, operation: str) -> list[str]:
+        return [name for heard, name in self.heard if heard == operation]
 
 
 class Block(nn.Module):
@@ -35,19 +36,17 @@ class Block(nn.Module):
         self.inner = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(Spy.apply(self.inner(x)))  # sin keeps its input: recomputation reaches it
+        return torch.sin(self.inner(x))
 
 
 def test_names_in_both_directions_and_in_recomputation() -> None:
     model = nn.Sequential(Block(), Block())
     x = torch.ones(2, 3, requires_grad=True)
-    with RunningModule(model) as names:
-        Spy.names, Spy.seen = names, []
+    with RunningModule(model) as names, Ask(names) as asked:
         checkpoint(model[1], model[0](x), use_reentrant=False).sum().backward()
         assert names.name() == ""
-    assert Spy.seen[:2] == ["forward 0", "forward 1"]
-    assert "forward 1" in Spy.seen[2:], "the recomputation is in module 1 again"
-    assert [line for line in Spy.seen if line.startswith("backward")] == ["backward 1", "backward 0"]
+    assert asked.of("aten::addmm") == ["0.inner", "1.inner", "1.inner"], "block 1 twice, once recomputed"
+    assert asked.of("aten::cos") == ["1", "0"], "the gradient of sin, in the backward pass"
 
 
 def test_a_recomputed_graph_is_freed_as_without_it() -> None:

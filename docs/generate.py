@@ -1,0 +1,409 @@
+"""Fills the generated blocks of README.md and docs/: ``python docs/generate.py [--check]``, or ``make docs``.
+
+A block stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``; the prose around it is written by hand.
+What a block says comes from the code: the recipe's schema, the techniques' settings, the command line, the
+tables of models and devices, the results of benchmarks, and, for ``plan``, the planner itself.
+
+Chosen: blocks inside pages that people edit, so that a table and the sentence that explains it stand together.
+Refused: pages that are generated whole, whose prose would be strings in this file. ``--check`` writes nothing,
+names the pages that are out of date, and leaves out ``plan``, which takes some seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli import doctor, generate, plan, report, train, verify
+from shardwise.core.cluster import DTYPES, PROFILES
+from shardwise.core.device_profiles import SHORT_NAMES
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.ledger import Ledger
+from shardwise.core.presets import PRESETS
+from shardwise.core.recipe import SECTIONS, Recipe
+from shardwise.core.strategy import Setting
+from shardwise.core.units import format_bytes, format_count, format_rate
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "ledger-cpu.json"
+SHOWN_RECIPE = "recipes/llama-3-8b-8xh100.yaml"
+SHOWN_WIDTH = 96
+VERBS = (plan, train, verify, generate, report, doctor)
+
+_BLOCK = re.compile(r"(<!-- ([a-z0-9-]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
+
+
+def table(head: Sequence[str], rows: Iterator[Sequence[object]], align: str = "") -> str:
+    """A Markdown table. ``align`` holds an ``r`` for each column that is aligned to the right."""
+    sides = align.ljust(len(head), "l")
+    lines = [head, ["---:" if side == "r" else "---" for side in sides]]
+    lines += [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def code(value: object) -> str:
+    """A value as YAML writes it, in code type."""
+    words = {True: "true", False: "false", None: "null"}
+    return f"`{words[value] if value is None or isinstance(value, bool) else value}`"
+
+
+# -- the recipe -------------------------------------------------------------------------------------------
+
+
+def kind_of(schema: Mapping[str, Any]) -> str:
+    """What values a JSON schema accepts, in words."""
+    if "anyOf" in schema:
+        return " or ".join(kind_of(option) for option in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return ", ".join(code(value) for value in schema.get("enum", [schema.get("const")]))
+    if "prefixItems" in schema:
+        return f"a list of {len(schema['prefixItems'])}, each {kind_of(schema['prefixItems'][0])}"
+    words = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}
+    return " ".join(
+        [words.get(schema["type"], "mapping" if schema["type"] == "object" else "null"), *_limits(schema)]
+    )
+
+
+def _limits(schema: Mapping[str, Any]) -> Iterator[str]:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    found = [f"{sign} {_short(schema[key])}" for key, sign in signs.items() if key in schema]
+    if found:
+        yield ", ".join(found)
+
+
+def _short(number: float) -> str:
+    """A limit, with powers of ten where they are shorter; 2^63 as such."""
+    if number == 2**63:
+        return "2^63"
+    exponent = len(str(int(number))) - 1
+    return f"10^{exponent}" if number == 10**exponent and exponent > 3 else f"{number:g}"
+
+
+def keys_of(model: Any) -> str:
+    """The keys of one section of the recipe, or those of the recipe that are no sections."""
+    properties = model.model_json_schema()["properties"]
+
+    def rows() -> Iterator[Sequence[object]]:
+        for key, field in model.model_fields.items():
+            if model is Recipe and key in (*SECTIONS, "strategy"):
+                continue
+            default = field.get_default(call_default_factory=True)
+            shown = list(default) if isinstance(default, tuple) else default
+            yield (
+                code(key),
+                kind_of(properties[key]),
+                "**required**" if field.is_required() else code(shown),
+                (field.description),
+            )
+
+    return table(("key", "values", "default", "meaning"), rows())
+
+
+def values_of(setting: Setting[Any]) -> str:
+    """What a setting accepts, in words."""
+    if setting.choices:
+        return ", ".join(code(choice) for choice in setting.choices)
+    least = f" ≥ {setting.minimum}" if setting.minimum is not None else ""
+    return {int: "integer", str: "text", bool: "true or false", float: "number"}[setting.kind] + least
+
+
+def settings() -> str:
+    def rows() -> Iterator[Sequence[object]]:
+        owned = [(setting, technique.name) for technique in ORDER for setting in technique.settings]
+        for setting, owner in [*owned, (MICRO_BATCH_SIZE, "the step")]:
+            tries = ", ".join(code(value) for value in setting.candidates)
+            if setting is MICRO_BATCH_SIZE:
+                tries = "the rank's share of the batch in 1, 2, 4, … passes"
+            yield (
+                code(setting.key),
+                values_of(setting),
+                code(setting.default),
+                tries or "–",
+                owner,
+                setting.doc,
+            )
+
+    return table(("key", "values", "default", "tried by the planner", "read by", "meaning"), rows())
+
+
+def reserved() -> str:
+    rows = ((code(s.key), values_of(s), s.doc) for s in RESERVED)
+    return table(("key", "only value so far", "what it will say"), rows)
+
+
+def techniques() -> str:
+    """The techniques in the order in which they are applied."""
+
+    def rows() -> Iterator[Sequence[object]]:
+        for technique in ORDER:
+            file = Path(inspect.getfile(type(technique))).relative_to(ROOT)
+            keys = ", ".join(code(setting.key) for setting in technique.settings)
+            yield technique.name, f"[{file}](../../{file})", keys, len(technique.rules)
+
+    return table(("technique", "file", "settings", "rules"), rows(), "lllr")
+
+
+# -- the command line -------------------------------------------------------------------------------------
+
+
+def parameters_of(command: Callable[..., Any]) -> Iterator[tuple[str, str, object]]:
+    """(as it is written, help, default) of every argument and option of a verb."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        hint = hints[name]
+        kind, info = typing.get_args(hint)
+        is_option = type(info).__name__ == "OptionInfo"
+        if not is_option:
+            many = "list" in str(kind)
+            yield f"[{info.metavar} …]" if many else info.metavar, info.help, None
+            continue
+        flag = (info.param_decls or [f"--{name.replace('_', '-')}"])[0]
+        yield (flag if kind is bool else f"{flag} {_placeholder(kind)}"), info.help, parameter.default
+
+
+def _placeholder(kind: Any) -> str:
+    names = {int: "N", float: "X", str: "TEXT", Path: "DIR"}
+    return next(word for known, word in names.items() if known is kind or known in typing.get_args(kind))
+
+
+def verb_of(module: Any) -> str:
+    return str(module.__name__.rpartition(".")[2])
+
+
+def usage_of(module: Any) -> str:
+    parts = []
+    for written, _, _ in parameters_of(module.command):
+        required = written[0] not in "-[" or (module is train and written.startswith("--out"))
+        parts.append(written if required or written[0] == "[" else f"[{written}]")
+    return " ".join(["shardwise", verb_of(module), *parts])
+
+
+def verbs() -> str:
+    rows = ((code(usage_of(m)), str(inspect.getdoc(m.command)).splitlines()[0].rstrip(".")) for m in VERBS)
+    return table(("command", "does"), rows)
+
+
+def commands() -> str:
+    """A section per verb."""
+
+    def section(module: Any) -> str:
+        def rows() -> Iterator[Sequence[object]]:
+            for written, text, default in parameters_of(module.command):
+                shown = "" if default in (None, False, "") else code(default)
+                yield code(written.strip("[]")), shown, text
+
+        title = (
+            f"## {verb_of(module)}\n\n```sh\n{usage_of(module)}\n```\n\n{inspect.getdoc(module.command)}\n\n"
+        )
+        return title + table(("argument or option", "default", "meaning"), rows())
+
+    return "\n\n".join(section(module) for module in VERBS)
+
+
+def exit_codes() -> str:
+    kinds = sorted(ShardwiseError.__subclasses__(), key=lambda kind: kind.exit_code)
+    told = [(kind.exit_code, str(kind.__doc__).splitlines()[0].rstrip(".")) for kind in kinds]
+    return table(("code", "meaning"), iter([(0, "Done"), *told]), "r")
+
+
+# -- tables of the code -----------------------------------------------------------------------------------
+
+
+def ledger_rows() -> str:
+    """The rows of the ledger with their meaning, from the class's docstring."""
+    text = str(inspect.getdoc(Ledger)).partition("Attributes:")[2]
+    found = {
+        name: " ".join(words.split())
+        for name, words in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text, re.M)
+    }
+    return table(("row", "bytes of"), ((code(row), found[row]) for row in Ledger().as_dict()))
+
+
+def models() -> str:
+    def rows() -> Iterator[Sequence[object]]:
+        for name, d in PRESETS.items():
+            tied = "yes" if d.tied else "no"
+            dims = (d.layers, d.width, d.heads, d.kv_heads, d.ffn, f"{d.vocab:,}", f"{d.context:,}")
+            yield code(name), d.family, format_count(d.parameters), *dims, tied
+
+    head = (
+        "preset",
+        "family",
+        "parameters",
+        "layers",
+        "width",
+        "heads",
+        "kv_heads",
+        "ffn",
+        "vocab",
+        "context",
+        "tied",
+    )
+    return table(head, rows(), "llrrrrrrrr")
+
+
+def devices() -> str:
+    def rows() -> Iterator[Sequence[object]]:
+        for name, p in PROFILES.items():
+            flops = (f"{p.flops[dtype] / 1e12:g}" if dtype in p.flops else "–" for dtype in DTYPES)
+            rates = (p.memory_bandwidth, p.link_bandwidth, p.network_bandwidth)
+            yield (
+                code(name),
+                format_bytes(p.memory_bytes),
+                *flops,
+                *(format_rate(rate, "B") for rate in rates),
+            )
+
+    head = ("device", "memory", *DTYPES, "memory bandwidth", "link", "network")
+    return table(head, rows(), "l" + "r" * (len(head) - 1))
+
+
+def overheads() -> str:
+    def rows() -> Iterator[Sequence[object]]:
+        for name, p in PROFILES.items():
+            o, e = p.overhead, p.efficiency
+            sizes = (o.context_bytes, o.communicator_bytes, o.workspace_bytes)
+            yield code(name), *(format_bytes(size) for size in sizes), e.matmul, e.memory, e.link, e.network
+
+    head = ("device", "context", "each communicator", "workspaces", "matmul", "memory", "link", "network")
+    return table(head, rows(), "l" + "r" * (len(head) - 1))
+
+
+def device_sources() -> str:
+    def section(name: str) -> str:
+        rows = ((code(figure), source) for figure, source in PROFILES[name].source.items())
+        return f"### {name}\n\n{table(('figure', 'source'), rows)}"
+
+    return "\n\n".join(section(name) for name in PROFILES)
+
+
+def short_names() -> str:
+    return table(("short", "stands for"), ((code(short), code(name)) for short, name in SHORT_NAMES.items()))
+
+
+def recipes() -> str:
+    """Every file of recipes/ with the first sentence of its head."""
+
+    def rows() -> Iterator[Sequence[object]]:
+        for path in sorted((ROOT / "recipes").glob("*.yaml")):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            head = " ".join(line[1:].strip() for line in lines if line.startswith("#"))
+            sentence = re.split(r"(?<=[a-z0-9])[.:;](?= )", head)[0]
+            yield f"[{path.name}](recipes/{path.name})", sentence
+
+    return table(("recipe", "what it is"), rows())
+
+
+# -- results ----------------------------------------------------------------------------------------------
+
+
+def ledger() -> str:
+    """The summary of the committed benchmark, by number of processes."""
+    if not RESULTS.exists():
+        return "No results are committed yet; `make benchmark` measures (about 15 minutes on two cores)."
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    machine, runs = results["machine"], results["rows"]
+    peaks = [rank["measured_peak_bytes"] for run in runs for rank in run["ranks"]]
+
+    def rows() -> Iterator[Sequence[object]]:
+        for world in sorted({run["world"] for run in runs}):
+            errors = sorted(abs(run["worst_error"]) for run in runs if run["world"] == world)
+            middle = (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
+            yield world, len(errors), f"{100 * middle:.1f} %", f"{100 * errors[-1]:.1f} %"
+        yield (
+            "all",
+            len(runs),
+            f"{100 * results['median_error']:.1f} %",
+            f"{100 * results['worst_error']:.1f} %",
+        )
+
+    return (
+        f"{len(runs)} real runs with peaks of {format_bytes(min(peaks))} to {format_bytes(max(peaks))} a process,"
+        f" on {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, {machine['day']}:\n\n"
+        + table(("processes", "runs", "median error", "worst error"), rows(), "lrrr")
+        + "\n\nEvery run: [docs/reference/ledger-cpu.md](docs/reference/ledger-cpu.md). Repeat: `make benchmark`."
+    )
+
+
+def plan_block(text: str) -> str:
+    """The plan as the README shows it: the tool's output up to what it says in sentences."""
+    shown = text.partition("\nWhy\n")[0].rstrip("\n")
+    return f"```console\n$ shardwise plan {SHOWN_RECIPE}\n{shown}\n```"
+
+
+def shown_plan() -> str:
+    from shardwise.cli.common import make_plan, read
+    from shardwise.report.tables import plan_text
+
+    return plan_block(plan_text(make_plan(*read(ROOT / SHOWN_RECIPE, [])), SHOWN_WIDTH))
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    **{f"recipe-{name}": (lambda model=model: keys_of(model)) for name, model in SECTIONS.items()},
+    "recipe-top": lambda: keys_of(Recipe),
+    "settings": settings,
+    "reserved": reserved,
+    "techniques": techniques,
+    "verbs": verbs,
+    "commands": commands,
+    "exit-codes": exit_codes,
+    "ledger-rows": ledger_rows,
+    "models": models,
+    "devices": devices,
+    "overheads": overheads,
+    "device-sources": device_sources,
+    "short-names": short_names,
+    "recipes": recipes,
+    "ledger": ledger,
+    "plan": shown_plan,
+}
+SLOW = ("plan",)
+
+
+def pages() -> list[Path]:
+    """Every Markdown file that may hold blocks."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks_in(text: str) -> list[str]:
+    return [match[2] for match in _BLOCK.finditer(text)]
+
+
+def filled(text: str, keep: Sequence[str] = ()) -> str:
+    """``text`` with every block but those in ``keep`` filled anew. Raises KeyError for an unknown block."""
+
+    def fill(match: re.Match[str]) -> str:
+        return match[0] if match[2] in keep else f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}"
+
+    return _BLOCK.sub(fill, text)
+
+
+def main() -> int:
+    """Fill all pages, or name those that are out of date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 when a page is out of date"
+    )
+    check = parser.parse_args().check
+    stale = []
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        after = filled(before, keep=SLOW if check else ())
+        if after != before:
+            stale.append(str(page.relative_to(ROOT)))
+            if not check:
+                page.write_text(after, encoding="utf-8")
+    print("\n".join(f"{'out of date' if check else 'written'}: {name}" for name in stale) or "all up to date")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
