@@ -18,6 +18,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +166,9 @@ def parameters_of(command: Callable[..., Any]) -> Iterator[tuple[str, str, objec
             many = "list" in str(kind)
             yield f"[{info.metavar} …]" if many else info.metavar, info.help, None
             continue
-        flag = (info.param_decls or [f"--{name.replace('_', '-')}"])[0]
-        yield (flag if kind is bool else f"{flag} {_placeholder(kind)}"), info.help, parameter.default
+        # In an Annotated hint typer takes the flag for the default's place.
+        written = info.default if isinstance(info.default, str) else f"--{name.replace('_', '-')}"
+        yield (written if kind is bool else f"{written} {_placeholder(kind)}"), info.help, parameter.default
 
 
 def _placeholder(kind: Any) -> str:
@@ -197,11 +199,11 @@ def commands() -> str:
     def section(module: Any) -> str:
         def rows() -> Iterator[Sequence[object]]:
             for written, text, default in parameters_of(module.command):
-                shown = "" if default in (None, False, "") else code(default)
+                shown = "" if default is None or default is False or default == "" else code(default)
                 yield code(written.strip("[]")), shown, text
 
         title = (
-            f"## {verb_of(module)}\n\n```sh\n{usage_of(module)}\n```\n\n{inspect.getdoc(module.command)}\n\n"
+            f"## {verb_of(module)}\n\n```text\n{usage_of(module)}\n```\n\n{inspect.getdoc(module.command)}\n\n"
         )
         return title + table(("argument or option", "default", "meaning"), rows())
 
@@ -347,8 +349,8 @@ def shown_plan() -> str:
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
-    **{f"recipe-{name}": (lambda model=model: keys_of(model)) for name, model in SECTIONS.items()},
-    "recipe-top": lambda: keys_of(Recipe),
+    **{f"recipe-{name}": partial(keys_of, model) for name, model in SECTIONS.items()},
+    "recipe-top": partial(keys_of, Recipe),
     "settings": settings,
     "reserved": reserved,
     "techniques": techniques,

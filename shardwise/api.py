@@ -20,6 +20,7 @@ from shardwise.report.run import RunRecord, read_run, write_report
 from shardwise.technique import SETTINGS
 from shardwise.train.folder import claim, prepare
 from shardwise.train.launch import launch
+from shardwise.train.sample import record_sample
 from shardwise.train.verify import Verdict, read_verdict
 
 __all__ = ["Cluster", "Plan", "Recipe", "load", "plan", "train", "verify"]
@@ -45,6 +46,7 @@ def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = F
         prepare(folder, recipe, plan)
         flags = ["--exact-memory"] if exact_memory else []
         _launched(plan.world_size, ["train", str(folder), *flags], folder)
+        record_sample(folder)
         write_report(folder)
     return read_run(folder)
 

@@ -30,6 +30,8 @@ def train_as_rank(
         code = attempt(lambda: run_rank("train", out, exact_memory, device, plan_elsewhere))
         if code == 0:
             from shardwise.report.run import write_report
+            from shardwise.train.sample import record_sample
 
+            record_sample(out)
             write_report(out)
         return code

@@ -55,7 +55,9 @@ def command(
         code = launch(plan.world_size, ["train", str(out), *flags], out / "logs", _terminal())
         if code == 0:
             from shardwise.report.run import write_report
+            from shardwise.train.sample import record_sample
 
+            record_sample(out)
             page = write_report(out)
             typer.echo(f"report: {page}")
     raise typer.Exit(code)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise.cli.common import AsJson, Overrides, RecipeArgument, make_plan, read, refuse_unfit
+from shardwise.core.errors import NumericsError
+
+if TYPE_CHECKING:
+    from shardwise.train.verify import Verdict
 
 
 def command(
@@ -24,7 +28,7 @@ def command(
     refuse_unfit(plan)
     from shardwise.train.folder import prepare
     from shardwise.train.launch import launch
-    from shardwise.train.verify import Verdict, read_verdict
+    from shardwise.train.verify import read_verdict
 
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as scratch:
         folder = Path(scratch)
@@ -35,10 +39,7 @@ def command(
                 raise typer.Exit(code)
         verdict = read_verdict(folder)
     typer.echo(json.dumps(verdict.as_dict()) if as_json else _table(plan.line, verdict))
-    from shardwise.core.errors import NumericsError
-
     if not verdict.passed:
-        assert isinstance(verdict, Verdict)
         raise NumericsError(
             "the strategy does not train as one process does",
             where=plan.line,
@@ -47,10 +48,7 @@ def command(
         )
 
 
-def _table(line: str, verdict: object) -> str:
-    from shardwise.train.verify import Verdict
-
-    assert isinstance(verdict, Verdict)
+def _table(line: str, verdict: Verdict) -> str:
     rows = [
         ("loss", verdict.max_loss_difference),
         ("gradient norm", verdict.max_gradient_norm_difference),

@@ -6,6 +6,7 @@ a few hundred tokens; the context is cut to what the model can read.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from shardwise.train.checkpoint import latest, stream_weights
 from shardwise.train.data import open_tokenizer
 from shardwise.train.folder import read_job
 from shardwise.train.reference import reference_model
+
+SAMPLED_PARAMETERS = 100_000_000
+"""Models up to this size write a sample for their report, in one process."""
 
 
 def next_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
@@ -92,3 +96,16 @@ def model_from(blueprint: Blueprint, checkpoint: Path) -> nn.Module:
             if name in parameters:
                 parameters[name].copy_(weights)
     return model
+
+
+def record_sample(folder: Path, tokens: int = 300) -> None:
+    """Put a document that the trained model begins into the run's report.json, if it is a small model of text."""
+    path = folder / "report.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if report["parameters"] > SAMPLED_PARAMETERS:
+        return
+    try:
+        report["sample"] = "".join(text_from_run(folder, "", tokens=tokens))
+    except RecipeError:
+        return  # a model that does not write text
+    path.write_text(json.dumps(report, indent=1), encoding="utf-8")

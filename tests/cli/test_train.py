@@ -98,6 +98,7 @@ def _check_files(out: Path) -> None:
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert all(rank["measured_peak_bytes"] > 0 for rank in report["ranks"])
+    assert isinstance(report["sample"], str) and report["sample"]
     assert sum(report["ledger"].values()) == json.loads((out / "plan.json").read_text())["peak"]["bytes"]
 
 
