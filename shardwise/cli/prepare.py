@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardwise.cli.common import make_plan, read, refuse_unfit
 from shardwise.core.errors import ShardwiseError
+from shardwise.train.data import check_data
 from shardwise.train.folder import prepare
 
 
@@ -14,6 +15,7 @@ def main(recipe_file: str, folder: str, *overrides: str) -> int:
     """Returns the exit code; the error's line goes to stderr."""
     try:
         recipe, cluster = read(Path(recipe_file), list(overrides))
+        check_data(recipe)
         plan = make_plan(recipe, cluster)
         refuse_unfit(plan)
         prepare(Path(folder), recipe, plan)

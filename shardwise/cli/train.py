@@ -42,9 +42,11 @@ def command(
 
         device = "cpu" if cluster.device.kind == "cpu" else "cuda"
         raise typer.Exit(train_as_rank(recipe, overrides or [], out, exact_memory, placement.rank, device))
+    from shardwise.train.data import check_data
     from shardwise.train.folder import claim, prepare
 
     with claim(out):
+        check_data(wanted)
         plan = make_plan(wanted, cluster)
         refuse_unfit(plan)
         prepare(out, wanted, plan)

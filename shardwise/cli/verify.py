@@ -23,7 +23,10 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Train the strategy and a single-process reference on the same data and compare them."""
+    from shardwise.train.data import check_data
+
     wanted, cluster = read(recipe, overrides)
+    check_data(wanted)
     plan = make_plan(wanted, cluster)
     refuse_unfit(plan)
     from shardwise.train.folder import prepare

@@ -92,6 +92,21 @@ def test_from_the_shell_in_half_a_second_of_processor_time(recipe: Path) -> None
     assert done.stderr.count("\n") == 1 and "did you mean" in done.stderr
 
 
+def test_bad_data_is_found_before_torch_is_loaded(recipe: Path) -> None:
+    broken = recipe.parent / "broken.jsonl"
+    broken.write_text('{"text": "fine"}\n{"text": \n', encoding="utf-8")
+    code = (
+        "import sys\n"
+        "from shardwise.cli.main import run\n"
+        f"code = run(['train', {str(recipe)!r}, 'data.source={broken}', '--out', {str(recipe.parent / 'run')!r}])\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("\n") == 1 and "broken.jsonl:2" in done.stderr
+
+
 def test_no_arguments_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 0
     assert "Usage" in capsys.readouterr().out

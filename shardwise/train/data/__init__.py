@@ -3,89 +3,30 @@
     source ──readers──▶ pieces ──tokenizer──▶ token cache ──split──▶ sequences ──order, slots──▶ micro-batches
 
 `open_data` walks that line once, before the first step, and finds everything that is wrong with the data on
-the way; `Data` then answers for any step at once. Importing this package imports neither `datasets` nor
-`transformers` nor `pyarrow`: each is loaded by the source that needs it.
+the way; `Data` then answers for any step at once. `check_data` walks the part that needs no torch. Importing
+this package imports neither torch nor `datasets` nor `transformers` nor `pyarrow`: each is loaded by what needs it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sized
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import xxhash
-from torch.utils.data import Dataset
-
-from shardwise.core.errors import DataError
-from shardwise.core.recipe import Recipe
-from shardwise.train.data.batches import Data
-from shardwise.train.data.cache import default_root, open_cache
-from shardwise.train.data.samples import Batch, DatasetSamples, Samples, TokenSamples, fingerprint_of
-from shardwise.train.data.sources import open_source
-from shardwise.train.data.split import split
+from shardwise.train.data.text import check_data
 from shardwise.train.data.tokenizer import Tokenizer, open_tokenizer
 
-__all__ = ["Batch", "Data", "Tokenizer", "open_data", "open_tokenizer"]
+if TYPE_CHECKING:
+    from shardwise.train.data.batches import Data
+    from shardwise.train.data.opening import open_data
+    from shardwise.train.data.samples import Batch
+
+__all__ = ["Batch", "Data", "Tokenizer", "check_data", "open_data", "open_tokenizer"]
+
+_WITH_TORCH = {"Batch": "samples", "Data": "batches", "open_data": "opening"}
 
 
-def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path | None = None) -> Data:
-    """The data of a recipe; the first process to ask tokenizes it, others wait and share the result.
+def __getattr__(name: str) -> object:
+    if name in _WITH_TORCH:
+        from importlib import import_module
 
-    Args:
-        recipe: its `data`, `batch_size`, `seed` and `evaluation` say all there is to say.
-        dataset: a factory's own map-style dataset, which takes the place of `data.source`.
-        cache: the folder of token caches; by default $SHARDWISE_CACHE, else ~/.cache/shardwise.
-
-    Raises:
-        DataError: the source or the tokenizer is missing or malformed, or too little for one sequence.
-        ResourceError: the cache cannot be written.
-    """
-    tokenizer: Tokenizer | None = None
-    if dataset is not None:
-        train, held_out, fingerprint = _of_dataset(dataset, recipe.data.held_out)
-    else:
-        tokenizer = open_tokenizer(recipe.data.tokenizer)
-        train, held_out, fingerprint = _of_text(recipe, tokenizer, cache or default_root())
-    return Data(
-        train,
-        held_out,
-        tokenizer=tokenizer,
-        fingerprint=fingerprint,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        evaluation_sequences=recipe.evaluation.sequences,
-    )
-
-
-def _of_text(recipe: Recipe, tokenizer: Tokenizer, root: Path) -> tuple[Samples, Samples, str]:
-    spec = recipe.data
-    cache = open_cache(open_source(spec.source, spec.text_key), tokenizer, root)
-    train, held_out = split(cache.tokens, cache.documents(), spec.held_out, spec.sequence_length)
-    if not train.sequences:
-        raise DataError(
-            "too little data for one sequence",
-            where=spec.source,
-            why=f"{cache.header.tokens:,} tokens; a sequence of {spec.sequence_length:,} takes one more",
-            fix="give more data or a smaller data.sequence_length",
-        )
-    # Not the tokenizer: equal tokens are equal data, whatever version of it made them.
-    parts = [cache.header.digest, spec.sequence_length, spec.held_out]
-    fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
-    return TokenSamples(train, cache, tokenizer), TokenSamples(held_out, cache, tokenizer), fingerprint
-
-
-def _of_dataset(dataset: Dataset[Any], fraction: float) -> tuple[Samples, Samples, str]:
-    """The last `fraction` of a user's dataset is held out: at least one item where there are two."""
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise DataError(
-            "dataset has no length",
-            where=type(dataset).__name__,
-            why="an order that can be resumed at any step needs items by number",
-            fix="return a map-style dataset, with __len__ and __getitem__, from the factory",
-        )
-    if not (count := len(dataset)):
-        raise DataError("empty dataset", where=type(dataset).__name__, fix="check the factory")
-    held = min(max(1, round(fraction * count)), count - 1) if fraction else 0
-    train, held_out = DatasetSamples(dataset, 0, count - held), DatasetSamples(dataset, count - held, held)
-    return train, held_out, fingerprint_of(dataset, count)
+        return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,72 @@
+"""Opening data for training: text through the token cache, or a factory's own dataset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch.utils.data import Dataset
+
+from shardwise.core.errors import DataError
+from shardwise.core.recipe import Recipe
+from shardwise.train.data.batches import Data
+from shardwise.train.data.cache import default_root
+from shardwise.train.data.samples import DatasetSamples, Samples, TokenSamples, fingerprint_of
+from shardwise.train.data.text import open_text
+from shardwise.train.data.tokenizer import Tokenizer, open_tokenizer
+
+
+def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path | None = None) -> Data:
+    """The data of a recipe; the first process to ask tokenizes it, others wait and share the result.
+
+    Args:
+        recipe: its `data`, `batch_size`, `seed` and `evaluation` say all there is to say.
+        dataset: a factory's own map-style dataset, which takes the place of `data.source`.
+        cache: the folder of token caches; by default $SHARDWISE_CACHE, else ~/.cache/shardwise.
+
+    Raises:
+        DataError: the source or the tokenizer is missing or malformed, or too little for one sequence.
+        ResourceError: the cache cannot be written.
+    """
+    tokenizer: Tokenizer | None = None
+    if dataset is not None:
+        train, held_out, fingerprint = _of_dataset(dataset, recipe.data.held_out)
+    else:
+        tokenizer = open_tokenizer(recipe.data.tokenizer)
+        train, held_out, fingerprint = _of_text(recipe, tokenizer, cache or default_root())
+    return Data(
+        train,
+        held_out,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        evaluation_sequences=recipe.evaluation.sequences,
+    )
+
+
+def _of_text(recipe: Recipe, tokenizer: Tokenizer, root: Path) -> tuple[Samples, Samples, str]:
+    cache, train, held_out = open_text(recipe.data, tokenizer, root)
+    # Not the tokenizer: equal tokens are equal data, whatever version of it made them.
+    parts = [cache.header.digest, recipe.data.sequence_length, recipe.data.held_out]
+    fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+    return TokenSamples(train, cache, tokenizer), TokenSamples(held_out, cache, tokenizer), fingerprint
+
+
+def _of_dataset(dataset: Dataset[Any], fraction: float) -> tuple[Samples, Samples, str]:
+    """The last `fraction` of a user's dataset is held out: at least one item where there are two."""
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            "dataset has no length",
+            where=type(dataset).__name__,
+            why="an order that can be resumed at any step needs items by number",
+            fix="return a map-style dataset, with __len__ and __getitem__, from the factory",
+        )
+    if not (count := len(dataset)):
+        raise DataError("empty dataset", where=type(dataset).__name__, fix="check the factory")
+    held = min(max(1, round(fraction * count)), count - 1) if fraction else 0
+    train, held_out = DatasetSamples(dataset, 0, count - held), DatasetSamples(dataset, count - held, held)
+    return train, held_out, fingerprint_of(dataset, count)
