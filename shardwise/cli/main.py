@@ -51,6 +51,11 @@ def run(arguments: Sequence[str]) -> int:
         # The reader of our output has gone (``| head``); nothing is wrong with the run.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        # A fault of ours, or of a user's own model: still one line, and the trace on request.
+        what = f"{type(error).__name__}: {error}"
+        again = "SHARDWISE_TRACE=1 shows where; please report it if it is not your model's"
+        return _fail(ShardwiseError("unexpected failure", why=what, fix=again))
     return result if isinstance(result, int) else 0
 
 

@@ -8,6 +8,7 @@ Here the cut makes only the pieces that are asked for.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,12 +53,14 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise RuntimeError("cannot plan while a process group is initialised")
+    hook = sys.excepthook  # a process group wraps it, to name its rank; this process is none
     module: Any = _fsdp_param
     chunk = module._chunk_with_empty
     with warnings.catch_warnings():
         # FSDP2's own use of names that newer releases of torch deprecate.
         warnings.simplefilter("ignore", FutureWarning)
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        sys.excepthook = hook
         module._chunk_with_empty = _Chunks
         try:
             yield

@@ -44,16 +44,21 @@ def sample(
     *,
     tokens: int,
     context: int,
+    vocab: int,
     temperature: float = 0.8,
     top_k: int | None = 40,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yield ``tokens`` ids that continue ``prompt``. ``context`` is the longest sequence the model reads."""
+    """Yield ``tokens`` ids that continue ``prompt``.
+
+    ``context`` is the longest sequence the model reads; ids from ``vocab`` on mean nothing to the tokenizer (a
+    model's vocabulary is often padded) and are never taken.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
     model.eval()
     for _ in range(tokens):
-        logits = blueprint.logits(model, torch.tensor([ids[-context:]]))[0, -1]
+        logits = blueprint.logits(model, torch.tensor([ids[-context:]]))[0, -1, :vocab]
         ids.append(next_token(logits, temperature, top_k, generator))
         yield ids[-1]
 
@@ -79,7 +84,7 @@ def text_from_run(folder: Path, prompt: str, **options: Any) -> Iterator[str]:
     ids = tokenizer.encode(prompt) or [tokenizer.separator]
     written, text = list(ids), tokenizer.decode(ids)
     context = recipe.data.sequence_length
-    for token in sample(blueprint, model, ids, context=context, **options):
+    for token in sample(blueprint, model, ids, context=context, vocab=tokenizer.vocab, **options):
         written.append(token)
         longer = tokenizer.decode(written)
         if not longer.endswith("\ufffd"):  # the middle of a character of several bytes
