@@ -202,9 +202,7 @@ def commands() -> str:
                 shown = "" if default is None or default is False or default == "" else code(default)
                 yield code(written.strip("[]")), shown, text
 
-        title = (
-            f"## {verb_of(module)}\n\n```text\n{usage_of(module)}\n```\n\n{inspect.getdoc(module.command)}\n\n"
-        )
+        title = f"## {verb_of(module)}\n\n```text\n{usage_of(module)}\n```\n\n{inspect.getdoc(module.command)}\n\n"
         return title + table(("argument or option", "default", "meaning"), rows())
 
     return "\n\n".join(section(module) for module in VERBS)

@@ -199,7 +199,7 @@ _CPU = DeviceProfile(
     latency=Latency(start=50e-6, hop=90e-6, network_hop=150e-6),
     # What is known of a CPU is what it reaches, not a peak.
     efficiency=Efficiency(matmul=1.0, memory=1.0, link=1.0, network=0.9, host=1.0),
-    overhead=Overhead(context_bytes=0, communicator_bytes=MiB // 8, workspace_bytes=5 * MiB),
+    overhead=Overhead(context_bytes=0, communicator_bytes=MiB // 8, workspace_bytes=3 * MiB),
     reported=("cpu",),
     source={
         "memory_bytes": "cgroup limit or physical memory, shared equally by the processes, less the interpreter",
@@ -216,7 +216,7 @@ _CPU = DeviceProfile(
         "efficiency.host": "the figure is of what is reached",
         "overhead.context_bytes": "none above the level before the model: the capacity is less the interpreter",
         "overhead.communicator_bytes": "measured: 3.4 MiB for the first gloo group, 0.1 MiB for each further",
-        "overhead.workspace_bytes": "measured: what Python objects and oneDNN's scratch add, 4 to 7 MiB",
+        "overhead.workspace_bytes": "measured: what Python objects and scratch of kernels add, -1 to 8 MiB",
     },
 )
 

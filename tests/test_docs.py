@@ -1,0 +1,461 @@
+"""Everything that README.md and docs/ show is run here: recipes, command lines, Python, tables, links.
+
+Recipes and command lines are checked as the command checks them, before torch. Python blocks are executed in a
+folder of their own, together with the recipes and modules that their page puts beside them. The worked example of a
+technique is built into a copy of the package. Reference tables are compared with what docs/generate.py writes now.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+
+from shardwise.cli.common import read
+from shardwise.cli.main import app
+from shardwise.core.errors import DataError
+from shardwise.core.recipe import Recipe, load_recipe, recipe_of
+from shardwise.technique import SETTINGS, layout_of, micro_batches, strategy_from
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+TECHNIQUE_PAGE = ROOT / "docs" / "how-to" / "add-a-technique.md"
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page; ``file`` is the name in its first line, when that is a comment with one."""
+
+    page: Path
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str:
+        match = re.match(r"# ([\w./-]+\.(?:py|yaml))\n", self.text)
+        return match[1] if match else ""
+
+
+def blocks(page: Path, language: str = "") -> list[Block]:
+    found = [Block(page, kind, text) for kind, text in _FENCE.findall(page.read_text(encoding="utf-8"))]
+    return [block for block in found if not language or block.language == language]
+
+
+def all_blocks(language: str) -> list[Block]:
+    return [block for page in PAGES for block in blocks(page, language)]
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def name_of(value: Any) -> str:
+    page = value.page if isinstance(value, Block) else value
+    return str(page.relative_to(ROOT)) if isinstance(page, Path) else str(value)
+
+
+def load_generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = load_generate()
+
+
+# ---- recipes ----------------------------------------------------------------------------------------------
+
+
+def feasible(recipe_file: Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe as the command does, rules included, and lay its strategy out."""
+    recipe, cluster = read(recipe_file, overrides)
+    strategy = strategy_from(recipe.strategy)
+    layout = layout_of(strategy, cluster.world_size)
+    assert layout.world_size == cluster.world_size
+    assert micro_batches(strategy, layout, recipe.batch_size) >= 1
+    return recipe
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_recipes_are_valid_and_say_what_they_are(path: Path) -> None:
+    feasible(path)
+    assert path.read_text(encoding="utf-8").startswith("# ")
+    assert f"recipes/{path.name}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=name_of)
+def test_recipes_in_the_docs_are_valid(block: Block, tmp_path: Path) -> None:
+    """A block that shows some sections is completed by the shortest recipe."""
+    text = block.text
+    for key, line in (
+        ("model", "model: {preset: tiny}"),
+        ("steps", "steps: 1"),
+        ("batch_size", "batch_size: 64"),
+    ):
+        if not re.search(rf"^{key}:", text, re.MULTILINE):
+            text += f"{line}\n"
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    feasible(path)
+
+
+# ---- command lines ----------------------------------------------------------------------------------------
+
+
+def command_lines() -> Iterator[tuple[Path, str]]:
+    """Every line of a shell block, and every prompt of a console block."""
+    for block in [*all_blocks("sh"), *all_blocks("console")]:
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if block.language == "console":
+                if not line.startswith("$ "):
+                    continue
+                line = line[2:]
+            if bare := line.partition("  #")[0].strip().removesuffix("&").strip():
+                yield block.page, bare
+
+
+LINES = list(command_lines())
+
+
+@pytest.mark.parametrize(
+    ("page", "line"), LINES, ids=[f"{name_of(page)}: {line[:40]}" for page, line in LINES]
+)
+def test_command_lines_parse(page: Path, line: str, tmp_path: Path) -> None:
+    """Verbs and options exist; overrides are valid for the recipe that the line names."""
+    words = shlex.split(line)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(words[1:]) <= set(targets)
+        return
+    assert "shardwise" in words, f"a command line of something else: {line}"
+    verb, *arguments = words[words.index("shardwise") + 1 :]
+    group: Any = typer.main.get_command(app)
+    context = group.commands[verb].make_context(verb, arguments)
+    if (named := context.params.get("recipe")) is not None:
+        feasible(_recipe_named(str(named), page, tmp_path), context.params["overrides"])
+
+
+def _recipe_named(name: str, page: Path, folder: Path) -> Path:
+    """A file of the repository, or a block of the page or of the README that has this name."""
+    if (ROOT / name).exists():
+        return ROOT / name
+    found = [
+        block for where in (page, ROOT / "README.md") for block in blocks(where, "yaml") if block.file == name
+    ]
+    path = folder / name
+    path.write_text(found[0].text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_in_sentences_exist(page: Path) -> None:
+    group: Any = typer.main.get_command(app)
+    options = {option for verb in group.commands.values() for p in verb.params for option in p.opts}
+    for span in re.findall(r"`([^`\n]+)`", prose(page)):
+        if span.startswith("shardwise ") and (verb := span.split()[1]).islower():
+            known = {option for p in group.commands[verb].params for option in p.opts} | {"--help"}
+            assert set(re.findall(r"--[a-z-]+", span)) <= known, span
+        elif span.startswith("--") and page.parent.name != "reference":
+            assert span.split()[0] in options | {"--check"}, span
+        elif span.startswith("make "):
+            assert f"\n{span.split()[1]}:" in (ROOT / "Makefile").read_text(encoding="utf-8"), span
+        elif re.fullmatch(r"SHARDWISE_\w+", span):
+            code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "shardwise").rglob("*.py"))
+            assert f'"{span}"' in code, span
+
+
+# ---- generated tables -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_generated_tables_are_up_to_date(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert generate.filled(text, keep=generate.SLOW) == text, "run `make docs`"
+
+
+def test_every_block_is_shown() -> None:
+    shown = {name for page in PAGES for name in generate.blocks_in(page.read_text(encoding="utf-8"))}
+    assert shown == set(generate.BLOCKS)
+
+
+def test_the_readme_shows_todays_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is made by quick predictions, which equal the full ones to the byte, in a third of the time."""
+    from shardwise.cli.common import make_plan
+    from shardwise.plan import search
+    from shardwise.report.tables import plan_text
+
+    full = search.predict
+
+    def quick(*arguments: Any, **options: Any) -> Any:
+        return full(*arguments, **{**options, "quick": True})
+
+    monkeypatch.setattr(search, "predict", quick)
+    plan = make_plan(*read(ROOT / generate.SHOWN_RECIPE, []))
+    shown = generate.plan_block(plan_text(plan, generate.SHOWN_WIDTH))
+    assert shown in (ROOT / "README.md").read_text(encoding="utf-8"), "run `make docs`"
+    keys = _keys_under(ROOT / "docs" / "reference" / "files.md", "`plan.json`")
+    assert keys == set(plan.as_dict())
+
+
+def test_keys_of_files_are_those_of_the_code() -> None:
+    from shardwise.report.record import Outcome
+    from shardwise.train.metrics import StepMetrics
+
+    page = ROOT / "docs" / "reference" / "files.md"
+    assert _keys_under(page, "`metrics.jsonl`") == {field.name for field in dataclasses.fields(StepMetrics)}
+    assert _keys_under(page, "`report.json`") == {field.name for field in dataclasses.fields(Outcome)}
+
+
+def _rows_under(page: Path, title: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its head."""
+    section = page.read_text(encoding="utf-8").partition(f"## {title}\n")[2]
+    table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert table is not None
+    lines = table[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def _keys_under(page: Path, title: str) -> set[str]:
+    return {key for row in _rows_under(page, title) for key in re.findall(r"`(\w+)`", row[0])}
+
+
+def test_tolerances_are_those_of_the_code() -> None:
+    from shardwise.train.verify import TOLERANCE
+
+    text = (ROOT / "docs" / "how-to" / "verify-a-strategy.md").read_text(encoding="utf-8")
+    assert {
+        name: float(size) for name, size in re.findall(r"^\| `(\w+)` \| (\S+) \|$", text, re.M)
+    } == TOLERANCE
+
+
+# ---- what ZeRO sends and holds ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_stage_sends_and_holds(stage: int) -> None:
+    """The tables of docs/concepts/zero.md against the dry run, for 8 ranks, in bytes per parameter."""
+    page = ROOT / "docs" / "concepts" / "zero.md"
+    _, axis, sent, *_ = _rows_under(page, "What is sent")[stage]
+    _, *held = _rows_under(page, "What is held")[stage]
+    first, later, after = (_value(cell.replace("layer", "0.25"), N=8) for cell in held)
+    runs = {count: _dry_run(stage, ranks=8, passes=count) for count in (1, 3)}
+    for count, run in runs.items():
+        elements = sum(c.traffic_elements for c in run.cost.collectives if c.axis == axis)
+        assert elements / run.parameters == _value(sent, M=count)
+        assert _state_per_parameter(run, "clip") == pytest.approx(after, abs=0.01)
+    layer = 0.25 if "layer" in held[0] else 0.0
+    assert first - layer <= _state_per_parameter(runs[1], "forward") + 0.01 <= first + 0.02
+    assert later - layer <= _state_per_parameter(runs[3], "forward") + 0.01 <= later + 0.02
+
+
+def _value(formula: str, **numbers: int) -> float:
+    """A cell such as ``12/N + 2``: terms are added, factors multiplied or divided."""
+    assert re.fullmatch(r"[\w\d ./*+]+", formula), formula
+    total = 0.0
+    for term in formula.split("+"):
+        product, operation = 1.0, "*"
+        for word in re.findall(r"[*/]|[\w.]+", term):
+            if word in "*/":
+                operation = word
+                continue
+            factor = float(numbers[word]) if word in numbers else float(word)
+            product = product / factor if operation == "/" else product * factor
+        total += product
+    return total
+
+
+def _dry_run(stage: int, ranks: int, passes: int) -> Any:
+    from shardwise.core.cluster import cluster_of
+    from shardwise.dryrun.run import dry_run
+    from shardwise.model.blueprint import blueprint_of
+
+    values = {
+        "model": {"layers": 16, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 256},
+        "data": {"sequence_length": 16},
+        "steps": 2,
+        "batch_size": ranks * passes,
+        "cluster": {"preset": f"{ranks}xH100-80GB"},
+    }
+    recipe = recipe_of(values, SETTINGS)
+    strategy = strategy_from({"precision": "bf16", "zero_stage": stage})
+    return dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
+
+
+def _state_per_parameter(run: Any, phase: str) -> float:
+    ledger = run.peaks[phase].ledger
+    state = ledger.parameters + ledger.master_weights + ledger.gradients + ledger.optimizer_state
+    return float(state) / float(run.parameters)
+
+
+# ---- Python -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "docs/how-to/train-your-own-model.md"], ids=name_of
+)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with a file's name are written; the others are executed; recipes that name a module are planned."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    written = [block for block in blocks(page) if block.file]
+    for block in written:
+        (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+    for block in blocks(page, "python"):
+        if not block.file:
+            exec(compile(block.text, name_of(page), "exec"), {"__name__": "__main__"})  # noqa: S102
+    from shardwise import api
+
+    for block in written:
+        if block.language == "yaml" and "factory:" in block.text:
+            recipe = api.load(block.file)
+            assert api.plan(recipe).fits
+            assert _learns(recipe)
+
+
+def _learns(recipe: Recipe) -> bool:
+    """Train for some steps in this very process, a world of one."""
+    from shardwise.engine.build import build
+    from shardwise.engine.step import step
+    from shardwise.model.blueprint import blueprint_of
+    from shardwise.train.data import open_data
+    from shardwise.train.process import join
+
+    blueprint = blueprint_of(recipe)
+    data = open_data(recipe, blueprint.dataset)
+    with join("cpu") as world:
+        run = build(recipe, blueprint, strategy_from(recipe.strategy), world.device)
+        losses = [float(step(run, data.micro_batches(i, 0, 1, 64), 3e-3).loss) for i in range(20)]
+    return losses[-1] < 0.7 * losses[0]
+
+
+def test_python_is_nowhere_else() -> None:
+    """Every Python block is run by one of the tests here."""
+    run = {ROOT / "README.md", ROOT / "docs/how-to/train-your-own-model.md", TECHNIQUE_PAGE}
+    assert {block.page for block in all_blocks("python")} == run
+
+
+def test_the_worked_technique_works(tmp_path: Path) -> None:
+    """The four steps of the page, in a copy of the package: its test passes, its rule refuses in the words shown."""
+    shutil.copytree(ROOT / "shardwise", tmp_path / "shardwise", ignore=shutil.ignore_patterns("__pycache__"))
+    files = blocks(TECHNIQUE_PAGE, "python")
+    for block in files:
+        path = tmp_path / block.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text, encoding="utf-8")
+    [diff] = blocks(TECHNIQUE_PAGE, "diff")
+    _apply(diff.text, tmp_path)
+    [test] = [block for block in files if "/test_" in block.file]
+    [name] = re.findall(r"^def (test_\w+)", test.text, re.MULTILINE)
+    words = [
+        "plan",
+        str(ROOT / "recipes/laptop-tiny.yaml"),
+        "strategy.zero_stage=1",
+        "strategy.gather_ahead=2",
+    ]
+    script = (
+        "import runpy; from shardwise.cli.main import run;"
+        f" assert run({words}) == 2; runpy.run_path({test.file!r})[{name!r}]()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[0] in [
+        line for b in blocks(TECHNIQUE_PAGE, "text") for line in b.text.splitlines()
+    ]
+
+
+def _apply(diff: str, folder: Path) -> None:
+    """A diff without line numbers: the context of each hunk must occur once."""
+    head, *hunks = re.split(r"^@@\n", diff, flags=re.MULTILINE)
+    path = folder / head.removeprefix("--- ").strip()
+    text = path.read_text(encoding="utf-8")
+    for hunk in hunks:
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] == " ")
+        after = "".join(line[1:] for line in lines if line[0] in " +")
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    path.write_text(text, encoding="utf-8")
+
+
+# ---- the rest ---------------------------------------------------------------------------------------------
+
+
+def test_the_data_error_reads_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.train.data import open_data
+
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"text": "a" * 46}), json.dumps({"text": "b" * 46}), '{"text": oops}']
+    Path("data").mkdir()
+    Path("data/b.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    recipe = recipe_of({"model": {"preset": "tiny"}, "data": {"source": "data"}, "steps": 1, "batch_size": 1})
+    with pytest.raises(DataError) as raised:
+        open_data(recipe, cache=tmp_path / "cache")
+    page = ROOT / "docs" / "how-to" / "train-on-your-data.md"
+    assert raised.value.line() in [line for block in blocks(page, "text") for line in block.text.splitlines()]
+
+
+def _anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        place, _, anchor = target.partition("#")
+        path = (page.parent / place).resolve() if place else page
+        assert path.exists(), target
+        assert not anchor or anchor in _anchors(path), target
+
+
+def test_every_page_is_reachable() -> None:
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    }
+    assert set(itertools.chain(PAGES, RECIPES)) <= linked | {ROOT / "README.md"}
+
+
+def test_recipes_resolve_to_the_same_recipe(tmp_path: Path) -> None:
+    """`recipe.yaml` of a run is accepted by train, as docs/reference/files.md says."""
+    from shardwise.core.recipe import dump_recipe
+
+    for path in RECIPES:
+        recipe = load_recipe(path, [], SETTINGS)
+        copy = tmp_path / path.name
+        copy.write_text(dump_recipe(recipe), encoding="utf-8")
+        assert load_recipe(copy, [], SETTINGS) == recipe
