@@ -201,22 +201,28 @@ def test_every_block_is_shown() -> None:
 
 
 def test_the_readme_shows_todays_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is made by quick predictions, which equal the full ones to the byte, in a third of the time."""
+    """The plan is made of quick predictions, in half the time: they equal full ones to the byte, and in the four
+    digits that are shown of seconds, but not always in those of bytes per second.
+    """
     from shardwise.cli.common import make_plan
     from shardwise.plan import search
+    from shardwise.plan.predict import predict
     from shardwise.report.tables import plan_text
 
-    full = search.predict
-
     def quick(*arguments: Any, **options: Any) -> Any:
-        return full(*arguments, **{**options, "quick": True})
+        return predict(*arguments, **{**options, "quick": True})
 
     monkeypatch.setattr(search, "predict", quick)
     plan = make_plan(*read(ROOT / generate.SHOWN_RECIPE, []))
-    shown = generate.plan_block(plan_text(plan, generate.SHOWN_WIDTH))
-    assert shown in (ROOT / "README.md").read_text(encoding="utf-8"), "run `make docs`"
+    made = generate.plan_block(plan_text(plan, generate.SHOWN_WIDTH))
+    [shown] = re.findall(r"<!-- plan:begin -->\n(.*?)\n<!--", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)
+    assert _without_rates(made) == _without_rates(shown), "run `make docs`"
     keys = _keys_under(ROOT / "docs" / "reference" / "files.md", "`plan.json`")
     assert keys == set(plan.as_dict())
+
+
+def _without_rates(text: str) -> str:
+    return re.sub(r" +\S+ \w?B/s on average", "", text)
 
 
 def test_keys_of_files_are_those_of_the_code() -> None:
@@ -259,15 +265,15 @@ def test_what_a_stage_sends_and_holds(stage: int) -> None:
     page = ROOT / "docs" / "concepts" / "zero.md"
     _, axis, sent, *_ = _rows_under(page, "What is sent")[stage]
     _, *held = _rows_under(page, "What is held")[stage]
-    first, later, after = (_value(cell.replace("layer", "0.25"), N=8) for cell in held)
-    runs = {count: _dry_run(stage, ranks=8, passes=count) for count in (1, 3)}
+    first, later, after = (_value(cell.replace("layer", "0.6"), N=8) for cell in held)
+    runs = {count: _dry_run(stage, ranks=8, passes=count) for count in (1, 2)}
     for count, run in runs.items():
         elements = sum(c.traffic_elements for c in run.cost.collectives if c.axis == axis)
         assert elements / run.parameters == _value(sent, M=count)
         assert _state_per_parameter(run, "clip") == pytest.approx(after, abs=0.01)
-    layer = 0.25 if "layer" in held[0] else 0.0
+    layer = 0.6 if "layer" in held[0] else 0.0
     assert first - layer <= _state_per_parameter(runs[1], "forward") + 0.01 <= first + 0.02
-    assert later - layer <= _state_per_parameter(runs[3], "forward") + 0.01 <= later + 0.02
+    assert later - layer <= _state_per_parameter(runs[2], "forward") + 0.01 <= later + 0.02
 
 
 def _value(formula: str, **numbers: int) -> float:
@@ -292,7 +298,7 @@ def _dry_run(stage: int, ranks: int, passes: int) -> Any:
     from shardwise.model.blueprint import blueprint_of
 
     values = {
-        "model": {"layers": 16, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 256},
+        "model": {"layers": 8, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 256},
         "data": {"sequence_length": 16},
         "steps": 2,
         "batch_size": ranks * passes,
@@ -336,12 +342,15 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def _learns(recipe: Recipe) -> bool:
     """Train for some steps in this very process, a world of one."""
+    import torch
+
     from shardwise.engine.build import build
     from shardwise.engine.step import step
     from shardwise.model.blueprint import blueprint_of
     from shardwise.train.data import open_data
     from shardwise.train.process import join
 
+    torch.set_num_threads(1)  # matrices this small are slower on several
     blueprint = blueprint_of(recipe)
     data = open_data(recipe, blueprint.dataset)
     with join("cpu") as world:

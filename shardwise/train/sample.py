@@ -22,8 +22,11 @@ from shardwise.train.data import open_tokenizer
 from shardwise.train.folder import read_job
 from shardwise.train.reference import reference_model
 
-SAMPLED_PARAMETERS = 100_000_000
-"""Models up to this size write a sample for their report, in one process."""
+SAMPLE_FLOPS = 5e11
+"""What a report's sample may cost: seconds on a laptop. Larger models write a shorter one, or none."""
+
+SAMPLE_TOKENS = (100, 300)
+"""The shortest sample worth reading, and the longest written."""
 
 
 def next_token(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
@@ -103,14 +106,17 @@ def model_from(blueprint: Blueprint, checkpoint: Path) -> nn.Module:
     return model
 
 
-def record_sample(folder: Path, tokens: int = 300) -> None:
+def record_sample(folder: Path) -> None:
     """Put a document that the trained model begins into the run's report.json, if it is a small model of text."""
     path = folder / "report.json"
     report = json.loads(path.read_text(encoding="utf-8"))
-    if report["parameters"] > SAMPLED_PARAMETERS:
+    recipe, _ = read_job(folder)
+    shortest, longest = SAMPLE_TOKENS
+    affordable = int(SAMPLE_FLOPS / (2 * report["parameters"] * recipe.data.sequence_length))
+    if affordable < shortest:
         return
     try:
-        report["sample"] = "".join(text_from_run(folder, "", tokens=tokens))
+        report["sample"] = "".join(text_from_run(folder, "", tokens=min(affordable, longest)))
     except RecipeError:
         return  # a model that does not write text
     path.write_text(json.dumps(report, indent=1), encoding="utf-8")
