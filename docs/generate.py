@@ -15,9 +15,10 @@ import argparse
 import inspect
 import json
 import re
+import statistics
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from shardwise.core.units import format_bytes, format_count, format_rate
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "ledger-cpu.json"
+RESULTS = ROOT / "benchmarks" / "results"
 SHOWN_RECIPE = "recipes/llama-3-8b-8xh100.yaml"
 SHOWN_WIDTH = 96
 VERBS = (plan, train, verify, generate, report, doctor)
@@ -42,7 +43,7 @@ VERBS = (plan, train, verify, generate, report, doctor)
 _BLOCK = re.compile(r"(<!-- ([a-z0-9-]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 
 
-def table(head: Sequence[str], rows: Iterator[Sequence[object]], align: str = "") -> str:
+def table(head: Sequence[str], rows: Iterable[Iterable[object]], align: str = "") -> str:
     """A Markdown table. ``align`` holds an ``r`` for each column that is aligned to the right."""
     sides = align.ljust(len(head), "l")
     lines = [head, ["---:" if side == "r" else "---" for side in sides]]
@@ -67,10 +68,8 @@ def kind_of(schema: Mapping[str, Any]) -> str:
         return ", ".join(code(value) for value in schema.get("enum", [schema.get("const")]))
     if "prefixItems" in schema:
         return f"a list of {len(schema['prefixItems'])}, each {kind_of(schema['prefixItems'][0])}"
-    words = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}
-    return " ".join(
-        [words.get(schema["type"], "mapping" if schema["type"] == "object" else "null"), *_limits(schema)]
-    )
+    words = {"string": "text", "boolean": "true or false", "object": "mapping"}
+    return " ".join([words.get(schema["type"], schema["type"]), *_limits(schema)])
 
 
 def _limits(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -98,12 +97,8 @@ def keys_of(model: Any) -> str:
                 continue
             default = field.get_default(call_default_factory=True)
             shown = list(default) if isinstance(default, tuple) else default
-            yield (
-                code(key),
-                kind_of(properties[key]),
-                "**required**" if field.is_required() else code(shown),
-                (field.description),
-            )
+            given = "**required**" if field.is_required() else code(shown)
+            yield code(key), kind_of(properties[key]), given, field.description
 
     return table(("key", "values", "default", "meaning"), rows())
 
@@ -228,26 +223,15 @@ def ledger_rows() -> str:
 
 
 def models() -> str:
+    sizes = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "context")
+
     def rows() -> Iterator[Sequence[object]]:
         for name, d in PRESETS.items():
             tied = "yes" if d.tied else "no"
-            dims = (d.layers, d.width, d.heads, d.kv_heads, d.ffn, f"{d.vocab:,}", f"{d.context:,}")
-            yield code(name), d.family, format_count(d.parameters), *dims, tied
+            numbers = (f"{getattr(d, size):,}" for size in sizes)
+            yield code(name), d.family, format_count(d.parameters), *numbers, tied
 
-    head = (
-        "preset",
-        "family",
-        "parameters",
-        "layers",
-        "width",
-        "heads",
-        "kv_heads",
-        "ffn",
-        "vocab",
-        "context",
-        "tied",
-    )
-    return table(head, rows(), "llrrrrrrrr")
+    return table(("preset", "family", "parameters", *sizes, "tied"), rows(), "llrrrrrrrr")
 
 
 def devices() -> str:
@@ -255,12 +239,7 @@ def devices() -> str:
         for name, p in PROFILES.items():
             flops = (f"{p.flops[dtype] / 1e12:g}" if dtype in p.flops else "–" for dtype in DTYPES)
             rates = (p.memory_bandwidth, p.link_bandwidth, p.network_bandwidth)
-            yield (
-                code(name),
-                format_bytes(p.memory_bytes),
-                *flops,
-                *(format_rate(rate, "B") for rate in rates),
-            )
+            yield code(name), format_bytes(p.memory_bytes), *flops, *(format_rate(r, "B") for r in rates)
 
     head = ("device", "memory", *DTYPES, "memory bandwidth", "link", "network")
     return table(head, rows(), "l" + "r" * (len(head) - 1))
@@ -285,10 +264,6 @@ def device_sources() -> str:
     return "\n\n".join(section(name) for name in PROFILES)
 
 
-def short_names() -> str:
-    return table(("short", "stands for"), ((code(short), code(name)) for short, name in SHORT_NAMES.items()))
-
-
 def recipes() -> str:
     """Every file of recipes/ with the first sentence of its head."""
 
@@ -306,37 +281,45 @@ def recipes() -> str:
 
 
 def ledger() -> str:
-    """The summary of the committed benchmark, by number of processes."""
-    if not RESULTS.exists():
+    """Summaries of the committed benchmarks."""
+    found = sorted(RESULTS.glob("ledger-*.json"))
+    if not found:
         return "No results are committed yet; `make benchmark` measures (about 15 minutes on two cores)."
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return "\n\n".join(_summary(path) for path in found)
+
+
+def _summary(path: Path) -> str:
+    """One benchmark by number of processes."""
+    results = json.loads(path.read_text(encoding="utf-8"))
     machine, runs = results["machine"], results["rows"]
     peaks = [rank["measured_peak_bytes"] for run in runs for rank in run["ranks"]]
 
     def rows() -> Iterator[Sequence[object]]:
         for world in sorted({run["world"] for run in runs}):
-            errors = sorted(abs(run["worst_error"]) for run in runs if run["world"] == world)
-            middle = (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
-            yield world, len(errors), f"{100 * middle:.1f} %", f"{100 * errors[-1]:.1f} %"
-        yield (
-            "all",
-            len(runs),
-            f"{100 * results['median_error']:.1f} %",
-            f"{100 * results['worst_error']:.1f} %",
-        )
+            errors = [abs(run["worst_error"]) for run in runs if run["world"] == world]
+            yield world, len(errors), _percent(statistics.median(errors)), _percent(max(errors))
+        yield "all", len(runs), _percent(results["median_error"]), _percent(results["worst_error"])
 
+    where = ", ".join(machine["accelerators"]) or f"{machine['processor']}, {machine['cores']} cores"
+    page = ROOT / "docs" / "reference" / f"{path.stem}.md"
+    every = f"\n\nEvery run: [{page.name}]({page.relative_to(ROOT)})." if page.exists() else ""
     return (
-        f"{len(runs)} real runs with peaks of {format_bytes(min(peaks))} to {format_bytes(max(peaks))} a process,"
-        f" on {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, {machine['day']}:\n\n"
+        f"{len(runs)} runs of {where}, with peaks of {format_bytes(min(peaks))} to {format_bytes(max(peaks))} a"
+        f" process (torch {machine['torch']}, {machine['day']}); errors of the worst rank of each run:\n\n"
         + table(("processes", "runs", "median error", "worst error"), rows(), "lrrr")
-        + "\n\nEvery run: [docs/reference/ledger-cpu.md](docs/reference/ledger-cpu.md). Repeat: `make benchmark`."
+        + every
     )
 
 
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
+
+
 def plan_block(text: str) -> str:
-    """The plan as the README shows it: the tool's output up to what it says in sentences."""
-    shown = text.partition("\nWhy\n")[0].rstrip("\n")
-    return f"```console\n$ shardwise plan {SHOWN_RECIPE}\n{shown}\n```"
+    """The plan as the README shows it: what is chosen, its memory and time, and what else was considered."""
+    sections = text.rstrip("\n").split("\n\n")
+    kept = [sections[0], *(s for s in sections if s.startswith(("Memory at", "Time of", "Considered")))]
+    return f"```console\n$ shardwise plan {SHOWN_RECIPE}\n" + "\n\n".join(kept) + "\n```"
 
 
 def shown_plan() -> str:
@@ -360,7 +343,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "devices": devices,
     "overheads": overheads,
     "device-sources": device_sources,
-    "short-names": short_names,
+    "short-names": lambda: table(("short", "stands for"), (map(code, pair) for pair in SHORT_NAMES.items())),
     "recipes": recipes,
     "ledger": ledger,
     "plan": shown_plan,
