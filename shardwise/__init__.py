@@ -10,6 +10,8 @@ The public interface is small. Names are loaded when first used, so that ``impor
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,3 +27,28 @@ def __getattr__(name: str) -> object:
 
         return getattr(api, name)
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """``plan`` and ``train`` are functions for users and subpackages inside: the functions win.
+
+    Importing a subpackage sets it as an attribute of its parent; here that has no effect, and
+    ``from shardwise.plan.search import ...`` finds it all the same.
+    """
+
+    @property
+    def plan(self) -> object:
+        return __getattr__("plan")
+
+    @plan.setter
+    def plan(self, module: object) -> None: ...
+
+    @property
+    def train(self) -> object:
+        return __getattr__("train")
+
+    @train.setter
+    def train(self, module: object) -> None: ...
+
+
+sys.modules[__name__].__class__ = _Package

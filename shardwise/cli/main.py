@@ -18,7 +18,7 @@ from shardwise.core.errors import RecipeError, ShardwiseError
 
 app = typer.Typer(
     name="shardwise",
-    help="Plans the fastest strategy that fits, says why, and trains exactly that plan.",
+    help="Plans a strategy that fits, says why, and trains exactly that plan.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )

@@ -72,6 +72,7 @@ class Plan:
 
     Attributes:
         line: the strategy in one line.
+        reserve_bytes: part of the capacity that is left to the allocator's fragmentation, which is not predicted.
         worst_rank: the rank whose peak is given.
         allocated_bytes: predicted peak by rank, in the terms of the measurement (every rank that was dry-run).
         reasons: why this strategy, in sentences.
@@ -90,6 +91,7 @@ class Plan:
     allocated_bytes: Mapping[int, int]
     step: StepEstimate
     micro_batches: int
+    reserve_bytes: int = 0
     candidates: tuple[Candidate, ...] = ()
     reasons: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -97,7 +99,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak.bytes <= self.capacity_bytes
+        return self.peak.bytes <= self.capacity_bytes - self.reserve_bytes
 
     def predicted_allocated(self, rank: int) -> int:
         """Predicted peak of ``rank``; ranks that were not dry-run hold no more than rank 0."""
@@ -113,6 +115,7 @@ class Plan:
             "device": self.device,
             "fits": self.fits,
             "capacity_bytes": self.capacity_bytes,
+            "reserve_bytes": self.reserve_bytes,
             "parameters": self.parameters,
             "peak": {
                 "bytes": self.peak.bytes,
@@ -144,6 +147,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
         cluster=data["cluster"],
         device=data["device"],
         capacity_bytes=data["capacity_bytes"],
+        reserve_bytes=data["reserve_bytes"],
         parameters=data["parameters"],
         peak=Peak(Ledger(**data["ledger"]), peak["phase"], peak["where"]),
         worst_rank=peak["rank"],

@@ -29,13 +29,22 @@ def category(allocation: Allocation, tracker: Tracker) -> str:
         return "parameters"
     for tag in TAGS:
         if tag in allocation.origin.tags:
-            return tag
+            # What a backward pass has reduced and keeps is a gradient, whether or not it is in ``.grad`` yet.
+            kept = (
+                tag == "communication"
+                and allocation.phase == "backward"
+                and _outlives_phase(allocation, tracker)
+            )
+            return "gradients" if kept else tag
     if allocation.phase == "backward":
         return "activations" if allocation.grad_enabled else "temporaries"
     if allocation.phase != "forward":
         return "temporaries"
-    ends = _phase_end(allocation.born, tracker)
-    return "activations" if allocation.died is None or allocation.died > ends else "temporaries"
+    return "activations" if _outlives_phase(allocation, tracker) else "temporaries"
+
+
+def _outlives_phase(allocation: Allocation, tracker: Tracker) -> bool:
+    return allocation.died is None or allocation.died > _phase_end(allocation.born, tracker)
 
 
 def _phase_end(time: int, tracker: Tracker) -> int:
@@ -59,7 +68,7 @@ def peaks(tracker: Tracker, since: int = 0) -> dict[str, Peak]:
         phase = tracker.phases[bisect_right(starts, time) - 1][1]
         if total + workspace > best.get(phase, (-1, 0, 0))[0]:
             best[phase] = (total + workspace, time, workspace)
-    names = {a.born: (a.where or f"outside the modules, {a.operation}") for a in tracker.allocations}
+    names = {a.born: (a.where or f"the loss ({a.operation})") for a in tracker.allocations}
     return {
         phase: Peak(ledger_at(tracker, time).plus(communication=workspace), phase, _latest(names, time))
         for phase, (_, time, workspace) in best.items()

@@ -8,6 +8,7 @@ that outweighs two blocks but not eighty), the shallow models are made deeper un
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def predict(
     time = step_time(cost, layout, cluster)
     estimate = StepEstimate(
         seconds=time.seconds,
-        tokens=recipe.batch_size * recipe.data.sequence_length,
+        tokens=recipe.batch_size * _targets(recipe, blueprint),
         flops=cost.flops,
         traffic_bytes=cost.traffic_by_axis(),
         mfu=mfu(cost, time.seconds, run.compute_dtype, cluster),
@@ -79,6 +80,13 @@ def predict(
         parameters=parameters,
         run=run,
     )
+
+
+def _targets(recipe: Recipe, blueprint: Blueprint) -> int:
+    """Targets of one sample: the elements of its labels."""
+    shapes = blueprint.sample_shapes(recipe.data.sequence_length)
+    labels = next((shape for name, (shape, _) in shapes.items() if name in ("labels", "label")), ())
+    return math.prod(labels)
 
 
 Counts = tuple[Mapping[str, Peak], StepCost, int, DryRun]

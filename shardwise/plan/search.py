@@ -36,6 +36,9 @@ from shardwise.technique import (
 STORAGE_BYTES = 4
 """Least bytes per stored weight: fp32 or fp32 master weights."""
 
+RESERVE: Mapping[str, float] = {"cpu": 0.0, "cuda": 0.05, "rocm": 0.05}
+"""Share of the capacity that is left to a caching allocator, whose fragmentation is not predicted yet."""
+
 EVERY_RANK = 8
 """Worlds up to this size are dry-run on every rank when shards are uneven; of larger ones only the first, which
 holds most: shards are cut from the front."""
@@ -49,6 +52,15 @@ class Search:
     blueprint: Blueprint
     cluster: Cluster
     seen: dict[Strategy, Candidate] = field(default_factory=dict)
+
+    @property
+    def reserve_bytes(self) -> int:
+        return int(RESERVE[self.cluster.device.kind] * self.cluster.capacity_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a strategy may need."""
+        return self.cluster.capacity_bytes - self.reserve_bytes
 
     def run(self) -> Plan:
         """The plan. Raises RecipeError when what is pinned breaks a rule."""
@@ -98,10 +110,10 @@ class Search:
         for size in sizes:
             trial = strategy.with_values(micro_batch_size=size)
             quick = self._predict(trial, quick=True)
-            if quick.peak.bytes > self.cluster.capacity_bytes:
+            if quick.peak.bytes > self.budget_bytes:
                 continue
             full = self._predict(trial, quick=False)
-            if full.peak.bytes <= self.cluster.capacity_bytes:
+            if full.peak.bytes <= self.budget_bytes:
                 return full
         return None
 
@@ -109,9 +121,9 @@ class Search:
         """Whether the closed-form lower bound leaves room; records the candidate when it does not."""
         layout = layout_of(strategy, self.cluster.world_size)
         least = least_state_bytes(self.blueprint.parameter_count(), layout.degree("shard"), STORAGE_BYTES)
-        if least <= self.cluster.capacity_bytes:
+        if least <= self.budget_bytes:
             return True
-        reason = f"weights and optimizer state alone take {format_bytes(least)}"
+        reason = f"weights and optimizer state alone take at least {format_bytes(least)}"
         self._note(strategy, least, 0.0, "does not fit", reason)
         return False
 
@@ -119,7 +131,7 @@ class Search:
 
     def _predict(self, strategy: Strategy, *, quick: bool) -> Prediction:
         found = predict(self.recipe, self.blueprint, strategy, self.cluster, quick=quick)
-        over = found.peak.bytes - self.cluster.capacity_bytes
+        over = found.peak.bytes - self.budget_bytes
         if over > 0:
             where = f" at {found.peak.where}" if found.peak.where else ""
             reason = f"{format_bytes(over)} too much in the {found.peak.phase} phase{where}"
@@ -149,6 +161,7 @@ class Search:
             cluster=self.cluster.name,
             device=self.cluster.device.name,
             capacity_bytes=self.cluster.capacity_bytes,
+            reserve_bytes=self.reserve_bytes,
             parameters=chosen.parameters,
             peak=chosen.peak,
             worst_rank=chosen.rank,
@@ -188,7 +201,7 @@ class Search:
     def _judged(self, candidate: Candidate, chosen: Prediction) -> Candidate:
         """The candidate with its final verdict, and a reason in comparison with the chosen one."""
         if candidate.strategy == chosen.strategy:
-            verdict = "chosen" if chosen.peak.bytes <= self.cluster.capacity_bytes else "does not fit"
+            verdict = "chosen" if chosen.peak.bytes <= self.budget_bytes else "does not fit"
             return Candidate(**{**vars(candidate), "verdict": verdict})
         if candidate.verdict != "fits":
             return candidate
@@ -205,13 +218,13 @@ class Search:
                 changed = chosen.strategy.differences(candidate.strategy)
                 if len(changed) == 1:
                     [(key, (mine, theirs))] = changed.items()
-                    yield f"{key} {mine}, because {key} {theirs} needs {format_bytes(candidate.peak_bytes)}"
+                    yield f"{key} {mine}, because {key} {theirs} needs at least {format_bytes(candidate.peak_bytes)}"
         free = [
             s.key
             for s in SETTINGS
             if s.key not in self.recipe.strategy and (s.candidates or s is MICRO_BATCH_SIZE)
         ]
-        if free and chosen.peak.bytes <= self.cluster.capacity_bytes:
+        if free and chosen.peak.bytes <= self.budget_bytes:
             yield f"chosen by the planner: {', '.join(free)}; the first that fits, plainest first, largest micro-batch"
 
 
@@ -223,7 +236,8 @@ def assumptions(cluster: Cluster) -> Iterator[str]:
         f" {format_bytes(overhead.context_bytes)}, {format_bytes(overhead.communicator_bytes)} per communicator,"
         f" workspaces {format_bytes(overhead.workspace_bytes)}"
     )
-    yield "fragmentation is not predicted in this version: 0"
+    reserve = RESERVE[cluster.device.kind]
+    yield f"fragmentation is not predicted in this version: 0, and {reserve:.0%} of the capacity is left free for it"
     yield f"seconds are a roofline over the profile's peaks ({cluster.device.name}), not a measurement"
 
 

@@ -222,6 +222,7 @@ class _PlanShape(_Shape):
     cluster: str
     device: str
     capacity_bytes: Size
+    reserve_bytes: Size
     parameters: Size
     peak: _PeakShape
     ledger: Rows

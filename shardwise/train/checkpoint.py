@@ -16,6 +16,7 @@ over a recipe that was edited on purpose.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
@@ -151,6 +152,7 @@ def restore(run: Run, folder: Path, fingerprint: str = "", warn: Warn = to_stder
     if found is None:
         return None
     checkpoint, manifest = found
+    _on_rank_0(lambda: _set_aside(folder, checkpoint))
     _require_same_samples(run, manifest, fingerprint, checkpoint)
     tensors = tensors_of(run)
     _require_same_tensors(tensors, manifest, checkpoint)
@@ -192,6 +194,13 @@ def _newest_whole(folder: Path, warn: Warn) -> tuple[Path, Manifest] | None:
             fix=f"bring back a copy, or delete {folder} to start over",
         )
     return None
+
+
+def _set_aside(folder: Path, whole: Path) -> None:
+    """Rename the damaged checkpoints newer than ``whole``: they must not count among those that are kept."""
+    candidates = manifests.committed(folder)
+    for damaged in candidates[: candidates.index(whole)]:
+        damaged.rename(damaged.with_name(f"damaged-{damaged.name}-{time.time_ns()}"))
 
 
 def _verified(checkpoint: Path) -> Manifest:

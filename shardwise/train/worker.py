@@ -7,6 +7,7 @@ recipe and the plan from the run folder and trains exactly that plan; it never p
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -110,4 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code != 0:
+        # Other ranks are in a collective with this one: tearing down politely can abort with another code.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

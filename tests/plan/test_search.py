@@ -13,7 +13,7 @@ from shardwise.core.plan import Plan, plan_from
 from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.model.blueprint import blueprint_of
 from shardwise.plan.predict import predict
-from shardwise.plan.search import plan_for
+from shardwise.plan.search import RESERVE, plan_for
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, strategy_from
 from shardwise.technique.zero import ZERO_STAGE
 
@@ -23,7 +23,7 @@ MODEL = {"layers": 6, "width": 256, "heads": 4, "kv_heads": 4, "ffn": 704, "voca
 def recipe(memory_mib: float | None = None, batch_size: int = 32, **strategy: Any) -> Recipe:
     cluster: dict[str, Any] = {"preset": "4xA100-80GB"}
     if memory_mib is not None:
-        cluster["memory_gib"] = memory_mib / 1024
+        cluster["memory_gib"] = memory_mib / 1024 / (1 - RESERVE["cuda"])
     values = {
         "model": MODEL,
         "data": {"sequence_length": 128},
