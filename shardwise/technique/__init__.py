@@ -16,10 +16,12 @@ from typing import Any
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Rule, Setting, Strategy, Violation, complete, violations
 from shardwise.technique.base import AXES, Technique
+from shardwise.technique.checkpointing import Checkpointing
 from shardwise.technique.precision import Precision
 from shardwise.technique.zero import Zero
 
 ORDER: tuple[Technique, ...] = (
+    Checkpointing(),
     Precision(),
     Zero(),
 )
@@ -39,7 +41,6 @@ RESERVED: tuple[Setting[Any], ...] = (
     Setting("pipeline_schedule", "1f1b", "pipeline schedule", choices=("1f1b",), note=_LATER),
     Setting("sequence_parallel", 1, "sequence-parallel degree", kind=int, choices=(1,), note=_LATER),
     Setting("sequence_method", "ulysses", "how sequences are split", choices=("ulysses",), note=_LATER),
-    Setting("activation_checkpointing", "none", "what is recomputed", choices=("none",), note=_LATER),
     Setting("offload", "none", "what lives on the host", choices=("none",), note=_LATER),
     Setting("compile", False, "torch.compile per block", kind=bool, choices=(False,), note=_LATER),
 )
