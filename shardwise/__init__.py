@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.api import Cluster, Plan, Recipe, load, plan, train, verify
@@ -29,26 +29,21 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 
+class _Callable(ModuleType):
+    """A subpackage that is also the public function of its name: ``shardwise.plan(recipe)``."""
+
+    def __call__(self, *arguments: object, **options: object) -> object:
+        function: Any = __getattr__(self.__name__.rpartition(".")[2])
+        return function(*arguments, **options)
+
+
 class _Package(ModuleType):
-    """``plan`` and ``train`` are functions for users and subpackages inside: the functions win.
+    """Importing a subpackage sets it as an attribute here; ``plan`` and ``train`` become callable then."""
 
-    Importing a subpackage sets it as an attribute of its parent; here that has no effect, and
-    ``from shardwise.plan.search import ...`` finds it all the same.
-    """
-
-    @property
-    def plan(self) -> object:
-        return __getattr__("plan")
-
-    @plan.setter
-    def plan(self, module: object) -> None: ...
-
-    @property
-    def train(self) -> object:
-        return __getattr__("train")
-
-    @train.setter
-    def train(self, module: object) -> None: ...
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in __all__ and isinstance(value, ModuleType):
+            value.__class__ = _Callable
+        super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package

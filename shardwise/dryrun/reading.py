@@ -56,22 +56,22 @@ def _phase_end(time: int, tracker: Tracker) -> int:
 def peaks(tracker: Tracker, since: int = 0) -> dict[str, Peak]:
     """The instant of greatest total in every phase at or after time ``since``."""
     changes = _changes(tracker)
-    best: dict[str, tuple[int, int, int]] = {}  # phase -> (bytes, time, workspace)
+    best: dict[str, tuple[int, int]] = {}  # phase -> (bytes, time)
     starts = [start for start, _ in tracker.phases]
-    workspaces = {time: size for time, size, _ in tracker.workspaces}
+    workspaces = {time: {row: size} for time, size, row in tracker.workspaces}
     total = 0
     for time in range(1, tracker.now + 1):
         total += changes.get(time, 0)
-        workspace = workspaces.get(time, 0)
         if time < since:
             continue
         phase = tracker.phases[bisect_right(starts, time) - 1][1]
-        if total + workspace > best.get(phase, (-1, 0, 0))[0]:
-            best[phase] = (total + workspace, time, workspace)
+        held = total + sum(workspaces.get(time, {}).values())
+        if held > best.get(phase, (-1, 0))[0]:
+            best[phase] = (held, time)
     names = {a.born: (a.where or f"the loss ({a.operation})") for a in tracker.allocations}
     return {
-        phase: Peak(ledger_at(tracker, time).plus(communication=workspace), phase, _latest(names, time))
-        for phase, (_, time, workspace) in best.items()
+        phase: Peak(ledger_at(tracker, time).plus(**workspaces.get(time, {})), phase, _latest(names, time))
+        for phase, (_, time) in best.items()
     }
 
 

@@ -28,10 +28,27 @@ class Target:
     Attributes:
         kernels: makes a context in which the target's kernels stand in for the CPU's.
         workspace: bytes a collective allocates for itself, from (kind, payload bytes).
+        scratch: bytes a kernel allocates for itself, from its name and result.
     """
 
     kernels: Callable[[], AbstractContextManager[Any]]
     workspace: Callable[[str, int], int]
+    scratch: Callable[[str, Any], int]
+
+
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+
+
+def _onednn_scratch(operation: str, result: Any) -> int:
+    """oneDNN accumulates a 16-bit matrix product in an fp32 copy of its result."""
+    if operation.startswith(_PRODUCTS) and result.dtype in (torch.bfloat16, torch.float16):
+        return 4 * int(result.numel())
+    return 0
+
+
+def _no_scratch(operation: str, result: Any) -> int:
+    """On accelerators: in the workspaces of the device's profile."""
+    return 0
 
 
 def _gloo_workspace(kind: str, payload: int) -> int:
@@ -103,7 +120,7 @@ def _cuda_attention(
 
 
 TARGETS: dict[str, Target] = {
-    "cpu": Target(nullcontext, _gloo_workspace),
-    "cuda": Target(cuda_kernels, _no_workspace),
-    "rocm": Target(cuda_kernels, _no_workspace),
+    "cpu": Target(nullcontext, _gloo_workspace, _onednn_scratch),
+    "cuda": Target(cuda_kernels, _no_workspace, _no_scratch),
+    "rocm": Target(cuda_kernels, _no_workspace, _no_scratch),
 }

@@ -75,6 +75,7 @@ class Tracker(TorchDispatchMode):
         axis_of: the mesh axis of a process group, by its name.
         workspace: bytes that a collective's backend allocates for itself during a call, from
             (kind, payload bytes); see dryrun/target.py.
+        scratch: bytes that a kernel allocates for itself during a call, from its name and result.
         where: names the module that is running.
     """
 
@@ -82,11 +83,12 @@ class Tracker(TorchDispatchMode):
         self,
         axis_of: Mapping[str, str],
         workspace: Callable[[str, int], int],
+        scratch: Callable[[str, Any], int],
         where: Callable[[], str],
     ) -> None:
         super().__init__()
         self.allocations: list[Allocation] = []
-        self.workspaces: list[tuple[int, int, str]] = []  # (time, bytes, phase)
+        self.workspaces: list[tuple[int, int, str]] = []  # (time, bytes, ledger row), gone at once
         self.phases: list[tuple[int, str]] = []  # (time, phase) at every change
         self.kernels: Counter[Kernel] = Counter()
         self.collectives: Counter[Collective] = Counter()
@@ -94,6 +96,7 @@ class Tracker(TorchDispatchMode):
         self.counting_costs = False
         self._axis_of = axis_of
         self._workspace = workspace
+        self._scratch = scratch
         self._where = where
         self._living: dict[int, Allocation] = {}
         self._origins: dict[int, Origin] = {}
@@ -175,6 +178,8 @@ class Tracker(TorchDispatchMode):
         for tensor in tree_iter(out):
             if isinstance(tensor, FakeTensor):
                 self._meet(tensor, name)
+        if (size := self._scratch(name, out)) > 0:
+            self.workspaces.append((self._tick(), size, "temporaries"))
         if name.startswith(("c10d::", "_c10d_functional::")):
             self._communicate(func, args, kwargs, out)
         elif name == "fsdp::chunk_cat":
@@ -189,9 +194,8 @@ class Tracker(TorchDispatchMode):
         collective = collective_of(func, args, kwargs, self._axis_of)
         if collective is None:
             return
-        self.workspaces.append(
-            (self._tick(), self._workspace(collective.kind, collective.bytes), current_phase())
-        )
+        size = self._workspace(collective.kind, collective.bytes)
+        self.workspaces.append((self._tick(), size, "communication"))
         if self.counting_costs:
             self.collectives[collective] += 1
 
