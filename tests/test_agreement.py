@@ -126,7 +126,7 @@ def test_trains_as_one_plain_process(row: Row, pool: Pool, corpus: Path, referen
     wide = "fp64" if row["precision"] == "fp64" else "fp32"
     folder = reference(row["model"], wide)
     recipe = parity_recipe(row["model"], corpus)
-    verdicts = pool.run(row["world_size"], strategy_rank, recipe, settings_of(row), folder)
+    verdicts = pool.run(row["world_size"], strategy_rank, recipe, settings_of(row), folder, timeout=240)
     assert verdicts[0].steps == STEPS
     assert all(v == verdicts[0] for v in verdicts)
     assert verdicts[0].passed, verdicts[0]
@@ -179,7 +179,7 @@ def test_takes_the_memory_it_was_planned(row: Row, accumulate: int, pool: Pool) 
     settings = {**settings_of(row), MICRO_BATCH_SIZE.key: 4 // accumulate}
     strategy, cluster = strategy_from(settings), cluster_of(recipe.cluster)
     assert layout_of(strategy, world_size).world_size == world_size
-    measured = pool.run(world_size, measured_rank, recipe, settings)
+    measured = pool.run(world_size, measured_rank, recipe, settings, timeout=240)
     run = dry_run(recipe, blueprint_of(recipe), strategy, cluster)
     predicted = run.peak.bytes + cluster.device.overhead.workspace_bytes
     for rank, peak in enumerate(measured):
