@@ -216,7 +216,7 @@ _CPU = DeviceProfile(
         "efficiency.host": "the figure is of what is reached",
         "overhead.context_bytes": "none above the level before the model: the capacity is less the interpreter",
         "overhead.communicator_bytes": "measured: 3.4 MiB for the first gloo group, 0.1 MiB for each further",
-        "overhead.workspace_bytes": "measured: what Python objects and scratch of kernels add, -1 to 8 MiB",
+        "overhead.workspace_bytes": "measured: what Python objects and buffers of MKL add, 2 to 4 MiB",
     },
 )
 

@@ -88,7 +88,7 @@ def dry_run(
         even = all(p.numel() == _held_by_all(p, world_size) for p in site.model.parameters())
         groups = {name: site.mesh.get_group(name) for name in site.mesh.mesh_dim_names or ()}
         modules = RunningModule(site.model)
-        tracker = Tracker(axis_names(groups), target.workspace, target.scratch, modules.name)
+        tracker = Tracker(axis_names(groups), target.workspace, target.kept, modules.name)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.random.fork_rng(devices=[]), fake, target.kernels(), tracker.watching(), modules:
             run = materialise(site, recipe, blueprint, torch.device("cpu"))

@@ -37,6 +37,7 @@ from shardwise.engine.phase import current_phase
 
 # Where a tag says what a storage is for, the first in this order wins.
 TAGS: tuple[str, ...] = (
+    "overhead",
     "optimizer_state",
     "gradients",
     "master_weights",
@@ -75,7 +76,7 @@ class Tracker(TorchDispatchMode):
         axis_of: the mesh axis of a process group, by its name.
         workspace: bytes that a collective's backend allocates for itself during a call, from
             (kind, payload bytes); see dryrun/target.py.
-        scratch: bytes that a kernel allocates for itself during a call, from its name and result.
+        kept: bytes that a library keeps for every distinct call of a kernel, from its name and result.
         where: names the module that is running.
     """
 
@@ -83,7 +84,7 @@ class Tracker(TorchDispatchMode):
         self,
         axis_of: Mapping[str, str],
         workspace: Callable[[str, int], int],
-        scratch: Callable[[str, Any], int],
+        kept: Callable[[str, Any], int],
         where: Callable[[], str],
     ) -> None:
         super().__init__()
@@ -96,7 +97,8 @@ class Tracker(TorchDispatchMode):
         self.counting_costs = False
         self._axis_of = axis_of
         self._workspace = workspace
-        self._scratch = scratch
+        self._kept = kept
+        self._seen: set[tuple[Any, ...]] = set()
         self._where = where
         self._living: dict[int, Allocation] = {}
         self._origins: dict[int, Origin] = {}
@@ -178,8 +180,8 @@ class Tracker(TorchDispatchMode):
         for tensor in tree_iter(out):
             if isinstance(tensor, FakeTensor):
                 self._meet(tensor, name)
-        if (size := self._scratch(name, out)) > 0:
-            self.workspaces.append((self._tick(), size, "temporaries"))
+        if (size := self._kept(name, out)) > 0:
+            self._keep(name, args, size)
         if name.startswith(("c10d::", "_c10d_functional::")):
             self._communicate(func, args, kwargs, out)
         elif name == "fsdp::chunk_cat":
@@ -187,6 +189,15 @@ class Tracker(TorchDispatchMode):
         if self.counting_costs:
             self.kernels.update(kernels_of(current_phase(), func, args, kwargs, out))
         return out
+
+    def _keep(self, name: str, args: Any, size: int) -> None:
+        """Count what a library keeps for this call, once per shape and from the start: step 1 has met it."""
+        tensors = (t for t in tree_iter(args) if isinstance(t, FakeTensor))
+        signature = (name, *((t.shape, t.stride(), t.dtype) for t in tensors))
+        if signature not in self._seen:
+            self._seen.add(signature)
+            origin = Origin({"overhead"})
+            self.allocations.append(Allocation(size, 1, "build", "", False, name, origin))
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors = [t for t in tree_iter((args, kwargs, out)) if isinstance(t, FakeTensor)]
