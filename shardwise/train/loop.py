@@ -67,6 +67,8 @@ class Trainer:
         self.data: Data = open_data(recipe, self.blueprint.dataset)
         _require_vocabulary(self.blueprint, self.data)
         warm_kernels(job.device, job.plan.strategy)
+        # Builds on the meta device: what a model's code imports must lie below the level, as warm kernels do.
+        self.blueprint.parameter_count()
         self.meter = MemoryMeter(job.device)
         self.run: Run = build(recipe, self.blueprint, job.plan.strategy, job.device)
         self.checkpoints = job.folder / "checkpoints"
