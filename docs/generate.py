@@ -29,7 +29,7 @@ from shardwise.core.device_profiles import SHORT_NAMES
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.ledger import Ledger
 from shardwise.core.presets import PRESETS
-from shardwise.core.recipe import SECTIONS, Recipe
+from shardwise.core.recipe import SECTIONS, Recipe, ScalingSpec
 from shardwise.core.strategy import Setting
 from shardwise.core.units import format_bytes, format_count, format_rate
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED
@@ -68,6 +68,8 @@ def kind_of(schema: Mapping[str, Any]) -> str:
         return ", ".join(code(value) for value in schema.get("enum", [schema.get("const")]))
     if "prefixItems" in schema:
         return f"a list of {len(schema['prefixItems'])}, each {kind_of(schema['prefixItems'][0])}"
+    if "$ref" in schema:
+        return "section"
     words = {"string": "text", "boolean": "true or false", "object": "mapping"}
     return " ".join([words.get(schema["type"], schema["type"]), *_limits(schema)])
 
@@ -332,6 +334,7 @@ def shown_plan() -> str:
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **{f"recipe-{name}": partial(keys_of, model) for name, model in SECTIONS.items()},
     "recipe-top": partial(keys_of, Recipe),
+    "recipe-scaling": partial(keys_of, ScalingSpec),
     "settings": settings,
     "reserved": reserved,
     "techniques": techniques,

@@ -16,13 +16,11 @@ In overrides, naming the model or the cluster another way replaces how the file 
 """
 
 import copy
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
+from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 
 from shardwise.core.complaint import Complaint, explain, first_error, nearest, unknown_key
 from shardwise.core.consistency import contradictions
@@ -30,42 +28,13 @@ from shardwise.core.document import (
     Document,
     KeyPath,
     Origin,
-    Value,
     parse_document,
     read_document,
-    resolve_scalar,
-)  # fmt: skip
+    written,
+)
 from shardwise.core.override import overridden
+from shardwise.core.section import Count, Decay, Dimension, Scalar, Section, Text, pair, share, steps_of
 from shardwise.core.strategy import Setting
-
-Scalar: TypeAlias = str | int | float | bool | None
-Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
-Dimension: TypeAlias = Annotated[int, Field(ge=1, le=10_000_000)]
-Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Text: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
-
-
-def _pair(value: object) -> object:
-    """A list of YAML as the tuple it stands for. Raises ValueError unless it has two items."""
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError("a list of two numbers, such as [0.9, 0.95]")
-    return tuple(value)
-
-
-def _warmup(value: object) -> object:
-    """Raises ValueError unless `value` is a number of steps (int) or a fraction of them (float below 1)."""
-    steps = type(value) is int and 0 <= value <= 1_000_000_000
-    if not steps and not (type(value) is float and 0 <= value < 1):
-        raise ValueError("a whole number of steps or a fraction from 0 to below 1")
-    return value
-
-
-class Section(BaseModel):
-    """What all sections share: immutable, no unknown keys, no coercion, no NaN or infinity."""
-
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class ModelSpec(Section):
@@ -117,6 +86,15 @@ class DataSpec(Section):
     """field of a jsonl or parquet record that holds the text"""
 
 
+class ScalingSpec(Section):
+    """How the optimizer follows the batch size: what it was tuned for, and by which rule it moves."""
+
+    from_batch: Count
+    """the batch_size that the optimizer's values were tuned for; k is batch_size over it"""
+    rule: Literal["linear", "sqrt"]
+    """linear (for SGD): rate × k; sqrt (for Adam): rate × √k, 1 - betas × k, epsilon / √k"""
+
+
 class OptimizerSpec(Section):
     """How gradients become updates."""
 
@@ -124,9 +102,11 @@ class OptimizerSpec(Section):
     """update rule"""
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 3e-4
     """peak learning rate"""
+    scale_learning_rate: ScalingSpec | None = None
+    """from_batch and rule: the values here were tuned for a batch of from_batch, and follow batch_size"""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
     """decoupled weight decay, applied to matrices"""
-    betas: Annotated[tuple[Decay, Decay], BeforeValidator(_pair)] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(pair)] = (0.9, 0.95)
     """decay of the first and the second moment"""
     epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """added to the root of the second moment"""
@@ -137,12 +117,22 @@ class OptimizerSpec(Section):
 class ScheduleSpec(Section):
     """How the learning rate moves over the run."""
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """shape after the warmup"""
-    warmup: Annotated[int | float, BeforeValidator(_warmup)] = 0.03
+    warmup: Annotated[int | float, BeforeValidator(share)] = 0.03
     """steps (a whole number) or fraction of all steps (below 1) over which the rate rises from 0"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
     """fraction of the peak rate at the last step"""
+    decay: Annotated[int | float, BeforeValidator(share)] | None = None
+    """steps or fraction of all steps, at the end, over which wsd falls to the floor; null is 0.1"""
+
+    def warmup_steps(self, steps: int) -> int:
+        """The warmup of a run of ``steps`` steps, in steps."""
+        return steps_of(self.warmup, steps)
+
+    def decay_steps(self, steps: int) -> int:
+        """The decay of a run of ``steps`` steps by wsd, in steps."""
+        return steps_of(0.1 if self.decay is None else self.decay, steps)
 
 
 class ClusterSpec(Section):
@@ -167,6 +157,9 @@ class CheckpointSpec(Section):
     """optimizer steps between checkpoints; null for one at the end"""
     keep: Count = 2
     """newest checkpoints that are kept"""
+    start_from: Text | None = None
+    """another run's checkpoint (its step-N folder, or the folder of all, for the newest) to continue in a new
+    folder; a run that has checkpoints of its own goes on from those"""
 
 
 class EvaluationSpec(Section):
@@ -260,23 +253,24 @@ def dump_recipe(recipe: Recipe) -> str:
     lines = list[str]()
     for name, value in recipe:
         if not isinstance(value, Section | Mapping):
-            lines.append(f"{name}: {_yaml(value)}")
+            lines.append(f"{name}: {written(value)}")
             continue
-        pairs = _written(value) if isinstance(value, Section) else list(value.items())
+        pairs = _said(value) if isinstance(value, Section) else list(value.items())
         if pairs:
             lines.append(f"{name}:")
-            lines += [f"  {_yaml(key)}: {_yaml(inner)}" for key, inner in pairs]
+            lines += [f"  {written(key)}: {written(inner)}" for key, inner in pairs]
     return "\n".join(lines) + "\n"
 
 
-def _written(section: Section) -> list[tuple[str, Any]]:
+def _said(section: Section) -> list[tuple[str, Any]]:
     """The pairs to write: all that say something; beside a preset, which the defaults would contradict, only
     those that differ from the default.
     """
     fields = type(section).model_fields
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
     brief = getattr(section, "preset", None) is not None
-    return [(k, v) for k, v in section if v != defaults[k] or not (brief or defaults[k] in (None, {}))]
+    said = [(k, v) for k, v in section if v != defaults[k] or not (brief or defaults[k] in (None, {}))]
+    return [(k, dict(_said(v)) if isinstance(v, Section) else v) for k, v in said]
 
 
 def _checked(document: Document, settings: Sequence[Setting[Any]]) -> Recipe:
@@ -331,8 +325,7 @@ def _complaints(error: ValidationError, settings: Sequence[Setting[Any]]) -> Ite
     for fault in faults:
         path = tuple(fault["loc"])
         if fault["type"] == "extra_forbidden":
-            section = SECTIONS.get(str(path[0]), Recipe) if len(path) > 1 else Recipe
-            names = list(section.model_fields)
+            names = list(_section_at(path).model_fields)
             if len(path) == 1 and (near := nearest(str(path[0]), names)):
                 meant.add(near)
             yield unknown_key(path, names, _homes(settings))
@@ -345,34 +338,21 @@ def _complaints(error: ValidationError, settings: Sequence[Setting[Any]]) -> Ite
             yield explain(fault)
 
 
+def _section_at(path: KeyPath) -> type[Section]:
+    """The section that holds the last key of `path`."""
+    section: type[Section] = Recipe
+    for key in path[:-1]:
+        kinds = (
+            section.model_fields[str(key)].annotation,
+            *get_args(section.model_fields[str(key)].annotation),
+        )
+        section = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
+    return section
+
+
 def _homes(settings: Sequence[Setting[Any]]) -> dict[str, str]:
     """The section in which each key belongs, for hints; keys that several sections have are left out."""
     homes = {setting.key: "strategy" for setting in settings}
     seen = [(key, name) for name, section in SECTIONS.items() for key in section.model_fields]
     keys = [key for key, _ in seen]
     return homes | {key: name for key, name in seen if keys.count(key) == 1}
-
-
-def _yaml(value: object) -> str:
-    """`value` on one line of YAML 1.2, which reads back as the same value."""
-    if isinstance(value, bool) or value is None:
-        return json.dumps(value)
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_yaml(key)}: {_yaml(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_yaml, value)) + "]"
-    text = str(value)
-    plain = re.fullmatch(r"[A-Za-z0-9_./~+][\w./~+@-]*(:[\w./~+@-]+)*", text, re.ASCII)
-    if plain and isinstance(_resolved(text), str):
-        return text
-    quoted = json.dumps(text, ensure_ascii=False)
-    return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff]", lambda match: f"\\u{ord(match[0]):04x}", quoted)
-
-
-def _resolved(text: str) -> Value:
-    try:
-        return resolve_scalar(text)
-    except ValueError:
-        return None

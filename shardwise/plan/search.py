@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
+from shardwise.core import scaling
 from shardwise.core.cluster import Cluster
 from shardwise.core.plan import Candidate, Plan, TimelinePoint
 from shardwise.core.recipe import Recipe
@@ -169,7 +170,7 @@ class Search:
             step=chosen.step,
             micro_batches=micro_batches(strategy, layout, self.recipe.batch_size),
             candidates=tuple(candidates),
-            reasons=tuple(self._reasons(chosen)),
+            reasons=(*self._reasons(chosen), *scaling.sentences(self.recipe)),
             assumptions=tuple(assumptions(self.cluster)),
             timeline=tuple(TimelinePoint(s.phase, s.ledger) for s in chosen.run.timeline),
         )
