@@ -26,7 +26,7 @@ def read(recipe_file: Path, overrides: list[str] | None) -> tuple[Recipe, Cluste
     recipe = load_recipe(recipe_file, overrides or [], SETTINGS)
     cluster = cluster_of(recipe.cluster)
     refuse_broken(
-        recipe.strategy,
+        recipe,
         cluster.world_size,
         lambda key: locate(recipe_file, overrides or [], ("strategy", key)),
     )

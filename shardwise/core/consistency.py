@@ -22,7 +22,8 @@ from shardwise.core.presets import PRESETS, Dimensions, dimensions_of
 from shardwise.core.scaling import scaled
 
 if TYPE_CHECKING:
-    from shardwise.core.recipe import ModelSpec, Recipe
+    from shardwise.core.recipe import Recipe
+    from shardwise.core.sections import ModelSpec
 
 _BYTES = 256
 

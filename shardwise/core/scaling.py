@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from shardwise.core.errors import RecipeError
 
 if TYPE_CHECKING:
-    from shardwise.core.recipe import OptimizerSpec, Recipe
+    from shardwise.core.recipe import Recipe
+    from shardwise.core.sections import OptimizerSpec
 
 
 def scaled(recipe: Recipe) -> OptimizerSpec:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 
-from shardwise.core.recipe import Recipe, ScheduleSpec
+from shardwise.core.recipe import Recipe
 from shardwise.core.scaling import scaled
+from shardwise.core.sections import ScheduleSpec
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.recipe import OptimizerSpec, Recipe, dump_recipe, parse_recipe, recipe_of
+from shardwise.core.recipe import Recipe, dump_recipe, parse_recipe, recipe_of
 from shardwise.core.scaling import scaled, sentences
+from shardwise.core.sections import OptimizerSpec
 
 
 def recipe(

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.recipe import ScheduleSpec, recipe_of
+from shardwise.core.recipe import recipe_of
+from shardwise.core.sections import ScheduleSpec
 from shardwise.engine.schedule import learning_rate, multiplier
 
 STEPS = 100
