@@ -11,8 +11,10 @@ from pool import Pool
 from small_run import batch, equal, full, make_run, train, whole
 from torch import Tensor, nn
 
+from shardwise.core.cluster import cluster_of
 from shardwise.core.recipe import recipe_of
 from shardwise.core.sections import OptimizerSpec
+from shardwise.dryrun.run import dry_run
 from shardwise.engine.optim import build_optimizer
 from shardwise.engine.optim.moments import BLOCK, EightBit, code_values
 from shardwise.engine.optim.norm import local
@@ -20,6 +22,7 @@ from shardwise.engine.optim.rounding import random_bits, to_bf16
 from shardwise.engine.step import step
 from shardwise.model.blueprint import blueprint_of
 from shardwise.model.slices import local_slices
+from shardwise.technique import strategy_from
 
 RULES = [
     ("adamw", torch.float32),
@@ -222,3 +225,25 @@ def torn() -> tuple[bool, float, list[Any]]:
 def test_a_gradient_that_is_not_finite_keeps_its_piece(pool: Pool) -> None:
     [(kept, norm, skipped)] = pool.run(1, torn)
     assert kept and not math.isfinite(norm) and skipped == [0.0]
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])
+def test_gradients_of_one_unit_live_at_a_time(world: int, stage: int) -> None:
+    """The peak of the gradients is the largest unit's and, from first to last, the output head's."""
+    layers = {"layers": 6, "width": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 512, "context": 64}
+    recipe = recipe_of(
+        {
+            "model": layers,
+            "data": {"sequence_length": 16},
+            "steps": 1,
+            "batch_size": world,
+            "optimizer": {"clip_norm": None},
+            "cluster": {"devices_per_node": world},
+        }
+    )
+    blueprint, cluster = blueprint_of(recipe), cluster_of(recipe.cluster)
+    unit = 4 * sum(p.numel() for p in blueprint.units(blueprint.build())[0].parameters())
+    head = 4 * 512 * 128
+    strategy = strategy_from({"zero_stage": stage, "optimizer_in_backward": True})
+    run = dry_run(recipe, blueprint, strategy, cluster)
+    assert unit <= max(sample.ledger.gradients for sample in run.timeline) <= unit + head + 2048
