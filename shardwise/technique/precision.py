@@ -30,6 +30,7 @@ PRECISION: Setting[str] = Setting(
     default="fp32",
     doc="dtype of compute: fp32; bf16 or fp16, with fp32 master weights; or fp64 for proofs",
     choices=("fp32", "bf16", "fp16", "fp64"),
+    compared=("fp32", "bf16", "fp16"),
     note="fp8 is not in this version yet",
 )
 MASTER_WEIGHTS: Setting[bool] = Setting(
@@ -38,6 +39,7 @@ MASTER_WEIGHTS: Setting[bool] = Setting(
     doc="keep fp32 weights beside bf16 compute; false stores bf16 alone, updated with stochastic rounding",
     kind=bool,
     choices=(True, False),
+    compared=(True, False),
 )
 REDUCE_DTYPE: Setting[str] = Setting(
     "reduce_dtype",
