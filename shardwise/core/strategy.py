@@ -34,6 +34,7 @@ class Setting(Generic[T]):
         candidates: what the planner may try when the recipe leaves the key out, cheapest in time first;
             () means that only the default is used.
         note: why a value outside ``choices`` is refused, appended to the error.
+        units: values that need a device with units for a dtype, as device profiles call it.
     """
 
     key: str
@@ -44,6 +45,7 @@ class Setting(Generic[T]):
     minimum: int | None = None
     candidates: tuple[T, ...] = ()
     note: str = ""
+    units: Mapping[T, str] = field(default_factory=dict)
 
     def parse(self, value: object) -> T:
         """Return ``value`` as a T. Raises ValueError with the reason in words."""

@@ -21,9 +21,10 @@ from shardwise.technique.base import Dtypes, Site
 PRECISION: Setting[str] = Setting(
     "precision",
     default="fp32",
-    doc="dtype of compute: fp32, bf16 (with fp32 master weights), or fp64 for proofs",
-    choices=("fp32", "bf16", "fp64"),
-    note="fp16 and fp8 are not in this version yet",
+    doc="dtype of compute: fp32, bf16 (with fp32 master weights), fp8 (bf16, but large products), or fp64 for proofs",
+    choices=("fp32", "bf16", "fp8", "fp64"),
+    note="fp16 is not in this version yet",
+    units={"fp8": "fp8"},
 )
 
 
@@ -47,6 +48,7 @@ class Precision:
         storage, compute = {
             "fp32": (torch.float32, torch.float32),
             "bf16": (torch.float32, torch.bfloat16),
+            "fp8": (torch.float32, torch.bfloat16),  # its layers are Float8's
             "fp64": (torch.float64, torch.float64),
         }[site.strategy[PRECISION]]
         site.dtypes = Dtypes(storage=storage, compute=compute, reduce=storage)
