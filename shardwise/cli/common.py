@@ -29,7 +29,7 @@ def read(recipe_file: Path, overrides: list[str] | None) -> tuple[Recipe, Cluste
     def where(key: str) -> str:
         return locate(recipe_file, overrides or [], ("strategy", key))
 
-    refuse_broken(recipe.strategy, cluster.world_size, where)
+    refuse_broken(recipe, cluster.world_size, where)
     refuse_unsupported(recipe.strategy, cluster.device, where)
     return recipe, cluster
 

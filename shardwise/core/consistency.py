@@ -21,7 +21,8 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.presets import PRESETS, Dimensions, dimensions_of
 
 if TYPE_CHECKING:
-    from shardwise.core.recipe import ModelSpec, Recipe
+    from shardwise.core.recipe import Recipe
+    from shardwise.core.sections import ModelSpec
 
 _BYTES = 256
 

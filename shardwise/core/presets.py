@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardwise.core.errors import RecipeError
 
 if TYPE_CHECKING:
-    from shardwise.core.recipe import ModelSpec
+    from shardwise.core.sections import ModelSpec
 
 Family = Literal["llama", "gpt2"]
 

@@ -15,7 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from shardwise.core.recipe import Recipe
 
 T = TypeVar("T")
 
@@ -140,18 +143,31 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Case:
+    """What a rule looks at: a whole strategy, on so many devices, for a recipe."""
+
+    strategy: Strategy
+    world_size: int
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
 class Rule:
     """Something that cannot be done, as data: when it applies, why, and which key to change to what.
 
-    ``broken`` sees the strategy, the world size and the recipe's facts (batch size, dtype of the device and
-    so on are deliberately not in it: rules are checked before torch is loaded). ``nearest`` proposes values
-    that satisfy the rule.
+    Attributes:
+        key: the setting that is refused.
+        reason: why, in words.
+        broken: whether a case breaks the rule. Rules are checked before torch is loaded.
+        nearest: values of settings that satisfy the rule.
+        fix: what to do where no setting would help.
     """
 
     key: str
     reason: str
-    broken: Callable[[Strategy, int], bool]
-    nearest: Callable[[Strategy, int], Mapping[str, object]] = field(default=lambda s, w: {})
+    broken: Callable[[Case], bool]
+    nearest: Callable[[Case], Mapping[str, object]] = field(default=lambda case: {})
+    fix: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,8 +176,8 @@ class Violation:
     nearest: Mapping[str, object]
 
 
-def violations(rules: Sequence[Rule], strategy: Strategy, world_size: int) -> Iterator[Violation]:
-    """Every rule that ``strategy`` breaks on ``world_size`` devices."""
+def violations(rules: Sequence[Rule], case: Case) -> Iterator[Violation]:
+    """Every rule that a case breaks."""
     for rule in rules:
-        if rule.broken(strategy, world_size):
-            yield Violation(rule, rule.nearest(strategy, world_size))
+        if rule.broken(case):
+            yield Violation(rule, rule.nearest(case))

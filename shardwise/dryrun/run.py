@@ -1,7 +1,6 @@
 """The dry run: the trainer's own build and step on fake tensors, as one rank of a world of any size.
 
-One step is enough. Step 2 peaks higher than step 1 only because step 1 creates the optimizer's state, so the
-state is created first, by an optimizer step on zero gradients outside the counted part. Of many equal
+One step is enough: the optimizer's state exists from the start, so every step is like the first. Of many equal
 micro-batches only the first, one from the middle and the last are run: the peak does not depend on how many
 lie between, and their cost is counted once and multiplied.
 """
@@ -27,7 +26,7 @@ from shardwise.dryrun.target import TARGETS
 from shardwise.dryrun.tracker import Tracker, axis_names
 from shardwise.dryrun.world import fake_world
 from shardwise.engine.build import Run, assemble, materialise
-from shardwise.engine.optim import holders, local
+from shardwise.engine.optim.norm import holders, local
 from shardwise.engine.phase import listening
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch, Blueprint
@@ -94,7 +93,7 @@ def dry_run(
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.random.fork_rng(devices=[]), fake, target.kernels(), tracker.watching(), modules:
             run = materialise(site, recipe, blueprint, torch.device("cpu"))
-            _create_optimizer_state(run, tracker)
+            _tag_state(run, tracker)
             # All of a step's samples lie on the device from its start, also those that are not run here.
             batches = _fake_batches(run, strategy, recipe, count)
             for batch in batches:
@@ -113,16 +112,11 @@ def _held_by_all(parameter: torch.Tensor, world_size: int) -> int:
     return local(parameter).numel() * (world_size // holders(parameter, world_size))
 
 
-def _create_optimizer_state(run: Run, tracker: Tracker) -> None:
-    """Let the optimizer make its state from zero gradients, then say what each storage is for."""
+def _tag_state(run: Run, tracker: Tracker) -> None:
+    """Say what each storage is for."""
     mixed = any(p.dtype != run.dtypes.compute for p in run.model.parameters())
     tracker.tag(run.model.parameters(), "master_weights" if mixed else "parameters")
     tracker.tag(run.model.buffers(), "parameters")
-    for parameter in run.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
     for state in run.optimizer.state.values():
         tracker.tag((v for v in state.values() if isinstance(v, torch.Tensor)), "optimizer_state")
 

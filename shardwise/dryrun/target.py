@@ -43,13 +43,12 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _ONEDNN_KERNEL = 560 * 1024
 """Bytes of one compiled oneDNN product. Measured on AMD Zen 5 (avx512_bf16), torch 2.13, as the growth of the
 resident set at the first call of 33 shapes: 0.51 to 0.70 MiB, mean 0.565, whatever the shape. fp32 products
-call MKL, which compiles nothing."""
+call MKL and fp16 products, where the processor has none of its own, ATen; neither compiles anything."""
 
 
 def _onednn_kernels(operation: str, result: Any) -> int:
-    """oneDNN compiles a 16-bit matrix product for each of its shapes and keeps it for good."""
-    half = operation.startswith(_PRODUCTS) and result.dtype in (torch.bfloat16, torch.float16)
-    return _ONEDNN_KERNEL if half else 0
+    """oneDNN compiles a bf16 matrix product for each of its shapes and keeps it for good."""
+    return _ONEDNN_KERNEL if operation.startswith(_PRODUCTS) and result.dtype == torch.bfloat16 else 0
 
 
 def _nothing_kept(operation: str, result: Any) -> int:

@@ -20,7 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Layout, Strategy
+from shardwise.engine.control import LossScale, NormLimit
 from shardwise.engine.optim import build_optimizer
+from shardwise.engine.optim.optimizer import Optimizer
+from shardwise.engine.update import AfterBackward, Update, WithinBackward
 from shardwise.model.blueprint import Blueprint
 from shardwise.technique import ORDER, layout_of
 from shardwise.technique.base import DATA_AXES, Dtypes, MicroBatchHook, Site
@@ -37,7 +40,10 @@ class Run:
     mesh: DeviceMesh
     device: torch.device
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
+    update: Update
+    loss_scale: LossScale
+    norm_limit: NormLimit
     dtypes: Dtypes
     micro_batch_hooks: list[MicroBatchHook]
     data_group: dist.ProcessGroup
@@ -78,9 +84,10 @@ def assemble(
 
 
 def materialise(site: Site, recipe: Recipe, blueprint: Blueprint, device: torch.device) -> Run:
-    """Allocate this rank's part of the model and make the optimizer. Values are undefined until filled."""
+    """Allocate this rank's part of the model and of the optimizer's state. Weights are undefined until filled."""
     site.model.to_empty(device=device)
-    return Run(
+    spec = recipe.optimizer
+    run = Run(
         recipe=recipe,
         blueprint=blueprint,
         strategy=site.strategy,
@@ -88,11 +95,16 @@ def materialise(site: Site, recipe: Recipe, blueprint: Blueprint, device: torch.
         mesh=site.mesh,
         device=device,
         model=site.model,
-        optimizer=build_optimizer(site.model, recipe.optimizer),
+        optimizer=build_optimizer(site.model, spec, recipe.seed),
+        update=WithinBackward() if site.update_in_backward else AfterBackward(),
+        loss_scale=LossScale(recipe.loss_scale if site.dtypes.loss_scaled else None, device),
+        norm_limit=NormLimit(spec.clip_norm, spec.adaptive_clip, device),
         dtypes=site.dtypes,
         micro_batch_hooks=site.micro_batch_hooks,
         data_group=site.data_group,
     )
+    run.update.attach(run)
+    return run
 
 
 def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torch.device) -> Run:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from shardwise.core.recipe import ScheduleSpec
+from shardwise.core.sections import ScheduleSpec
 
 
 def warmup_steps(schedule: ScheduleSpec, steps: int) -> int:

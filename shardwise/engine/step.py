@@ -19,47 +19,54 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.build import Run
-from shardwise.engine.optim import clip_by_global_norm
 from shardwise.engine.phase import phase
 from shardwise.model.blueprint import Batch
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step yielded; scalars on the device, equal on all ranks."""
+    """What one optimizer step yielded; scalars on the device, equal on all ranks.
+
+    Attributes:
+        loss: mean over the valid targets of the global batch, in nats, whatever was skipped.
+        grad_norm: of the unscaled gradient, before clipping.
+        tokens: valid targets.
+        skipped: 1 when the update was left out because the loss or a gradient was not finite, else 0.
+        loss_scale: the factor this step's loss was scaled by.
+    """
 
     loss: Tensor
     grad_norm: Tensor
     tokens: Tensor
+    skipped: Tensor
+    loss_scale: Tensor
 
 
 def step(run: Run, batches: Sequence[Batch], learning_rate: float) -> StepResult:
     """One optimizer step over this rank's micro-batches, which must be as many on every rank."""
+    run.optimizer.set_learning_rate(learning_rate)
+    scale = run.loss_scale.value.clone()
     tokens, loss = forward_backward(run, batches)
-    with phase("clip"):
-        grad_norm = clip_by_global_norm(run.model.parameters(), run.recipe.optimizer.clip_norm)
-    with phase("optimizer"):
-        for group in run.optimizer.param_groups:
-            group["lr"] = learning_rate
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, grad_norm, tokens)
+    grad_norm, skipped = run.update.finish(run, loss)
+    return StepResult(loss, grad_norm, tokens, skipped, scale)
 
 
 def forward_backward(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-    """Accumulate the gradient of the mean loss; returns (valid targets, mean loss) of the global batch."""
+    """Accumulate the scaled gradient of the mean loss; (valid targets, mean loss) of the global batch."""
     with phase("forward"):
         tokens = torch.stack([run.blueprint.count(batch) for batch in batches]).sum()
         dist.all_reduce(tokens, group=run.data_group)
         divisor = tokens.clamp(min=1)
         total = torch.zeros((), dtype=torch.float64, device=run.device)
     for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
         for before_micro_batch in run.micro_batch_hooks:
-            before_micro_batch(index == len(batches) - 1)
+            before_micro_batch(last)
         with phase("forward"):
             loss_sum, _ = run.blueprint.loss(run.model, batch)
             total += loss_sum.detach()
         with phase("backward"):
-            (loss_sum / divisor).backward()
+            run.update.before_backward(run, total, last)
+            (loss_sum / divisor * run.loss_scale.value).backward()
     dist.all_reduce(total, group=run.data_group)
     return tokens, total / divisor

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.presets import Dimensions, dimensions_of
-from shardwise.core.recipe import ModelSpec
+from shardwise.core.sections import ModelSpec
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_loss, token_shapes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initial import fill_normal

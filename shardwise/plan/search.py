@@ -66,7 +66,7 @@ class Search:
 
     def run(self) -> Plan:
         """The plan. Raises RecipeError when what is pinned breaks a rule."""
-        refuse_broken(self.recipe.strategy, self.cluster.world_size, lambda key: f"strategy.{key}")
+        refuse_broken(self.recipe, self.cluster.world_size, lambda key: f"strategy.{key}")
         refuse_unsupported(self.recipe.strategy, self.cluster.device, lambda key: f"strategy.{key}")
         best: Prediction | None = None
         for strategy in self._strategies():
@@ -89,7 +89,7 @@ class Search:
         free = [s for s in SETTINGS if s.candidates and s.key not in pinned]
         for values in product(*(s.candidates for s in free)):
             strategy = strategy_from({**pinned, **{s.key: v for s, v in zip(free, values, strict=True)}})
-            if not any(broken_rules(strategy, self.cluster.world_size)):
+            if not any(broken_rules(strategy, self.cluster.world_size, self.recipe)):
                 yield strategy
 
     def _sizes(self, strategy: Strategy) -> list[int]:
@@ -197,7 +197,7 @@ class Search:
         changes += [{MICRO_BATCH_SIZE.key: near} for near in sizes if size // 2 <= near <= 2 * size + 1]
         for change in changes:
             neighbour = strategy.with_values(**change)
-            broken = any(broken_rules(neighbour, self.cluster.world_size))
+            broken = any(broken_rules(neighbour, self.cluster.world_size, self.recipe))
             if not broken and neighbour not in self.seen and self._may_fit(neighbour):
                 self._predict(neighbour, quick=True)
 

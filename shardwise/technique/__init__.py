@@ -15,10 +15,12 @@ from typing import Any
 
 from shardwise.core.device import DeviceProfile
 from shardwise.core.errors import RecipeError
-from shardwise.core.strategy import Layout, Rule, Setting, Strategy, Violation, complete, violations
+from shardwise.core.recipe import Recipe
+from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy, Violation, complete, violations
 from shardwise.technique.base import AXES, Technique
 from shardwise.technique.checkpointing import Checkpointing
 from shardwise.technique.float8 import Float8
+from shardwise.technique.in_backward import InBackward
 from shardwise.technique.precision import Precision
 from shardwise.technique.zero import Zero
 
@@ -27,6 +29,7 @@ ORDER: tuple[Technique, ...] = (
     Precision(),
     Float8(),
     Zero(),
+    InBackward(),
 )
 
 MICRO_BATCH_SIZE: Setting[int] = Setting(
@@ -62,25 +65,25 @@ def strategy_from(pinned: Mapping[str, object]) -> Strategy:
     return complete(pinned, SETTINGS)
 
 
-def broken_rules(strategy: Strategy, world_size: int) -> Iterator[Violation]:
-    """What forbids this strategy on this many devices."""
-    return violations(RULES, strategy, world_size)
+def broken_rules(strategy: Strategy, world_size: int, recipe: Recipe) -> Iterator[Violation]:
+    """What forbids this strategy on this many devices for this recipe."""
+    return violations(RULES, Case(strategy, world_size, recipe))
 
 
-def refuse_broken(pinned: Mapping[str, object], world_size: int, where: Callable[[str], str]) -> None:
+def refuse_broken(recipe: Recipe, world_size: int, where: Callable[[str], str]) -> None:
     """Raise RecipeError when what a recipe pins cannot be done on this many devices.
 
     ``where`` says in which file and line a key of the strategy section stands. Torch is not loaded for this.
     """
-    strategy = strategy_from(pinned)
-    for violation in broken_rules(strategy, world_size):
+    strategy = strategy_from(recipe.strategy)
+    for violation in broken_rules(strategy, world_size, recipe):
         key = violation.rule.key
         nearest = ", ".join(f"{key}: {value}" for key, value in violation.nearest.items())
         raise RecipeError(
             f"{key} cannot be {strategy.values[key]} on {world_size} devices",
             where=where(key),
             why=violation.rule.reason,
-            fix=f"the nearest that works is {nearest}" if nearest else "",
+            fix=f"the nearest that works is {nearest}" if nearest else violation.rule.fix,
         )
 
 

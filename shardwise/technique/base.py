@@ -31,11 +31,15 @@ DATA_AXES: tuple[str, ...] = ("replicate", "shard")
 
 @dataclass
 class Dtypes:
-    """Dtypes of one run: of stored weights (and their gradients and moments), of compute, of reduction."""
+    """Dtypes of one run: of stored weights, of compute, of the reduction of gradients.
+
+    ``loss_scaled`` says that compute has too narrow a range for gradients, so the loss must be scaled.
+    """
 
     storage: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    loss_scaled: bool = False
 
 
 MicroBatchHook = Callable[[bool], None]
@@ -55,6 +59,7 @@ class Site:
         dtypes: set by precision, used by whoever stores or sends weights.
         micro_batch_hooks: what to call before every micro-batch.
         notes: what a plan should say about what was done here, in sentences.
+        update_in_backward: whether parameters are updated as soon as their gradients are complete.
     """
 
     model: nn.Module
@@ -66,6 +71,7 @@ class Site:
     dtypes: Dtypes
     micro_batch_hooks: list[MicroBatchHook] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    update_in_backward: bool = False
 
 
 class Technique(Protocol):

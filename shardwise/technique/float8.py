@@ -19,11 +19,11 @@ the price is that ZeRO 3 sends bf16, as it does without fp8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.core.strategy import Layout, Rule, Setting, Strategy
+from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
 from shardwise.technique.base import Site
 from shardwise.technique.precision import PRECISION
 
@@ -45,13 +45,12 @@ FP8_LAYERS: Setting[str] = Setting(
 
 
 def _without_fp8(setting: Setting[str]) -> Rule:
-    def broken(strategy: Strategy, world_size: int) -> bool:
-        return strategy[PRECISION] != "fp8" and strategy[setting] != setting.default
+    def broken(case: Case) -> bool:
+        return case.strategy[PRECISION] != "fp8" and case.strategy[setting] != setting.default
 
-    def nearest(strategy: Strategy, world_size: int) -> Mapping[str, object]:
-        return {setting.key: setting.default}
-
-    return Rule(setting.key, "only precision fp8 reads it", broken, nearest)
+    return Rule(
+        setting.key, "only precision fp8 reads it", broken, lambda case: {setting.key: setting.default}
+    )
 
 
 RULES: tuple[Rule, ...] = (_without_fp8(FP8_SCALING), _without_fp8(FP8_LAYERS))

@@ -1,12 +1,19 @@
-"""Precision: which dtype weights are stored in, computed in and reduced in.
+"""Precision: which dtype weights are stored in, computed in, and summed over ranks in.
 
-bf16 keeps fp32 master weights: they are what is sharded and updated; the bf16 copy exists only while a layer
-is gathered (Micikevicius et al. 2018, with FSDP2's mixed-precision policy as the mechanism). Gradients are
-summed over ranks and micro-batches in fp32. The loss is always computed in fp32 by the model's blueprint.
+16-bit compute keeps fp32 master weights: they are what is sharded and updated; the 16-bit copy exists only
+while a layer is gathered (Micikevicius et al. 2018, with FSDP2's mixed-precision policy as the mechanism).
+Gradients are summed over ranks and micro-batches in fp32, the loss is computed in fp32 by the model's
+blueprint, norms of layers compute in fp32 within their kernels. fp16 has the range of neither gradients nor
+sums, so its loss is scaled (engine/control.py).
 
-Refused: autocast, which keeps a bf16 copy of every weight alive from forward to backward and decides per
-operation; and a bf16 reduction by default, which halves the gradient traffic and loses small gradients when
-thousands of ranks are summed.
+Each can be given up for memory or traffic, in words: ``master_weights: false`` stores bf16 weights alone and
+rounds their updates stochastically (engine/optim/rounding.py), 2 bytes a parameter instead of 4 and no second
+copy of gradients in fp32; ``reduce_dtype: compute`` halves the gradient traffic and loses small gradients when
+thousands of ranks are summed; ``buffer_dtype: compute`` narrows tables such as rotary angles.
+
+Refused: autocast, which keeps a 16-bit copy of every weight alive from forward to backward and decides per
+operation; and fp16 weights without a master copy, whose updates vanish below a 2048th of the weight and whose
+range stochastic rounding does not widen.
 """
 
 from __future__ import annotations
@@ -21,10 +28,58 @@ from shardwise.technique.base import Dtypes, Site
 PRECISION: Setting[str] = Setting(
     "precision",
     default="fp32",
-    doc="dtype of compute: fp32, bf16 (with fp32 master weights), fp8 (bf16, but large products), or fp64 for proofs",
-    choices=("fp32", "bf16", "fp8", "fp64"),
-    note="fp16 is not in this version yet",
+    doc="dtype of compute: fp32; bf16 or fp16, with fp32 master weights; fp8: bf16, but for the large products;"
+    " or fp64 for proofs",
+    choices=("fp32", "bf16", "fp16", "fp8", "fp64"),
     units={"fp8": "fp8"},
+)
+MASTER_WEIGHTS: Setting[bool] = Setting(
+    "master_weights",
+    default=True,
+    doc="keep fp32 weights beside bf16 compute; false stores bf16 alone, updated with stochastic rounding",
+    kind=bool,
+    choices=(True, False),
+)
+REDUCE_DTYPE: Setting[str] = Setting(
+    "reduce_dtype",
+    default="fp32",
+    doc="dtype in which gradients are summed over ranks: fp32, or that of compute",
+    choices=("fp32", "compute"),
+)
+BUFFER_DTYPE: Setting[str] = Setting(
+    "buffer_dtype",
+    default="fp32",
+    doc="dtype of floating-point buffers, such as rotary tables: fp32, or that of compute",
+    choices=("fp32", "compute"),
+)
+_HALF = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+"""The 16-bit dtype of compute, of precisions that have one."""
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        key="master_weights",
+        reason="only bf16 weights can be stored alone: fp16 loses their updates, wider dtypes are their own masters",
+        broken=lambda case: (
+            not case.strategy[MASTER_WEIGHTS] and _HALF.get(case.strategy[PRECISION]) != "bf16"
+        ),
+        nearest=lambda case: {"master_weights": True},
+    ),
+    Rule(
+        key="reduce_dtype",
+        reason="there is nothing to narrow: compute is no narrower than fp32",
+        broken=lambda case: (
+            case.strategy[REDUCE_DTYPE] == "compute" and case.strategy[PRECISION] not in _HALF
+        ),
+        nearest=lambda case: {"reduce_dtype": "fp32"},
+    ),
+    Rule(
+        key="buffer_dtype",
+        reason="there is nothing to narrow: compute is no narrower than fp32",
+        broken=lambda case: (
+            case.strategy[BUFFER_DTYPE] == "compute" and case.strategy[PRECISION] not in _HALF
+        ),
+        nearest=lambda case: {"buffer_dtype": "fp32"},
+    ),
 )
 
 
@@ -33,23 +88,45 @@ class Precision:
     """Sets the dtypes that the techniques after it use."""
 
     name: str = "precision"
-    settings: Sequence[Setting[Any]] = (PRECISION,)
-    rules: Sequence[Rule] = ()
+    settings: Sequence[Setting[Any]] = (PRECISION, MASTER_WEIGHTS, REDUCE_DTYPE, BUFFER_DTYPE)
+    rules: Sequence[Rule] = RULES
 
     def degrees(self, strategy: Strategy, world_size: int) -> dict[str, int]:
         return {}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
-        return strategy[PRECISION]
+        words = [strategy[PRECISION]]
+        if not strategy[MASTER_WEIGHTS]:
+            words.append(
+                "weights alone" if _HALF[strategy[PRECISION]] == strategy[PRECISION] else "bf16 weights"
+            )
+        if strategy[REDUCE_DTYPE] == "compute":
+            words.append(f"{_HALF[strategy[PRECISION]]} reduction")
+        if strategy[BUFFER_DTYPE] == "compute":
+            words.append(f"{_HALF[strategy[PRECISION]]} buffers")
+        return " ".join(words)
 
     def apply(self, site: Site) -> None:
         import torch
 
-        storage, compute = {
-            "fp32": (torch.float32, torch.float32),
-            "bf16": (torch.float32, torch.bfloat16),
-            "fp8": (torch.float32, torch.bfloat16),  # its layers are Float8's
-            "fp64": (torch.float64, torch.float64),
+        compute = {
+            "fp32": torch.float32,
+            "bf16": torch.bfloat16,
+            "fp16": torch.float16,
+            "fp8": torch.bfloat16,  # but for the layers of technique/float8.py
+            "fp64": torch.float64,
         }[site.strategy[PRECISION]]
-        site.dtypes = Dtypes(storage=storage, compute=compute, reduce=storage)
+        wide = torch.promote_types(compute, torch.float32)
+        storage = wide if site.strategy[MASTER_WEIGHTS] else compute
+        site.dtypes = Dtypes(
+            storage=storage,
+            compute=compute,
+            reduce=wide if site.strategy[REDUCE_DTYPE] == "fp32" else compute,
+            loss_scaled=compute == torch.float16,
+        )
         site.model.to(storage)
+        table = wide if site.strategy[BUFFER_DTYPE] == "fp32" else compute
+        for module in site.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(table))

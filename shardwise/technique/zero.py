@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from shardwise.core.strategy import Layout, Rule, Setting, Strategy
+from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
 from shardwise.technique.base import DATA_AXES, Site
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ def _divisor_at_most(number: int, limit: int) -> int:
     return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
 
 
-def _indivisible(strategy: Strategy, world_size: int) -> bool:
-    return world_size % strategy[REPLICATE] != 0
+def _indivisible(case: Case) -> bool:
+    return case.world_size % case.strategy[REPLICATE] != 0
 
 
-def _nearest_replicate(strategy: Strategy, world_size: int) -> Mapping[str, object]:
-    return {"replicate": _divisor_at_most(world_size, strategy[REPLICATE])}
+def _nearest_replicate(case: Case) -> Mapping[str, object]:
+    return {"replicate": _divisor_at_most(case.world_size, case.strategy[REPLICATE])}
 
 
 RULES: tuple[Rule, ...] = (

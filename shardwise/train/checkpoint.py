@@ -6,9 +6,6 @@ as safetensors files (``shards.py``). Reading verifies every file before any ten
 ranks share the files among them, agree on the verdict, and take the newest checkpoint that is whole. A
 damaged one costs a warning and the steps since the one before it, not the run.
 
-Optimizer state exists only after a first step. A fresh optimizer, whatever its kind, is therefore stepped
-once with zero gradients at rate zero, and everything that made is overwritten by what was saved.
-
 Refused: saving hyperparameters with the optimizer. They follow from the recipe, and a stored copy would win
 over a recipe that was edited on purpose.
 """
@@ -93,18 +90,19 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
     """Every tensor that survives a restart, by name, as this rank holds it: DTensors or plain, not copied.
 
     Parameters and persistent buffers under their canonical names, a shared one once; optimizer state under
-    OPTIMIZER. Creates the optimizer's state where there is none yet.
+    OPTIMIZER, with the loss scale and what clipping has learned.
     """
     for module in run.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after an evaluation, ZeRO 1 and 2 still hold gathered parameters
-    _create_optimizer_state(run.optimizer)
     tensors: dict[str, Tensor] = {}
     for name, parameter in named_parameters(run.model):
         tensors[name] = parameter.detach()
         for key, value in run.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"{OPTIMIZER}{key}/{name}"] = value.detach()
+    for key, value in (run.loss_scale.state() | run.norm_limit.state()).items():
+        tensors[f"{OPTIMIZER}{key}"] = value
     tensors.update(_persistent_buffers(run.model))
     return tensors
 
@@ -114,24 +112,6 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield canonical_name(f"{path}.{name}" if path else name), buffer.detach()
-
-
-def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer that has not stepped make its state; parameters and gradients stay as they are."""
-    if optimizer.state:
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    kept = [parameter.grad for parameter in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter, gradient in zip(parameters, kept, strict=True):
-        parameter.grad = gradient
 
 
 # ---- restoring --------------------------------------------------------------------------------------------

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.recipe import Recipe
+from shardwise.core.sections import OptimizerSpec
+from shardwise.engine.control import NormLimit
 from shardwise.engine.schedule import multiplier
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.model.slices import named_parameters, share, shared_names
@@ -53,14 +56,8 @@ def train_reference(
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": spec.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=1.0,
-        betas=spec.betas,
-        eps=spec.epsilon,
-        foreach=False,
-        fused=False,
-    )
+    optimizer = _optimizer([g for g in groups if g["params"]], spec)
+    limit = NormLimit(spec.clip_norm, spec.adaptive_clip, torch.device("cpu"))
     for index, batches in enumerate(batches_of):
         total, count = 0.0, 0
         for batch in batches:
@@ -71,13 +68,20 @@ def train_reference(
             if p.grad is not None:
                 p.grad /= max(1, count)
         scale.watch(model)
-        limit = float("inf") if spec.clip_norm is None else spec.clip_norm
-        norm = torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=False)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, float(limit.value()), foreach=False)
+        limit.update(norm, limit.value(), torch.zeros(()))
         for group in optimizer.param_groups:
             group["lr"] = spec.learning_rate * multiplier(recipe.schedule, index, recipe.steps)
         optimizer.step()
         optimizer.zero_grad()
         yield Observed(total / max(1, count), float(norm))
+
+
+def _optimizer(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """torch's plain form of the recipe's optimizer, with moments as wide as the weights."""
+    if spec.name == "sgd":
+        return torch.optim.SGD(groups, lr=1.0, momentum=spec.momentum, foreach=False, fused=False)
+    return torch.optim.AdamW(groups, lr=1.0, betas=spec.betas, eps=spec.epsilon, foreach=False, fused=False)
 
 
 class GradientScale:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Strategy
 from shardwise.engine.build import Run, build
-from shardwise.engine.optim import holders
+from shardwise.engine.optim.norm import holders
 from shardwise.engine.schedule import multiplier
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch, blueprint_of
@@ -40,8 +40,15 @@ from shardwise.train.reference import (
     train_reference,
 )
 
-TOLERANCE: dict[str, float] = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 5e-2, "fp8": 1e-1}
-"""Largest relative difference that counts as equal, by the strategy's precision."""
+TOLERANCE: dict[str, float] = {
+    "fp64": 1e-10,
+    "fp32": 1e-5,
+    "fp16": 1e-2,
+    "bf16": 5e-2,
+    "fp8": 1e-1,
+    "adamw_8bit": 5e-2,
+}
+"""Largest relative difference that counts as equal, by the strategy's precision or the optimizer's name."""
 
 _WEIGHTS, _STEPS, _VERDICT = "reference.safetensors", "reference.json", "verify.json"
 
@@ -106,10 +113,14 @@ def run_strategy(recipe: Recipe, strategy: Strategy, folder: Path, device: torch
         norm = max(norm, _relative(float(result.grad_norm), reference.grad_norm))
     ignored = tuple(left["undetermined"])
     worst, name = parameter_difference(run, folder / _WEIGHTS, ignored)
-    verdict = Verdict(loss, norm, worst, name, TOLERANCE[strategy[PRECISION]], len(expected), ignored)
+    verdict = Verdict(loss, norm, worst, name, _tolerance(recipe, strategy), len(expected), ignored)
     if dist.get_rank() == 0:
         (folder / _VERDICT).write_text(json.dumps(vars(verdict)), encoding="utf-8")
     return verdict
+
+
+def _tolerance(recipe: Recipe, strategy: Strategy) -> float:
+    return max(TOLERANCE[strategy[PRECISION]], TOLERANCE.get(recipe.optimizer.name, 0.0))
 
 
 def read_verdict(folder: Path) -> Verdict:

@@ -23,7 +23,7 @@ from shardwise.core.cluster import (
     recognise,
 )
 from shardwise.core.errors import RecipeError
-from shardwise.core.recipe import ClusterSpec
+from shardwise.core.sections import ClusterSpec
 
 
 @dataclass(frozen=True)

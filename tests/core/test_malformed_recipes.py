@@ -205,7 +205,7 @@ TYPES = [
     edit("three betas", "[0.9, 0.95]", "[0.9, 0.95, 0.99]", ":10: optimizer.betas", "a list of two numbers"),
     edit("beta as text", "[0.9, 0.95]", "[0.9, high]", ":10: optimizer.betas[1]", "a number", "'high'"),
     edit("warmup as text", "warmup: 0.03", "warmup: 3%", ":11: schedule.warmup", "fraction", "'3%'"),
-    edit("unknown optimizer", "name: adamw", "name: sgd", ":10: optimizer.name", "must be adamw", "'sgd'"),
+    edit("unknown optimizer", "name: adamw", "name: lion", ":10: optimizer.name", "must be adamw", "'lion'"),
     edit("unknown schedule", "name: cosine", "name: cosin", ":11: schedule.name", "did you mean 'cosine'?"),
     edit("bad factory", "  layers: 2", "  factory: my model", ":2: model.factory", "package.module:function"),
     edit(

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.presets import PRESETS, Dimensions, check_dimensions, dimensions_of
-from shardwise.core.recipe import ModelSpec
+from shardwise.core.sections import ModelSpec
 from shardwise.model.decoder import Decoder
 
 # Counted from the weights their authors released.

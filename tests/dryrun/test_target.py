@@ -88,7 +88,7 @@ def test_gloo_copies_and_nccl_does_not() -> None:
     assert TARGETS["cuda"].workspace("all_gather", 100) == 0
 
 
-def test_onednn_keeps_one_compiled_product_a_shape_in_16_bits() -> None:
+def test_onednn_keeps_one_compiled_product_a_shape_in_bf16() -> None:
     cpu, half = TARGETS["cpu"].kept, torch.empty(3, 5, dtype=torch.bfloat16)
     assert cpu("aten::mm", half) == cpu("aten::mm", half.repeat(2, 2)) > 0
     assert cpu("aten::mm", half.float()) == cpu("aten::add.Tensor", half) == 0

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from shardwise.core.recipe import ScheduleSpec
+from shardwise.core.sections import ScheduleSpec
 from shardwise.engine.schedule import multiplier, warmup_steps
 
 STEPS = 100

@@ -11,8 +11,10 @@ from pool import Pool
 
 from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.engine.build import build
-from shardwise.engine.optim import build_optimizer, clip_by_global_norm, local
+from shardwise.engine.optim import build_optimizer
+from shardwise.engine.optim.norm import global_norm, local
 from shardwise.engine.step import forward_backward
+from shardwise.engine.update import AfterBackward
 from shardwise.model.blueprint import Batch, blueprint_of
 from shardwise.model.loss import IGNORED, cross_entropy_sum
 from shardwise.model.slices import local_slices
@@ -45,7 +47,7 @@ def gradients(settings: dict[str, Any]) -> tuple[float, float, dict[str, tuple[A
     rows = torch.arange(ROWS).view(-1, run.data_degree, size)[:, run.data_rank]
     batches = [{name: tensor[part] for name, tensor in whole.items()} for part in rows]
     _, loss = forward_backward(run, batches)
-    norm = clip_by_global_norm(run.model.parameters(), None)
+    norm = global_norm(run.model.parameters(), run.device)
     pieces = {
         n: (local_slices(p), local(p.grad).clone())
         for n, p in run.model.named_parameters()
@@ -87,8 +89,8 @@ def clipped() -> tuple[float, float]:
     run = build(recipe(), blueprint, strategy_from({"zero_stage": 3}), torch.device("cpu"))
     for parameter in run.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
-    before = float(clip_by_global_norm(run.model.parameters(), 1.0))
-    return before, float(clip_by_global_norm(run.model.parameters(), None))
+    before, _ = AfterBackward().clip(run, torch.zeros(()))
+    return float(before), float(global_norm(run.model.parameters(), run.device))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.presets import PRESETS, Dimensions
-from shardwise.core.recipe import ModelSpec
+from shardwise.core.sections import ModelSpec
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.native import NativeModel
 from shardwise.model.slices import local_part, named_parameters

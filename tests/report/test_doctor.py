@@ -16,7 +16,7 @@ from rich.console import Console
 from shardwise.core import machine
 from shardwise.core.cluster import PROFILES, cluster_of
 from shardwise.core.errors import ResourceError
-from shardwise.core.recipe import ClusterSpec
+from shardwise.core.sections import ClusterSpec
 from shardwise.core.units import GiB, MiB
 from shardwise.report import doctor, inspection, speed
 from shardwise.report.doctor import DeviceSpeed, Diagnosis, Speeds, calibrate, examine, judge, render

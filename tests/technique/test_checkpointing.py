@@ -15,7 +15,7 @@ from shardwise.core.cluster import cluster_of
 from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import build
-from shardwise.engine.optim import local
+from shardwise.engine.optim.norm import local
 from shardwise.engine.step import forward_backward
 from shardwise.model.blueprint import blueprint_of
 from shardwise.plan.search import RESERVE, plan_for

@@ -293,7 +293,7 @@ def test_devices_without_units_are_refused_before_torch_is_loaded_and_the_cpu_em
 
 def test_settings_that_only_fp8_reads_are_refused_without_it() -> None:
     for key, value in (("fp8_scaling", "row"), ("fp8_layers", "all")):
-        [violation] = broken_rules(strategy_from({"precision": "bf16", key: value}), 1)
+        [violation] = broken_rules(strategy_from({"precision": "bf16", key: value}), 1, a_recipe())
         assert violation.rule.key == key
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwise.core.errors import DataError
-from shardwise.core.recipe import DataSpec, Recipe
+from shardwise.core.recipe import Recipe
+from shardwise.core.sections import DataSpec
 from shardwise.train.data.cache import TokenCache, default_root, open_cache
 from shardwise.train.data.sources import open_source
 from shardwise.train.data.split import Stream, split

@@ -1,0 +1,51 @@
+"""The optimizer: its parameter groups and the rule that updates them, chosen by the recipe.
+
+Chosen: torch's fused kernels where the stored weights and moments are plain (``fused.py``), which allocate
+nothing beside the moments and can leave everything untouched on the device's own verdict; and rules that go
+through a parameter in chunks where torch has no such kernel: weights stored in 16 bits, moments in 8
+(``chunked.py``). Both take parameters in any number, so the same object updates after the backward pass or,
+parameter by parameter, within it.
+
+Refused: a library's optimizer wrapped from outside. None of them can skip an update without waiting for the
+device, which is what the guard and loss scaling need.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.core.sections import OptimizerSpec
+from shardwise.engine.optim.chunked import ChunkedRule, adamw_formula, sgd_formula
+from shardwise.engine.optim.fused import FusedAdamW, FusedSGD
+from shardwise.engine.optim.moments import EightBit, Wide
+from shardwise.engine.optim.optimizer import Optimizer, UpdateRule
+
+
+def build_optimizer(model: nn.Module, spec: OptimizerSpec, seed: int = 0) -> Optimizer:
+    """The recipe's optimizer over the trainable parameters of a materialised model.
+
+    Matrices decay; norms, biases and other vectors do not. ``seed`` is of stochastic rounding.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in trainable)
+    device = trainable[0].device if trainable else torch.device("cpu")
+    rule = _rule(spec, seed, device, rounded)
+    return Optimizer([group for group in groups if group["params"]], rule)
+
+
+def _rule(spec: OptimizerSpec, seed: int, device: torch.device, rounded: bool) -> UpdateRule:
+    """The rule by name; the chunked form where weights are ``rounded`` to 16 bits or moments to 8."""
+    if spec.name == "sgd":
+        if rounded:
+            return ChunkedRule(sgd_formula(spec), ("momentum",), Wide(), seed)
+        return FusedSGD(spec.momentum)
+    if spec.name == "adamw_8bit":
+        return ChunkedRule(adamw_formula(spec), ("exp_avg", "exp_avg_sq"), EightBit(device), seed)
+    if rounded:
+        return ChunkedRule(adamw_formula(spec), ("exp_avg", "exp_avg_sq"), Wide(), seed)
+    return FusedAdamW(spec.betas, spec.epsilon)

@@ -1,0 +1,92 @@
+"""AdamW and SGD by torch's fused kernels, for weights and moments of one dtype.
+
+The kernels read the verdict themselves (``found_inf``): where it is 1 they return before touching anything.
+They are called on the local pieces, beside DTensor's dispatch, which would do nothing for an elementwise
+update but cost host time for every parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from shardwise.engine.optim.norm import gradient, local
+from shardwise.engine.optim.optimizer import Rate
+
+
+@dataclass(frozen=True)
+class FusedAdamW:
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
+
+    betas: tuple[float, float]
+    epsilon: float
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+
+    def update(
+        self,
+        parameters: Sequence[nn.Parameter],
+        states: Sequence[dict[str, Tensor]],
+        rate: Rate,
+        skip: Tensor,
+    ) -> None:
+        adamw(
+            [local(p.detach()) for p in parameters],
+            [gradient(p) for p in parameters],
+            [local(s["exp_avg"]) for s in states],
+            [local(s["exp_avg_sq"]) for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            found_inf=skip,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=rate.learning_rate,
+            weight_decay=rate.weight_decay,
+            eps=self.epsilon,
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True)
+class FusedSGD:
+    """Heavy-ball momentum with decay in the gradient, as torch.optim.SGD: v = momentum·v + g; w -= rate·v."""
+
+    momentum: float
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        if self.momentum == 0:
+            return {}
+        return {"momentum": torch.zeros_like(parameter, requires_grad=False)}
+
+    def update(
+        self,
+        parameters: Sequence[nn.Parameter],
+        states: Sequence[dict[str, Tensor]],
+        rate: Rate,
+        skip: Tensor,
+    ) -> None:
+        sgd(
+            [local(p.detach()) for p in parameters],
+            [gradient(p) for p in parameters],
+            [local(s["momentum"]) if s else None for s in states],
+            fused=True,
+            found_inf=skip,
+            weight_decay=rate.weight_decay,
+            momentum=self.momentum,
+            lr=rate.learning_rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )

@@ -1,0 +1,144 @@
+"""How the moments of a chunked rule are stored: as they are computed, or in 8 bits.
+
+8-bit moments are block-wise dynamic codes (Dettmers et al. 2022, "8-bit Optimizers via Block-wise
+Quantization"): a block of 128 neighbours in a row shares one fp32 scale, its largest magnitude, and each value
+is the index of the nearest of 256 code values, which lie denser towards zero. 1 + 4/128 bytes per value and
+moment: 2.0625 per parameter for Adam's two. Vectors stay in fp32: they are few, and embedding-like outliers
+hurt most there.
+
+Blocks lie within rows of the first dim, so codes and scales are sharded on it exactly as the parameter is: a
+checkpoint may be read on another number of ranks, and replicas agree. Chosen over torchao's optimizers, which
+this follows in their block-wise scheme: those compile the update per shape (no eager path, so none for fake
+tensors) and cannot skip it on the device. The price is that each chunk is decoded and encoded by some ten
+eager operations instead of one kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine.optim.norm import local
+
+BLOCK = 128
+"""Values that share a scale."""
+
+
+class Moments(Protocol):
+    """Storage of moments, read and written by rows of a parameter seen as [rows, rest]."""
+
+    def state(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]: ...
+
+    def read(self, state: dict[str, Tensor], name: str, rows: slice) -> Tensor:
+        """Rows of a moment, [rows, rest] in fp32."""
+        ...
+
+    def write(self, state: dict[str, Tensor], name: str, rows: slice, value: Tensor, skip: Tensor) -> None:
+        """Store rows of a moment, but where ``skip``, a bool scalar, leave them as they are."""
+        ...
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """The local piece of a tensor as [rows, rest]; a vector is one column, a scalar one value. A view."""
+    piece = local(tensor.detach())
+    return piece.view(piece.shape[0] if piece.ndim else 1, tensor.shape[1:].numel())
+
+
+@dataclass(frozen=True)
+class Wide:
+    """Moments in fp32 (fp64 for fp64 weights), whatever the weights are stored in."""
+
+    def state(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        return {name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False)}
+
+    def read(self, state: dict[str, Tensor], name: str, rows: slice) -> Tensor:
+        return as_rows(state[name])[rows]
+
+    def write(self, state: dict[str, Tensor], name: str, rows: slice, value: Tensor, skip: Tensor) -> None:
+        kept = as_rows(state[name])[rows]
+        kept.copy_(torch.where(skip, kept, value))
+
+
+class EightBit:
+    """Moments of matrices as block-wise dynamic 8-bit codes; of vectors in fp32."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wide = Wide()
+        self._values = {signed: torch.tensor(code_values(signed), device=device) for signed in (True, False)}
+        self._borders = {signed: (v[:-1] + v[1:]) / 2 for signed, v in self._values.items()}
+
+    def state(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
+        if parameter.ndim < 2:
+            return self._wide.state(parameter, name)
+        zero = code_values(_signed(name)).index(0.0)
+        codes = torch.full_like(parameter, zero, dtype=torch.uint8, requires_grad=False)
+        return {name: codes, f"{name}_scale": _rows_like(parameter, -(-_columns(parameter) // BLOCK))}
+
+    def read(self, state: dict[str, Tensor], name: str, rows: slice) -> Tensor:
+        if f"{name}_scale" not in state:
+            return self._wide.read(state, name, rows)
+        codes, scale = as_rows(state[name])[rows], as_rows(state[f"{name}_scale"])[rows]
+        return self._values[_signed(name)][codes.int()] * _spread(scale, codes.shape[1])
+
+    def write(self, state: dict[str, Tensor], name: str, rows: slice, value: Tensor, skip: Tensor) -> None:
+        if f"{name}_scale" not in state:
+            self._wide.write(state, name, rows, value, skip)
+            return
+        codes, scale = as_rows(state[name])[rows], as_rows(state[f"{name}_scale"])[rows]
+        value = value.to(torch.float32)
+        largest = _largest(value)
+        unit = value / _spread(largest.clamp(min=torch.finfo(torch.float32).tiny), value.shape[1])
+        nearest = torch.bucketize(unit, self._borders[_signed(name)], out_int32=True)
+        codes.copy_(torch.where(skip, codes, nearest.to(torch.uint8)))
+        scale.copy_(torch.where(skip, scale, largest))
+
+
+def code_values(signed: bool) -> list[float]:
+    """The 256 values of the dynamic code, ascending, in (-1, 1] or [0, 1] (Dettmers et al., section 1.3).
+
+    Seven powers of ten, the i-th cut into 2^i means of equal spans for each sign (2^(i+1) without a sign);
+    zero and one are codes of their own.
+    """
+    values = [0.0, 1.0]
+    for i in range(7):
+        spans = 2**i if signed else 2 ** (i + 1)
+        means = [(0.1 + 0.9 * (span + 0.5) / spans) * 10.0 ** (i - 6) for span in range(spans)]
+        values += means + ([-mean for mean in means] if signed else [])
+    return sorted(values)
+
+
+def _signed(name: str) -> bool:
+    return name != "exp_avg_sq"
+
+
+def _columns(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel()
+
+
+def _rows_like(parameter: nn.Parameter, columns: int) -> Tensor:
+    """fp32 zeros [rows of ``parameter``, columns], sharded on the first dim as the parameter is."""
+    piece = local(parameter)
+    rows = piece.shape[0] if piece.numel() else 0
+    zeros = torch.zeros((rows, columns), dtype=torch.float32, device=piece.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape = torch.Size((parameter.shape[0], columns))
+    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=(columns, 1))
+
+
+def _spread(scale: Tensor, columns: int) -> Tensor:
+    """A scale per block, [rows, blocks], as one per value, [rows, columns]."""
+    return scale.repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+def _largest(value: Tensor) -> Tensor:
+    """The largest magnitude of every block: [rows, columns] to [rows, blocks]."""
+    columns = value.shape[1]
+    padded = nn.functional.pad(value.abs(), (0, -columns % BLOCK))
+    return padded.view(value.shape[0], -(-columns // BLOCK), BLOCK).amax(-1)

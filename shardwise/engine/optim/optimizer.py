@@ -1,0 +1,79 @@
+"""``Optimizer``: torch's interface over an update rule, with state from the start and a verdict at every step.
+
+State is made when the optimizer is made, so step 1 holds what step 2 holds, and a checkpoint or a dry run
+needs no rehearsal. It is kept in tensors distributed as the parameters are, so it is saved, resharded and
+counted like them.
+
+A verdict is a float32 scalar on the device, 1 to leave parameters, moments and step counts exactly as they
+are, 0 to update. It is no Python bool, because reading it would make the host wait in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class UpdateRule(Protocol):
+    """How some parameters change, given their gradients."""
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Fresh state of one parameter."""
+        ...
+
+    def update(
+        self,
+        parameters: Sequence[nn.Parameter],
+        states: Sequence[dict[str, Tensor]],
+        rate: Rate,
+        skip: Tensor,
+    ) -> None:
+        """Change parameters and states in place; not at all where ``skip`` is 1."""
+        ...
+
+
+class Rate:
+    """What the schedule and the parameter group decide about one update."""
+
+    def __init__(self, learning_rate: float, weight_decay: float) -> None:
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Updates parameters by one rule. Groups differ in weight decay."""
+
+    def __init__(self, groups: list[dict[str, Any]], rule: UpdateRule) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self._rule = rule
+        self._group_of: dict[nn.Parameter, dict[str, Any]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._group_of[parameter] = group
+                self.state[parameter] = rule.state(parameter)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = learning_rate
+
+    def step(self, closure: Any = None, *, skip: Tensor | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None, "one gradient per step"
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if parameters:
+            device = parameters[0].device
+            self.update(parameters, torch.zeros((), device=device) if skip is None else skip)
+
+    @torch.no_grad()
+    def update(self, parameters: Iterable[nn.Parameter], skip: Tensor) -> None:
+        """Update some parameters, all of which have gradients."""
+        by_group: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_group.setdefault(id(self._group_of[parameter]), []).append(parameter)
+        for members in by_group.values():
+            group = self._group_of[members[0]]
+            rate = Rate(group["lr"], group["weight_decay"])
+            self._rule.update(members, [self.state[p] for p in members], rate, skip)
