@@ -26,9 +26,12 @@ VOCAB = 257
 MODEL = {"layers": 1, "width": 12, "heads": 2, "kv_heads": 1, "ffn": 13, "vocab": VOCAB}
 
 
-def make_run(stage: int = 3, replicate: int = 1, **overrides: Any) -> Run:
+def make_run(
+    stage: int = 3, replicate: int = 1, settings: Mapping[str, Any] | None = None, **overrides: Any
+) -> Run:
+    """A run of any strategy: ``settings`` beside the stage; ``overrides`` are sections of the recipe."""
     recipe = recipe_of({"model": MODEL, "steps": 10, "batch_size": 4} | overrides)
-    strategy = strategy_from({"zero_stage": stage, "replicate": replicate})
+    strategy = strategy_from({"zero_stage": stage, "replicate": replicate, **(settings or {})})
     return build(recipe, blueprint_of(recipe), strategy, torch.device("cpu"))
 
 

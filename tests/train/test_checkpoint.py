@@ -127,7 +127,6 @@ def optimizer_state_made() -> bool:
     assert all(torch.equal(weights[name], tensors[name]) for name in weights)
     moments = [tensor for name, tensor in tensors.items() if name.startswith("optimizer/exp_avg")]
     assert not any(moment.any() for moment in moments)
-    assert run.optimizer.param_groups[0]["lr"] > 0
     return len(moments) == 2 * len(weights)
 
 
@@ -159,15 +158,16 @@ def test_the_files_are_plain_safetensors_that_dcp_reads(
     assert {file.suffix for file in files} == {".safetensors", ".json"}
     with safe_open(folder / "step-1" / WEIGHTS_0, framework="pt") as file:
         assert torch.equal(file.get_tensor("norm.weight"), expected["norm.weight"][:4])
-    (found,) = pool.run(1, read_by_dcp, folder / "step-1", {n: t.shape for n, t in expected.items()})
+    (found,) = pool.run(
+        1, read_by_dcp, folder / "step-1", {n: torch.zeros_like(t) for n, t in expected.items()}
+    )
     assert equal(found, expected)
 
 
-def read_by_dcp(folder: Path, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+def read_by_dcp(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    tensors = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
     return tensors
 

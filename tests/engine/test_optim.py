@@ -1,0 +1,249 @@
+"""Update rules: what is stored, that a skipped update touches nothing, that sharding changes nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from small_run import batch, equal, full, make_run, train, whole
+from torch import Tensor, nn
+
+from shardwise.core.cluster import cluster_of
+from shardwise.core.recipe import recipe_of
+from shardwise.core.sections import OptimizerSpec
+from shardwise.dryrun.run import dry_run
+from shardwise.engine.optim import build_optimizer
+from shardwise.engine.optim.moments import BLOCK, EightBit, code_values
+from shardwise.engine.optim.norm import local
+from shardwise.engine.optim.rounding import random_bits, to_bf16
+from shardwise.engine.step import step
+from shardwise.model.blueprint import blueprint_of
+from shardwise.model.slices import local_slices
+from shardwise.technique import strategy_from
+
+RULES = [
+    ("adamw", torch.float32),
+    ("adamw", torch.bfloat16),
+    ("adamw", torch.float64),
+    ("adamw_8bit", torch.float32),
+    ("adamw_8bit", torch.bfloat16),
+    ("sgd", torch.float32),
+    ("sgd", torch.bfloat16),
+]
+
+
+def model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(200, 30), nn.LayerNorm(30), nn.Linear(30, 5)).to(dtype)
+
+
+def bits(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of parameters and of all state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [v for p in parameters for v in optimizer.state[p].values()]
+    return [t.detach().clone() for t in (*parameters, *states)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), RULES)
+def test_a_skipped_update_touches_nothing(name: str, dtype: torch.dtype) -> None:
+    """With NaN and infinite gradients: parameters, moments and step counts keep their bits; the next one applies."""
+    net = model(dtype)
+    spec = OptimizerSpec(name=name)  # type: ignore[arg-type]
+    optimizer = build_optimizer(net, spec)
+    optimizer.set_learning_rate(1e-2)
+    for poison, skip in ((None, 0.0), (math.nan, 1.0), (math.inf, 1.0), (None, 0.0)):
+        for parameter in net.parameters():
+            parameter.grad = torch.randn_like(parameter)
+            if poison is not None:
+                parameter.grad.view(-1)[0] = poison
+        before = bits(optimizer)
+        optimizer.step(skip=torch.tensor(skip))
+        same = [torch.equal(b, a) for b, a in zip(before, bits(optimizer), strict=True)]
+        assert all(same) if skip else not any(same[: len(list(net.parameters()))])
+        assert all(t.isfinite().all() for t in bits(optimizer))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_rules_are_torch_s(name: str) -> None:
+    """Fused and chunked rules against torch.optim's plain loops, in fp64 and fp32, over ten steps."""
+    spec = OptimizerSpec(name=name, weight_decay=0.1)  # type: ignore[arg-type]
+    ours, theirs = model(torch.float64), model(torch.float64)
+    mine = build_optimizer(ours, spec)
+    mine.set_learning_rate(1e-2)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    other: torch.optim.Optimizer = (
+        torch.optim.AdamW(groups, lr=1e-2, betas=spec.betas, eps=spec.epsilon)
+        if name == "adamw"
+        else torch.optim.SGD(groups, lr=1e-2, momentum=spec.momentum)
+    )
+    for _ in range(10):
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        mine.step()
+        other.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+# ---- 8 bits -----------------------------------------------------------------------------------------------
+
+
+def test_the_code_has_256_values() -> None:
+    for signed in (True, False):
+        values = code_values(signed)
+        assert len(set(values)) == 256 and max(values) == 1.0 and 0.0 in values
+        assert min(values) == (pytest.approx(-0.993, abs=1e-3) if signed else 0.0)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_8_bit_moments_are_near_what_was_written(name: str) -> None:
+    """Within 1 % of the block's largest value; half a code's span: 7.1 % of a value in its decade, 14.2 % one below."""
+    codes, parameter = EightBit(torch.device("cpu")), nn.Parameter(torch.zeros(6, 3 * BLOCK + 5))
+    state = codes.state(parameter, name)
+    magnitude = 10 ** (-5 * torch.rand(6, 3 * BLOCK + 5))
+    sign = torch.randn_like(magnitude).sign() if name == "exp_avg" else 1.0
+    value = magnitude * sign
+    rows = slice(0, 6)
+    assert (codes.read(state, name, rows) == 0).all()
+    codes.write(state, name, rows, value, torch.tensor(False))
+    error = (codes.read(state, name, rows) - value).abs()
+    assert (error / magnitude.max()).max() < 0.01
+    blocks = [m.amax(-1, keepdim=True).expand_as(m) for m in magnitude.split(BLOCK, dim=1)]
+    unit = magnitude / torch.cat(blocks, dim=1)
+    assert (error / magnitude)[unit > 0.1].max() < 0.071
+    assert (error / magnitude)[unit > 0.01].max() < 0.142
+    # What was read is stored again as the same codes: a checkpoint is exact.
+    kept = state[name].clone()
+    codes.write(state, name, rows, codes.read(state, name, rows), torch.tensor(False))
+    assert (kept.int() - state[name].int()).abs().max() <= 1
+
+
+def test_8_bit_state_takes_at_most_2_07_bytes_a_parameter() -> None:
+    recipe = recipe_of({"model": {"preset": "python-6m"}, "steps": 1, "batch_size": 1})
+    net = blueprint_of(recipe).build()
+    optimizer = build_optimizer(net, OptimizerSpec(name="adamw_8bit"))
+    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    assert 2.06 <= held / sum(p.numel() for p in net.parameters()) <= 2.07
+
+
+# ---- stochastic rounding ----------------------------------------------------------------------------------
+
+
+def test_stochastic_rounding_keeps_the_mean() -> None:
+    """Over 10^6 draws the mean is within 1 % of a unit in the last place; every draw is one of two neighbours."""
+    for fraction in (0.01, 0.3, 0.5, 0.77):
+        low, unit = 1.5, 2.0**-7
+        value = torch.full((10**6,), low + fraction * unit)
+        rounded = to_bf16(value, random_bits(torch.arange(10**6), torch.tensor(7))).float()
+        assert set(rounded.unique().tolist()) <= {low, low + unit}
+        assert abs(float(rounded.double().mean()) - float(value[0])) < 0.01 * unit
+
+
+def test_rounding_passes_what_is_no_number() -> None:
+    value = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
+    rounded = to_bf16(value, random_bits(torch.arange(5), torch.tensor(1)))
+    assert rounded[:2].tolist() == [math.inf, -math.inf] and rounded[2].isnan() and (rounded[3:] == 0).all()
+
+
+def updated(name: str) -> dict[str, Tensor]:
+    """A bf16 run's whole weights after three updates from given gradients."""
+    run = make_run(3, settings={"precision": "bf16", "master_weights": False}, optimizer={"name": name})
+    run.optimizer.set_learning_rate(1e-3)
+    for index in range(3):
+        for number, parameter in enumerate(run.model.parameters()):
+            generator = torch.Generator().manual_seed(100 * index + number)
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(gradient[local_slices(parameter)])
+        run.optimizer.step()
+    return {n: full(p.detach()) for n, p in run.model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd"])
+def test_rounding_does_not_depend_on_sharding(name: str, pool: Pool) -> None:
+    [alone] = pool.run(1, updated, name)
+    for rank in pool.run(3, updated, name):
+        assert equal(alone, rank)
+
+
+def test_master_weights_keep_what_16_bits_lose() -> None:
+    """An update of a 2049th of the weight: lost in fp16, kept by the master copy, kept on average by rounding."""
+    change = 1 / 2049
+    assert torch.tensor(1.0, dtype=torch.float16) + change == 1.0
+    spec = OptimizerSpec(name="sgd", momentum=0.0, weight_decay=0.0)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = nn.Linear(1000, 1000, bias=False).to(dtype)
+        nn.init.ones_(weight.weight)
+        optimizer = build_optimizer(weight, spec)
+        optimizer.set_learning_rate(1.0)
+        for _ in range(8):
+            weight.weight.grad = torch.full_like(weight.weight, -change)
+            optimizer.step()
+        expected = 1 + 8 * float(torch.tensor(change, dtype=dtype))
+        assert float(weight.weight.detach().double().mean()) == pytest.approx(expected, abs=2e-5)
+
+
+# ---- within the backward pass -----------------------------------------------------------------------------
+
+
+def trained(stage: int, name: str, in_backward: bool) -> dict[str, Tensor]:
+    settings = {"optimizer_in_backward": in_backward}
+    run = make_run(stage, settings=settings, optimizer={"name": name, "clip_norm": None})
+    train(run, range(4))
+    return whole(run)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 2), (4, 3)])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd"])
+def test_optimizer_in_backward_gives_the_same_bits(world: int, stage: int, name: str, pool: Pool) -> None:
+    plain = pool.run(world, trained, stage, name, False)
+    for one, other in zip(plain, pool.run(world, trained, stage, name, True), strict=True):
+        assert equal(one, other)
+
+
+def torn() -> tuple[bool, float, list[Any]]:
+    """One element of one gradient is infinite: its piece keeps its bits, and the norm tells."""
+    run = make_run(0, settings={"optimizer_in_backward": True}, optimizer={"clip_norm": None})
+    train(run, range(1))
+    [victim, *_] = [p for p in run.model.parameters() if p.ndim >= 2]
+    before = full(victim.detach())
+    hooks = victim._post_accumulate_grad_hooks
+    poison = lambda p: local(p.grad).view(-1)[0].fill_(math.inf)  # noqa: E731
+    victim._post_accumulate_grad_hooks = type(hooks)([(-1, poison), *hooks.items()])  # type: ignore[call-arg]
+    result = step(run, [batch(1)], 1e-2)
+    kept = torch.equal(before, full(victim.detach()))
+    return kept, float(result.grad_norm), [float(result.skipped)]
+
+
+def test_a_gradient_that_is_not_finite_keeps_its_piece(pool: Pool) -> None:
+    [(kept, norm, skipped)] = pool.run(1, torn)
+    assert kept and not math.isfinite(norm) and skipped == [0.0]
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])
+def test_gradients_of_one_unit_live_at_a_time(world: int, stage: int) -> None:
+    """The peak of the gradients is the largest unit's and, from first to last, the output head's."""
+    layers = {"layers": 6, "width": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 512, "context": 64}
+    recipe = recipe_of(
+        {
+            "model": layers,
+            "data": {"sequence_length": 16},
+            "steps": 1,
+            "batch_size": world,
+            "optimizer": {"clip_norm": None},
+            "cluster": {"devices_per_node": world},
+        }
+    )
+    blueprint, cluster = blueprint_of(recipe), cluster_of(recipe.cluster)
+    unit = 4 * sum(p.numel() for p in blueprint.units(blueprint.build())[0].parameters())
+    head = 4 * 512 * 128
+    strategy = strategy_from({"zero_stage": stage, "optimizer_in_backward": True})
+    run = dry_run(recipe, blueprint, strategy, cluster)
+    assert unit <= max(sample.ledger.gradients for sample in run.timeline) <= unit + head + 2048
