@@ -201,7 +201,8 @@ SIXTEENS = {"layers": 3, "width": 64, "heads": 4, "kv_heads": 1, "ffn": 144, "vo
 
 
 def a_recipe(model: dict[str, Any] = SIXTEENS, length: int = 48, **rest: Any) -> Recipe:
-    values = {"model": model, "steps": 20, "batch_size": 4, "data": {"sequence_length": length}}
+    values: dict[str, Any] = {"model": model, "steps": 20, "batch_size": 4}
+    values["data"] = {"sequence_length": length}
     return recipe_of({**values, **rest}, SETTINGS)
 
 
@@ -348,6 +349,32 @@ def test_twenty_steps_follow_fp32(
     recipe, folder = trained
     pinned = {"precision": "fp8", "fp8_layers": "all", **settings}
     verdict = pool.run(world_size, strategy_rank, recipe, pinned, folder, timeout=240)[0]
+    assert verdict.passed, verdict
+    assert 1e-5 < verdict.max_loss_difference < 1e-2, verdict
+
+
+def test_a_model_of_transformers_is_planned_and_trained_alike(pool: Pool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=144,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
+    text = tmp_path / "corpus.txt"
+    text.write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    recipe = a_recipe(
+        {"hf": str(tmp_path / "llama")}, data={"source": str(text), "sequence_length": 40}, steps=8
+    )
+    [note] = notes_of(recipe, fp8_layers="all")
+    assert note.startswith("fp8 in 14 of the 14 linear layers")
+    pool.run(1, reference_rank, recipe, tmp_path, timeout=120)
+    pinned = {"precision": "fp8", "fp8_layers": "all", "zero_stage": 3}
+    verdict = pool.run(2, strategy_rank, recipe, pinned, tmp_path, timeout=240)[0]
     assert verdict.passed, verdict
     assert 1e-5 < verdict.max_loss_difference < 1e-2, verdict
 
