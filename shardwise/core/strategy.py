@@ -38,6 +38,7 @@ class Setting(Generic[T]):
             () means that only the default is used.
         compared: further values whose cost the plan shows beside the chosen one, but never chooses.
         note: why a value outside ``choices`` is refused, appended to the error.
+        units: values that need a device with units for a dtype, as device profiles call it.
     """
 
     key: str
@@ -49,6 +50,7 @@ class Setting(Generic[T]):
     candidates: tuple[T, ...] = ()
     compared: tuple[T, ...] = ()
     note: str = ""
+    units: Mapping[T, str] = field(default_factory=dict)
 
     def parse(self, value: object) -> T:
         """Return ``value`` as a T. Raises ValueError with the reason in words."""

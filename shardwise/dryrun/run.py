@@ -47,6 +47,7 @@ class DryRun:
         parameters: elements of the whole model, unsharded.
         even: whether every rank holds equally much of every parameter.
         compute_dtype: what matrix products run in, as the device profiles call it.
+        notes: what the techniques have to say about what they did.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class DryRun:
     parameters: int
     even: bool
     compute_dtype: str
+    notes: tuple[str, ...] = ()
 
     @property
     def peak(self) -> Peak:
@@ -102,7 +104,8 @@ def dry_run(
         found = peaks(tracker, since=start)
         samples = tuple(timeline(tracker, since=start))
     compute = dtype_name(run.dtypes.compute)
-    return DryRun(rank, found, _whole_cost(costs, count), samples, parameters, even, compute)
+    cost, notes = _whole_cost(costs, count), tuple(site.notes)
+    return DryRun(rank, found, cost, samples, parameters, even, compute, notes)
 
 
 def _held_by_all(parameter: torch.Tensor, world_size: int) -> int:

@@ -27,10 +27,12 @@ from shardwise.technique import (
     MICRO_BATCH_SIZE,
     SETTINGS,
     broken_rules,
+    emulated,
     layout_of,
     micro_batches,
     one_line,
     refuse_broken,
+    refuse_unsupported,
     strategy_from,
 )
 
@@ -63,6 +65,7 @@ class Search:
     def run(self) -> Plan:
         """The plan. Raises RecipeError when what is pinned breaks a rule."""
         refuse_broken(self.recipe, self.cluster.world_size, lambda key: f"strategy.{key}")
+        refuse_unsupported(self.recipe.strategy, self.cluster.device, lambda key: f"strategy.{key}")
         best: Prediction | None = None
         for strategy in self._strategies():
             found = self._largest_that_fits(strategy)
@@ -168,7 +171,7 @@ class Search:
             micro_batches=micro_batches(strategy, layout, self.recipe.batch_size),
             candidates=tuple(candidates),
             reasons=(*self._reasons(chosen), *scaling.sentences(self.recipe)),
-            assumptions=tuple(assumptions(self.cluster)),
+            assumptions=(*assumptions(self.cluster), *emulated(strategy, self.cluster.device)),
             timeline=tuple(TimelinePoint(s.phase, s.ledger) for s in chosen.run.timeline),
         )
 
@@ -211,6 +214,7 @@ class Search:
 
     def _reasons(self, chosen: Prediction) -> Iterator[str]:
         """Why this strategy and not one that the search prefers, or one more."""
+        yield from chosen.run.notes
         for candidate in self.seen.values():
             if candidate.verdict == "does not fit" and candidate.strategy != chosen.strategy:
                 changed = chosen.strategy.differences(candidate.strategy)

@@ -40,7 +40,14 @@ from shardwise.train.reference import (
     train_reference,
 )
 
-TOLERANCE: dict[str, float] = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2, "adamw_8bit": 5e-2}
+TOLERANCE: dict[str, float] = {
+    "fp64": 1e-10,
+    "fp32": 1e-5,
+    "fp16": 1e-2,
+    "bf16": 5e-2,
+    "fp8": 1e-1,
+    "adamw_8bit": 5e-2,
+}
 """Largest relative difference that counts as equal, by the strategy's precision or the optimizer's name."""
 
 _WEIGHTS, _STEPS, _VERDICT = "reference.safetensors", "reference.json", "verify.json"
