@@ -107,13 +107,14 @@ def test_other_models_train_as_one_plain_process(
         assert verdict.max_loss_difference >= 0
 
 
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
 def test_scaled_rates_and_schedules_are_the_reference_s_too(
-    folders: dict[str, Path], pool: Pool, tmp_path: Path
+    rule: str, folders: dict[str, Path], pool: Pool, tmp_path: Path
 ) -> None:
     recipe = recipe_for("classifier", folders)
     values: dict[str, Any] = {
         **recipe.model_dump(),
-        "optimizer": {"learning_rate": 1e-3, "scale_learning_rate": {"from_batch": 3, "rule": "linear"}},
+        "optimizer": {"learning_rate": 1e-3, "scale_learning_rate": {"from_batch": 3, "rule": rule}},
         "schedule": {"name": "wsd", "warmup": 4, "decay": 8},
     }
     recipe = recipe_of(values, SETTINGS)
