@@ -36,6 +36,7 @@ class Setting(Generic[T]):
         minimum: the smallest acceptable number.
         candidates: what the planner may try when the recipe leaves the key out, cheapest in time first;
             () means that only the default is used.
+        compared: further values whose cost the plan shows beside the chosen one, but never chooses.
         note: why a value outside ``choices`` is refused, appended to the error.
         units: values that need a device with units for a dtype, as device profiles call it.
     """
@@ -47,6 +48,7 @@ class Setting(Generic[T]):
     choices: tuple[T, ...] = ()
     minimum: int | None = None
     candidates: tuple[T, ...] = ()
+    compared: tuple[T, ...] = ()
     note: str = ""
     units: Mapping[T, str] = field(default_factory=dict)
 

@@ -28,6 +28,7 @@ from shardwise.dryrun.world import fake_world
 from shardwise.engine.build import Run, assemble, materialise
 from shardwise.engine.optim.norm import holders, local
 from shardwise.engine.phase import listening
+from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.technique import MICRO_BATCH_SIZE, layout_of, micro_batches
@@ -153,7 +154,7 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> _Costs:
     run.micro_batch_hooks.append(mark)
     tracker.counting_costs = True
     with listening(entered):
-        step(run, batches, run.recipe.optimizer.learning_rate)
+        step(run, batches, learning_rate(run.recipe, 0))
     tracker.counting_costs = False
     run.micro_batch_hooks.remove(mark)
     end = (tracker.kernels, tracker.collectives)
