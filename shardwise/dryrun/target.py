@@ -29,11 +29,13 @@ class Target:
         kernels: makes a context in which the target's kernels stand in for the CPU's.
         workspace: bytes a collective allocates for itself, from (kind, payload bytes).
         kept: bytes a library keeps for every distinct call of a kernel, from its name and result.
+        is_host: whether its memory is the host's, where snapshots are kept.
     """
 
     kernels: Callable[[], AbstractContextManager[Any]]
     workspace: Callable[[str, int], int]
     kept: Callable[[str, Any], int]
+    is_host: bool = False
 
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -122,7 +124,7 @@ def _cuda_attention(
 
 
 TARGETS: dict[str, Target] = {
-    "cpu": Target(nullcontext, _gloo_workspace, _onednn_kernels),
+    "cpu": Target(nullcontext, _gloo_workspace, _onednn_kernels, is_host=True),
     "cuda": Target(cuda_kernels, _no_workspace, _nothing_kept),
     "rocm": Target(cuda_kernels, _no_workspace, _nothing_kept),
 }
