@@ -15,8 +15,9 @@ is a wait per module and step; the price is that such faults have no name.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +53,10 @@ class Finding:
 def first_non_finite(run: Run, batches: Sequence[Batch]) -> Finding | None:
     """Run a step's micro-batches without updating anything; the earliest fault of any rank, on all ranks."""
     watch = _Watch(run.model)
-    with watch.stack:
+    with watch.stack, warnings.catch_warnings(), suppress(RuntimeError):
+        # Hooks for looking make views and come with warnings; a model that writes in place refuses them. What
+        # was found until then is still true, and the run is at its end.
+        warnings.simplefilter("ignore")
         _run_again(run, batches, watch)
     watch.look_at_gradients(len(batches) - 1)
     run.optimizer.zero_grad(set_to_none=True)
@@ -123,6 +127,7 @@ class _Watch:
 
         return look
 
+    @torch.no_grad()  # else looking saves tensors, which a recomputation would then miss
     def _note(self, name: str, values: Iterable[Any]) -> None:
         """Remember the first of all places where a value is not finite."""
         self._order += 1

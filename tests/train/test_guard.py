@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,9 +24,7 @@ NAN = math.nan
 def noise(count: int, seed: int = 0) -> list[tuple[float, float]]:
     """Losses around 3 and norms around 1, as a run has them."""
     generator = random.Random(seed)
-    return [
-        (3 + 0.1 * generator.gauss(0, 1), math.exp(0.15 * generator.gauss(0, 1))) for _ in range(count)
-    ]
+    return [(3 + 0.1 * generator.gauss(0, 1), math.exp(0.15 * generator.gauss(0, 1))) for _ in range(count)]
 
 
 def verdicts(
@@ -200,4 +199,4 @@ def test_merging_keeps_the_positions(pairs: list[tuple[int, int]]) -> None:
     given_spans = [(start, start + size) for start, size in pairs]
     found = merged(given_spans)
     assert {p for a, b in given_spans for p in range(a, b)} == {p for a, b in found for p in range(a, b)}
-    assert all(a[1] < b[0] for a, b in zip(found, found[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(found))
