@@ -30,6 +30,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.ledger import Ledger
 from shardwise.core.presets import PRESETS
 from shardwise.core.recipe import SECTIONS, Recipe
+from shardwise.core.sections import ScalingSpec
 from shardwise.core.strategy import Setting
 from shardwise.core.units import format_bytes, format_count, format_rate
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED
@@ -69,7 +70,7 @@ def kind_of(schema: Mapping[str, Any]) -> str:
     if "prefixItems" in schema:
         return f"a list of {len(schema['prefixItems'])}, each {kind_of(schema['prefixItems'][0])}"
     words = {"string": "text", "boolean": "true or false", "object": "mapping"}
-    return " ".join([words.get(schema["type"], schema["type"]), *_limits(schema)])
+    return " ".join([words.get(kind := schema.get("type", "object"), kind), *_limits(schema)])
 
 
 def _limits(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -315,6 +316,11 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
+def measured(name: str) -> str:
+    """The table that a benchmark wrote beside its figures."""
+    return str(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["table"])
+
+
 def plan_block(text: str) -> str:
     """The plan as the README shows it: what is chosen, its memory and time, and what else was considered."""
     sections = text.rstrip("\n").split("\n\n")
@@ -332,6 +338,7 @@ def shown_plan() -> str:
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **{f"recipe-{name}": partial(keys_of, model) for name, model in SECTIONS.items()},
     "recipe-top": partial(keys_of, Recipe),
+    "recipe-scaling": partial(keys_of, ScalingSpec),
     "settings": settings,
     "reserved": reserved,
     "techniques": techniques,
@@ -346,6 +353,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "short-names": lambda: table(("short", "stands for"), (map(code, pair) for pair in SHORT_NAMES.items())),
     "recipes": recipes,
     "ledger": ledger,
+    **{name: partial(measured, name) for name in ("wsd", "scaling-rule")},
     "plan": shown_plan,
 }
 SLOW = ("plan",)

@@ -21,7 +21,8 @@ from shardwise.technique import SETTINGS
 from shardwise.train.folder import claim, prepare
 from shardwise.train.launch import launch
 from shardwise.train.sample import record_sample
-from shardwise.train.verify import Verdict, read_verdict
+from shardwise.train.start import check_start
+from shardwise.train.verify import Verdict, read_verdict, shortened
 
 __all__ = ["Cluster", "Plan", "Recipe", "load", "plan", "train", "verify"]
 
@@ -43,6 +44,7 @@ def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = F
     """
     folder = Path(out)
     with claim(folder):
+        check_start(recipe, folder)
         prepare(folder, recipe, plan)
         flags = ["--exact-memory"] if exact_memory else []
         _launched(plan.world_size, ["train", str(folder), *flags], folder)
@@ -55,7 +57,7 @@ def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:
     """Train ``plan`` and one plain process on the same data for ``steps`` steps and compare them."""
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as scratch:
         folder = Path(scratch)
-        prepare(folder, recipe.model_copy(update={"steps": steps}), plan)
+        prepare(folder, shortened(recipe, steps), plan)
         _launched(1, ["reference", scratch], folder)
         _launched(plan.world_size, ["verify", scratch], folder)
         return read_verdict(folder)

@@ -47,9 +47,10 @@ PARITY_FACTORS = {
     **FACTORS,
     "world_size": [1, 2, 4],
     MICRO_BATCH_SIZE.key: [1, 2],
-    "model": ["llama", "gpt2", "tied"],
+    "model": ["llama", "gpt2", "tied", "sixteens"],
 }
-# Dimensions that no world size divides; a batch of 7 leaves ranks and micro-batches with unequal counts.
+# Dimensions that no world size divides; a batch of 7 leaves ranks and micro-batches with unequal counts. In the
+# last every linear layer can run in 8 bits, with biases and with tokens that are no multiple of 16.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"layers": 2, "width": 44, "heads": 2, "kv_heads": 1, "ffn": 55, "vocab": 257, "context": 32},
     "gpt2": {"family": "gpt2", "layers": 2, "width": 42, "heads": 3, "ffn": 51, "vocab": 263, "context": 32},
@@ -62,6 +63,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab": 269,
         "context": 32,
         "tied": True,
+    },
+    "sixteens": {
+        "family": "gpt2",
+        "layers": 2,
+        "width": 48,
+        "heads": 3,
+        "ffn": 80,
+        "vocab": 271,
+        "context": 32,
     },
 }
 STEPS = 20

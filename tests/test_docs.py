@@ -428,6 +428,29 @@ def test_the_data_error_reads_as_shown(tmp_path: Path, monkeypatch: pytest.Monke
     assert raised.value.line() in [line for block in blocks(page, "text") for line in block.text.splitlines()]
 
 
+def test_what_a_learning_rate_says_reads_as_shown(tmp_path: Path) -> None:
+    """The sentence of the plan, and the errors of a rule and of a branch, from the recipe of the page."""
+    from types import SimpleNamespace
+
+    from shardwise.core.errors import RecipeError
+    from shardwise.core.scaling import sentences
+    from shardwise.train.start import require_steps_left
+
+    page = ROOT / "docs" / "how-to" / "choose-a-learning-rate.md"
+    [block] = [block for block in blocks(page, "yaml") if "scale_learning_rate" in block.text]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{block.text}model: {{preset: tiny}}\nsteps: 500\n", encoding="utf-8")
+    recipe = load_recipe(path, [], SETTINGS)
+    said = list(sentences(recipe))
+    with pytest.raises(RecipeError) as rule:
+        load_recipe(path, ["batch_size=8192"], SETTINGS)
+    ended: Any = SimpleNamespace(state=SimpleNamespace(step=500))
+    with pytest.raises(RecipeError) as branch:
+        require_steps_left(recipe, Path("runs/stable/checkpoints/step-500"), ended)
+    said += [rule.value.line(), branch.value.line()]
+    assert set(said) == {line for block in blocks(page, "text") for line in block.text.splitlines()}
+
+
 def _anchors(page: Path) -> set[str]:
     """GitHub's anchors of a page's headings."""
     titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)

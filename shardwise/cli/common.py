@@ -9,7 +9,7 @@ import typer
 
 from shardwise.core.cluster import Cluster, cluster_of
 from shardwise.core.recipe import Recipe, load_recipe, locate
-from shardwise.technique import SETTINGS, refuse_broken
+from shardwise.technique import SETTINGS, refuse_broken, refuse_unsupported
 
 if TYPE_CHECKING:
     from shardwise.core.plan import Plan
@@ -25,11 +25,12 @@ def read(recipe_file: Path, overrides: list[str] | None) -> tuple[Recipe, Cluste
     """The checked recipe and its cluster; everything that can be refused without torch is refused here."""
     recipe = load_recipe(recipe_file, overrides or [], SETTINGS)
     cluster = cluster_of(recipe.cluster)
-    refuse_broken(
-        recipe,
-        cluster.world_size,
-        lambda key: locate(recipe_file, overrides or [], ("strategy", key)),
-    )
+
+    def where(key: str) -> str:
+        return locate(recipe_file, overrides or [], ("strategy", key))
+
+    refuse_broken(recipe, cluster.world_size, where)
+    refuse_unsupported(recipe.strategy, cluster.device, where)
     return recipe, cluster
 
 

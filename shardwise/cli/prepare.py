@@ -7,8 +7,10 @@ from pathlib import Path
 
 from shardwise.cli.common import make_plan, read, refuse_unfit
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.scaling import sentences
 from shardwise.train.data import check_data
 from shardwise.train.folder import prepare
+from shardwise.train.start import check_start
 
 
 def main(recipe_file: str, folder: str, *overrides: str) -> int:
@@ -16,13 +18,14 @@ def main(recipe_file: str, folder: str, *overrides: str) -> int:
     try:
         recipe, cluster = read(Path(recipe_file), list(overrides))
         check_data(recipe)
+        check_start(recipe, Path(folder))
         plan = make_plan(recipe, cluster)
         refuse_unfit(plan)
         prepare(Path(folder), recipe, plan)
     except ShardwiseError as error:
         print(error.line(), file=sys.stderr)
         return error.exit_code
-    print(f"{plan.line}  →  {folder}", flush=True)
+    print("\n".join([f"{plan.line}  →  {folder}", *sentences(recipe)]), flush=True)
     return 0
 
 

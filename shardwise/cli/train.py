@@ -29,6 +29,7 @@ def command(
 ) -> None:
     """Plan, then train exactly that plan."""
     from shardwise.core.errors import RecipeError
+    from shardwise.core.scaling import sentences
 
     if out is None:
         raise RecipeError(
@@ -44,13 +45,17 @@ def command(
         raise typer.Exit(train_as_rank(recipe, overrides or [], out, exact_memory, placement.rank, device))
     from shardwise.train.data import check_data
     from shardwise.train.folder import claim, prepare
+    from shardwise.train.start import check_start
 
     with claim(out):
         check_data(wanted)
+        check_start(wanted, out)
         plan = make_plan(wanted, cluster)
         refuse_unfit(plan)
         prepare(out, wanted, plan)
         _announce(plan.line, out)
+        for sentence in sentences(wanted):
+            typer.echo(sentence)
         from shardwise.train.launch import launch
 
         flags = ["--exact-memory"] if exact_memory else []

@@ -31,11 +31,11 @@ def command(
     refuse_unfit(plan)
     from shardwise.train.folder import prepare
     from shardwise.train.launch import launch
-    from shardwise.train.verify import read_verdict
+    from shardwise.train.verify import read_verdict, shortened
 
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as scratch:
         folder = Path(scratch)
-        prepare(folder, wanted.model_copy(update={"steps": steps}), plan)
+        prepare(folder, shortened(wanted, steps), plan)
         for verb, processes in (("reference", 1), ("verify", plan.world_size)):
             code = launch(processes, [verb, str(folder)], folder / "logs")
             if code != 0:

@@ -36,7 +36,8 @@ OTHER_NAMES = {
     "nproc_per_node": "devices_per_node", "num_nodes": "nodes", "nnodes": "nodes", "eval": "evaluation",
     "save_every": "every", "interval": "every", "zero": "zero_stage", "stage": "zero_stage",
     "dtype": "precision", "micro_batch": "micro_batch_size", "tp": "tensor_parallel",
-    "pp": "pipeline_parallel",
+    "pp": "pipeline_parallel", "decay_steps": "decay", "cooldown": "decay", "resume_from": "start_from",
+    "load_from": "start_from", "init_from": "start_from", "base_batch_size": "from_batch",
 }  # fmt: skip
 """What other trainers call a key, by our name for it. Used for hints only."""
 

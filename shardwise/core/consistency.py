@@ -19,6 +19,7 @@ from shardwise.core.complaint import Complaint
 from shardwise.core.document import Document, KeyPath, describe
 from shardwise.core.errors import RecipeError
 from shardwise.core.presets import PRESETS, Dimensions, dimensions_of
+from shardwise.core.scaling import scaled
 
 if TYPE_CHECKING:
     from shardwise.core.recipe import Recipe
@@ -33,6 +34,8 @@ def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     yield from _arguments(recipe.model)
     yield from _model_and_data(recipe, document)
     yield from _hardware(recipe, document)
+    yield from _schedule(recipe, document)
+    yield from _scaling(recipe, document)
     if recipe.evaluation.every is not None and recipe.data.held_out == 0:
         path = _last_written(document, ("evaluation", "every"), ("data", "held_out"))
         yield Complaint(
@@ -125,6 +128,31 @@ def _hardware(recipe: Recipe, document: Document) -> Iterator[Complaint]:
             path = _last_written(
                 document, path, *(("cluster", key) for key, given in beside.items() if given)
             )
+        yield Complaint(path, error.what, error.why, error.fix)
+
+
+def _schedule(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    schedule, steps = recipe.schedule, recipe.steps
+    if schedule.name != "wsd":
+        if schedule.decay is not None:
+            path = _last_written(document, ("schedule", "decay"), ("schedule", "name"))
+            why = f"schedule.name is {schedule.name}, and only wsd has a decay of its own"
+            yield Complaint(path, "decay without wsd", why, "write name: wsd, or remove decay")
+        return
+    warmup, decay = schedule.warmup_steps(steps), schedule.decay_steps(steps)
+    if warmup + decay > steps:
+        names = (("schedule", "decay"), ("schedule", "warmup"), ("steps",))
+        path = _last_written(document, *names)
+        why = f"{warmup} steps of warmup and {decay} of decay are more than {steps}"
+        yield Complaint(path, "the schedule is longer than the run", why, "shorten one, or raise steps")
+
+
+def _scaling(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    try:
+        scaled(recipe)
+    except RecipeError as error:
+        key = ("optimizer", "scale_learning_rate")
+        path = _last_written(document, key, ("optimizer", "betas"), ("batch_size",))
         yield Complaint(path, error.what, error.why, error.fix)
 
 

@@ -103,12 +103,24 @@ class DeviceProfile:
 
         Raises KeyError for a word that is no dtype.
         """
+        return self.flops[self.nearest(dtype)]
+
+    def nearest(self, dtype: str) -> str:
+        """``dtype``, or what it falls back to where the device has no units for it.
+
+        Raises KeyError for a word that is no dtype.
+        """
         if dtype not in DTYPES:
             raise KeyError(dtype)
         while dtype not in self.flops:
             dtype = _FALLBACK[dtype]
-        return self.flops[dtype]
+        return dtype
 
     def supports(self, dtype: str) -> bool:
         """Whether the device has units for ``dtype`` (it can otherwise emulate it, slowly)."""
         return dtype in self.flops
+
+    @property
+    def emulates(self) -> bool:
+        """Whether PyTorch computes on it in dtypes that it has no units for."""
+        return self.kind == "cpu"

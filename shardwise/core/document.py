@@ -12,6 +12,7 @@ memory); their price is that a glob such as `*.txt` must be quoted in a file. Re
 KiB, which keeps a wrong file (a data set, a checkpoint) to an error in milliseconds.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -166,6 +167,31 @@ def resolve_scalar(text: str) -> Value:
             number: int | float = convert(text)
             return number
     return text
+
+
+def written(value: object) -> str:
+    """`value` on one line of YAML 1.2, which reads back as the same value."""
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{written(key)}: {written(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(written, value)) + "]"
+    text = str(value)
+    plain = re.fullmatch(r"[A-Za-z0-9_./~+][\w./~+@-]*(:[\w./~+@-]+)*", text, re.ASCII)
+    if plain and isinstance(_resolved(text), str):
+        return text
+    quoted = json.dumps(text, ensure_ascii=False)
+    return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff]", lambda match: f"\\u{ord(match[0]):04x}", quoted)
+
+
+def _resolved(text: str) -> Value:
+    try:
+        return resolve_scalar(text)
+    except ValueError:
+        return None
 
 
 def printable(text: str) -> str:

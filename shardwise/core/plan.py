@@ -75,7 +75,7 @@ class Plan:
         reserve_bytes: part of the capacity that is left to the allocator's fragmentation, which is not predicted.
         worst_rank: the rank whose peak is given.
         allocated_bytes: predicted peak by rank, in the terms of the measurement (every rank that was dry-run).
-        reasons: why this strategy, in sentences.
+        reasons: why this strategy, in sentences; and what was derived for this batch size.
         assumptions: what is taken from tables instead of being counted.
     """
 

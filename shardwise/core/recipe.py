@@ -16,11 +16,9 @@ In overrides, naming the model or the cluster another way replaces how the file 
 """
 
 import copy
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -30,11 +28,10 @@ from shardwise.core.document import (
     Document,
     KeyPath,
     Origin,
-    Value,
     parse_document,
     read_document,
-    resolve_scalar,
-)  # fmt: skip
+    written,
+)
 from shardwise.core.override import overridden
 from shardwise.core.sections import Recipe as Recipe
 from shardwise.core.sections import Section as Section
@@ -95,23 +92,24 @@ def dump_recipe(recipe: Recipe) -> str:
     lines = list[str]()
     for name, value in recipe:
         if not isinstance(value, Section | Mapping):
-            lines.append(f"{name}: {_yaml(value)}")
+            lines.append(f"{name}: {written(value)}")
             continue
-        pairs = _written(value) if isinstance(value, Section) else list(value.items())
+        pairs = _said(value) if isinstance(value, Section) else list(value.items())
         if pairs:
             lines.append(f"{name}:")
-            lines += [f"  {_yaml(key)}: {_yaml(inner)}" for key, inner in pairs]
+            lines += [f"  {written(key)}: {written(inner)}" for key, inner in pairs]
     return "\n".join(lines) + "\n"
 
 
-def _written(section: Section) -> list[tuple[str, Any]]:
+def _said(section: Section) -> list[tuple[str, Any]]:
     """The pairs to write: all that say something; beside a preset, which the defaults would contradict, only
     those that differ from the default.
     """
     fields = type(section).model_fields
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
     brief = getattr(section, "preset", None) is not None
-    return [(k, v) for k, v in section if v != defaults[k] or not (brief or defaults[k] in (None, {}))]
+    said = [(k, v) for k, v in section if v != defaults[k] or not (brief or defaults[k] in (None, {}))]
+    return [(k, dict(_said(v)) if isinstance(v, Section) else v) for k, v in said]
 
 
 def _checked(document: Document, settings: Sequence[Setting[Any]]) -> Recipe:
@@ -166,8 +164,7 @@ def _complaints(error: ValidationError, settings: Sequence[Setting[Any]]) -> Ite
     for fault in faults:
         path = tuple(fault["loc"])
         if fault["type"] == "extra_forbidden":
-            section = SECTIONS.get(str(path[0]), Recipe) if len(path) > 1 else Recipe
-            names = list(section.model_fields)
+            names = list(_section_at(path).model_fields)
             if len(path) == 1 and (near := nearest(str(path[0]), names)):
                 meant.add(near)
             yield unknown_key(path, names, _homes(settings))
@@ -180,34 +177,21 @@ def _complaints(error: ValidationError, settings: Sequence[Setting[Any]]) -> Ite
             yield explain(fault)
 
 
+def _section_at(path: KeyPath) -> type[Section]:
+    """The section that holds the last key of `path`."""
+    section: type[Section] = Recipe
+    for key in path[:-1]:
+        kinds = (
+            section.model_fields[str(key)].annotation,
+            *get_args(section.model_fields[str(key)].annotation),
+        )
+        section = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
+    return section
+
+
 def _homes(settings: Sequence[Setting[Any]]) -> dict[str, str]:
     """The section in which each key belongs, for hints; keys that several sections have are left out."""
     homes = {setting.key: "strategy" for setting in settings}
     seen = [(key, name) for name, section in SECTIONS.items() for key in section.model_fields]
     keys = [key for key, _ in seen]
     return homes | {key: name for key, name in seen if keys.count(key) == 1}
-
-
-def _yaml(value: object) -> str:
-    """`value` on one line of YAML 1.2, which reads back as the same value."""
-    if isinstance(value, bool) or value is None:
-        return json.dumps(value)
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_yaml(key)}: {_yaml(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_yaml, value)) + "]"
-    text = str(value)
-    plain = re.fullmatch(r"[A-Za-z0-9_./~+][\w./~+@-]*(:[\w./~+@-]+)*", text, re.ASCII)
-    if plain and isinstance(_resolved(text), str):
-        return text
-    quoted = json.dumps(text, ensure_ascii=False)
-    return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff]", lambda match: f"\\u{ord(match[0]):04x}", quoted)
-
-
-def _resolved(text: str) -> Value:
-    try:
-        return resolve_scalar(text)
-    except ValueError:
-        return None

@@ -4,6 +4,7 @@ One pydantic model a section, and nothing else: what keys mean together is in ``
 read in ``recipe.py``.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -23,12 +24,17 @@ def _pair(value: object) -> object:
     return tuple(value)
 
 
-def _warmup(value: object) -> object:
+def _share(value: object) -> object:
     """Raises ValueError unless `value` is a number of steps (int) or a fraction of them (float below 1)."""
     steps = type(value) is int and 0 <= value <= 1_000_000_000
     if not steps and not (type(value) is float and 0 <= value < 1):
         raise ValueError("a whole number of steps or a fraction from 0 to below 1")
     return value
+
+
+def steps_of(share: float, steps: int) -> int:
+    """A whole number is steps; a fraction, of ``steps``, rounded up (0.07 of 100 is 7, though not in binary)."""
+    return math.ceil(round(share * steps, 6)) if share < 1 else int(share)
 
 
 class Section(BaseModel):
@@ -88,6 +94,15 @@ class DataSpec(Section):
     """field of a jsonl or parquet record that holds the text"""
 
 
+class ScalingSpec(Section):
+    """How the optimizer follows the batch size: what it was tuned for, and by which rule it moves."""
+
+    from_batch: Count
+    """the batch_size that the optimizer's values were tuned for; k is batch_size over it"""
+    rule: Literal["linear", "sqrt"]
+    """linear (for SGD): rate × k; sqrt (for Adam): rate × √k, 1 - betas × k, epsilon / √k"""
+
+
 class OptimizerSpec(Section):
     """How gradients become updates."""
 
@@ -95,6 +110,8 @@ class OptimizerSpec(Section):
     """update rule; adamw_8bit keeps its moments in 8 bits, sgd has momentum"""
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 3e-4
     """peak learning rate"""
+    scale_learning_rate: ScalingSpec | None = None
+    """from_batch and rule: the values here were tuned for a batch of from_batch, and follow batch_size"""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
     """decoupled weight decay, applied to matrices"""
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(_pair)] = (0.9, 0.95)
@@ -112,12 +129,22 @@ class OptimizerSpec(Section):
 class ScheduleSpec(Section):
     """How the learning rate moves over the run."""
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """shape after the warmup"""
-    warmup: Annotated[int | float, BeforeValidator(_warmup)] = 0.03
+    warmup: Annotated[int | float, BeforeValidator(_share)] = 0.03
     """steps (a whole number) or fraction of all steps (below 1) over which the rate rises from 0"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
     """fraction of the peak rate at the last step"""
+    decay: Annotated[int | float, BeforeValidator(_share)] | None = None
+    """steps or fraction of all steps, at the end, over which wsd falls to the floor; null is 0.1"""
+
+    def warmup_steps(self, steps: int) -> int:
+        """The warmup of a run of ``steps`` steps, in steps."""
+        return steps_of(self.warmup, steps)
+
+    def decay_steps(self, steps: int) -> int:
+        """The decay of a run of ``steps`` steps by wsd, in steps."""
+        return steps_of(0.1 if self.decay is None else self.decay, steps)
 
 
 class LossScaleSpec(Section):
@@ -177,6 +204,9 @@ class CheckpointSpec(Section):
     """optimizer steps between checkpoints; null for one at the end"""
     keep: Count = 2
     """newest checkpoints that are kept"""
+    start_from: Text | None = None
+    """another run's checkpoint (its step-N folder, or the folder of all, for the newest) to continue in a new
+    folder; a run that has checkpoints of its own goes on from those"""
 
 
 class EvaluationSpec(Section):

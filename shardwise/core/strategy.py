@@ -36,7 +36,9 @@ class Setting(Generic[T]):
         minimum: the smallest acceptable number.
         candidates: what the planner may try when the recipe leaves the key out, cheapest in time first;
             () means that only the default is used.
+        compared: further values whose cost the plan shows beside the chosen one, but never chooses.
         note: why a value outside ``choices`` is refused, appended to the error.
+        units: values that need a device with units for a dtype, as device profiles call it.
     """
 
     key: str
@@ -46,7 +48,9 @@ class Setting(Generic[T]):
     choices: tuple[T, ...] = ()
     minimum: int | None = None
     candidates: tuple[T, ...] = ()
+    compared: tuple[T, ...] = ()
     note: str = ""
+    units: Mapping[T, str] = field(default_factory=dict)
 
     def parse(self, value: object) -> T:
         """Return ``value`` as a T. Raises ValueError with the reason in words."""

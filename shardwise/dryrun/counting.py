@@ -73,7 +73,7 @@ def kernels_of(
     phase: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 ) -> list[Kernel]:
     """The kernels that one call launches; [] for views and other calls that move nothing."""
-    if func.is_view or func.namespace not in ("aten", "fsdp"):
+    if func.is_view or func.namespace not in ("aten", "fsdp", "shardwise"):
         return []
     name = func.name()
     tensors = [t for t in tree_iter((args, kwargs, out)) if isinstance(t, Tensor)]
@@ -86,12 +86,10 @@ def kernels_of(
         return [Kernel(phase, name, dtype, 0, 0, size) for size in each]
     # An in-place operation returns its input: count each tensor object once.
     distinct = {id(t): t for t in tensors}.values()
-    widest = max(distinct, key=lambda t: t.numel())
-    return [
-        Kernel(
-            phase, name, dtype_name(widest.dtype), 0, flops_of(func, args, kwargs, out), bytes_of(distinct)
-        )
-    ]
+    flops = flops_of(func, args, kwargs, out)
+    # A product runs in the dtype of its operands, which need not be that of its result.
+    typical = tensors[0] if flops else max(distinct, key=lambda t: t.numel())
+    return [Kernel(phase, name, dtype_name(typical.dtype), 0, flops, bytes_of(distinct))]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -101,6 +99,10 @@ def dtype_name(dtype: torch.dtype) -> str:
         torch.float64: "fp64",
         torch.bfloat16: "bf16",
         torch.float16: "fp16",
+        torch.float8_e4m3fn: "fp8",
+        torch.float8_e4m3fnuz: "fp8",
+        torch.float8_e5m2: "fp8",
+        torch.float8_e5m2fnuz: "fp8",
     }.get(dtype, str(dtype).removeprefix("torch."))
 
 

@@ -28,6 +28,7 @@ from shardwise.dryrun.world import fake_world
 from shardwise.engine.build import Run, assemble, materialise
 from shardwise.engine.optim.norm import holders, local
 from shardwise.engine.phase import listening
+from shardwise.engine.schedule import learning_rate
 from shardwise.engine.snapshot import Snapshots, snapshots_of
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch, Blueprint
@@ -47,6 +48,7 @@ class DryRun:
         parameters: elements of the whole model, unsharded.
         even: whether every rank holds equally much of every parameter.
         compute_dtype: what matrix products run in, as the device profiles call it.
+        notes: what the techniques have to say about what they did.
     """
 
     rank: int
@@ -56,6 +58,7 @@ class DryRun:
     parameters: int
     even: bool
     compute_dtype: str
+    notes: tuple[str, ...] = ()
 
     @property
     def peak(self) -> Peak:
@@ -105,7 +108,8 @@ def dry_run(
         found = peaks(tracker, since=start)
         samples = tuple(timeline(tracker, since=start))
     compute = dtype_name(run.dtypes.compute)
-    return DryRun(rank, found, _whole_cost(costs, count), samples, parameters, even, compute)
+    cost, notes = _whole_cost(costs, count), tuple(site.notes)
+    return DryRun(rank, found, cost, samples, parameters, even, compute, notes)
 
 
 def _held_by_all(parameter: torch.Tensor, world_size: int) -> int:
@@ -154,7 +158,7 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> _Costs:
     run.micro_batch_hooks.append(mark)
     tracker.counting_costs = True
     with listening(entered):
-        step(run, batches, run.recipe.optimizer.learning_rate)
+        step(run, batches, learning_rate(run.recipe, 0))
     tracker.counting_costs = False
     run.micro_batch_hooks.remove(mark)
     end = (tracker.kernels, tracker.collectives)

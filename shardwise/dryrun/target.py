@@ -3,7 +3,8 @@
 Fake ``cuda`` tensors abort the process on a build of PyTorch without CUDA, so every dry run is on fake ``cpu``
 tensors. Two operations then differ in what they keep for the backward pass: ``rms_norm`` is decomposed on the
 CPU (two fp32 copies of its input more) and attention takes a CPU kernel. For CUDA and ROCm both are replaced
-by what runs there. Collectives differ too: gloo copies what it gathers or scatters.
+by what runs there. 8-bit operators are one kernel each there, and are emulated on the CPU, where the parts of
+the emulation are counted. Collectives differ too: gloo copies what it gathers or scatters.
 
 The table is keyed by what the *cluster* says it is, so a laptop plans for an H100 and an H100 could plan for a
 laptop.
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardwise.model.float8 import EMULATED
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,17 @@ def _cuda_attention(
     )[0]
 
 
+@contextmanager
+def cpu_kernels() -> Iterator[None]:
+    """Let what the CPU emulates be seen as what it is made of (model/float8.py)."""
+    with torch.library._scoped_library("shardwise", "IMPL") as library:
+        for name, function in EMULATED.items():
+            library.impl(name, function, "AutogradCPU")
+        yield
+
+
 TARGETS: dict[str, Target] = {
-    "cpu": Target(nullcontext, _gloo_workspace, _onednn_kernels, is_host=True),
+    "cpu": Target(cpu_kernels, _gloo_workspace, _onednn_kernels, is_host=True),
     "cuda": Target(cuda_kernels, _no_workspace, _nothing_kept),
     "rocm": Target(cuda_kernels, _no_workspace, _nothing_kept),
 }

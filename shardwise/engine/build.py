@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.core.recipe import Recipe
+from shardwise.core.scaling import scaled
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.engine.control import LossScale, NormLimit
 from shardwise.engine.optim import build_optimizer
@@ -86,7 +87,7 @@ def assemble(
 def materialise(site: Site, recipe: Recipe, blueprint: Blueprint, device: torch.device) -> Run:
     """Allocate this rank's part of the model and of the optimizer's state. Weights are undefined until filled."""
     site.model.to_empty(device=device)
-    spec = recipe.optimizer
+    spec = scaled(recipe)
     run = Run(
         recipe=recipe,
         blueprint=blueprint,

@@ -1,6 +1,6 @@
 """The closed-form estimate: the textbook's formulas, in this file only. It proposes; the dry run disposes.
 
-Used to discard what cannot fit before any dry run, and to reproduce the ZeRO paper's table. Never shown as a
+Reproduces the ZeRO paper's table. Never shown as a
 prediction: closed forms miss by 5 to 30 % on whole runs (planner note 1).
 """
 
@@ -43,8 +43,3 @@ def model_state_bytes(parameters: float, stage: int, ranks: int, state: StateByt
         else:
             kept += size
     return parameters * (kept + divided / ranks)
-
-
-def least_state_bytes(parameters: int, shard: int, storage_bytes: int) -> int:
-    """A lower bound of what one rank holds at any time with AdamW: weights and two moments, sharded."""
-    return 3 * storage_bytes * parameters // shard

@@ -2,7 +2,7 @@
 
 Every setting lists its own candidates, cheapest in time first (core/strategy.py); the search walks their
 product in that order, so it names no technique. For each it takes the largest micro-batch that fits. What
-cannot fit by the closed-form lower bound is not dry-run at all; the rest is ranked by quick predictions, and the
+cannot fit by the lower bound is not dry-run at all; the rest is ranked by quick predictions, and the
 winner is confirmed by a full dry run.
 
 This is the search of a first version: it takes the first that fits instead of timing all of them.
@@ -14,27 +14,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
+from shardwise.core import scaling
 from shardwise.core.cluster import Cluster
 from shardwise.core.plan import Candidate, Plan, TimelinePoint
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Strategy
 from shardwise.core.units import format_bytes
 from shardwise.model.blueprint import Blueprint
-from shardwise.plan.estimate import least_state_bytes
+from shardwise.plan.least import least_state_bytes
 from shardwise.plan.predict import Prediction, predict
 from shardwise.technique import (
     MICRO_BATCH_SIZE,
     SETTINGS,
     broken_rules,
+    emulated,
     layout_of,
     micro_batches,
     one_line,
     refuse_broken,
+    refuse_unsupported,
     strategy_from,
 )
-
-STORAGE_BYTES = 4
-"""Least bytes per stored weight: fp32 or fp32 master weights."""
 
 RESERVE: Mapping[str, float] = {"cpu": 0.0, "cuda": 0.05, "rocm": 0.05}
 """Share of the capacity that is left to a caching allocator, whose fragmentation is not predicted yet."""
@@ -65,6 +65,7 @@ class Search:
     def run(self) -> Plan:
         """The plan. Raises RecipeError when what is pinned breaks a rule."""
         refuse_broken(self.recipe, self.cluster.world_size, lambda key: f"strategy.{key}")
+        refuse_unsupported(self.recipe.strategy, self.cluster.device, lambda key: f"strategy.{key}")
         best: Prediction | None = None
         for strategy in self._strategies():
             found = self._largest_that_fits(strategy)
@@ -118,9 +119,9 @@ class Search:
         return None
 
     def _may_fit(self, strategy: Strategy) -> bool:
-        """Whether the closed-form lower bound leaves room; records the candidate when it does not."""
+        """Whether the lower bound leaves room; records the candidate when it does not."""
         layout = layout_of(strategy, self.cluster.world_size)
-        least = least_state_bytes(self.blueprint.parameter_count(), layout.degree("shard"), STORAGE_BYTES)
+        least = least_state_bytes(self.blueprint.parameter_count(), strategy, layout, self.recipe)
         if least <= self.budget_bytes:
             return True
         reason = f"weights and optimizer state alone take at least {format_bytes(least)}"
@@ -169,8 +170,8 @@ class Search:
             step=chosen.step,
             micro_batches=micro_batches(strategy, layout, self.recipe.batch_size),
             candidates=tuple(candidates),
-            reasons=tuple(self._reasons(chosen)),
-            assumptions=tuple(assumptions(self.cluster)),
+            reasons=(*self._reasons(chosen), *scaling.sentences(self.recipe)),
+            assumptions=(*assumptions(self.cluster), *emulated(strategy, self.cluster.device)),
             timeline=tuple(TimelinePoint(s.phase, s.ledger) for s in chosen.run.timeline),
         )
 
@@ -188,7 +189,7 @@ class Search:
         """Predict what one change of one setting would cost."""
         size = strategy[MICRO_BATCH_SIZE]
         changes: list[Mapping[str, object]] = [
-            {s.key: value} for s in SETTINGS for value in s.candidates if value != strategy[s]
+            {s.key: value} for s in SETTINGS for value in (*s.candidates, *s.compared) if value != strategy[s]
         ]
         sizes = self._sizes(strategy.with_values(micro_batch_size=size))
         changes += [{MICRO_BATCH_SIZE.key: near} for near in sizes if size // 2 <= near <= 2 * size + 1]
@@ -213,6 +214,7 @@ class Search:
 
     def _reasons(self, chosen: Prediction) -> Iterator[str]:
         """Why this strategy and not one that the search prefers, or one more."""
+        yield from chosen.run.notes
         for candidate in self.seen.values():
             if candidate.verdict == "does not fit" and candidate.strategy != chosen.strategy:
                 changed = chosen.strategy.differences(candidate.strategy)

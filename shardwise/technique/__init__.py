@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from shardwise.core.device import DeviceProfile
 from shardwise.core.errors import RecipeError
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy, Violation, complete, violations
 from shardwise.technique.base import AXES, Technique
 from shardwise.technique.checkpointing import Checkpointing
+from shardwise.technique.float8 import Float8
 from shardwise.technique.in_backward import InBackward
 from shardwise.technique.precision import Precision
 from shardwise.technique.zero import Zero
@@ -25,6 +27,7 @@ from shardwise.technique.zero import Zero
 ORDER: tuple[Technique, ...] = (
     Checkpointing(),
     Precision(),
+    Float8(),
     Zero(),
     InBackward(),
 )
@@ -82,6 +85,36 @@ def refuse_broken(recipe: Recipe, world_size: int, where: Callable[[str], str]) 
             why=violation.rule.reason,
             fix=f"the nearest that works is {nearest}" if nearest else violation.rule.fix,
         )
+
+
+def refuse_unsupported(
+    pinned: Mapping[str, object], device: DeviceProfile, where: Callable[[str], str]
+) -> None:
+    """Raise RecipeError when a setting asks for a dtype that this device has no units for. No torch."""
+    for setting, value, dtype in _beyond(strategy_from(pinned), device):
+        if not device.emulates:
+            raise RecipeError(
+                f"{setting.key} cannot be {value} on {device.name}",
+                where=where(setting.key),
+                why=f"it has no units for {dtype}",
+                fix=f"the nearest that works is {setting.key}: {device.nearest(dtype)}",
+            )
+
+
+def emulated(strategy: Strategy, device: DeviceProfile) -> Iterator[str]:
+    """What this device does without units for it, in sentences."""
+    for setting, value, _ in _beyond(strategy, device):
+        yield (
+            f"{setting.key} {value} is emulated on {device.name}: its numerics, and the memory of the"
+            " emulation; neither the time nor the memory of a device that has it"
+        )
+
+
+def _beyond(strategy: Strategy, device: DeviceProfile) -> Iterator[tuple[Setting[Any], object, str]]:
+    for setting in SETTINGS:
+        dtype = setting.units.get(strategy[setting])
+        if dtype is not None and not device.supports(dtype):
+            yield setting, strategy[setting], dtype
 
 
 def layout_of(strategy: Strategy, world_size: int) -> Layout:

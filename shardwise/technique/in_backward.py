@@ -23,6 +23,7 @@ OPTIMIZER_IN_BACKWARD: Setting[bool] = Setting(
     doc="update each parameter during the backward pass, as soon as its gradient is complete, and free that",
     kind=bool,
     choices=(False, True),
+    compared=(False, True),
 )
 
 

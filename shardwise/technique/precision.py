@@ -28,9 +28,11 @@ from shardwise.technique.base import Dtypes, Site
 PRECISION: Setting[str] = Setting(
     "precision",
     default="fp32",
-    doc="dtype of compute: fp32; bf16 or fp16, with fp32 master weights; or fp64 for proofs",
-    choices=("fp32", "bf16", "fp16", "fp64"),
-    note="fp8 is not in this version yet",
+    doc="dtype of compute: fp32; bf16 or fp16, with fp32 master weights; fp8: bf16, but for the large products;"
+    " or fp64 for proofs",
+    choices=("fp32", "bf16", "fp16", "fp8", "fp64"),
+    compared=("fp32", "bf16", "fp16", "fp8"),
+    units={"fp8": "fp8"},
 )
 MASTER_WEIGHTS: Setting[bool] = Setting(
     "master_weights",
@@ -38,6 +40,7 @@ MASTER_WEIGHTS: Setting[bool] = Setting(
     doc="keep fp32 weights beside bf16 compute; false stores bf16 alone, updated with stochastic rounding",
     kind=bool,
     choices=(True, False),
+    compared=(True, False),
 )
 REDUCE_DTYPE: Setting[str] = Setting(
     "reduce_dtype",
@@ -51,13 +54,16 @@ BUFFER_DTYPE: Setting[str] = Setting(
     doc="dtype of floating-point buffers, such as rotary tables: fp32, or that of compute",
     choices=("fp32", "compute"),
 )
-_HALF = ("bf16", "fp16")
+_HALF = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+"""The 16-bit dtype of compute, of precisions that have one."""
 
 RULES: tuple[Rule, ...] = (
     Rule(
         key="master_weights",
         reason="only bf16 weights can be stored alone: fp16 loses their updates, wider dtypes are their own masters",
-        broken=lambda case: not case.strategy[MASTER_WEIGHTS] and case.strategy[PRECISION] != "bf16",
+        broken=lambda case: (
+            not case.strategy[MASTER_WEIGHTS] and _HALF.get(case.strategy[PRECISION]) != "bf16"
+        ),
         nearest=lambda case: {"master_weights": True},
     ),
     Rule(
@@ -93,11 +99,13 @@ class Precision:
     def label(self, strategy: Strategy, layout: Layout) -> str:
         words = [strategy[PRECISION]]
         if not strategy[MASTER_WEIGHTS]:
-            words.append("weights alone")
+            words.append(
+                "weights alone" if _HALF[strategy[PRECISION]] == strategy[PRECISION] else "bf16 weights"
+            )
         if strategy[REDUCE_DTYPE] == "compute":
-            words.append(f"{strategy[PRECISION]} reduction")
+            words.append(f"{_HALF[strategy[PRECISION]]} reduction")
         if strategy[BUFFER_DTYPE] == "compute":
-            words.append(f"{strategy[PRECISION]} buffers")
+            words.append(f"{_HALF[strategy[PRECISION]]} buffers")
         return " ".join(words)
 
     def apply(self, site: Site) -> None:
@@ -107,6 +115,7 @@ class Precision:
             "fp32": torch.float32,
             "bf16": torch.bfloat16,
             "fp16": torch.float16,
+            "fp8": torch.bfloat16,  # but for the layers of technique/float8.py
             "fp64": torch.float64,
         }[site.strategy[PRECISION]]
         wide = torch.promote_types(compute, torch.float32)

@@ -35,6 +35,7 @@ from shardwise.train import commit
 from shardwise.train import manifest as manifests
 from shardwise.train.manifest import Damaged, Manifest
 from shardwise.train.shards import DTYPES, DTYPES_BY_NAME, ShardFiles, ShardReader, ShardWriter
+from shardwise.train.start import candidates, require_steps_left
 from shardwise.train.state import TrainState
 
 T = TypeVar("T")
@@ -99,11 +100,30 @@ def restore(run: Run, folder: Path, fingerprint: str = "", warn: Warn = to_stder
     trained on other data (an empty ``fingerprint`` is not compared); weights are then unchanged.
     """
     _on_rank_0(lambda: commit.prepare(folder))
-    found = _newest_whole(folder, warn)
+    found = _newest_whole(_on_rank_0(lambda: manifests.committed(folder)), _or_delete(folder), warn)
     if found is None:
         return None
     checkpoint, manifest = found
     _on_rank_0(lambda: _set_aside(folder, checkpoint))
+    return _load(run, checkpoint, manifest, fingerprint)
+
+
+def start(run: Run, source: Path, fingerprint: str = "", warn: Warn = to_stderr) -> TrainState:
+    """Load the checkpoint that ``source`` names (see ``start.py``) into a new run, on all ranks at once.
+
+    As ``restore``, but what is there is another run's: it is only read, and it must be of an earlier step than
+    the last of this run. Raises CheckpointError, DataError or RecipeError; weights are then unchanged.
+    """
+    fix = "start from another checkpoint, or bring back a copy"
+    found = _newest_whole(_on_rank_0(lambda: candidates(source)), fix, warn)
+    assert found is not None, "there are candidates"
+    checkpoint, manifest = found
+    require_steps_left(run.recipe, checkpoint, manifest)
+    return _load(run, checkpoint, manifest, fingerprint)
+
+
+def _load(run: Run, checkpoint: Path, manifest: Manifest, fingerprint: str) -> TrainState:
+    """Load a checkpoint whose files have been verified, when it is of this model and this order of samples."""
     _require_same_samples(run, manifest, fingerprint, checkpoint)
     tensors = tensors_of(run)
     _require_same_tensors(tensors, manifest, checkpoint)
@@ -121,36 +141,39 @@ def latest(folder: Path, warn: Warn = to_stderr) -> Path | None:
 
     Reads every file of it. Raises CheckpointError when there are checkpoints and all are damaged.
     """
-    found = _newest_whole(folder, warn)
+    found = _newest_whole(manifests.committed(folder), _or_delete(folder), warn)
     return found[0] if found else None
 
 
-def _newest_whole(folder: Path, warn: Warn) -> tuple[Path, Manifest] | None:
-    """The same answer, or the same error, on every rank."""
-    candidates = _on_rank_0(lambda: manifests.committed(folder))
+def _or_delete(folder: Path) -> str:
+    return f"bring back a copy, or delete {folder} to start over"
+
+
+def _newest_whole(found: list[Path], fix: str, warn: Warn) -> tuple[Path, Manifest] | None:
+    """The first whole one of ``found``: the same answer, or the same error, on every rank."""
     damage: list[Damaged] = []
-    for checkpoint in candidates:
+    for checkpoint in found:
         try:
             return checkpoint, _verified(checkpoint)
-        except Damaged as found:
-            damage.append(found)
-            if len(damage) < len(candidates) and _rank() == 0:
-                path, next_best = found.path.relative_to(folder), candidates[len(damage)].name
-                warn(f"checkpoint {path} is damaged, {found.reason}; going back to {next_best}")
+        except Damaged as fault:
+            damage.append(fault)
+            if len(damage) < len(found) and _rank() == 0:
+                path, next_best = fault.path.relative_to(checkpoint.parent), found[len(damage)].name
+                warn(f"checkpoint {path} is damaged, {fault.reason}; going back to {next_best}")
     if damage:
         raise CheckpointError(
             "no checkpoint is whole" if len(damage) > 1 else "the checkpoint is damaged",
             where=str(damage[0].path),
             why=damage[0].reason,
-            fix=f"bring back a copy, or delete {folder} to start over",
+            fix=fix,
         )
     return None
 
 
 def _set_aside(folder: Path, whole: Path) -> None:
     """Rename the damaged checkpoints newer than ``whole``: they must not count among those that are kept."""
-    candidates = manifests.committed(folder)
-    for damaged in candidates[: candidates.index(whole)]:
+    found = manifests.committed(folder)
+    for damaged in found[: found.index(whole)]:
         damaged.rename(damaged.with_name(f"damaged-{damaged.name}-{time.time_ns()}"))
 
 

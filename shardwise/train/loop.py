@@ -20,11 +20,11 @@ from shardwise.core.errors import Preempted, RecipeError
 from shardwise.core.plan import Plan
 from shardwise.core.recipe import Recipe
 from shardwise.engine.build import Run, build
-from shardwise.engine.schedule import multiplier
+from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import StepResult, step
 from shardwise.model.blueprint import Batch, Blueprint, blueprint_of
 from shardwise.technique import MICRO_BATCH_SIZE
-from shardwise.train.checkpoint import restore, save
+from shardwise.train.checkpoint import restore, save, start
 from shardwise.train.data import Data, open_data
 from shardwise.train.evaluate import evaluate
 from shardwise.train.meter import EXACT_STEPS, MemoryMeter, return_large_frees
@@ -74,12 +74,9 @@ class Trainer:
         self.meter = MemoryMeter(job.device)
         self.run: Run = build(recipe, self.blueprint, job.plan.strategy, job.device)
         self.checkpoints = job.folder / "checkpoints"
-        restored = restore(self.run, self.checkpoints, self.data.fingerprint, _warn)
-        self.state = restored or TrainState()
+        self.state = self._first_state()
         self.recovery = Recovery(self.run, self.data, job.folder, self._at, _warn)
         self.save_owed = False
-        if restored is not None:
-            self.meter.forget()
         self.started = self.clock = time.perf_counter()
         self.held_out: float | None = None
         if self.rank == 0:
@@ -109,7 +106,7 @@ class Trainer:
         recipe = self.job.recipe
         pending: _Pending | None = None
         for index in range(self.state.step, recipe.steps):
-            rate = recipe.optimizer.learning_rate * multiplier(recipe.schedule, index, recipe.steps)
+            rate = learning_rate(recipe, index)
             seed_step(recipe.seed, index, self.rank)
             result = step(self.run, self._at(self.state.position(index)), rate)
             before, pending = pending, _Pending(index, result, self.stopping.agreed(), rate, self._lap())
@@ -118,6 +115,17 @@ class Trainer:
             if stop or self._pauses(index):
                 self._pause(pending, stop)
                 pending = None
+
+    def _first_state(self) -> TrainState:
+        """From the run's own newest checkpoint, else from that of another run, else from nothing."""
+        recipe, source = self.job.recipe, self.job.recipe.checkpoint.start_from
+        state = restore(self.run, self.checkpoints, self.data.fingerprint, _warn)
+        if state is None and source is not None:
+            state = start(self.run, Path(source), self.data.fingerprint, _warn)
+            _say(self.rank, f"started from {source} after {state.step} of {recipe.steps} steps")
+        if state is not None:
+            self.meter.forget()
+        return state or TrainState()
 
     def _at(self, position: int) -> list[Batch]:
         size = self.job.plan.strategy[MICRO_BATCH_SIZE]

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.recipe import Recipe
+from shardwise.core.scaling import scaled
 from shardwise.core.sections import OptimizerSpec
 from shardwise.engine.control import NormLimit
-from shardwise.engine.schedule import multiplier
+from shardwise.engine.schedule import learning_rate
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.model.slices import named_parameters, share, shared_names
 
@@ -50,7 +51,7 @@ def train_reference(
     scale: GradientScale,
 ) -> Iterator[Observed]:
     """Train ``model`` in place on one list of micro-batches per optimizer step; yields what each step saw."""
-    spec = recipe.optimizer
+    spec = scaled(recipe)
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": spec.weight_decay},
@@ -71,7 +72,7 @@ def train_reference(
         norm = torch.nn.utils.clip_grad_norm_(parameters, float(limit.value()), foreach=False)
         limit.update(norm, limit.value(), torch.zeros(()))
         for group in optimizer.param_groups:
-            group["lr"] = spec.learning_rate * multiplier(recipe.schedule, index, recipe.steps)
+            group["lr"] = learning_rate(recipe, index)
         optimizer.step()
         optimizer.zero_grad()
         yield Observed(total / max(1, count), float(norm))

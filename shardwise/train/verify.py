@@ -24,7 +24,7 @@ from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Strategy
 from shardwise.engine.build import Run, build
 from shardwise.engine.optim.norm import holders
-from shardwise.engine.schedule import multiplier
+from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch, blueprint_of
 from shardwise.model.slices import local_part, local_slices, named_parameters
@@ -40,7 +40,14 @@ from shardwise.train.reference import (
     train_reference,
 )
 
-TOLERANCE: dict[str, float] = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 1e-2, "bf16": 5e-2, "adamw_8bit": 5e-2}
+TOLERANCE: dict[str, float] = {
+    "fp64": 1e-10,
+    "fp32": 1e-5,
+    "fp16": 1e-2,
+    "bf16": 5e-2,
+    "fp8": 1e-1,
+    "adamw_8bit": 5e-2,
+}
 """Largest relative difference that counts as equal, by the strategy's precision or the optimizer's name."""
 
 _WEIGHTS, _STEPS, _VERDICT = "reference.safetensors", "reference.json", "verify.json"
@@ -67,6 +74,23 @@ class Verdict:
 
     def as_dict(self) -> dict[str, object]:
         return {**vars(self), "passed": self.passed}
+
+
+def shortened(recipe: Recipe, steps: int) -> Recipe:
+    """The recipe over ``steps`` steps, from new weights: warmup and decay keep their share of the run.
+
+    Rounded so that they are together no longer than the run when they were not before.
+    """
+    schedule = recipe.schedule
+    parts = {"warmup": -(-schedule.warmup_steps(recipe.steps) * steps // recipe.steps)}
+    if schedule.name == "wsd":
+        parts["decay"] = schedule.decay_steps(recipe.steps) * steps // recipe.steps
+    changed = {
+        "steps": steps,
+        "schedule": schedule.model_copy(update=parts),
+        "checkpoint": recipe.checkpoint.model_copy(update={"start_from": None}),
+    }
+    return recipe.model_copy(update=changed)
 
 
 def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
@@ -97,11 +121,10 @@ def run_strategy(recipe: Recipe, strategy: Strategy, folder: Path, device: torch
     expected = [Observed(**s) for s in left["steps"]]
     loss = norm = 0.0
     for index, reference in enumerate(expected):
-        rate = recipe.optimizer.learning_rate * multiplier(recipe.schedule, index, recipe.steps)
         seed_step(recipe.seed, index, dist.get_rank())
         batches = data.micro_batches(index, run.data_rank, run.data_degree, strategy[MICRO_BATCH_SIZE])
         placed = [{k: v.to(device) for k, v in batch.items()} for batch in batches]
-        result = step(run, placed, rate)
+        result = step(run, placed, learning_rate(recipe, index))
         loss = max(loss, _relative(float(result.loss), reference.loss))
         norm = max(norm, _relative(float(result.grad_norm), reference.grad_norm))
     ignored = tuple(left["undetermined"])

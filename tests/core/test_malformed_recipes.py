@@ -155,6 +155,10 @@ KEYS = [
     edit("another tool's key", "  width: 64", "  hidden_size: 64", ":3: model.hidden_size", "'width'"),
     edit("key of another section", "steps: 100", "steps: 100\nlr: 1", ":9: lr", "belongs under 'optimizer'"),
     edit("setting outside its section", "steps: 100", "zero_stage: 1", ":8: zero_stage", "under 'strategy'"),
+    edit(
+        "misspelt key of a rule", "clip_norm: 1.0", "scale_learning_rate: {from_bacth: 8, rule: sqrt}",
+        ":10: optimizer.scale_learning_rate.from_bacth", "did you mean 'from_batch'?", "(+1 more)",
+    ),
     edit("dotted key", "steps: 100", "steps: 100\ndata.source: x", ":9: data.source", "the section 'data:'"),
     edit("nothing near", "steps: 100", "steps: 100\nqqq: 1", ":9: qqq", "known keys: model, data"),
     edit("number as key", "  layers: 2", "  7: 2", ":2: model.7", "unknown key '7'"),
@@ -182,7 +186,7 @@ KEYS = [
     edit(
         "arguments alone", "  layers: 2", "  layers: 2\n  arguments: {a: 1}", ":3: model.arguments", "factory"
     ),
-]
+]  # fmt: skip
 
 TYPES = [
     edit("section as text", "{every: 50, keep: 2}", "often", ":18: checkpoint", "section"),
@@ -207,6 +211,20 @@ TYPES = [
     edit("warmup as text", "warmup: 0.03", "warmup: 3%", ":11: schedule.warmup", "fraction", "'3%'"),
     edit("unknown optimizer", "name: adamw", "name: lion", ":10: optimizer.name", "must be adamw", "'lion'"),
     edit("unknown schedule", "name: cosine", "name: cosin", ":11: schedule.name", "did you mean 'cosine'?"),
+    edit(
+        "unknown rule", "clip_norm: 1.0", "scale_learning_rate: {from_batch: 8, rule: cubic}",
+        ":10: optimizer.scale_learning_rate.rule", "must be linear or sqrt", "'cubic'",
+    ),
+    edit(
+        "rule left out", "clip_norm: 1.0", "scale_learning_rate: {from_batch: 8}",
+        ":10: optimizer.scale_learning_rate.rule", "rule is missing",
+    ),
+    edit(
+        "rule alone", "clip_norm: 1.0", "scale_learning_rate: linear", ":10: optimizer.scale_learning_rate",
+        "a section of keys", "'linear'",
+    ),
+    edit("decay as text", "warmup: 0.03", "decay: 10%", ":11: schedule.decay", "fraction", "'10%'"),
+    edit("start from a number", "every: 50", "start_from: 50", ":18: checkpoint.start_from", "must be text"),
     edit("bad factory", "  layers: 2", "  factory: my model", ":2: model.factory", "package.module:function"),
     edit(
         "argument no word", "  layers: 2\n  width: 64\n  heads: 4", "  factory: a:b\n  arguments: {if: 1}",
@@ -234,6 +252,12 @@ LIMITS = [
     edit("beta of one", "[0.9, 0.95]", "[0.9, 1.0]", ":10: optimizer.betas[1]", "less than 1"),
     edit("clip at zero", "clip_norm: 1.0", "clip_norm: 0", ":10: optimizer.clip_norm", "greater than 0"),
     edit("warmup of all", "warmup: 0.03", "warmup: 1.0", ":11: schedule.warmup", "below 1"),
+    edit("decay of all", "cosine, warmup: 0.03", "wsd, decay: 1.0", ":11: schedule.decay", "below 1"),
+    edit("decay negative", "cosine, warmup: 0.03", "wsd, decay: -1", ":11: schedule.decay", "fraction"),
+    edit(
+        "batch of none", "clip_norm: 1.0", "scale_learning_rate: {from_batch: 0, rule: sqrt}",
+        ":10: optimizer.scale_learning_rate.from_batch", "at least 1",
+    ),
     edit("warmup not a number", "warmup: 0.03", "warmup: .nan", ":11: schedule.warmup", "fraction"),
     edit("warmup negative", "warmup: 0.03", "warmup: -5", ":11: schedule.warmup", "fraction"),
     edit("floor above the peak", "floor: 0.1", "floor: 1.5", ":11: schedule.floor", "at most 1"),
@@ -257,7 +281,7 @@ LIMITS = [
         ":16: strategy.zero_stage",
         "4 is not one of 0, 1, 2, 3",
     ),
-]
+]  # fmt: skip
 
 TOGETHER = [
     edit("heads do not divide", "heads: 4", "heads: 5", ":4: model.heads", "64 is not a multiple of 5"),
@@ -265,6 +289,24 @@ TOGETHER = [
     edit("odd head width", "width: 64", "width: 12", ":4: model.heads", "even width"),
     edit("positions run out", "heads: 4", "heads: 4\n  context: 64", ":8: data.sequence_length", "64"),
     edit("bytes need 256", "heads: 4", "heads: 4\n  vocab: 100", ":5: model.vocab", "256"),
+    edit("decay without wsd", "warmup: 0.03", "decay: 5", ":11: schedule.decay", "only wsd has", "name: wsd"),
+    edit(
+        "schedule too long", "cosine, warmup: 0.03", "wsd, warmup: 40, decay: 61", ":11: schedule.decay",
+        "longer than the run", "40 steps of warmup and 61 of decay are more than 100",
+    ),
+    override(
+        "run too short", ("schedule.name=wsd", "schedule.decay=20", "steps=20"), "command line: steps",
+        "1 steps of warmup and 20 of decay are more than 20",
+    ),
+    edit(
+        "rule ends before the batch", "clip_norm: 1.0", "scale_learning_rate: {from_batch: 1, rule: sqrt}",
+        ":10: optimizer.scale_learning_rate", "k (1 - beta) is 1.6", "the largest batch_size that works is 9",
+    ),
+    override(
+        "batch beyond the rule",
+        ("optimizer.scale_learning_rate={from_batch: 4, rule: sqrt}", "batch_size=40"),
+        "command line: batch_size", "the largest batch_size that works is 39",
+    ),
     edit("unknown preset", "layers: 2", "preset: lama-3-8b", ":2: model.preset", "unknown", "llama-3-8b"),
     edit("unknown device", "device: cpu", "device: h1000", ":13: cluster.device", "unknown device", "H100"),
     edit("cluster twice", "device: cpu", "preset: 8xH100-80GB", ":14: cluster.devices_per_node", "keep one"),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from shardwise.core.recipe import recipe_of
 from shardwise.core.sections import ScheduleSpec
-from shardwise.engine.schedule import multiplier, warmup_steps
+from shardwise.engine.schedule import learning_rate, multiplier
 
 STEPS = 100
 
@@ -39,6 +42,84 @@ def test_constant_stays() -> None:
 
 
 def test_warmup_as_a_fraction_and_beyond_the_run() -> None:
-    assert warmup_steps(ScheduleSpec(warmup=0.03), 100) == 3
-    assert warmup_steps(ScheduleSpec(warmup=500), 100) == 500
+    assert ScheduleSpec(warmup=0.03).warmup_steps(100) == 3
+    assert ScheduleSpec(warmup=500).warmup_steps(100) == 500
     assert all(0 < r <= 1 for r in rates(warmup=500))
+
+
+# ---- warmup-stable-decay ----------------------------------------------------------------------------------
+
+
+def test_wsd_warms_up_stays_and_falls_by_one_minus_sqrt() -> None:
+    curve = rates(name="wsd", warmup=10, decay=20, floor=0.1)
+    assert curve[:2] == [0.1, 0.2]
+    assert set(curve[9:80]) == {1.0}
+    assert curve[80] == pytest.approx(0.1 + 0.9 * (1 - (1 / 20) ** 0.5))
+    assert curve[84] == pytest.approx(0.1 + 0.9 / 2)  # a quarter of the decay is half the way
+    assert curve[99] == pytest.approx(0.1)
+    assert all(a > b for a, b in itertools.pairwise(curve[79:]))
+
+
+@pytest.mark.parametrize(
+    ("decay", "steps", "expected"),
+    [
+        (None, 100, 10),
+        (None, 550, 55),
+        (0.07, 100, 7),
+        (0.001, 100, 1),
+        (50, 550, 50),
+        (0, 100, 0),
+        (0.0, 9, 0),
+    ],
+)
+def test_decay_in_steps(decay: float | None, steps: int, expected: int) -> None:
+    assert ScheduleSpec(name="wsd", decay=decay).decay_steps(steps) == expected
+
+
+def test_wsd_without_a_decay_is_constant() -> None:
+    assert rates(name="wsd", warmup=5, decay=0) == rates(name="constant", warmup=5)
+
+
+schedules = st.builds(
+    ScheduleSpec,
+    name=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
+    warmup=st.integers(0, 40) | st.floats(0, 0.5, exclude_max=True),
+    decay=st.none() | st.integers(0, 40) | st.floats(0, 0.5, exclude_max=True),
+    floor=st.floats(0, 1),
+)
+
+
+@given(schedules, st.integers(100, 1000))
+def test_every_schedule_rises_then_never_rises_and_stays_within_floor_and_peak(
+    schedule: ScheduleSpec, steps: int
+) -> None:
+    curve = [multiplier(schedule, step, steps) for step in range(steps)]
+    warmup = schedule.warmup_steps(steps)
+    assert all(a < b for a, b in itertools.pairwise(curve[:warmup]))
+    assert all(a >= b for a, b in itertools.pairwise(curve[max(0, warmup - 1) :]))
+    assert all(schedule.floor - 1e-12 <= rate <= 1 for rate in curve[warmup:])
+    moves = schedule.name != "constant" and (schedule.name != "wsd" or schedule.decay_steps(steps))
+    assert curve[-1] == pytest.approx(schedule.floor if moves else 1.0)
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 300), st.integers(0, 300))
+def test_before_its_decay_wsd_does_not_depend_on_the_length(
+    warmup: int, decay: int, stable: int, longer: int
+) -> None:
+    schedule = ScheduleSpec(name="wsd", warmup=warmup, decay=decay)
+    steps = warmup + stable + decay
+    for step in range(warmup + stable):
+        assert multiplier(schedule, step, steps) == multiplier(schedule, step, steps + longer)
+
+
+def test_the_rate_of_a_step_is_the_scaled_peak_times_the_schedule() -> None:
+    values = {
+        "model": {"preset": "tiny"},
+        "steps": 100,
+        "batch_size": 64,
+        "optimizer": {"learning_rate": 1e-3, "scale_learning_rate": {"from_batch": 16, "rule": "linear"}},
+        "schedule": {"name": "wsd", "warmup": 10, "decay": 10, "floor": 0.0},
+    }
+    recipe = recipe_of(values)
+    assert [learning_rate(recipe, step) for step in (0, 50, 99)] == pytest.approx([4e-4, 4e-3, 0.0])
+    assert learning_rate(recipe, 50) == learning_rate(recipe, 50)

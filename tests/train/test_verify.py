@@ -11,9 +11,9 @@ import torch
 from pool import Pool
 from torch import Tensor, nn
 
-from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.core.recipe import Recipe, dump_recipe, parse_recipe, recipe_of
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, strategy_from
-from shardwise.train.verify import Verdict, _relative, run_reference, run_strategy
+from shardwise.train.verify import Verdict, _relative, run_reference, run_strategy, shortened
 
 STEPS = 20
 
@@ -105,6 +105,44 @@ def test_other_models_train_as_one_plain_process(
         assert verdict.passed, verdict
         assert verdict.tolerance == {"fp64": 1e-10, "fp32": 1e-5}[str(settings["precision"])]
         assert verdict.max_loss_difference >= 0
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+def test_scaled_rates_and_schedules_are_the_reference_s_too(
+    rule: str, folders: dict[str, Path], pool: Pool, tmp_path: Path
+) -> None:
+    recipe = recipe_for("classifier", folders)
+    values: dict[str, Any] = {
+        **recipe.model_dump(),
+        "optimizer": {"learning_rate": 1e-3, "scale_learning_rate": {"from_batch": 3, "rule": rule}},
+        "schedule": {"name": "wsd", "warmup": 4, "decay": 8},
+    }
+    recipe = recipe_of(values, SETTINGS)
+    settings = {"zero_stage": 3, "precision": "fp64"}
+    pool.run(1, alone, recipe, {**settings, MICRO_BATCH_SIZE.key: 7}, tmp_path)
+    for verdict in pool.run(2, both_ranks, recipe, settings, tmp_path):
+        assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("steps", [1, 3, 20, 99, 500])
+@pytest.mark.parametrize(("warmup", "decay"), [(30, 70), (0.5, 0.5), (0.33, None), (0, 0), (1, 99)])
+def test_a_shortened_run_keeps_the_proportions_of_its_schedule(
+    steps: int, warmup: float, decay: float | None
+) -> None:
+    values: dict[str, Any] = {
+        "model": {"preset": "tiny"},
+        "steps": 100,
+        "batch_size": 1,
+        "schedule": {"name": "wsd", "warmup": warmup, "decay": decay},
+        "checkpoint": {"start_from": "elsewhere"},
+    }
+    whole = recipe_of(values, SETTINGS)
+    short = shortened(whole, steps)
+    again = parse_recipe(dump_recipe(short), SETTINGS)  # what the ranks read: it must not contradict itself
+    assert again == short and short.checkpoint.start_from is None
+    for name in ("warmup_steps", "decay_steps"):
+        before, after = (getattr(r.schedule, name)(r.steps) / r.steps for r in (whole, short))
+        assert abs(before - after) < 1 / steps
 
 
 def test_a_difference_fails_and_nan_is_infinitely_far() -> None:

@@ -1,0 +1,54 @@
+"""The least that a strategy can hold, for discarding it without a dry run of the model itself.
+
+Weights and optimizer state are there at every instant. What they take per parameter depends on precision and
+optimizer, and is counted by dry-running one block, not written down; only the division by the sharding degree
+is a formula. Vectors take more in some optimizers than matrices do, and a small model has relatively more of
+them, hence the margin.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from shardwise.core.cluster import cluster_of
+from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.core.sections import OptimizerSpec
+from shardwise.core.strategy import Layout, Strategy
+from shardwise.dryrun.run import dry_run
+from shardwise.model.blueprint import blueprint_of
+from shardwise.technique import ORDER, strategy_from
+
+_MARGIN = 0.97
+_PROBE = {
+    "model": {"layers": 1, "width": 512, "heads": 4, "ffn": 1024, "vocab": 256},
+    "data": {"sequence_length": 8},
+    "steps": 1,
+    "batch_size": 1,
+    "cluster": {"device": "cpu"},
+}
+
+
+def least_state_bytes(parameters: int, strategy: Strategy, layout: Layout, recipe: Recipe) -> int:
+    """A lower bound of the bytes that one rank holds at any time."""
+    per_parameter = _bytes_per_parameter(_undivided(strategy), recipe.optimizer)
+    return int(_MARGIN * per_parameter * parameters / layout.degree("shard"))
+
+
+def _undivided(strategy: Strategy) -> Strategy:
+    """The strategy with every setting that lays out a mesh back at its default."""
+    kept = {
+        setting.key: strategy[setting]
+        for technique in ORDER
+        if not technique.degrees(strategy, 1)
+        for setting in technique.settings
+    }
+    return strategy_from(kept)
+
+
+@functools.cache
+def _bytes_per_parameter(strategy: Strategy, optimizer: OptimizerSpec) -> float:
+    """Weights and optimizer state of one block on one device, per parameter."""
+    recipe = recipe_of(_PROBE).model_copy(update={"optimizer": optimizer})
+    run = dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
+    held = min(s.ledger.parameters + s.ledger.master_weights + s.ledger.optimizer_state for s in run.timeline)
+    return held / run.parameters

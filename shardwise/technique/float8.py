@@ -1,0 +1,129 @@
+"""fp8: the matrix products of large linear layers in 8 bits, everything else as ``precision: bf16`` has it.
+
+Master weights, gradients, their sums over ranks, norms, attention, the embedding and the head stay as they are;
+of a block's linear layers the three products of each (output, and gradients of input and weight) run in e4m3
+and e5m2 after torchao's recipes (model/float8.py; Micikevicius et al. 2022, arXiv:2209.05433).
+
+    fp8_scaling  operand                      gradient   scales
+    tensor       e4m3                         e5m2       one a tensor
+    row          e4m3                         e4m3       one a row of each product, powers of two; slower, closer
+
+A layer is taken where 8 bits gain time: on small ones the casts cost more than the products save. Chosen:
+torchao's published thresholds (from its products on an H100), as one pure function of the layer's shape, so the
+plan and the run gate alike and a plan says how many layers were taken. ``fp8_layers: all`` takes every layer
+that an 8-bit product can take, for other hardware, and for tests.
+
+Refused: 8-bit gathering of weights, which needs a tensor subclass as parameter and one all-reduce for scales;
+the price is that ZeRO 3 sends bf16, as it does without fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
+from shardwise.technique.base import Site
+from shardwise.technique.precision import PRECISION
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FP8_SCALING: Setting[str] = Setting(
+    "fp8_scaling",
+    default="tensor",
+    doc="with precision fp8: one scale for each tensor, or for each row",
+    choices=("tensor", "row"),
+)
+FP8_LAYERS: Setting[str] = Setting(
+    "fp8_layers",
+    default="large",
+    doc="with precision fp8: the linear layers of blocks that gain by it, or all whose dims are multiples of 16",
+    choices=("large", "all"),
+)
+
+
+def _without_fp8(setting: Setting[str]) -> Rule:
+    def broken(case: Case) -> bool:
+        return case.strategy[PRECISION] != "fp8" and case.strategy[setting] != setting.default
+
+    return Rule(
+        setting.key, "only precision fp8 reads it", broken, lambda case: {setting.key: setting.default}
+    )
+
+
+RULES: tuple[Rule, ...] = (_without_fp8(FP8_SCALING), _without_fp8(FP8_LAYERS))
+
+ALIGNMENT = 16
+"""What both dims of a weight must be a multiple of (cuBLAS; ``torch._scaled_mm`` refuses others)."""
+
+
+def can_run(rows: int, columns: int) -> bool:
+    """Whether an 8-bit product takes a weight [rows, columns] = [width out, width in]."""
+    return rows % ALIGNMENT == 0 and columns % ALIGNMENT == 0
+
+
+def gains(rows: int, columns: int, scaling: str) -> bool:
+    """Whether the products of a layer with a weight [rows, columns] are faster with their casts than in bf16.
+
+    The thresholds of torchao's ``_auto_filter_for_tensorwise`` and ``_auto_filter_for_rowwise``
+    (https://github.com/pytorch/ao/tree/main/torchao/float8#performance, H100).
+    """
+    if not can_run(rows, columns):
+        return False
+    if scaling == "tensor":
+        return rows > 1024 or columns > 4096
+    return rows > 2048 and columns > 1024 and (rows > 4096 or columns > 2048)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Puts 8-bit layers in the place of linear layers of the units."""
+
+    name: str = "fp8"
+    settings: Sequence[Setting[Any]] = (FP8_SCALING, FP8_LAYERS)
+    rules: Sequence[Rule] = RULES
+
+    def degrees(self, strategy: Strategy, world_size: int) -> dict[str, int]:
+        return {}
+
+    def label(self, strategy: Strategy, layout: Layout) -> str:
+        words = {"row": "row scales"}.get(strategy[FP8_SCALING], "")
+        return " ".join([words, *(["all layers"] if strategy[FP8_LAYERS] == "all" else [])]).strip()
+
+    def apply(self, site: Site) -> None:
+        if site.strategy[PRECISION] != "fp8":
+            return
+        from shardwise.model.float8 import Float8Linear, scaling_named
+
+        scaling, every = site.strategy[FP8_SCALING], site.strategy[FP8_LAYERS] == "all"
+        how = scaling_named({"tensor": "tensorwise", "row": "rowwise"}[scaling])
+        found = taken = 0
+        for parent, name, linear in list(_linear_layers(site.units)):
+            found += 1
+            rows, columns = linear.weight.shape
+            if can_run(rows, columns) if every else gains(rows, columns, scaling):
+                taken += 1
+                setattr(parent, name, Float8Linear(linear, how))
+        site.notes.append(_note(taken, found, every))
+
+
+def _linear_layers(units: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Every plain linear layer below the units, with its parent and its name there."""
+    from torch import nn
+
+    for unit in units:
+        for parent in unit.modules():
+            for name, child in parent.named_children():
+                if type(child) is nn.Linear:  # a subclass may not call its own forward
+                    yield parent, name, child
+
+
+def _note(taken: int, found: int, every: bool) -> str:
+    why = "have dims that are multiples of 16" if every else "are large enough to gain by it"
+    if taken == 0:
+        return (
+            f"fp8 changes nothing: none of the {found} linear layers of the blocks {why}, so all run in bf16"
+        )
+    return f"fp8 in {taken} of the {found} linear layers of the blocks, those that {why}; the rest in bf16"

@@ -1,0 +1,47 @@
+"""The bound that discards strategies is below what they hold, and near it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.core.cluster import cluster_of
+from shardwise.core.recipe import recipe_of
+from shardwise.dryrun.run import dry_run
+from shardwise.model.blueprint import blueprint_of
+from shardwise.plan.least import least_state_bytes
+from shardwise.technique import SETTINGS, layout_of, strategy_from
+
+MODEL = {"layers": 6, "width": 256, "heads": 4, "kv_heads": 2, "ffn": 768, "vocab": 512}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("settings", "optimizer", "bytes_per_parameter"),
+    [
+        ({}, "adamw", 12),
+        ({"precision": "bf16"}, "adamw", 12),
+        ({"precision": "bf16", "master_weights": False}, "adamw", 10),
+        ({"precision": "bf16", "master_weights": False}, "adamw_8bit", 4.06),
+        ({}, "sgd", 8),
+    ],
+)
+def test_bound_is_below_what_is_held_and_near_it(
+    stage: int, settings: dict[str, Any], optimizer: str, bytes_per_parameter: float
+) -> None:
+    values = {
+        "model": MODEL,
+        "data": {"sequence_length": 8},
+        "steps": 1,
+        "batch_size": 4,
+        "optimizer": {"name": optimizer},
+        "cluster": {"device": "cpu", "devices_per_node": 4},
+    }
+    recipe, strategy = recipe_of(values, SETTINGS), strategy_from({**settings, "zero_stage": stage})
+    run = dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
+    layout = layout_of(strategy, 4)
+    least = least_state_bytes(run.parameters, strategy, layout, recipe)
+    held = min(s.ledger.parameters + s.ledger.master_weights + s.ledger.optimizer_state for s in run.timeline)
+    assert 0.9 * held <= least <= held
+    assert least * layout.degree("shard") / run.parameters == pytest.approx(bytes_per_parameter, rel=0.04)

@@ -1,0 +1,223 @@
+"""Starting from another run's checkpoint: bitwise the uninterrupted run, and nothing there is touched."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import Pool
+from small_run import MODEL, equal, flip, full, make_run, names, saved, train, unexpected, whole
+from torch import Tensor
+
+from shardwise.core.errors import CheckpointError, RecipeError, ShardwiseError
+from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.train.checkpoint import restore, save, start
+from shardwise.train.start import candidates, check_start
+from shardwise.train.state import TrainState
+
+WEIGHTS_0 = "weights-00000.safetensors"
+Tensors = dict[str, Tensor]
+
+
+# ---- a branch is the run it left --------------------------------------------------------------------------
+
+
+def through(stage: int) -> tuple[list[str], Tensors]:
+    """Ten steps without a break: the last four losses, and everything at the end."""
+    run = make_run(stage)
+    train(run, range(6))
+    return train(run, range(6, 10)), whole(run)
+
+
+def stable(folder: Path, stage: int) -> None:
+    run = make_run(stage)
+    train(run, range(6))
+    save(run, TrainState(6, 60), folder, 9, "data-1")
+
+
+def branch(source: Path, stage: int) -> tuple[TrainState, list[str], Tensors]:
+    run = make_run(stage)
+    state = start(run, source, "data-1", unexpected)
+    return state, train(run, range(state.step, 10)), whole(run)
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 1), (2, 3)])
+def test_six_steps_and_a_branch_of_four_are_ten(
+    pool: Pool, tmp_path: Path, world_size: int, stage: int
+) -> None:
+    pool.run(world_size, stable, tmp_path, stage)
+    expected = pool.run(world_size, through, stage)
+    found = pool.run(world_size, branch, tmp_path / "step-6", stage)
+    for (losses, tensors), (state, branched, theirs) in zip(expected, found, strict=True):
+        assert state == TrainState(6, 60)
+        assert branched == losses and equal(theirs, tensors)
+    assert names(tmp_path) == ["step-6"]
+
+
+def started(source: Path, stage: int) -> Tensors:
+    run = make_run(stage)
+    start(run, source, "data-1", unexpected)
+    return whole(run)
+
+
+def test_under_any_world_size_and_stage_and_from_the_folder_of_all(pool: Pool, tmp_path: Path) -> None:
+    expected = pool.run(2, saved, tmp_path, 3, 1, 3)[0]
+    for world_size, stage in ((1, 0), (3, 2), (2, 1)):
+        assert all(equal(found, expected) for found in pool.run(world_size, started, tmp_path, stage))
+    assert names(tmp_path) == ["step-2", "step-3"]
+
+
+# ---- what cannot be started from --------------------------------------------------------------------------
+
+
+def refused(source: Path, overrides: dict[str, Any], fingerprint: str) -> tuple[str, list[str]]:
+    """The error of a start that fails and leaves the weights alone, and what was warned of before."""
+    run, told = make_run(**overrides), list[str]()
+    before = {name: full(parameter) for name, parameter in run.model.named_parameters()}
+    with pytest.raises(ShardwiseError) as caught:
+        start(run, source, fingerprint, told.append)
+    assert equal(before, {name: full(parameter) for name, parameter in run.model.named_parameters()})
+    return f"{caught.type.__name__}: {caught.value}", told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fingerprint", "message"),
+    [
+        ({"model": MODEL | {"ffn": 14}}, "", r"CheckpointError: .* another model .*F32\[12, 14\]"),
+        ({"seed": 1}, "", "CheckpointError: .* seed was 0, now 1"),
+        ({"batch_size": 8}, "", "CheckpointError: .* batch_size was 4, now 8"),
+        ({}, "data-2", "DataError: .* fingerprint was data-1 and is now data-2"),
+        (
+            {"steps": 3},
+            "",
+            r"RecipeError: nothing is left to train \(checkpoint\.start_from: .*step-3\): it is of step 3, and"
+            " steps is 3; raise steps",
+        ),
+    ],
+)
+def test_another_run_is_refused_before_anything_changes(
+    pool: Pool, tmp_path: Path, overrides: dict[str, Any], fingerprint: str, message: str
+) -> None:
+    pool.run(1, saved, tmp_path, 3, 1, 3)
+    for line, _ in pool.run(2, refused, tmp_path, overrides, fingerprint):
+        assert re.match(message, line), line
+
+
+def warned(source: Path) -> tuple[TrainState, list[str]]:
+    told = list[str]()
+    return start(make_run(), source, "data-1", told.append), told
+
+
+def test_damage_costs_a_warning_and_is_left_as_it_is(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, saved, tmp_path, 3, 1, 3)
+    (tmp_path / "tmp-4-abc").mkdir()  # perhaps that run is just saving
+    flip(tmp_path / "step-3" / WEIGHTS_0, 700)
+    before = names(tmp_path)
+    [(state, told), (_, silent)] = pool.run(2, warned, tmp_path)
+    assert state == TrainState(2, 20)
+    assert re.match(rf"checkpoint step-3/{WEIGHTS_0} is damaged, .*; going back to step-2", told[0])
+    assert silent == [] and names(tmp_path) == before
+    for line, _ in pool.run(2, refused, tmp_path / "step-3", {}, ""):
+        assert re.match(r"CheckpointError: the checkpoint is damaged .*start from another", line), line
+    assert names(tmp_path) == before
+
+
+def test_a_run_that_has_its_own_checkpoint_does_not_look(tmp_path: Path) -> None:
+    """Resuming needs nothing of the folder it once started from."""
+    mine = tmp_path / "checkpoints" / "step-1"
+    mine.mkdir(parents=True)
+    recipe = recipe_from(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        check_start(recipe, tmp_path)
+    (mine / "manifest.json").touch()
+    check_start(recipe, tmp_path)
+
+
+def recipe_from(source: Path, **more: Any) -> Recipe:
+    values = {"model": MODEL, "steps": 10, "batch_size": 4, "checkpoint": {"start_from": str(source)}}
+    return recipe_of(values | more)
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "step-5").mkdir()
+    for source in (tmp_path, tmp_path / "step-5"):
+        with pytest.raises(CheckpointError, match=r"no manifest\.json is there, nor in a step-N below"):
+            candidates(source)
+
+
+def test_early_checks_read_the_manifest(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, saved, tmp_path / "theirs", 3, 1, 2)
+    check_start(recipe_from(tmp_path / "theirs"), tmp_path)
+    with pytest.raises(RecipeError, match="it is of step 2, and steps is 2"):
+        check_start(recipe_from(tmp_path / "theirs", steps=2), tmp_path)
+    flip(tmp_path / "theirs" / "step-2" / "manifest.json", 50)
+    check_start(recipe_from(tmp_path / "theirs", steps=2), tmp_path)  # the older one may do
+
+
+def test_the_own_checkpoint_wins(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, saved, tmp_path, 3, 1, 3)
+    assert pool.run(1, resumed, tmp_path) == [TrainState(3, 30)]
+
+
+def resumed(folder: Path) -> TrainState | None:
+    run = make_run(checkpoint={"start_from": "nowhere"})
+    return restore(run, folder, "data-1")
+
+
+# ---- the command ------------------------------------------------------------------------------------------
+
+RECIPE = """
+model: {layers: 1, width: 16, heads: 2, ffn: 32, vocab: 256, context: 16}
+data: {source: CORPUS, sequence_length: 16}
+steps: 9
+batch_size: 4
+optimizer: {learning_rate: 1.0e-2, scale_learning_rate: {from_batch: 2, rule: linear}}
+schedule: {name: wsd, warmup: 2, decay: 3, floor: 0.0}
+strategy: {zero_stage: 0, micro_batch_size: 2}
+checkpoint: {every: 3, keep: 9}
+evaluation: {sequences: 4}
+"""
+
+
+def test_the_command_branches_a_stable_run(tmp_path: Path) -> None:
+    """`train` with wsd, whole, and as a branch of a constant run: the same losses and rates from there on."""
+    (tmp_path / "corpus.txt").write_text(Path(__file__).read_text(encoding="utf-8") * 3, encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("CORPUS", str(tmp_path / "corpus.txt")))
+    at_six = "checkpoint.start_from=stable/checkpoints/step-6"
+    command(tmp_path, "whole")
+    told = command(tmp_path, "stable", "schedule.name=constant", "schedule.decay=null", "steps=10")
+    assert "learning rate 0.01 × 2 = 0.02 (linear, batch 4 from 2)\nadvice: " in told
+    theirs = names(tmp_path / "stable" / "checkpoints")
+    assert "started from stable/checkpoints/step-6 after 6 of 9 steps" in command(tmp_path, "branch", at_six)
+    assert curve(tmp_path / "branch") == curve(tmp_path / "whole")[6:]
+    assert [rate for *_, rate in curve(tmp_path / "branch")][-1] == 0.0
+    assert names(tmp_path / "stable" / "checkpoints") == theirs
+    assert json.loads((tmp_path / "branch" / "report.json").read_text())["tokens"] == 9 * 4 * 16
+
+    flip(tmp_path / "stable" / "checkpoints" / "step-6" / WEIGHTS_0, 900)
+    for source, code, line in (
+        ("stable/checkpoints/step-6", 4, r"the checkpoint is damaged \(stable/checkpoints/step-6/weights"),
+        ("stable/checkpoints/step-7", 4, r"there is no checkpoint to start from \(checkpoint\.start_from: "),
+        ("stable/checkpoints", 2, r"nothing is left to train .*: it is of step 10, and steps is 9; raise"),
+    ):
+        failed = command(tmp_path, "fresh", f"checkpoint.start_from={source}", code=code)
+        assert re.match(f"error: {line}", failed) and failed.count("\n") == 1, failed
+    assert names(tmp_path / "stable" / "checkpoints") == theirs
+
+
+def command(folder: Path, out: str, *overrides: str, code: int = 0) -> str:
+    """What `shardwise train` prints, or, when it is to fail, its standard error."""
+    words = [sys.executable, "-m", "shardwise", "train", "recipe.yaml", *overrides, "--out", out]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def curve(out: Path) -> list[tuple[int, str, float]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [(line["step"], line["loss"].hex(), line["learning_rate"]) for line in lines]
