@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.recipe import recipe_of
 from shardwise.engine.build import Run, build
+from shardwise.engine.persistent import tensors_of
 from shardwise.engine.step import step
 from shardwise.model.blueprint import blueprint_of
 from shardwise.technique import strategy_from
-from shardwise.train.checkpoint import save, tensors_of
+from shardwise.train.checkpoint import save
 from shardwise.train.state import TrainState
 
 VOCAB = 257

@@ -18,8 +18,9 @@ from pool import Pool
 
 from shardwise.core.cluster import cluster_of
 from shardwise.core.recipe import Recipe, recipe_of
-from shardwise.dryrun.run import dry_run
+from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import build
+from shardwise.engine.snapshot import Snapshots, snapshots_of
 from shardwise.engine.step import step
 from shardwise.model.blueprint import blueprint_of
 from shardwise.technique import (
@@ -174,7 +175,7 @@ LEDGER_MODEL = {
 }
 
 
-def ledger_recipe(world_size: int, row: Row) -> Recipe:
+def ledger_recipe(world_size: int, row: Row, **sections: Any) -> Recipe:
     values = {
         "model": LEDGER_MODEL,
         "data": {"sequence_length": 192},
@@ -183,7 +184,7 @@ def ledger_recipe(world_size: int, row: Row) -> Recipe:
         "optimizer": optimizer_of(row),
         "cluster": {"devices_per_node": world_size},
     }
-    return recipe_of(values, SETTINGS)
+    return recipe_of(values | sections, SETTINGS)
 
 
 def measured_rank(recipe: Recipe, settings: dict[str, Any]) -> int:
@@ -193,6 +194,9 @@ def measured_rank(recipe: Recipe, settings: dict[str, Any]) -> int:
     warm_kernels(device, strategy)
     meter = MemoryMeter(device)
     run = build(recipe, blueprint, strategy, device)
+    snapshots: Snapshots[int] | None = snapshots_of(run)
+    if snapshots is not None:
+        snapshots.begin(0)
     count = micro_batches(strategy, run.layout, recipe.batch_size)
     shape = (strategy[MICRO_BATCH_SIZE], recipe.data.sequence_length)
     for _ in range(3):
@@ -207,7 +211,21 @@ def test_takes_the_memory_it_was_planned(row: Row, pool: Pool) -> None:
     """Predicted peak against the operating system's figure, every rank: 5 %."""
     world_size = 2 * row.get("replicate", 1)
     recipe = ledger_recipe(world_size, row)
-    settings = {**settings_of(row), MICRO_BATCH_SIZE.key: 4 // row["accumulate"]}
+    agrees(recipe, {**settings_of(row), MICRO_BATCH_SIZE.key: 4 // row["accumulate"]}, world_size, pool)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_snapshots_take_the_memory_they_were_planned(stage: int, pool: Pool) -> None:
+    """On the CPU the host's memory is the device's, so the plan counts them."""
+    recipe = ledger_recipe(2, {}, guard={"snapshot_every": 2})
+    run = agrees(recipe, {"zero_stage": stage, MICRO_BATCH_SIZE.key: 2}, 2, pool)
+    ledger = run.peak.ledger
+    state = ledger.optimizer_state + 4 * run.parameters // 2  # what lies between two steps is sharded
+    assert ledger.overhead == pytest.approx(2 * state, rel=0.02)
+
+
+def agrees(recipe: Recipe, settings: dict[str, Any], world_size: int, pool: Pool) -> DryRun:
+    """Predicted peak against the operating system's figure, every rank; the prediction."""
     strategy, cluster = strategy_from(settings), cluster_of(recipe.cluster)
     assert layout_of(strategy, world_size).world_size == world_size
     measured = pool.run(world_size, measured_rank, recipe, settings, timeout=240)
@@ -218,3 +236,4 @@ def test_takes_the_memory_it_was_planned(row: Row, pool: Pool) -> None:
         assert math.fabs(error) <= 0.05, (
             f"rank {rank}: predicted {predicted:,}, measured {peak:,}, {error:+.1%}"
         )
+    return run

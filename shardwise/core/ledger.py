@@ -24,6 +24,7 @@ class Ledger:
         communication: buffers that collectives read and write.
         fragmentation: reserved by the allocator but not allocated.
         overhead: context, library workspaces, communicators; from the device's profile, not from the dry run.
+            On the CPU also the guard's snapshots.
     """
 
     parameters: int = 0

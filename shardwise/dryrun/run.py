@@ -29,6 +29,7 @@ from shardwise.engine.build import Run, assemble, materialise
 from shardwise.engine.optim.norm import holders, local
 from shardwise.engine.phase import listening
 from shardwise.engine.schedule import learning_rate
+from shardwise.engine.snapshot import Snapshots, snapshots_of
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.technique import MICRO_BATCH_SIZE, layout_of, micro_batches
@@ -95,6 +96,9 @@ def dry_run(
         with torch.random.fork_rng(devices=[]), fake, target.kernels(), tracker.watching(), modules:
             run = materialise(site, recipe, blueprint, torch.device("cpu"))
             _tag_state(run, tracker)
+            snapshots: Snapshots[None] | None = snapshots_of(run) if target.is_host else None
+            if snapshots is not None:
+                tracker.tag(snapshots.buffers, "overhead")
             # All of a step's samples lie on the device from its start, also those that are not run here.
             batches = _fake_batches(run, strategy, recipe, count)
             for batch in batches:

@@ -32,11 +32,13 @@ class Target:
         kernels: makes a context in which the target's kernels stand in for the CPU's.
         workspace: bytes a collective allocates for itself, from (kind, payload bytes).
         kept: bytes a library keeps for every distinct call of a kernel, from its name and result.
+        is_host: whether its memory is the host's, where snapshots are kept.
     """
 
     kernels: Callable[[], AbstractContextManager[Any]]
     workspace: Callable[[str, int], int]
     kept: Callable[[str, Any], int]
+    is_host: bool = False
 
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -134,7 +136,7 @@ def cpu_kernels() -> Iterator[None]:
 
 
 TARGETS: dict[str, Target] = {
-    "cpu": Target(cpu_kernels, _gloo_workspace, _onednn_kernels),
+    "cpu": Target(cpu_kernels, _gloo_workspace, _onednn_kernels, is_host=True),
     "cuda": Target(cuda_kernels, _no_workspace, _nothing_kept),
     "rocm": Target(cuda_kernels, _no_workspace, _nothing_kept),
 }

@@ -44,6 +44,7 @@ class StepRecord:
     tokens_per_second: float
     skipped: bool = False
     held_out_loss: float | None = None
+    rewinds: Size | None = None
 
 
 @dataclass(frozen=True)
@@ -165,20 +166,24 @@ def _parsed(text: str, path: Path, first_line: int) -> Any:
 
 
 def _steps(path: Path) -> tuple[StepRecord, ...]:
-    """A record per whole line; without a file, no step has been made.
+    """A record per step that was not undone; without a file, no step has been made.
 
-    What follows the last newline is being written, and may end in half a character: it is cut off first.
+    A line whose step is not above the one before follows a rewind, and undoes all from its step on. What follows
+    the last newline is being written, and may end in half a character: it is cut off first.
     """
     if not path.exists():
         return ()
     adapter = TypeAdapter(StepRecord)
     raw = _bytes(path)
     lines = _decoded(raw[: raw.rfind(b"\n") + 1], path).split("\n")
-    return tuple(
-        _checked(adapter, _parsed(line, path, number), f"{path}:{number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    )
+    steps: list[StepRecord] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            record: StepRecord = _checked(adapter, _parsed(line, path, number), f"{path}:{number}")
+            while steps and steps[-1].step >= record.step:
+                steps.pop()
+            steps.append(record)
+    return tuple(steps)
 
 
 # -- shapes -------------------------------------------------------------------------------------------

@@ -21,22 +21,21 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.fsdp import FSDPModule
 
 from shardwise.core.errors import CheckpointError, DataError, ShardwiseError
 from shardwise.core.recipe import dump_recipe
 from shardwise.engine.build import Run
-from shardwise.model.slices import canonical_name, named_parameters
+from shardwise.engine.persistent import OPTIMIZER, tensors_of
 from shardwise.technique.precision import PRECISION
 from shardwise.train import commit
 from shardwise.train import manifest as manifests
 from shardwise.train.manifest import Damaged, Manifest
-from shardwise.train.shards import DTYPES, DTYPES_BY_NAME, OPTIMIZER, ShardFiles, ShardReader, ShardWriter
+from shardwise.train.shards import DTYPES, DTYPES_BY_NAME, ShardFiles, ShardReader, ShardWriter
 from shardwise.train.start import candidates, require_steps_left
 from shardwise.train.state import TrainState
 
@@ -86,34 +85,6 @@ def _description(run: Run, state: TrainState, fingerprint: str) -> Manifest:
 def _order(run: Run) -> dict[str, int]:
     """What decides, with the data, which sample is read when."""
     return {"seed": run.recipe.seed, "batch_size": run.recipe.batch_size}
-
-
-def tensors_of(run: Run) -> dict[str, Tensor]:
-    """Every tensor that survives a restart, by name, as this rank holds it: DTensors or plain, not copied.
-
-    Parameters and persistent buffers under their canonical names, a shared one once; optimizer state under
-    OPTIMIZER, with the loss scale and what clipping has learned.
-    """
-    for module in run.model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after an evaluation, ZeRO 1 and 2 still hold gathered parameters
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in named_parameters(run.model):
-        tensors[name] = parameter.detach()
-        for key, value in run.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                tensors[f"{OPTIMIZER}{key}/{name}"] = value.detach()
-    for key, value in (run.loss_scale.state() | run.norm_limit.state()).items():
-        tensors[f"{OPTIMIZER}{key}"] = value
-    tensors.update(_persistent_buffers(run.model))
-    return tensors
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield canonical_name(f"{path}.{name}" if path else name), buffer.detach()
 
 
 # ---- restoring --------------------------------------------------------------------------------------------

@@ -1,21 +1,22 @@
 """The training loop: build, restore, and step after step until done. It names no technique.
 
-Results of a step are read one step late, so that the device is never idle while the host prints.
+Results of a step are read one step late, so that the device is never idle while the host prints. What follows
+from them when they are bad is the guard's business (``recovery.py``): it may take the run back by an exception,
+and the loop then goes on from the state that this brings.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.errors import NumericsError, Preempted, RecipeError
+from shardwise.core.errors import Preempted, RecipeError
 from shardwise.core.plan import Plan
 from shardwise.core.recipe import Recipe
 from shardwise.engine.build import Run, build
@@ -29,6 +30,7 @@ from shardwise.train.evaluate import evaluate
 from shardwise.train.meter import EXACT_STEPS, MemoryMeter, return_large_frees
 from shardwise.train.metrics import MetricsFile, StepMetrics, typical_seconds
 from shardwise.train.progress import Progressing
+from shardwise.train.recovery import Observed, Recovery, Rewound
 from shardwise.train.state import TrainState
 from shardwise.train.stop import StopRequest
 from shardwise.train.warm import warm_kernels
@@ -73,6 +75,8 @@ class Trainer:
         self.run: Run = build(recipe, self.blueprint, job.plan.strategy, job.device)
         self.checkpoints = job.folder / "checkpoints"
         self.state = self._first_state()
+        self.recovery = Recovery(self.run, self.data, job.folder, self._at, _warn)
+        self.save_owed = False
         self.started = self.clock = time.perf_counter()
         self.held_out: float | None = None
         if self.rank == 0:
@@ -82,24 +86,35 @@ class Trainer:
     def train(self) -> None:
         """All remaining steps, then the report.
 
-        Raises NumericsError when the loss is no number any more, Preempted when asked to stop and saved.
+        Raises NumericsError when the guard gives up, Preempted when asked to stop and saved.
         """
-        recipe, first = self.job.recipe, self.state.step
-        if first >= recipe.steps:
-            _say(self.rank, f"nothing to do: {first} of {recipe.steps} steps are done")
+        steps, first = self.job.recipe.steps, self.state.step
+        if first >= steps:
+            _say(self.rank, f"nothing to do: {first} of {steps} steps are done")
             return
+        self.recovery.begin(self.state)
+        while self.state.step < steps:
+            try:
+                self._steps(first)
+            except Rewound as back:
+                self.state, self.save_owed = back.state, False
+                self._lap()
+        self._report()
+
+    def _steps(self, first: int) -> None:
+        """Step after step to the end of the run, which began after step ``first``."""
+        recipe = self.job.recipe
         pending: _Pending | None = None
-        for index in range(first, recipe.steps):
+        for index in range(self.state.step, recipe.steps):
             rate = learning_rate(recipe, index)
             seed_step(recipe.seed, index, self.rank)
-            result = step(self.run, self._micro_batches(index), rate)
+            result = step(self.run, self._at(self.state.position(index)), rate)
             before, pending = pending, _Pending(index, result, self.stopping.agreed(), rate, self._lap())
             stop = self._finish(before)
             self._measure(index - first)
-            if stop or self._due(index, recipe.evaluation.every) or self._due(index, recipe.checkpoint.every):
+            if stop or self._pauses(index):
                 self._pause(pending, stop)
                 pending = None
-        self._report()
 
     def _first_state(self) -> TrainState:
         """From the run's own newest checkpoint, else from that of another run, else from nothing."""
@@ -112,9 +127,9 @@ class Trainer:
             self.meter.forget()
         return state or TrainState()
 
-    def _micro_batches(self, index: int) -> list[Batch]:
+    def _at(self, position: int) -> list[Batch]:
         size = self.job.plan.strategy[MICRO_BATCH_SIZE]
-        return self._placed(self.data.micro_batches(index, self.run.data_rank, self.run.data_degree, size))
+        return self._placed(self.data.micro_batches(position, self.run.data_rank, self.run.data_degree, size))
 
     def _placed(self, batches: list[Batch]) -> list[Batch]:
         return [{k: v.to(self.run.device, non_blocking=True) for k, v in batch.items()} for batch in batches]
@@ -124,6 +139,12 @@ class Trainer:
         done = index + 1
         return done == self.job.recipe.steps or (every is not None and done % every == 0)
 
+    def _pauses(self, index: int) -> bool:
+        """Whether anything happens between step ``index`` and the next."""
+        recipe = self.job.recipe
+        due = self._due(index, recipe.evaluation.every) or self._due(index, recipe.checkpoint.every)
+        return due or self.recovery.due(index) or self.save_owed
+
     def _measure(self, done: int) -> None:
         """The peak is taken over the first steps, or over all of them with exact memory."""
         if done < EXACT_STEPS or self.job.exact_memory:
@@ -132,24 +153,26 @@ class Trainer:
             return_large_frees(False)
 
     def _finish(self, pending: _Pending | None, held_out: float | None = None) -> bool:
-        """Read a step's results, record and show them. Returns whether some rank has been asked to stop."""
+        """Read a step's results, record, show and judge them. Returns whether some rank is to stop.
+
+        Raises Rewound or NumericsError.
+        """
         if pending is None:
             return False
         result, number, seconds = pending.result, pending.index + 1, pending.seconds
         loss, norm, tokens = float(result.loss), float(result.grad_norm), int(result.tokens)
-        self.state = TrainState(step=number, tokens=self.state.tokens + tokens)
+        skipped = bool(result.skipped)
+        rewinds = self.state.rewinds
+        self.state = replace(self.state, step=number, tokens=self.state.tokens + tokens)
         if self.rank == 0:
             rate, speed = pending.learning_rate, tokens / seconds
-            done = StepMetrics(number, loss, norm, rate, tokens, seconds, speed, held_out_loss=held_out)
+            done = StepMetrics(
+                number, loss, norm, rate, tokens, seconds, speed, skipped, held_out, rewinds or None
+            )
             self.metrics.write(done)
             self.progress.show(done, self.meter.peak.allocated)
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise NumericsError(
-                f"loss is {loss}, gradient norm {norm}",
-                where=f"step {number}",
-                why="an overflow or a bad batch; the update has been applied",
-                fix="resume from the last checkpoint with a lower learning rate or a higher precision",
-            )
+        seen = Observed(pending.index, loss, norm, skipped, float(result.loss_scale))
+        self.state = self.recovery.see(self.state, seen)
         return bool(pending.stop)
 
     def _pause(self, pending: _Pending, stop: bool) -> None:
@@ -163,14 +186,23 @@ class Trainer:
             batches = self.data.held_out(0, self.run.data_rank, self.run.data_degree, size)
             held_out = self.held_out = evaluate(self.run, self._placed(batches))
         stop = self._finish(pending, held_out) or stop
-        if stop or self._due(index, recipe.checkpoint.every):
+        if self._saves(index, stop):
             save(self.run, self.state, self.checkpoints, recipe.checkpoint.keep, self.data.fingerprint)
         if stop and index + 1 < recipe.steps:
             again = "run the same command to go on"
             _say(self.rank, f"stopped on request: saved step {index + 1}; {again}")
             raise Preempted("stopped on request", where=f"step {index + 1}", why="saved", fix=again)
+        if self.recovery.due(index):
+            self.recovery.snapshot(self.state)
         self.meter.forget()
         self._lap()
+
+    def _saves(self, index: int, stop: bool) -> bool:
+        """Whether to save after step ``index``. What is due waits until the guard suspects nothing."""
+        due = self.save_owed or self._due(index, self.job.recipe.checkpoint.every)
+        may_wait = self.state.guard.burst is not None and index + 1 < self.job.recipe.steps
+        self.save_owed = due and may_wait and not stop
+        return stop or (due and not self.save_owed)
 
     def _lap(self) -> float:
         """Seconds since the last call: of a step when called as soon as it has been issued."""
@@ -185,6 +217,7 @@ class Trainer:
             return
         self.progress.close()
         self.metrics.close()
+        self.recovery.close()
         plan, seconds = self.job.plan, self.metrics.seconds
         report = {
             "ranks": [

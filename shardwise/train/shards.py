@@ -48,11 +48,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from shardwise.core.errors import CheckpointError
+from shardwise.engine.persistent import OPTIMIZER
 from shardwise.train import commit
 from shardwise.train.manifest import FileEntry, Manifest, Piece, TensorEntry
-
-OPTIMIZER = "optimizer/"
-"""Starts the names of optimizer state: ``optimizer/exp_avg/layers.0.norm.weight``. No module has a slash."""
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",

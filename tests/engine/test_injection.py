@@ -1,0 +1,154 @@
+"""A value that is not finite, anywhere, on one rank: one update is skipped on all of them, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import xxhash
+from pairwise import Row, covering_rows
+from pool import Pool
+from torch import Tensor, nn
+
+from shardwise.core.recipe import recipe_of
+from shardwise.engine.build import Run, build
+from shardwise.engine.optim.norm import local
+from shardwise.engine.persistent import OPTIMIZER, tensors_of
+from shardwise.engine.step import StepResult, step
+from shardwise.model.blueprint import Batch, blueprint_of
+from shardwise.model.slices import local_part
+from shardwise.technique import SETTINGS, strategy_from
+
+MODEL = {"layers": 2, "width": 12, "heads": 2, "kv_heads": 1, "ffn": 13, "vocab": 257, "context": 8}
+RANK = 1
+FACTORS: dict[str, list[Any]] = {
+    "zero_stage": [0, 1, 2, 3],
+    "precision": ["bf16", "fp16"],
+    "where": ["batch", "loss", "gradient", "element"],
+    "value": [float("nan"), float("inf")],
+    "first_step": [True, False],
+    "micro_batch": [0, 1],
+    "optimizer": ["adamw", "adamw_8bit"],
+    "activation_checkpointing": ["none", "full"],
+}
+
+
+def micro_batches(index: int) -> list[Batch]:
+    """Two of two sequences for this rank."""
+    generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
+    tokens = torch.randint(257, (2, 2, 9), generator=generator)
+    return [{"input_ids": part[:, :-1], "labels": part[:, 1:]} for part in tokens]
+
+
+def run_of(row: Row) -> Run:
+    keys = ("zero_stage", "precision", "activation_checkpointing")
+    values = {
+        "model": MODEL,
+        "data": {"sequence_length": 8},
+        "steps": 9,
+        "batch_size": 8,
+        "optimizer": {"name": row["optimizer"]},
+        "loss_scale": {"initial": 256.0},
+    }
+    recipe = recipe_of(values, SETTINGS)
+    strategy = strategy_from({key: row[key] for key in keys})
+    return build(recipe, blueprint_of(recipe), strategy, torch.device("cpu"))
+
+
+@contextmanager
+def fault(run: Run, row: Row) -> Iterator[None]:
+    """Inject the row's value on one rank within the block."""
+    if dist.get_rank() != RANK:
+        yield
+        return
+    seen, value = [-1], row["value"]
+
+    def hit() -> bool:
+        return seen[0] == row["micro_batch"]
+
+    def count(last: bool) -> None:
+        seen[0] += 1
+
+    def in_batch(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        return output.index_fill(0, torch.tensor([0]), value) if hit() else None
+
+    def in_gradient(module: nn.Module, inputs: tuple[Tensor], outputs: Any) -> tuple[Tensor] | None:
+        if not hit():
+            return None
+        gradient = inputs[0].clone()
+        gradient[0, 0, 0] = value
+        return (gradient,)
+
+    model: Any = run.model
+    handles: list[Any] = []
+    loss, finish = run.blueprint.loss, run.update.finish
+    if row["where"] == "batch":
+        handles.append(model.embed_tokens.register_forward_hook(in_batch))
+    elif row["where"] == "gradient":
+        handles.append(model.lm_head.register_full_backward_hook(in_gradient))
+    elif row["where"] == "loss":
+
+        def poisoned(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+            total, targets = loss(model, batch)
+            return total * (value if hit() else 1.0), targets
+
+        run.blueprint.loss = poisoned  # type: ignore[method-assign]
+    else:
+
+        def poison(*arguments: Any) -> Any:
+            parameter = next(p for p in model.parameters() if p.grad is not None and local(p.grad).numel())
+            local(parameter.grad).view(-1)[0] = value
+            return finish(*arguments)
+
+        run.update.finish = poison  # type: ignore[method-assign]
+    run.micro_batch_hooks.append(count)
+    yield
+    run.micro_batch_hooks.remove(count)
+    run.blueprint.loss, run.update.finish = loss, finish  # type: ignore[method-assign]
+    for handle in handles:
+        handle.remove()
+
+
+def digest(run: Run) -> str:
+    """Of this rank's parameters, moments and step counts."""
+    control = {f"{OPTIMIZER}{name}" for name in (run.loss_scale.state() | run.norm_limit.state())}
+    found = xxhash.xxh3_128()
+    for name, tensor in sorted(tensors_of(run).items()):
+        if name not in control:
+            found.update(local_part(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def values(result: StepResult) -> list[str]:
+    return [str(float(value)) for value in vars(result).values()]
+
+
+def injected(row: Row) -> dict[str, Any]:
+    run = run_of(row)
+    if not row["first_step"]:
+        assert float(step(run, micro_batches(0), 1e-2).skipped) == 0
+    before = digest(run)
+    with fault(run, row):
+        bad = step(run, micro_batches(1), 1e-2)
+    after = digest(run)
+    good = step(run, micro_batches(2), 1e-2)
+    return {
+        "unchanged": before == after,
+        "moves_on": digest(run) != after,
+        "skipped": [float(bad.skipped), float(good.skipped)],
+        "finite": bool(good.loss.isfinite() & good.grad_norm.isfinite()),
+        "values": values(bad) + values(good),
+    }
+
+
+@pytest.mark.parametrize("row", covering_rows(FACTORS), ids=lambda row: "-".join(map(str, row.values())))
+def test_one_update_is_skipped_everywhere(row: Row, pool: Pool) -> None:
+    first, second = pool.run(2, injected, row)
+    for seen in (first, second):
+        assert seen["unchanged"] and seen["moves_on"] and seen["finite"]
+        assert seen["skipped"] == [1.0, 0.0]
+    assert first["values"] == second["values"]
