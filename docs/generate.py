@@ -41,7 +41,7 @@ SHOWN_RECIPE = "recipes/llama-3-8b-8xh100.yaml"
 SHOWN_WIDTH = 96
 VERBS = (plan, train, verify, generate, report, doctor)
 
-_BLOCK = re.compile(r"(<!-- ([a-z0-9-]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- ([a-z0-9_-]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[object]], align: str = "") -> str:

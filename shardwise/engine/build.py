@@ -79,6 +79,7 @@ def assemble(
     fp32 = Dtypes(torch.float32, torch.float32, torch.float32)
     data_group = mesh[DATA_AXES]._flatten("data").get_group()
     site = Site(model, blueprint.units(model), strategy, layout, mesh, data_group, fp32)
+    site.trained_in = blueprint.trained_in
     for technique in ORDER:
         technique.apply(site)
     return site

@@ -43,12 +43,14 @@ class Blueprint(ABC):
         name: what reports call it.
         vocab: number of token ids the model accepts; None when it does not read tokens.
         depth: number of identical blocks; None when it cannot be varied.
+        trained_in: dtype in which the weights on disk were trained, where that is said.
         dataset: map-style, of dicts of tensors, when the model brings its own data; else None.
     """
 
     name: str
     vocab: int | None = None
     depth: int | None = None
+    trained_in: torch.dtype | None = None
     dataset: Dataset[Any] | None = None
 
     @abstractmethod

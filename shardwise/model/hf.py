@@ -49,6 +49,7 @@ class HuggingFaceModel(Blueprint):
         text = self.config.get_text_config()
         self.name = Path(source).name or source
         self.vocab = text.vocab_size
+        self.trained_in = self.config.dtype
         context = getattr(text, "max_position_embeddings", None)
         if context is not None and sequence_length > context:
             raise RecipeError(

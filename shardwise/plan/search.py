@@ -11,11 +11,13 @@ This is the search of a first version: it takes the first that fits instead of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 
 from shardwise.core import scaling
 from shardwise.core.cluster import Cluster
+from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate, Plan, TimelinePoint
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Strategy
@@ -30,6 +32,7 @@ from shardwise.technique import (
     emulated,
     layout_of,
     micro_batches,
+    native,
     one_line,
     refuse_broken,
     refuse_unsupported,
@@ -196,8 +199,12 @@ class Search:
         for change in changes:
             neighbour = strategy.with_values(**change)
             broken = any(broken_rules(neighbour, self.cluster.world_size, self.recipe))
-            if not broken and neighbour not in self.seen and self._may_fit(neighbour):
-                self._predict(neighbour, quick=True)
+            if broken or neighbour in self.seen or not native(neighbour, self.cluster.device):
+                continue
+            # One that cannot be built here, for a package that is missing, is not shown.
+            with suppress(RecipeError):
+                if self._may_fit(neighbour):
+                    self._predict(neighbour, quick=True)
 
     def _judged(self, candidate: Candidate, chosen: Prediction) -> Candidate:
         """The candidate with its final verdict, and a reason in comparison with the chosen one."""

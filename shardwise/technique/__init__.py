@@ -101,6 +101,11 @@ def refuse_unsupported(
             )
 
 
+def native(strategy: Strategy, device: DeviceProfile) -> bool:
+    """Whether this device has units for every dtype that the strategy asks for."""
+    return not any(_beyond(strategy, device))
+
+
 def emulated(strategy: Strategy, device: DeviceProfile) -> Iterator[str]:
     """What this device does without units for it, in sentences."""
     for setting, value, _ in _beyond(strategy, device):

@@ -58,6 +58,7 @@ class Site:
         data_group: the ranks that read different samples.
         dtypes: set by precision, used by whoever stores or sends weights.
         micro_batch_hooks: what to call before every micro-batch.
+        trained_in: dtype in which the weights to be loaded were trained, where that is known.
         notes: what a plan should say about what was done here, in sentences.
         update_in_backward: whether parameters are updated as soon as their gradients are complete.
     """
@@ -70,6 +71,7 @@ class Site:
     data_group: ProcessGroup
     dtypes: Dtypes
     micro_batch_hooks: list[MicroBatchHook] = field(default_factory=list)
+    trained_in: torch.dtype | None = None
     notes: list[str] = field(default_factory=list)
     update_in_backward: bool = False
 

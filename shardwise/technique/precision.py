@@ -126,6 +126,10 @@ class Precision:
             reduce=wide if site.strategy[REDUCE_DTYPE] == "fp32" else compute,
             loss_scaled=compute == torch.float16,
         )
+        if compute == torch.float16 and site.trained_in == torch.bfloat16:
+            site.notes.append(
+                "the weights were trained in bf16; activations may exceed fp16's range of 65,504: bf16 is safer"
+            )
         site.model.to(storage)
         table = wide if site.strategy[BUFFER_DTYPE] == "fp32" else compute
         for module in site.model.modules():

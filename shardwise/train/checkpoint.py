@@ -31,6 +31,7 @@ from shardwise.core.errors import CheckpointError, DataError, ShardwiseError
 from shardwise.core.recipe import dump_recipe
 from shardwise.engine.build import Run
 from shardwise.engine.persistent import OPTIMIZER, tensors_of
+from shardwise.technique.precision import PRECISION
 from shardwise.train import commit
 from shardwise.train import manifest as manifests
 from shardwise.train.manifest import Damaged, Manifest
@@ -105,6 +106,7 @@ def restore(run: Run, folder: Path, fingerprint: str = "", warn: Warn = to_stder
         return None
     checkpoint, manifest = found
     _on_rank_0(lambda: _set_aside(folder, checkpoint))
+    _warn_of_range(run, manifest, warn)
     return _load(run, checkpoint, manifest, fingerprint)
 
 
@@ -119,6 +121,7 @@ def start(run: Run, source: Path, fingerprint: str = "", warn: Warn = to_stderr)
     assert found is not None, "there are candidates"
     checkpoint, manifest = found
     require_steps_left(run.recipe, checkpoint, manifest)
+    _warn_of_range(run, manifest, warn)
     return _load(run, checkpoint, manifest, fingerprint)
 
 
@@ -134,6 +137,13 @@ def _load(run: Run, checkpoint: Path, manifest: Manifest, fingerprint: str) -> T
     except CheckpointException as error:
         raise _cause(error, "cannot load the checkpoint", checkpoint) from error
     return manifest.state
+
+
+def _warn_of_range(run: Run, manifest: Manifest, warn: Warn) -> None:
+    """bf16 has the range of fp32: what was trained in it may hold values that fp16 does not."""
+    before = str(manifest.strategy.get(PRECISION.key))
+    if run.dtypes.loss_scaled and before in ("bf16", "fp8") and _rank() == 0:
+        warn(f"the checkpoint was trained in {before}; its activations may exceed the range of fp16")
 
 
 def latest(folder: Path, warn: Warn = to_stderr) -> Path | None:
