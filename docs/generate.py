@@ -289,6 +289,26 @@ def ledger() -> str:
     return "\n\n".join(_summary(path) for path in found)
 
 
+def guard() -> str:
+    """What injected faults cost, of benchmarks/guard.py."""
+    faults = json.loads((RESULTS / "guard.json").read_text(encoding="utf-8"))["faults"]
+
+    def rows() -> Iterator[Sequence[object]]:
+        for name, runs in faults.items():
+            worst = max((run["loss_against_clean"] for run in runs), key=abs)
+            yield (
+                name,
+                max(run["detected_after_steps"] for run in runs),
+                max(run["rewinds"] for run in runs),
+                max(run["steps_repeated"] for run in runs),
+                max(run["batches_left_out"] for run in runs),
+                f"{100 * worst:+.1f} %".replace("-", "−"),
+            )
+
+    head = ("fault", "steps to notice", "rewinds", "steps repeated", "batches left out", "held-out loss 50 steps later")
+    return table(head, rows(), "lrrrrr")
+
+
 def _summary(path: Path) -> str:
     """One benchmark by number of processes."""
     results = json.loads(path.read_text(encoding="utf-8"))
@@ -353,6 +373,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "short-names": lambda: table(("short", "stands for"), (map(code, pair) for pair in SHORT_NAMES.items())),
     "recipes": recipes,
     "ledger": ledger,
+    "guard": guard,
     **{name: partial(measured, name) for name in ("wsd", "scaling-rule")},
     "plan": shown_plan,
 }

@@ -174,12 +174,12 @@ class GuardSpec(Section):
     window: Annotated[int, Field(ge=8, le=100_000)] = 64
     """recent steps it is compared with; none is called a spike before so many have been seen"""
     snapshot_every: Count | None = None
-    """optimizer steps between copies of weights and optimizer state in host memory, to rewind to after a spike;
-    null takes none, and a spike rewinds to the last checkpoint, if there is one"""
+    """optimizer steps between copies of weights and optimizer state in host memory, of which two are kept, to
+    rewind to after a spike; null takes none, and a spike rewinds to the last checkpoint, if there is one"""
     rewinds: Annotated[int, Field(ge=0, le=1_000_000)] = 3
-    """times that the run may rewind before it gives up"""
+    """times that the run may rewind; at a further spike it gives up"""
     skips: Count = 5
-    """skipped updates in a row before it gives up"""
+    """skipped updates in a row that it bears; overflows by which fp16's loss scale finds its height do not count"""
 
 
 class ClusterSpec(Section):

@@ -156,6 +156,10 @@ def _facts(run: RunRecord) -> Iterator[str]:
     yield f"{format_count(run.plan.parameters)} parameters"
     yield run.plan.cluster
     yield f"{len(run.steps)} steps"
+    if skipped := sum(step.skipped for step in run.steps):
+        yield f"{skipped} skipped update{'s' if skipped > 1 else ''}"
+    if run.steps and (rewinds := run.steps[-1].rewinds):
+        yield f"{rewinds} rewind{'s' if rewinds > 1 else ''}"
     tokens = run.outcome.tokens if run.outcome else sum(step.tokens for step in run.steps)
     yield f"{format_count(tokens)} tokens"
     if run.outcome:
