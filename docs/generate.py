@@ -305,7 +305,14 @@ def guard() -> str:
                 f"{100 * worst:+.1f} %".replace("-", "−"),
             )
 
-    head = ("fault", "steps to notice", "rewinds", "steps repeated", "batches left out", "held-out loss 50 steps later")
+    head = (
+        "fault",
+        "steps to notice",
+        "rewinds",
+        "steps repeated",
+        "batches left out",
+        "held-out loss 50 steps later",
+    )
     return table(head, rows(), "lrrrrr")
 
 

@@ -125,6 +125,32 @@ def start(run: Run, source: Path, fingerprint: str = "", warn: Warn = to_stderr)
     return _load(run, checkpoint, manifest, fingerprint)
 
 
+def restore_before(
+    run: Run, folder: Path, step: int, fingerprint: str = "", warn: Warn = to_stderr
+) -> TrainState | None:
+    """Load the newest whole checkpoint of ``folder`` of at most ``step`` steps, on all ranks at once; None if none.
+
+    For a run that goes back: later checkpoints are of a branch that is abandoned, and are deleted once this one is
+    loaded. Raises as ``restore``.
+    """
+    earlier = _on_rank_0(lambda: [p for p in manifests.committed(folder) if _steps(p) <= step])
+    found = _newest_whole(earlier, _or_delete(folder), warn)
+    if found is None:
+        return None
+    state = _load(run, *found, fingerprint)
+    _on_rank_0(lambda: commit.retire_after(folder, _steps(found[0])))
+    return state
+
+
+def has_before(folder: Path, step: int) -> bool:
+    """Whether there is a checkpoint, whole or not, of at most ``step`` steps; the same answer on every rank."""
+    return _on_rank_0(lambda: any(_steps(path) <= step for path in manifests.committed(folder)))
+
+
+def _steps(checkpoint: Path) -> int:
+    return manifests.step_of(checkpoint) or 0
+
+
 def _load(run: Run, checkpoint: Path, manifest: Manifest, fingerprint: str) -> TrainState:
     """Load a checkpoint whose files have been verified, when it is of this model and this order of samples."""
     _require_same_samples(run, manifest, fingerprint, checkpoint)

@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from shardwise.core.errors import ResourceError
@@ -111,10 +112,18 @@ def _retire(folder: Path, step: int, keep: int) -> None:
     """Delete all but the ``keep`` newest up to ``step``. A failure here has not harmed the new checkpoint."""
     found = manifests.committed(folder)
     kept = [path for path in found if (manifests.step_of(path) or 0) <= step][: max(1, keep)]
-    for path in found:
-        if path not in kept:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(_set_aside(path))
+    _delete(path for path in found if path not in kept)
+
+
+def retire_after(folder: Path, step: int) -> None:
+    """Delete the checkpoints after ``step``: the run has gone back to it."""
+    _delete(path for path in manifests.committed(folder) if (manifests.step_of(path) or 0) > step)
+
+
+def _delete(checkpoints: Iterable[Path]) -> None:
+    for path in checkpoints:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(_set_aside(path))
 
 
 def _set_aside(checkpoint: Path) -> Path:

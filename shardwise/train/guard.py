@@ -21,8 +21,8 @@ scale finds its height: it counts only once the scale lies at its floor, or when
 *Torn.* With the optimizer in the backward pass a gradient may turn out not to be finite when other parameters
 have been updated. That calls for a rewind at once.
 
-Price: nothing is a spike before the window is full, nor after a resume without its memory; and a loss that
-rises slowly over a window is never one.
+Price: nothing is a spike before the window is full, and a loss that rises slowly over a window never is one. The
+medians sort the window at every step: microseconds for the usual 64, tens of milliseconds for 100,000.
 """
 
 from __future__ import annotations

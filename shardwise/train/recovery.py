@@ -24,9 +24,8 @@ from shardwise.core.errors import NumericsError
 from shardwise.engine.build import Run
 from shardwise.engine.snapshot import Snapshots, snapshots_of
 from shardwise.model.blueprint import Batch
-from shardwise.train import manifest as manifests
 from shardwise.train.blame import Finding, first_non_finite
-from shardwise.train.checkpoint import restore
+from shardwise.train.checkpoint import has_before, restore_before
 from shardwise.train.data import Data
 from shardwise.train.events import EventFile
 from shardwise.train.guard import Action, Seen, Verdict, judge
@@ -126,13 +125,15 @@ class Recovery:
 
     def _rewind(self, state: TrainState, verdict: Verdict, index: int) -> None:
         """Go back to before the burst and raise Rewound; return where there is nothing to go back to."""
-        if not self._can_go_back(verdict.first):
-            self._log("no way back", index, [])
-            return
-        if state.rewinds >= self._spec.rewinds:
+        # An exhausted run is not taken back: what went wrong is looked at where it did.
+        exhausted = state.rewinds >= self._spec.rewinds
+        back = None if exhausted else self._restored(verdict.first)
+        if exhausted and self._can_go_back(verdict.first):
             why = f"another {verdict.event or 'spike'} after {state.rewinds} rewinds"
             self._give_up(state, index, why, finite=verdict.event != "torn")
-        back = self._restored(verdict.first)
+        if back is None:
+            self._log("no way back", index, [])
+            return
         first = max(back.step, verdict.first - LEAD)
         positions = [state.position(each) for each in range(first, verdict.last + 1)]
         left_out = merged([*state.left_out, *((place, place + 1) for place in positions)])
@@ -143,21 +144,20 @@ class Recovery:
     def _can_go_back(self, first: int) -> bool:
         if self._snapshots is not None and self._snapshots.newest(_by(first)) is not None:
             return True
-        box = [False]
-        if dist.get_rank() == 0:
-            newest = manifests.committed(self._checkpoints)[:1]
-            box = [any((manifests.step_of(path) or 0) <= first for path in newest)]
-        dist.broadcast_object_list(box)
-        return box[0]
+        return has_before(self._checkpoints, first)
 
-    def _restored(self, first: int) -> TrainState:
-        """Bring back the newest copy from before step ``first``, better one that has not seen the batch before."""
+    def _restored(self, first: int) -> TrainState | None:
+        """Bring back the newest copy from before step ``first``, better one that has not seen the batch before.
+
+        None where there is none; the run is then as it was.
+        """
         if self._snapshots is not None:
             for latest in (first - LEAD, first):
                 if self._snapshots.newest(_by(latest)) is not None:
                     return self._snapshots.restore(_by(latest))
-        state = restore(self._run, self._checkpoints, self._data.fingerprint, self._warn)
-        assert state is not None, "looked for just before"
+        state = restore_before(self._run, self._checkpoints, first, self._data.fingerprint, self._warn)
+        if state is not None and self._snapshots is not None:
+            self._snapshots.begin(state)  # what they hold is of the branch that is abandoned
         return state
 
     @property

@@ -71,7 +71,10 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_pictures")
 def test_says_what_was_predicted_and_what_was_seen(run: RunRecord) -> None:
     text = Reader(render_page(run)).text
-    assert "example bf16 · zero3×8 · mb1×ga2 8.03B parameters · 8xH100-80GB · 30 steps" in text
+    assert (
+        "example bf16 · zero3×8 · mb1×ga2 8.03B parameters · 8xH100-80GB · 30 steps · 1 skipped update"
+        in text
+    )
     assert "Measured peak 70.38 GiB of rank 7 predicted 66.86 GiB, −5.0 %" in text
     assert "Throughput 73.2 k tokens/s 1.79 s per step predicted 1.65 s, −8.1 %" in text
     assert "Held-out loss 1.5213 nats per token perplexity 4.58" in text

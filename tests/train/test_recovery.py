@@ -317,10 +317,11 @@ def test_resumed_in_the_middle_of_it_all_it_is_the_same_run(
     stopped = trained(replace(case, stop_after=stop_after), tmp_path)
     assert stopped[0]["line"] == "stopped" and stopped[0]["state"].step < STEPS
     resumed = trained(case, tmp_path)
-    assert resumed[0]["state"].step == STEPS
-    if stop_after == 34:
-        assert resumed[0]["state"] == rewound[1][0]["state"]
-        assert curve(tmp_path) == curve(rewound[0])
+    assert resumed[0]["state"].step == STEPS and resumed[0]["state"].rewinds == 1
+    assert resumed[0]["state"].left_out == rewound[1][0]["state"].left_out
+    [event] = events(tmp_path, "rewind")
+    assert event["to_step"] == (15 if stop_after == 26 else 20)
+    assert curve(tmp_path) == curve(rewound[0])
 
 
 def test_without_snapshots_it_goes_back_to_the_last_checkpoint(trained: Trained, tmp_path: Path) -> None:
