@@ -9,10 +9,11 @@ last ``window`` clean steps by more than ``threshold`` robust deviations (1.4826
 deviation), and by more than a least excess as well: recent steps may lie so close together that a deviation
 says nothing. Medians, because a mean chases the very spike that it should measure. Steps that stand out, are
 skipped or are not finite never enter the window. One step that stands out may be an odd batch, whose clipped
-update does no harm: it is noted. Clean runs have such steps: norms of 25 times the median alone, of 4 times the
-median two in a row. It is a spike when another follows within PROBATION steps, or when its loss is EXTREME times
-as high as it need be. A rewind waits until the burst has been over for CALM steps, or is LONGEST steps old, so that one
-rewind leaves all of it out. The figures are from benchmarks/guard.py: no rewind in 20 clean runs of 500 steps.
+update does no harm: it is noted. Clean runs of a small decoder had norms of 25 times the median alone, and of 4
+times the median two in a row. It is a spike when another follows within PROBATION steps, or when its loss is
+EXTREME times as high as it need be. A rewind waits until the burst has been over for CALM steps, or is LONGEST
+steps old, so that one rewind leaves all of it out. With these figures benchmarks/guard.py sees no rewind in 20
+clean runs of 500 steps.
 
 *Skips.* Skipped updates cost their batch and nothing else; more than ``skips`` in a row end the run, for
 something is broken that waiting does not mend. In fp16 an overflow of the scaled gradients is how the loss
