@@ -28,7 +28,7 @@ CASES: tuple[tuple[list[str], int, str], ...] = (
     (["plan", "{recipe}", "strategy.zero=3"], 2, "strategy.zero"),
     (["plan", "{recipe}", "strategy.replicate=3", "cluster.devices_per_node=4"], 2, "strategy.replicate"),
     (["plan", "{recipe}", "strategy.tensor_parallel=2"], 2, "strategy.tensor_parallel"),
-    (["plan", "{recipe}", "strategy.precision=fp16"], 2, "not in this version"),
+    (["plan", "{recipe}", "strategy.precision=fp4"], 2, "is not one of fp32, bf16"),
     (["plan", "{recipe}", "cluster.preset=8xH1000"], 2, "cluster.preset"),
     (["plan", "{recipe}", "model.preset=lama-3-8b"], 2, "model.preset"),
     (["plan", "{recipe}", "model.hf={folder}/no-model"], 2, "no-model"),

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 class Small:
     """A blueprint around one module and a loss sum; samples are rows of a float tensor."""
 
-    depth = vocab = dataset = None
+    depth = vocab = dataset = trained_in = None
 
     def __init__(self, module: type[nn.Module], weight: float) -> None:
         self._module, self._weight = module, weight
