@@ -31,7 +31,7 @@ PRECISION: Setting[str] = Setting(
     doc="dtype of compute: fp32; bf16 or fp16, with fp32 master weights; fp8: bf16, but for the large products;"
     " or fp64 for proofs",
     choices=("fp32", "bf16", "fp16", "fp8", "fp64"),
-    compared=("fp32", "bf16", "fp16", "fp8"),
+    compared=("bf16", "fp16", "fp8"),
     units={"fp8": "fp8"},
 )
 MASTER_WEIGHTS: Setting[bool] = Setting(

@@ -22,8 +22,8 @@ from shardwise.engine.optim.optimizer import Rate
 from shardwise.engine.optim.rounding import random_bits, to_bf16
 from shardwise.model.slices import local_slices
 
-CHUNK = 2**21
-"""Elements updated at once: temporaries of 8 MiB each in fp32."""
+CHUNK = 2**22
+"""Elements updated at once: temporaries of 16 MiB each in fp32."""
 
 Formula = Callable[[Tensor, Tensor, list[Tensor], Tensor, Rate], tuple[Tensor, list[Tensor]]]
 """(weights, gradient, moments, step from 1, rate) to (new weights, new moments), all fp32, elementwise."""
