@@ -40,7 +40,8 @@ def command(*arguments: str) -> list[str]:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    text = (out / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # whole lines
 
 
 def curve(out: Path) -> list[tuple[int, str, str, int]]:
@@ -137,11 +138,12 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_afterwards(recipe: Path, tmp_p
         _, error = run.communicate(timeout=60)
     assert run.returncode == 5
     assert error.count("\n") == 1 and "rank 1 was lost" in error and "SIGKILL" in error
+    steps = metrics(out)[-1]["step"] + 2  # a busy machine lets some go by before the signal
     again = subprocess.run(
-        command("train", str(recipe), "--out", str(out), "steps=14"),
+        command("train", str(recipe), "--out", str(out), f"steps={steps}"),
         capture_output=True,
         text=True,
         check=False,
     )
     assert again.returncode == 0, again.stderr
-    assert [m["step"] for m in metrics(out)] == list(range(1, 15))
+    assert [m["step"] for m in metrics(out)] == list(range(1, steps + 1))
