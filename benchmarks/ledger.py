@@ -170,23 +170,28 @@ def main() -> None:
         "--only", default="", help="run the cases whose name contains this, and write nothing"
     )
     only = parser.parse_args().only
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for index, case in enumerate(c for c in CASES if only in c.name):
             rows.append(run(case, Path(scratch), index))
             measured = max(r["measured_peak_bytes"] for r in rows[-1]["ranks"]) / 2**20
             print(f"{case.name}: {measured:,.0f} MiB measured, {rows[-1]['worst_error']:+.2%}", flush=True)
+            results = summary(rows)
+            if not only:
+                # After every run: a benchmark that is stopped leaves what it has measured.
+                RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                TABLE.write_text(table(results), encoding="utf-8")
+    print(f"median {results['median_error']:.2%}, worst {results['worst_error']:.2%}")
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     errors = [abs(row["worst_error"]) for row in rows]
-    results = {
+    return {
         "machine": described(),
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
         "rows": rows,
     }
-    print(f"median {results['median_error']:.2%}, worst {results['worst_error']:.2%}")
-    if not only:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        TABLE.write_text(table(results), encoding="utf-8")
 
 
 if __name__ == "__main__":
