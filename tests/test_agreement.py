@@ -179,7 +179,7 @@ def ledger_recipe(world_size: int, row: Row, **sections: Any) -> Recipe:
     values = {
         "model": LEDGER_MODEL,
         # The CPU computes fp16 products at a hundredth of the speed of others: fewer tokens for them.
-        "data": {"sequence_length": 48 if row["precision"] == "fp16" else 192},
+        "data": {"sequence_length": 48 if row.get("precision") == "fp16" else 192},
         "steps": 3,
         "batch_size": 4 * world_size,
         "optimizer": optimizer_of(row),
