@@ -42,8 +42,9 @@ def no_space():
     sys.exit(7)
 
 def show():
-    print(f"rank {rank} says héllo")
-    print("to stderr", file=sys.stderr)
+    # Whole lines in one write each: print writes the end of a line separately, and both go to one log.
+    sys.stdout.write(f"rank {rank} says héllo\\n")
+    sys.stderr.write("to stderr\\n")
     (folder / f"environment-{rank}").write_text(json.dumps(dict(os.environ)))
 
 def meet():
