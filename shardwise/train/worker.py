@@ -112,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    if code != 0:
-        # Other ranks are in a collective with this one: tearing down politely can abort with another code.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    # Without the interpreter's tear-down: after a failure the other ranks are in a collective with this one, and
+    # after a success torch's threads now and then abort the process when its globals are destroyed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
