@@ -6,6 +6,10 @@ is the index of the nearest of 256 code values, which lie denser towards zero. 1
 moment: 2.0625 per parameter for Adam's two. Vectors stay in fp32: they are few, and embedding-like outliers
 hurt most there.
 
+Adam's second moment is stored as its square root, and rounds to zero only where it is zero. The paper codes it as
+it is, which loses it for every gradient below 3e-4 of its block's largest while the first moment is still there:
+such a value is then divided by epsilon alone. The rows of rare tokens in an embedding are of that kind.
+
 Blocks lie within rows of the first dim, so codes and scales are sharded on it exactly as the parameter is: a
 checkpoint may be read on another number of ranks, and replicas agree. Chosen over torchao's optimizers, which
 this follows in their block-wise scheme: those compile the update per shape (no eager path, so none for fake
@@ -71,6 +75,7 @@ class EightBit:
         self._wide = Wide()
         self._values = {signed: torch.tensor(code_values(signed), device=device) for signed in (True, False)}
         self._borders = {signed: (v[:-1] + v[1:]) / 2 for signed, v in self._values.items()}
+        self._borders[False][0] = 0.0  # no denominator becomes zero by rounding
 
     def state(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
         if parameter.ndim < 2:
@@ -83,7 +88,8 @@ class EightBit:
         if f"{name}_scale" not in state:
             return self._wide.read(state, name, rows)
         codes, scale = as_rows(state[name])[rows], as_rows(state[f"{name}_scale"])[rows]
-        return self._values[_signed(name)][codes.int()] * _spread(scale, codes.shape[1])
+        value = self._values[_signed(name)][codes.int()] * _spread(scale, codes.shape[1])
+        return value if _signed(name) else value.square_()
 
     def write(self, state: dict[str, Tensor], name: str, rows: slice, value: Tensor, skip: Tensor) -> None:
         if f"{name}_scale" not in state:
@@ -91,6 +97,7 @@ class EightBit:
             return
         codes, scale = as_rows(state[name])[rows], as_rows(state[f"{name}_scale"])[rows]
         value = value.to(torch.float32)
+        value = value if _signed(name) else value.sqrt()
         largest = _largest(value)
         unit = value / _spread(largest.clamp(min=torch.finfo(torch.float32).tiny), value.shape[1])
         nearest = torch.bucketize(unit, self._borders[_signed(name)], out_int32=True)
