@@ -24,7 +24,7 @@ class Ledger:
         communication: buffers that collectives read and write.
         fragmentation: reserved by the allocator but not allocated.
         overhead: context, library workspaces, communicators; from the device's profile, not from the dry run.
-            On the CPU also the guard's snapshots.
+            On the CPU also, counted, the kernels that oneDNN compiles and the guard's snapshots.
     """
 
     parameters: int = 0

@@ -58,19 +58,21 @@ def peaks(tracker: Tracker, since: int = 0) -> dict[str, Peak]:
     changes = _changes(tracker)
     best: dict[str, tuple[int, int]] = {}  # phase -> (bytes, time)
     starts = [start for start, _ in tracker.phases]
-    workspaces = {time: {row: size} for time, size, row in tracker.workspaces}
+    workspaces = dict(tracker.workspaces)
     total = 0
     for time in range(1, tracker.now + 1):
         total += changes.get(time, 0)
         if time < since:
             continue
         phase = tracker.phases[bisect_right(starts, time) - 1][1]
-        held = total + sum(workspaces.get(time, {}).values())
+        held = total + workspaces.get(time, 0)
         if held > best.get(phase, (-1, 0))[0]:
             best[phase] = (held, time)
     names = {a.born: (a.where or f"the loss ({a.operation})") for a in tracker.allocations}
     return {
-        phase: Peak(ledger_at(tracker, time).plus(**workspaces.get(time, {})), phase, _latest(names, time))
+        phase: Peak(
+            ledger_at(tracker, time).plus(communication=workspaces.get(time, 0)), phase, _latest(names, time)
+        )
         for phase, (_, time) in best.items()
     }
 

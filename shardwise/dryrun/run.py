@@ -39,7 +39,7 @@ SEEN_MICRO_BATCHES = 3
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank of one strategy holds and does in one optimizer step (step 2 or later).
+    """What one rank of one strategy holds and does in one optimizer step.
 
     Attributes:
         peaks: the highest instant of every phase, without the profile's overhead.

@@ -89,7 +89,7 @@ class Tracker(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.allocations: list[Allocation] = []
-        self.workspaces: list[tuple[int, int, str]] = []  # (time, bytes, ledger row), gone at once
+        self.workspaces: list[tuple[int, int]] = []  # of collectives: (time, bytes), gone at once
         self.phases: list[tuple[int, str]] = []  # (time, phase) at every change
         self.kernels: Counter[Kernel] = Counter()
         self.collectives: Counter[Collective] = Counter()
@@ -206,7 +206,7 @@ class Tracker(TorchDispatchMode):
         if collective is None:
             return
         size = self._workspace(collective.kind, collective.bytes)
-        self.workspaces.append((self._tick(), size, "communication"))
+        self.workspaces.append((self._tick(), size))
         if self.counting_costs:
             self.collectives[collective] += 1
 

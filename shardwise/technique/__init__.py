@@ -21,7 +21,7 @@ from shardwise.technique.base import AXES, Technique
 from shardwise.technique.checkpointing import Checkpointing
 from shardwise.technique.float8 import Float8
 from shardwise.technique.in_backward import InBackward
-from shardwise.technique.precision import Precision
+from shardwise.technique.precision import PRECISION, Precision
 from shardwise.technique.zero import Zero
 
 ORDER: tuple[Technique, ...] = (
@@ -120,6 +120,11 @@ def _beyond(strategy: Strategy, device: DeviceProfile) -> Iterator[tuple[Setting
         dtype = setting.units.get(strategy[setting])
         if dtype is not None and not device.supports(dtype):
             yield setting, strategy[setting], dtype
+
+
+def precision_of(strategy: Strategy) -> str:
+    """The precision by name, for whoever compares runs or their checkpoints."""
+    return strategy[PRECISION]
 
 
 def layout_of(strategy: Strategy, world_size: int) -> Layout:

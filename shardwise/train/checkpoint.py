@@ -31,7 +31,7 @@ from shardwise.core.errors import CheckpointError, DataError, ShardwiseError
 from shardwise.core.recipe import dump_recipe
 from shardwise.engine.build import Run
 from shardwise.engine.persistent import OPTIMIZER, tensors_of
-from shardwise.technique.precision import PRECISION
+from shardwise.technique import precision_of, strategy_from
 from shardwise.train import commit
 from shardwise.train import manifest as manifests
 from shardwise.train.manifest import Damaged, Manifest
@@ -167,7 +167,7 @@ def _load(run: Run, checkpoint: Path, manifest: Manifest, fingerprint: str) -> T
 
 def _warn_of_range(run: Run, manifest: Manifest, warn: Warn) -> None:
     """bf16 has the range of fp32: what was trained in it may hold values that fp16 does not."""
-    before = str(manifest.strategy.get(PRECISION.key))
+    before = precision_of(strategy_from(manifest.strategy))
     if run.dtypes.loss_scaled and before in ("bf16", "fp8") and _rank() == 0:
         warn(f"the checkpoint was trained in {before}; its activations may exceed the range of fp16")
 

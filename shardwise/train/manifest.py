@@ -28,7 +28,7 @@ import xxhash
 from shardwise.core.errors import CheckpointError
 from shardwise.train.state import TrainState
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
 LARGEST = 1 << 30
 """Bytes of a manifest beyond which it is not read."""

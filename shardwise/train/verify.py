@@ -28,8 +28,7 @@ from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch, blueprint_of
 from shardwise.model.slices import local_part, local_slices, named_parameters
-from shardwise.technique import MICRO_BATCH_SIZE
-from shardwise.technique.precision import PRECISION
+from shardwise.technique import MICRO_BATCH_SIZE, precision_of
 from shardwise.train.data import open_data
 from shardwise.train.loop import seed_step
 from shardwise.train.reference import (
@@ -97,7 +96,7 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
     """Train the plain process for ``recipe.steps`` and leave what it saw in ``folder``."""
     blueprint = blueprint_of(recipe)
     data = open_data(recipe, blueprint.dataset)
-    dtype = torch.float64 if strategy[PRECISION] == "fp64" else torch.float32
+    dtype = torch.float64 if precision_of(strategy) == "fp64" else torch.float32
     model = reference_model(blueprint, recipe.seed, dtype)
 
     def batches() -> Iterator[list[Batch]]:
@@ -136,7 +135,7 @@ def run_strategy(recipe: Recipe, strategy: Strategy, folder: Path, device: torch
 
 
 def _tolerance(recipe: Recipe, strategy: Strategy) -> float:
-    return max(TOLERANCE[strategy[PRECISION]], TOLERANCE.get(recipe.optimizer.name, 0.0))
+    return max(TOLERANCE[precision_of(strategy)], TOLERANCE.get(recipe.optimizer.name, 0.0))
 
 
 def read_verdict(folder: Path) -> Verdict:

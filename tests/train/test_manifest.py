@@ -217,7 +217,7 @@ PIECE = [0, [0], [4]]
         ({"tensors": {"x": {"dtype": "F32", "shape": [4], "pieces": [[7, [0], [4]]]}}}, "malformed"),
         ({"tensors": {"x": {"dtype": "F32", "shape": [4], "pieces": [[0, [0, 0], [4]]]}}}, "not within"),
         ({"tensors": {"x": {"dtype": "F32", "shape": [4], "pieces": []}}}, "do not make the tensor"),
-        ({"format": 2}, "its format is 2, this version reads 1"),
+        ({"format": 1}, "its format is 1, this version reads 2"),
     ],
 )
 def test_a_well_sealed_lie_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -234,7 +234,7 @@ def test_what_is_no_manifest_is_refused(raw: bytes) -> None:
 def test_another_version_is_named_and_is_no_damage(folder: Path) -> None:
     path = folder / "step-2" / "manifest.json"
     path.write_bytes(sealed(format=99))
-    with pytest.raises(CheckpointError, match=r"another version .*its format is 99, this version reads 1"):
+    with pytest.raises(CheckpointError, match=r"another version .*its format is 99, this version reads 2"):
         latest(folder, warn=unexpected)
 
 

@@ -39,13 +39,11 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec, seed: int = 0) -> Opt
 
 
 def _rule(spec: OptimizerSpec, seed: int, device: torch.device, rounded: bool) -> UpdateRule:
-    """The rule by name; the chunked form where weights are ``rounded`` to 16 bits or moments to 8."""
+    """The rule by name: torch's kernel, or chunks where weights are ``rounded`` to 16 bits or moments to 8."""
+    eight_bit = spec.name == "adamw_8bit"
+    if not rounded and not eight_bit:
+        return FusedSGD(spec.momentum) if spec.name == "sgd" else FusedAdamW(spec.betas, spec.epsilon)
+    moments = EightBit(device) if eight_bit else Wide()
     if spec.name == "sgd":
-        if rounded:
-            return ChunkedRule(sgd_formula(spec), ("momentum",), Wide(), seed)
-        return FusedSGD(spec.momentum)
-    if spec.name == "adamw_8bit":
-        return ChunkedRule(adamw_formula(spec), ("exp_avg", "exp_avg_sq"), EightBit(device), seed)
-    if rounded:
-        return ChunkedRule(adamw_formula(spec), ("exp_avg", "exp_avg_sq"), Wide(), seed)
-    return FusedAdamW(spec.betas, spec.epsilon)
+        return ChunkedRule(sgd_formula(spec), ("momentum",), moments, seed)
+    return ChunkedRule(adamw_formula(spec), ("exp_avg", "exp_avg_sq"), moments, seed)

@@ -11,6 +11,7 @@ are, 0 to update. It is no Python bool, because reading it would make the host w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -35,12 +36,12 @@ class UpdateRule(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Rate:
     """What the schedule and the parameter group decide about one update."""
 
-    def __init__(self, learning_rate: float, weight_decay: float) -> None:
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
+    learning_rate: float
+    weight_decay: float
 
 
 class Optimizer(torch.optim.Optimizer):
