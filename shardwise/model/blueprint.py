@@ -65,6 +65,13 @@ class Blueprint(ABC):
     def units(self, model: nn.Module) -> list[nn.Module]:
         """The blocks in forward order, each called once per forward pass; [] wraps the model as a whole."""
 
+    def head(self, model: nn.Module) -> list[nn.Module]:
+        """What always runs right after the last unit, in forward order, and shares no parameter with what runs before.
+
+        [] where that is not known: it is then gathered and reduced with the rest of the model.
+        """
+        return []
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         """Run the model on a batch and sum the loss over its valid targets."""

@@ -102,6 +102,14 @@ class HuggingFaceModel(Blueprint):
         }
         return [module for path, module in blocks.items() if not _inside(path, blocks)]
 
+    def head(self, model: nn.Module) -> list[nn.Module]:
+        """What owns parameters and is registered after the last block: a norm and the output layer, as a rule."""
+        inside = {module for unit in self.units(model) for module in unit.modules()}
+        owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+        last = max((i for i, module in enumerate(owners) if module in inside), default=len(owners))
+        before, after = owners[: last + 1], owners[last + 1 :]
+        return [] if _parameters(before) & _parameters(after) else after
+
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         return token_loss(self.logits(model, batch["input_ids"]), batch["labels"])
 
@@ -120,6 +128,10 @@ class HuggingFaceModel(Blueprint):
         folder = _folder(self.source, _WEIGHTS)
         restore_buffers(model)
         fill_from_files(model, self._reference, folder)
+
+
+def _parameters(modules: list[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
 
 
 def _inside(path: str, blocks: dict[str, nn.Module]) -> bool:

@@ -54,6 +54,10 @@ class NativeModel(Blueprint):
     def units(self, model: nn.Module) -> list[nn.Module]:
         return list(cast("Decoder", model).layers)
 
+    def head(self, model: nn.Module) -> list[nn.Module]:
+        decoder = cast("Decoder", model)
+        return [] if self.dimensions.tied else [decoder.norm, decoder.lm_head]
+
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         return token_loss(self.logits(model, batch["input_ids"]), batch["labels"])
 

@@ -54,6 +54,7 @@ class Site:
         model: the model; ``apply`` changes it in place.
         units: the repeated blocks, the only places where a technique may wrap or cut. A technique that
             replaces a block replaces it here too.
+        head: what runs after the last unit and is gathered and reduced on its own; may be empty.
         mesh: one named mesh over the whole world, with the axes of ``layout``.
         data_group: the ranks that read different samples.
         dtypes: set by precision, used by whoever stores or sends weights.
@@ -65,6 +66,7 @@ class Site:
 
     model: nn.Module
     units: list[nn.Module]
+    head: list[nn.Module]
     strategy: Strategy
     layout: Layout
     mesh: DeviceMesh

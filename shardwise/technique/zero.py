@@ -13,16 +13,18 @@ in units of (N-1)/N * parameters per rank and optimizer step. Hybrid sharding se
 stage's traffic then stays inside each group of ``shard`` ranks, and one all-reduce of the shards per step
 crosses the groups.
 
-Chosen: every unit (block) is one FSDP group and the rest of the model (embedding, last norm, head) another.
-In stage 3 all of them are resharded after the forward pass, so that the paper's 3M holds to the byte; the two
-groups that the backward pass needs first, root and last unit, are gathered again while the loss is computed,
-so that it need not wait for them. FSDP2's default would keep the root gathered instead, which sends less by
-one gathering of it and holds as much at the peak. Gradients are summed, not averaged: the step divides the
-loss by the global token count before the backward pass, so FSDP2's own division is switched off.
+Chosen: every unit (block) is one FSDP group, the head (last norm and output layer) another, so that its gradient
+is reduced first and not held to the end of the backward pass, and the rest (the embedding; the head too where
+the two share weights) a third. In stage 3 all of them are resharded after the forward pass, so that the paper's
+3M holds to the byte; what the backward pass needs first (head, last unit, and the root, which FSDP2 gathers at
+its start) is gathered again while the loss is computed, so that it need not wait. FSDP2's default would keep
+the root gathered instead, which sends less by one gathering of it and holds as much at the peak. Gradients are
+summed, not averaged: the step divides the loss by the global token count before the backward pass, so FSDP2's
+own division is switched off.
 
 Every micro-batch's backward pass is finished before the next begins (FSDP2's ``set_is_last_backward`` is left
-alone): otherwise the last reduce-scatter's input, the gradient of the whole root group in fp32, is held through
-the next forward pass, 3.9 GiB for Llama-3-8B. The price is that this one reduction is not hidden.
+alone): otherwise the last reduce-scatter's input, the gradient of the root group in fp32, is held through the next
+forward pass, 2 GiB for Llama-3-8B. The price is that this one reduction is not hidden.
 
 Refused: DistributedDataParallel for stage 0 (its C++ reducer does not run on fake tensors, so it could not
 be planned by the code that trains). The price is one copy of each layer's weights at a time, freed after
@@ -39,6 +41,7 @@ from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
 from shardwise.technique.base import DATA_AXES, Site
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.fsdp import FSDPModule
 
 ZERO_STAGE: Setting[int] = Setting(
@@ -116,8 +119,13 @@ class Zero:
         )
         # Stage 0 has nothing to gather over the wire: its layer copies are freed after use, as stage 3's.
         reshard = stage in (0, 3)
-        for module in [*site.units, site.model]:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        groups: list[nn.Module | list[nn.Module]] = [
+            *site.units,
+            *([site.head] if site.head else []),
+            site.model,
+        ]
+        for group in groups:
+            fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         for module in site.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -138,10 +146,10 @@ class Zero:
 
 
 def _gather_ahead(site: Site) -> None:
-    """After the forward pass, gather what the backward pass needs first: the root and the last unit."""
+    """After the forward pass, gather what the backward pass needs first: the root, the head and the last unit."""
     import torch
 
-    first_in_backward = [site.model, *site.units[-1:]]
+    first_in_backward = [site.model, *site.head[:1], *site.units[-1:]]
 
     def gather(*_: object) -> None:
         if torch.is_grad_enabled():

@@ -250,7 +250,7 @@ def test_a_gradient_that_is_not_finite_keeps_its_piece(pool: Pool) -> None:
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 2), (2, 3)])
 def test_gradients_of_one_unit_live_at_a_time(world: int, stage: int) -> None:
-    """The peak of the gradients is the largest unit's and, from first to last, the output head's."""
+    """The peak of the gradients is the largest group's: a block's, or the output head's."""
     layers = {"layers": 6, "width": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 512, "context": 64}
     recipe = recipe_of(
         {
@@ -264,7 +264,8 @@ def test_gradients_of_one_unit_live_at_a_time(world: int, stage: int) -> None:
     )
     blueprint, cluster = blueprint_of(recipe), cluster_of(recipe.cluster)
     unit = 4 * sum(p.numel() for p in blueprint.units(blueprint.build())[0].parameters())
-    head = 4 * 512 * 128
+    head = 4 * (512 * 128 + 128)
     strategy = strategy_from({"zero_stage": stage, "optimizer_in_backward": True})
     run = dry_run(recipe, blueprint, strategy, cluster)
-    assert unit <= max(sample.ledger.gradients for sample in run.timeline) <= unit + head + 2048
+    peak = max(sample.ledger.gradients for sample in run.timeline)
+    assert max(unit, head) <= peak <= max(unit, head) + 2048, (peak, unit, head)

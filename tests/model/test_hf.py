@@ -176,6 +176,16 @@ def test_units_are_found_after_wrapping(saved: Any, rank_of: Any) -> None:
         assert blueprint.units(model) == units
 
 
+def test_the_head_is_what_follows_the_blocks(saved: Any) -> None:
+    """Norm and output layer; nothing where the output layer is the embedding."""
+    for tied in (False, True):
+        config = transformers.LlamaConfig(**SMALL | {"tie_word_embeddings": tied})
+        blueprint = HuggingFaceModel(str(saved(config)), 24)
+        with torch.device("meta"):
+            model = blueprint.build()
+        assert blueprint.head(model) == ([] if tied else [model.model.norm, model.lm_head])
+
+
 def test_no_dropout_and_no_pad_token(saved: Any) -> None:
     config = transformers.GPT2Config(vocab_size=53, n_embd=36, n_layer=1, n_head=3, pad_token_id=0)
     assert config.resid_pdrop == 0.1
