@@ -381,7 +381,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "recipes": recipes,
     "ledger": ledger,
     "guard": guard,
-    **{name: partial(measured, name) for name in ("wsd", "scaling-rule")},
+    **{name: partial(measured, name) for name in ("wsd", "scaling-rule", "loss-cpu")},
     "plan": shown_plan,
 }
 SLOW = ("plan",)

@@ -78,9 +78,8 @@ def assemble(
     model.train()
     fp32 = Dtypes(torch.float32, torch.float32, torch.float32)
     data_group = mesh[DATA_AXES]._flatten("data").get_group()
-    site = Site(
-        model, blueprint.units(model), blueprint.head(model), strategy, layout, mesh, data_group, fp32
-    )
+    parts = blueprint.units(model), blueprint.head(model), blueprint.output(model)
+    site = Site(model, *parts, strategy, layout, mesh, data_group, fp32)
     site.trained_in = blueprint.trained_in
     for technique in ORDER:
         technique.apply(site)

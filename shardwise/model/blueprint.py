@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.recipe import Recipe
+from shardwise.model.head import loss_head
 from shardwise.model.loss import IGNORED, cross_entropy_sum
 
 Batch = dict[str, Tensor]
@@ -72,6 +73,10 @@ class Blueprint(ABC):
         """
         return []
 
+    def output(self, model: nn.Module) -> nn.Linear | None:
+        """The linear layer that yields the logits; None where there is none or it is not known."""
+        return None
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         """Run the model on a batch and sum the loss over its valid targets."""
@@ -110,6 +115,16 @@ def valid_targets(labels: Tensor) -> Tensor:
 def token_loss(logits: Tensor, labels: Tensor) -> LossSum:
     """Cross entropy in nats and number of targets, for logits [..., classes] and int64 labels [...]."""
     return cross_entropy_sum(logits, labels), valid_targets(labels)
+
+
+def language_loss(blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+    """The loss of the next tokens, from the logits, or from within the output layer where that is a LossHead."""
+    labels = batch["labels"]
+    head = loss_head(model)
+    if head is None:
+        return token_loss(blueprint.logits(model, batch["input_ids"]), labels)
+    with head.against(labels):
+        return head.confirm(blueprint.logits(model, batch["input_ids"])), valid_targets(labels)
 
 
 def token_shapes(sequence_length: int) -> SampleShapes:

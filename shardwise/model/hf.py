@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_loss, token_shapes
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, language_loss, token_shapes
 from shardwise.model.conversion import fill_from_files, restore_buffers
 
 _NEEDS_CODE = "auto_map"
@@ -110,8 +110,12 @@ class HuggingFaceModel(Blueprint):
         before, after = owners[: last + 1], owners[last + 1 :]
         return [] if _parameters(before) & _parameters(after) else after
 
+    def output(self, model: nn.Module) -> nn.Linear | None:
+        layer = cast("Any", model).get_output_embeddings()
+        return layer if type(layer) is nn.Linear else None  # a subclass may not call its own forward
+
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        return token_loss(self.logits(model, batch["input_ids"]), batch["labels"])
+        return language_loss(self, model, batch)
 
     def logits(self, model: nn.Module, input_ids: Tensor) -> Tensor:
         with _no_guessing():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.core.presets import Dimensions, dimensions_of
 from shardwise.core.sections import ModelSpec
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_loss, token_shapes
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, language_loss, token_shapes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initial import fill_normal
 from shardwise.model.slices import local_part, named_parameters, share, shared_names
@@ -58,8 +58,11 @@ class NativeModel(Blueprint):
         decoder = cast("Decoder", model)
         return [] if self.dimensions.tied else [decoder.norm, decoder.lm_head]
 
+    def output(self, model: nn.Module) -> nn.Linear | None:
+        return cast("Decoder", model).lm_head
+
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        return token_loss(self.logits(model, batch["input_ids"]), batch["labels"])
+        return language_loss(self, model, batch)
 
     def logits(self, model: nn.Module, input_ids: Tensor) -> Tensor:
         return cast("Tensor", model(input_ids))

@@ -21,11 +21,13 @@ from shardwise.technique.base import AXES, Technique
 from shardwise.technique.checkpointing import Checkpointing
 from shardwise.technique.float8 import Float8
 from shardwise.technique.in_backward import InBackward
+from shardwise.technique.loss import ChunkedLoss
 from shardwise.technique.precision import PRECISION, Precision
 from shardwise.technique.zero import Zero
 
 ORDER: tuple[Technique, ...] = (
     Checkpointing(),
+    ChunkedLoss(),
     Precision(),
     Float8(),
     Zero(),

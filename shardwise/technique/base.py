@@ -55,6 +55,7 @@ class Site:
         units: the repeated blocks, the only places where a technique may wrap or cut. A technique that
             replaces a block replaces it here too.
         head: what runs after the last unit and is gathered and reduced on its own; may be empty.
+        output: the linear layer that yields the logits, where that is known.
         mesh: one named mesh over the whole world, with the axes of ``layout``.
         data_group: the ranks that read different samples.
         dtypes: set by precision, used by whoever stores or sends weights.
@@ -67,6 +68,7 @@ class Site:
     model: nn.Module
     units: list[nn.Module]
     head: list[nn.Module]
+    output: nn.Linear | None
     strategy: Strategy
     layout: Layout
     mesh: DeviceMesh
