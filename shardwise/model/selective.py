@@ -5,21 +5,20 @@ activation functions, rotary positions, residual additions, casts - is bound by 
 FLOPs. Used as the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``: two dispatch modes, one for the first
 run of a block, which keeps results, one for the second, which returns them in the place of running the operation.
 
-Three results of products are not kept. Those of attention with dropout, because a kernel that is not run again
-does not move the generator on, and every later mask would be another. Those that something writes to in place,
-because the second run would write to them twice. And those of batched products that are larger than both factors
-together: scores of attention that is not fused, the largest tensors of a block.
+Two results of products are not kept. Those of attention with dropout, because a kernel that is not run again does
+not move the generator on, and every later mask would be another. And those of batched products that are larger
+than both factors together: scores of attention that is not fused, the largest tensors of a block. A kept result
+that something has written to in place is of no use, and its operation runs again.
 
 Refused: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, which keeps by operation as well but ends
-the run at the first kept result that is written to in place, as PyTorch's own unfused attention does with its
+the run at the first kept result that was written to in place, as PyTorch's own unfused attention does with its
 mask. The price is this file.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,18 +44,16 @@ ATTENTION = (
 )
 """Beginnings of the names of attention's kernels, on all devices."""
 
-_NOT_COUNTED = frozenset({"aten::detach", "prim::device"})
-"""What the two runs call different numbers of times."""
-
 
 def is_kept(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
     """Whether the result of one call is kept."""
     name = _name(operation)
+    if (not name.startswith(ATTENTION) and name not in PRODUCTS) or operation._schema.is_mutable:
+        return False
     if name.startswith(ATTENTION):
         return not _argument("dropout_p", operation, args, kwargs, 0.0)
-    if name in BATCHED:
-        return bool(result.numel() <= sum(t.numel() for t in tree_iter(args) if isinstance(t, Tensor)))
-    return name in PRODUCTS
+    factors = sum(leaf.numel() for leaf in tree_iter(args) if isinstance(leaf, Tensor))
+    return name not in BATCHED or bool(result.numel() <= factors)
 
 
 def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
@@ -65,22 +62,23 @@ def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     return _Keeping(kept), _Returning(kept)
 
 
-@dataclass
 class _Kept:
-    """Results of one run of a block, by operation and number of the call, and where each lies in memory."""
+    """Results of one run of a block, by operation and number of the call."""
 
-    results: dict[tuple[Any, int], Any] = field(default_factory=dict)
-    storages: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._results: dict[tuple[Any, int], tuple[Any, list[int]]] = {}
 
     def put(self, call: tuple[Any, int], result: Any) -> None:
-        self.results[call] = tree_map_only(Tensor, _outside_autograd, result)
-        for tensor in _tensors(self.results[call]):
-            self.storages[tensor.untyped_storage()._cdata] = call
+        result = tree_map_only(Tensor, _outside_autograd, result)
+        self._results[call] = (result, _versions(result))
 
-    def forget(self, tensor: Tensor) -> None:
-        """Do not keep what is being written to."""
-        if (call := self.storages.pop(tensor.untyped_storage()._cdata, None)) is not None:
-            self.results.pop(call, None)
+    def take(self, call: tuple[Any, int]) -> Any:
+        """The result as it was, once; None when it was not kept or has been written to since."""
+        result, versions = self._results.pop(call, (None, []))
+        return result if versions == _versions(result) else None
+
+    def clear(self) -> None:
+        self._results.clear()
 
 
 class _Keeping(TorchDispatchMode):
@@ -94,12 +92,9 @@ class _Keeping(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if _name(func) not in _NOT_COUNTED:
-            for tensor in _written(func, args, kwargs):
-                self._kept.forget(tensor)
-            if is_kept(func, args, kwargs, result):
-                self._kept.put((func, self._calls[func]), result)
-            self._calls[func] += 1
+        if is_kept(func, args, kwargs, result):
+            self._kept.put((func, self._calls[func]), result)
+        self._calls[func] += 1
         return result
 
 
@@ -117,23 +112,18 @@ class _Returning(TorchDispatchMode):
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        # What lies behind the last tensor that the backward pass needs was not asked for.
-        self._kept.results.clear()
-        self._kept.storages.clear()
+        self._kept.clear()  # what lies behind the last tensor that the backward pass needs was not asked for
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if _name(func) in _NOT_COUNTED:
-            return func(*args, **kwargs)
-        call = (func, self._calls[func])
+        result = self._kept.take((func, self._calls[func]))
         self._calls[func] += 1
-        return self._kept.results.pop(call) if call in self._kept.results else func(*args, **kwargs)
+        return func(*args, **(kwargs or {})) if result is None else result
 
 
 def _name(operation: Any) -> str:
-    """Namespace and name without overload; higher-order operators have no namespace and are never kept."""
+    """Namespace and name, without the overload."""
     return str(operation.name()).partition(".")[0]
 
 
@@ -144,19 +134,8 @@ def _argument(
     return {**dict(zip(names, args, strict=False)), **kwargs}.get(name, default)
 
 
-def _written(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Tensors that a call writes to."""
-    schema = getattr(operation, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from _tensors(value)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+def _versions(tree: Any) -> list[int]:
+    return [leaf._version for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
 
 
 def _outside_autograd(tensor: Tensor) -> Tensor:

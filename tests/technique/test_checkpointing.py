@@ -195,6 +195,32 @@ def test_names_stay_and_units_are_what_the_model_holds(kind: str) -> None:
     assert site.units == list(model.blocks)
 
 
+class Overwriting(nn.Module):
+    """Writes to the result of a product, within the block and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)) for _ in "12"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).add_(x).sigmoid()
+        return x
+
+
+def test_a_kept_result_that_is_written_to_is_computed_again() -> None:
+    def once(kind: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Overwriting()
+        Checkpointing().apply(unsharded(model, list(model.blocks), kind))
+        model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert all(torch.equal(a, b) for a, b in zip(once("none"), once("selective"), strict=True))
+
+
 def test_segments_refuse_a_model_that_computes_between_its_blocks() -> None:
     model = Dropped(frozen=False, between=True)
     Checkpointing().apply(unsharded(model, model.units(), "sqrt"))
