@@ -32,8 +32,9 @@ from shardwise.core.presets import PRESETS
 from shardwise.core.recipe import SECTIONS, Recipe
 from shardwise.core.sections import ScalingSpec
 from shardwise.core.strategy import Setting
-from shardwise.core.units import format_bytes, format_count, format_rate
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED
+from shardwise.core.units import format_bytes, format_count, format_rate, format_seconds
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED, strategy_from
+from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -107,7 +108,8 @@ def keys_of(model: Any) -> str:
 def values_of(setting: Setting[Any]) -> str:
     """What a setting accepts, in words."""
     if setting.choices:
-        return ", ".join(code(choice) for choice in setting.choices)
+        forms = (f"{code(form)} ({form.letter} ≥ {form.minimum})" for form in setting.forms)
+        return ", ".join([*(code(choice) for choice in setting.choices), *forms])
     least = f" ≥ {setting.minimum}" if setting.minimum is not None else ""
     return {int: "integer", str: "text", bool: "true or false", float: "number"}[setting.kind] + least
 
@@ -362,6 +364,29 @@ def shown_plan() -> str:
     return plan_block(plan_text(make_plan(*read(ROOT / SHOWN_RECIPE, [])), SHOWN_WIDTH))
 
 
+def recomputation() -> str:
+    """What every value of ``activation_checkpointing`` holds and costs, for the recipe that the README shows."""
+    from shardwise.cli.common import read
+    from shardwise.model.blueprint import blueprint_of
+    from shardwise.plan.predict import predict
+
+    asked, cluster = read(ROOT / SHOWN_RECIPE, [])
+    blueprint = blueprint_of(asked)
+
+    def rows() -> Iterator[Sequence[object]]:
+        plain = 0
+        for kind in ACTIVATION_CHECKPOINTING.examples:
+            pins = {**asked.strategy, "zero_stage": 3, "activation_checkpointing": kind}
+            found = predict(asked, blueprint, strategy_from(pins), cluster, quick=True)
+            plain = plain or found.cost.flops
+            held = (found.peak.ledger.activations, found.peak.bytes)
+            extra = f"{found.cost.flops / plain - 1:.1%}"
+            yield code(kind), *map(format_bytes, held), extra, format_seconds(found.step.seconds)
+
+    columns = ("`activation_checkpointing`", "activations at the peak", "peak", "more FLOPs", "step")
+    return table(columns, rows(), "lrrrr")
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **{f"recipe-{name}": partial(keys_of, model) for name, model in SECTIONS.items()},
     "recipe-top": partial(keys_of, Recipe),
@@ -383,8 +408,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "guard": guard,
     **{name: partial(measured, name) for name in ("wsd", "scaling-rule", "loss-cpu")},
     "plan": shown_plan,
+    "recomputation": recomputation,
 }
-SLOW = ("plan",)
+SLOW = ("plan", "recomputation")
 
 
 def pages() -> list[Path]:

@@ -39,7 +39,7 @@ from shardwise.train.verify import Verdict, run_reference, run_strategy
 from shardwise.train.warm import warm_kernels
 
 FACTORS: dict[str, list[Any]] = {
-    setting.key: list(setting.choices) or [1, 2]
+    setting.key: list(setting.examples) or [1, 2]
     for technique in ORDER
     for setting in technique.settings
     if len(setting.choices) != 1

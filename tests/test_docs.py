@@ -220,6 +220,11 @@ def test_the_readme_shows_todays_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys == set(plan.as_dict())
 
 
+def test_what_recomputation_holds_and_costs_is_todays() -> None:
+    page = ROOT / "docs" / "concepts" / "activation-memory.md"
+    assert generate.recomputation() in page.read_text(encoding="utf-8"), "run `make docs`"
+
+
 def test_keys_of_files_are_those_of_the_code() -> None:
     from shardwise.report.record import Outcome
     from shardwise.train.metrics import StepMetrics

@@ -15,12 +15,53 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 if TYPE_CHECKING:
     from shardwise.core.recipe import Recipe
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Form:
+    """Values of a word and a whole number, such as ``every:2``: an open set beside a setting's closed one.
+
+    Attributes:
+        word: what stands before the colon.
+        letter: what the number is called in messages and on the reference page.
+        minimum: the smallest number.
+        example: the number that tests and pages use.
+    """
+
+    word: str
+    letter: str
+    minimum: int
+    example: int
+
+    def __str__(self) -> str:
+        return f"{self.word}:{self.letter}"
+
+    def value(self, number: int) -> str:
+        """The value with this number."""
+        return f"{self.word}:{number}"
+
+    def number(self, value: object) -> int | None:
+        """The number of a value of this form; None for any other value."""
+        word, colon, digits = str(value).partition(":")
+        return int(digits) if colon and word == self.word and digits.isascii() and digits.isdigit() else None
+
+    def parse(self, value: str) -> str | None:
+        """The value with its number as it is shown; None where the word is another.
+
+        Raises ValueError for a wrong number.
+        """
+        if value.partition(":")[0] != self.word:
+            return None
+        number = self.number(value)
+        if number is None or number < self.minimum:
+            raise ValueError(f"{value!r} is not {self} with a whole number {self.letter} ≥ {self.minimum}")
+        return self.value(number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +80,7 @@ class Setting(Generic[T]):
         compared: further values whose cost the plan shows beside the chosen one, but never chooses.
         note: why a value outside ``choices`` is refused, appended to the error.
         units: values that need a device with units for a dtype, as device profiles call it.
+        forms: values with a number in them, accepted beside ``choices``; of settings whose kind is str.
     """
 
     key: str
@@ -51,13 +93,22 @@ class Setting(Generic[T]):
     compared: tuple[T, ...] = ()
     note: str = ""
     units: Mapping[T, str] = field(default_factory=dict)
+    forms: tuple[Form, ...] = ()
+
+    @property
+    def examples(self) -> tuple[T, ...]:
+        """The closed set, and one value of each form: what a test of every value goes through."""
+        return (*self.choices, *(cast("T", form.value(form.example)) for form in self.forms))
 
     def parse(self, value: object) -> T:
         """Return ``value`` as a T. Raises ValueError with the reason in words."""
         if type(value) is not self.kind:
             raise ValueError(f"expected {_kind_name(self.kind)}, found {value!r}")
         if self.choices and value not in self.choices:
-            listed = ", ".join(str(choice) for choice in self.choices)
+            for form in self.forms:
+                if (formed := form.parse(str(value))) is not None:
+                    return cast("T", formed)
+            listed = ", ".join(str(choice) for choice in (*self.choices, *self.forms))
             raise ValueError(f"{value!r} is not one of {listed}" + (f" ({self.note})" if self.note else ""))
         if self.minimum is not None and isinstance(value, int | float) and value < self.minimum:
             raise ValueError(f"{value} is less than {self.minimum}")

@@ -49,6 +49,7 @@ class DryRun:
         even: whether every rank holds equally much of every parameter.
         compute_dtype: what matrix products run in, as the device profiles call it.
         notes: what the techniques have to say about what they did.
+        period: after how many blocks what a block holds and costs repeats itself; 0 where that depends on depth.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class DryRun:
     even: bool
     compute_dtype: str
     notes: tuple[str, ...] = ()
+    period: int = 1
 
     @property
     def peak(self) -> Peak:
@@ -93,7 +95,7 @@ def dry_run(
         modules = RunningModule(site.model)
         tracker = Tracker(axis_names(groups), target.workspace, target.kept, modules.name)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with torch.random.fork_rng(devices=[]), fake, target.kernels(), tracker.watching(), modules:
+        with torch.random.fork_rng(devices=[]), fake, tracker.watching(), target.kernels(), modules:
             run = materialise(site, recipe, blueprint, torch.device("cpu"))
             _tag_state(run, tracker)
             snapshots: Snapshots[None] | None = snapshots_of(run) if target.is_host else None
@@ -109,7 +111,7 @@ def dry_run(
         samples = tuple(timeline(tracker, since=start))
     compute = dtype_name(run.dtypes.compute)
     cost, notes = _whole_cost(costs, count), tuple(site.notes)
-    return DryRun(rank, found, cost, samples, parameters, even, compute, notes)
+    return DryRun(rank, found, cost, samples, parameters, even, compute, notes, site.period)
 
 
 def _held_by_all(parameter: torch.Tensor, world_size: int) -> int:

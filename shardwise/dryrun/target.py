@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.model.float8 import EMULATED
 
@@ -29,7 +30,7 @@ class Target:
     """How a kind of device differs from the fake CPU.
 
     Attributes:
-        kernels: makes a context in which the target's kernels stand in for the CPU's.
+        kernels: makes a context, entered after the tracker, in which the target's kernels stand in for the CPU's.
         workspace: bytes a collective allocates for itself, from (kind, payload bytes).
         kept: bytes a library keeps for every distinct call of a kernel, from its name and result.
         is_host: whether its memory is the host's, where snapshots are kept.
@@ -126,17 +127,23 @@ def _cuda_attention(
     )[0]
 
 
-@contextmanager
-def cpu_kernels() -> Iterator[None]:
-    """Let what the CPU emulates be seen as what it is made of (model/float8.py)."""
-    with torch.library._scoped_library("shardwise", "IMPL") as library:
-        for name, function in EMULATED.items():
-            library.impl(name, function, "AutogradCPU")
-        yield
+class _Emulation(TorchDispatchMode):
+    """Lets what the CPU emulates be seen as what it is made of (model/float8.py).
+
+    A mode, entered after the tracker and before any that a technique enters: what a technique does with an operation
+    as a whole, such as keeping its result, it then does here as on the CPU.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "shardwise":
+            return EMULATED[func.name().removeprefix("shardwise::")](*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 TARGETS: dict[str, Target] = {
-    "cpu": Target(cpu_kernels, _gloo_workspace, _onednn_kernels, is_host=True),
+    "cpu": Target(_Emulation, _gloo_workspace, _onednn_kernels, is_host=True),
     "cuda": Target(cuda_kernels, _no_workspace, _nothing_kept),
     "rocm": Target(cuda_kernels, _no_workspace, _nothing_kept),
 }

@@ -1,9 +1,11 @@
 """Predictions of one strategy: the dry run's counts, the profile's overhead, the time.
 
 A quick prediction dry-runs two shallow models that differ by one block and adds the difference as often as
-the model has blocks more; it ranks strategies. A full prediction dry-runs the whole model; it is what is shown.
-The two agree to the byte when the peak lies at the same place of every depth. Where it does not yet (a loss
-that outweighs two blocks but not eighty), the shallow models are made deeper until it does.
+the model has blocks more; it ranks strategies. Where blocks are not treated alike but in a repeating pattern,
+the two differ by one period of it; where the pattern depends on the depth, only the whole model will do. A full
+prediction dry-runs the whole model; it is what is shown. The two agree to the byte when the peak lies at the
+same place of every depth. Where it does not yet (a loss that outweighs two blocks but not eighty), the shallow
+models are made deeper until it does.
 """
 
 from __future__ import annotations
@@ -98,21 +100,29 @@ def _full(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Clu
 
 
 def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> Counts:
-    depth, shallow = blueprint.depth, SHALLOW
-    while depth is not None and depth > shallow + 2:
-        first, second = (
-            dry_run(recipe, blueprint, strategy, cluster, rank=rank, depth=d) for d in (shallow, shallow + 1)
-        )
-        if _place(first, shallow) == _place(second, shallow + 1):
-            blocks = depth - shallow
-            peaks = {
-                phase: Peak(peak.ledger.extrapolated(second.peaks[phase].ledger, blocks), phase, peak.where)
-                for phase, peak in first.peaks.items()
-            }
-            cost = first.cost.extrapolated(second.cost, blocks)
-            return peaks, cost, first.parameters + blocks * (second.parameters - first.parameters), first
+    depth, shallow, period = blueprint.depth, SHALLOW, 1
+    while depth is not None and period and depth > shallow + 1 + period:
+        # Deep enough that whole periods are missing from the model's own depth.
+        first = dry_run(recipe, blueprint, strategy, cluster, rank=rank, depth=shallow)
+        if period != first.period or (depth - shallow) % period:
+            period = first.period
+            shallow += (depth - shallow) % period if period else 0
+            continue
+        second = dry_run(recipe, blueprint, strategy, cluster, rank=rank, depth=shallow + period)
+        if _place(first, shallow) == _place(second, shallow + period):
+            return _extrapolated(first, second, (depth - shallow) // period)
         shallow *= 2
     return _full(recipe, blueprint, strategy, cluster, rank)
+
+
+def _extrapolated(first: DryRun, second: DryRun, times: int) -> Counts:
+    """What ``first`` holds and does, and ``times`` what ``second`` does more."""
+    peaks = {
+        phase: Peak(peak.ledger.extrapolated(second.peaks[phase].ledger, times), phase, peak.where)
+        for phase, peak in first.peaks.items()
+    }
+    parameters = first.parameters + times * (second.parameters - first.parameters)
+    return peaks, first.cost.extrapolated(second.cost, times), parameters, first
 
 
 def _place(run: DryRun, depth: int) -> tuple[str, str]:

@@ -62,6 +62,7 @@ class Site:
         micro_batch_hooks: what to call before every micro-batch.
         trained_in: dtype in which the weights to be loaded were trained, where that is known.
         notes: what a plan should say about what was done here, in sentences.
+        period: after how many units what was done to them repeats itself; 0 where it depends on their number.
         update_in_backward: whether parameters are updated as soon as their gradients are complete.
     """
 
@@ -77,6 +78,7 @@ class Site:
     micro_batch_hooks: list[MicroBatchHook] = field(default_factory=list)
     trained_in: torch.dtype | None = None
     notes: list[str] = field(default_factory=list)
+    period: int = 1
     update_in_backward: bool = False
 
 

@@ -1,36 +1,51 @@
-"""Activation checkpointing: keep only the input of every block and run it again in the backward pass.
+"""Activation checkpointing: keep less of what the forward pass computed, and compute it again in the backward pass.
 
-(Chen et al. 2016.) One block's activations live at a time, for one more forward pass of every block: a third
-more FLOPs. Non-reentrant, so it works with frozen weights and leaves gradients bit-identical; the generator's
-state is restored before the second pass, so dropout repeats itself.
+    none       everything is kept
+    selective  results of matrix products and attention are kept, the rest of every block runs again
+    every:K    every K-th block runs again, from its input
+    full       every block runs again (Chen et al. 2016): one block's activations live at a time, for one more
+               forward pass of the blocks, a third more FLOPs
+    sqrt       about sqrt(n) blocks run again together, from the input of the first: the FLOPs of full for fewer
+               inputs and more blocks that live at a time (model/segments.py; Chen et al.'s own schedule)
 
-Wrapping comes before sharding: FSDP2 then gathers a block once for the second forward pass and the backward
-pass together. Refused: the reentrant form, which needs inputs that require gradients, and wrapping after
-sharding, which gathers twice.
+What each keeps and costs is counted in docs/concepts/activation-memory.md. All are non-reentrant, so they work
+with frozen weights and leave gradients bit-identical; the generators' states are restored before a second run, so
+dropout repeats itself.
+
+Wrapping comes before sharding: FSDP2 then gathers a block once for its second run and its backward pass together.
+Refused: the reentrant form, which needs inputs that require gradients; wrapping after sharding, which gathers
+twice; and leaving out the last blocks, which are needed at once: their activations would live beside the logits,
+which are the peak of models with large vocabularies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.core.strategy import Layout, Rule, Setting, Strategy
+from shardwise.core.strategy import Form, Layout, Rule, Setting, Strategy
 from shardwise.technique.base import Site
 
+if TYPE_CHECKING:
+    from torch import nn
+
+EVERY = Form("every", "K", minimum=2, example=2)
 ACTIVATION_CHECKPOINTING: Setting[str] = Setting(
     "activation_checkpointing",
     default="none",
-    doc="what is recomputed in the backward pass: none, or full (every block)",
-    choices=("none", "full"),
-    candidates=("none", "full"),
-    note="selective, sqrt and budget are not in this version yet",
+    doc="what the backward pass recomputes: none; all of a block but products and attention (selective); every"
+    " K-th block; every block (full); or blocks in segments of about the square root of their number (sqrt)",
+    choices=("none", "selective", "full", "sqrt"),
+    candidates=("none", "selective", "full"),
+    compared=("every:2",),
+    forms=(EVERY,),
 )
 
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Wraps every unit so that it is recomputed."""
+    """Wraps units so that they are recomputed."""
 
     name: str = "checkpointing"
     settings: Sequence[Setting[Any]] = (ACTIVATION_CHECKPOINTING,)
@@ -40,15 +55,33 @@ class Checkpointing:
         return {}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
-        return "full checkpointing" if strategy[ACTIVATION_CHECKPOINTING] == "full" else ""
+        kind = strategy[ACTIVATION_CHECKPOINTING]
+        return "" if kind == "none" else f"{kind} checkpointing"
 
     def apply(self, site: Site) -> None:
-        if site.strategy[ACTIVATION_CHECKPOINTING] == "none":
+        kind = site.strategy[ACTIVATION_CHECKPOINTING]
+        if kind == "none":
             return
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
         names = {module: name for name, module in site.model.named_modules()}
-        for index, unit in enumerate(site.units):
-            wrapped = checkpoint_wrapper(unit)
-            site.model.set_submodule(names[unit], wrapped)
-            site.units[index] = wrapped
+        for index, wrapped in enumerate(_wrapped(kind, site.units)):
+            if wrapped is not site.units[index]:
+                site.model.set_submodule(names[site.units[index]], wrapped)
+                site.units[index] = wrapped
+        site.period = 0 if kind == "sqrt" else EVERY.number(kind) or 1
+
+
+def _wrapped(kind: str, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """What takes the place of each unit; the unit itself where nothing does."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    from shardwise.model.segments import in_segments
+    from shardwise.model.selective import selective_contexts
+
+    if kind == "sqrt":
+        return in_segments(units)
+    if kind == "selective":
+        return [checkpoint_wrapper(unit, context_fn=selective_contexts) for unit in units]
+    # The first of every K, not the last: the backward pass then frees a block before it needs room to
+    # run one again.
+    every = EVERY.number(kind) or 1
+    return [checkpoint_wrapper(unit) if i % every == 0 else unit for i, unit in enumerate(units)]

@@ -236,6 +236,28 @@ TYPES = [
     ),
     edit("stage as text", "zero_stage: 3", "zero_stage: three", ":16: strategy.zero_stage", "an integer"),
     edit("unknown precision", "precision: fp32", "precision: bf61", ":17: strategy.precision", "'bf16'?"),
+    edit(
+        "a number that its form does not take",
+        "precision: fp32",
+        "recomputed: every:1",
+        ":17: strategy.recomputed",
+        "'every:1' is not every:K with a whole number K ≥ 2",
+    ),
+    edit(
+        "no value and no form",
+        "precision: fp32",
+        "recomputed: sqr",
+        ":17: strategy.recomputed",
+        "'sqr' is not one of none, sqrt, every:K",
+        "did you mean 'sqrt'?",
+    ),
+    edit(
+        "a form with spaces is a mapping",
+        "precision: fp32",
+        "recomputed: {every: 2}",
+        ":17: strategy.recomputed",
+        "expected a word",
+    ),
 ]  # fmt: skip
 
 LIMITS = [
@@ -357,12 +379,13 @@ started = time.process_time()
 from pathlib import Path
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.recipe import load_recipe
-from shardwise.core.strategy import Setting
+from shardwise.core.strategy import Form, Setting
 
 settings = [
     Setting("zero_stage", 0, "", kind=int, choices=(0, 1, 2, 3)),
     Setting("precision", "fp32", "", choices=("fp32", "bf16")),
     Setting("micro_batch_size", 1, "", kind=int, minimum=1),
+    Setting("recomputed", "none", "", choices=("none", "sqrt"), forms=(Form("every", "K", 2, 2),)),
 ]
 imports, results = time.process_time() - started, []
 for folder, overrides in json.load(sys.stdin):

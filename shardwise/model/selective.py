@@ -1,0 +1,145 @@
+"""Recompute a block, but not its matrix products and its attention: their results are kept, the rest is cheap.
+
+(Korthikanti et al. 2022, arXiv:2205.05198, who keep all but the attention.) What is run again - norms,
+activation functions, rotary positions, residual additions, casts - is bound by memory traffic and has next to no
+FLOPs. Used as the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``: two dispatch modes, one for the first
+run of a block, which keeps results, one for the second, which returns them in the place of running the operation.
+
+Two results of products are not kept. Those of attention with dropout, because a kernel that is not run again does
+not move the generator on, and every later mask would be another. And those of batched products that are larger
+than both factors together: scores of attention that is not fused, the largest tensors of a block. A kept result
+that something has written to in place is of no use, and its operation runs again.
+
+Refused: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, which keeps by operation as well but ends
+the run at the first kept result that was written to in place, as PyTorch's own unfused attention does with its
+mask. The price is this file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
+PRODUCTS = BATCHED | {
+    "aten::mm",
+    "aten::addmm",
+    "aten::linear",
+    "aten::_scaled_mm",
+    "aten::_grouped_mm",
+    "aten::_scaled_grouped_mm",
+    "shardwise::float8_product",
+}
+ATTENTION = (
+    "aten::_scaled_dot_product_",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_cudnn_attention_forward",
+)
+"""Beginnings of the names of attention's kernels, on all devices."""
+
+
+def is_kept(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Whether the result of one call is kept."""
+    name = _name(operation)
+    if (not name.startswith(ATTENTION) and name not in PRODUCTS) or operation._schema.is_mutable:
+        return False
+    if name.startswith(ATTENTION):
+        return not _argument("dropout_p", operation, args, kwargs, 0.0)
+    factors = sum(leaf.numel() for leaf in tree_iter(args) if isinstance(leaf, Tensor))
+    return name not in BATCHED or bool(result.numel() <= factors)
+
+
+def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Contexts of a block's first and second run: ``checkpoint(..., context_fn=selective_contexts)``."""
+    kept = _Kept()
+    return _Keeping(kept), _Returning(kept)
+
+
+class _Kept:
+    """Results of one run of a block, by operation and number of the call."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[Any, int], tuple[Any, list[int]]] = {}
+
+    def put(self, call: tuple[Any, int], result: Any) -> None:
+        result = tree_map_only(Tensor, _outside_autograd, result)
+        self._results[call] = (result, _versions(result))
+
+    def take(self, call: tuple[Any, int]) -> Any:
+        """The result as it was, once; None when it was not kept or has been written to since."""
+        result, versions = self._results.pop(call, (None, []))
+        return result if versions == _versions(result) else None
+
+    def clear(self) -> None:
+        self._results.clear()
+
+
+class _Keeping(TorchDispatchMode):
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self._kept = kept
+        self._calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if is_kept(func, args, kwargs, result):
+            self._kept.put((func, self._calls[func]), result)
+        self._calls[func] += 1
+        return result
+
+
+class _Returning(TorchDispatchMode):
+    """Gives each result back once: a third run, of a retained graph, computes it."""
+
+    def __init__(self, kept: _Kept) -> None:
+        super().__init__()
+        self._kept = kept
+        self._calls: Counter[Any] = Counter()
+
+    def __enter__(self) -> Any:
+        self._calls.clear()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._kept.clear()  # what lies behind the last tensor that the backward pass needs was not asked for
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = self._kept.take((func, self._calls[func]))
+        self._calls[func] += 1
+        return func(*args, **(kwargs or {})) if result is None else result
+
+
+def _name(operation: Any) -> str:
+    """Namespace and name, without the overload."""
+    return str(operation.name()).partition(".")[0]
+
+
+def _argument(
+    name: str, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], default: Any
+) -> Any:
+    names = [argument.name for argument in operation._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}.get(name, default)
+
+
+def _versions(tree: Any) -> list[int]:
+    return [leaf._version for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
+
+
+def _outside_autograd(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that autograd knows nothing of yet, so that it can be a result once more."""
+    guard: Any = torch._C._SetExcludeDispatchKeyGuard
+    with guard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
