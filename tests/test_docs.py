@@ -202,17 +202,10 @@ def test_every_block_is_shown() -> None:
     assert shown == set(generate.BLOCKS)
 
 
-def test_the_readme_shows_todays_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is made of quick predictions, in half the time: they equal full ones in all that is shown."""
+def test_the_readme_shows_todays_plan() -> None:
     from shardwise.cli.common import make_plan
-    from shardwise.plan import search
-    from shardwise.plan.predict import predict
     from shardwise.report.tables import plan_text
 
-    def quick(*arguments: Any, **options: Any) -> Any:
-        return predict(*arguments, **{**options, "quick": True})
-
-    monkeypatch.setattr(search, "predict", quick)
     plan = make_plan(*read(ROOT / generate.SHOWN_RECIPE, []))
     shown = generate.plan_block(plan_text(plan, generate.SHOWN_WIDTH))
     assert shown in (ROOT / "README.md").read_text(encoding="utf-8"), "run `make docs`"
@@ -318,9 +311,12 @@ def _state_per_parameter(run: Any, phase: str) -> float:
 # ---- Python -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "docs/how-to/train-your-own-model.md"], ids=name_of
-)
+RUN_PAGES = [
+    ROOT / name for name in ("README.md", "docs/how-to/train-your-own-model.md", "docs/concepts/allocator.md")
+]
+
+
+@pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks with a file's name are written; the others are executed; recipes that name a module are planned."""
     monkeypatch.chdir(tmp_path)
@@ -361,8 +357,7 @@ def _learns(recipe: Recipe) -> bool:
 
 def test_python_is_nowhere_else() -> None:
     """Every Python block is run by one of the tests here."""
-    run = {ROOT / "README.md", ROOT / "docs/how-to/train-your-own-model.md", TECHNIQUE_PAGE}
-    assert {block.page for block in all_blocks("python")} == run
+    assert {block.page for block in all_blocks("python")} == {*RUN_PAGES, TECHNIQUE_PAGE}
 
 
 def test_the_worked_technique_works(tmp_path: Path) -> None:

@@ -48,10 +48,14 @@ def refuse_unfit(plan: Plan) -> None:
     from shardwise.core.units import format_bytes
 
     if not plan.fits:
+        lost = plan.peak.ledger.fragmentation
+        pieces = plan.peak.bytes - lost <= plan.capacity_bytes - plan.reserve_bytes
         raise ResourceError(
             "does not fit",
             where=plan.line,
             why=f"rank {plan.worst_rank} needs {format_bytes(plan.peak.bytes)} of"
-            f" {format_bytes(plan.capacity_bytes)}, most in the {plan.peak.phase} phase",
-            fix="use more devices, a shorter data.sequence_length, or pin less of the strategy",
+            f" {format_bytes(plan.capacity_bytes)}, most in the {plan.peak.phase} phase"
+            + (f", {format_bytes(lost)} of it lost to fragmentation" if pieces else ""),
+            fix=("set PYTORCH_ALLOC_CONF=expandable_segments:True, or " if pieces else "")
+            + "use more devices, a shorter data.sequence_length, or pin less of the strategy",
         )

@@ -72,7 +72,7 @@ class Plan:
 
     Attributes:
         line: the strategy in one line.
-        reserve_bytes: part of the capacity that is left to the allocator's fragmentation, which is not predicted.
+        reserve_bytes: part of the capacity that is left for what is neither counted nor in a table.
         worst_rank: the rank whose peak is given.
         allocated_bytes: predicted peak by rank, in the terms of the measurement (every rank that was dry-run).
         reasons: why this strategy, in sentences; and what was derived for this batch size.

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.core.allocator_options import options_in
 from shardwise.core.cluster import Cluster
 from shardwise.core.cost import Collective, Kernel, StepCost
 from shardwise.core.ledger import Peak
@@ -22,6 +23,7 @@ from shardwise.core.strategy import Strategy
 from shardwise.dryrun.counting import dtype_name
 from shardwise.dryrun.modules import RunningModule
 from shardwise.dryrun.reading import Sample, peaks, timeline
+from shardwise.dryrun.replay import Replay, Trace
 from shardwise.dryrun.target import TARGETS
 from shardwise.dryrun.tracker import Tracker, axis_names
 from shardwise.dryrun.world import fake_world
@@ -48,6 +50,8 @@ class DryRun:
         parameters: elements of the whole model, unsharded.
         even: whether every rank holds equally much of every parameter.
         compute_dtype: what matrix products run in, as the device profiles call it.
+        trace: what was allocated and freed; None where the target's allocator caches nothing.
+        replay: what that allocator reserves for it when nothing limits it.
         notes: what the techniques have to say about what they did.
         period: after how many blocks what a block holds and costs repeats itself; 0 where that depends on depth.
     """
@@ -59,6 +63,8 @@ class DryRun:
     parameters: int
     even: bool
     compute_dtype: str
+    trace: Trace | None = None
+    replay: Replay | None = None
     notes: tuple[str, ...] = ()
     period: int = 1
 
@@ -109,9 +115,17 @@ def dry_run(
             costs = _counted_step(run, [*batches[: min(count, seen) - 1], batches[-1]], tracker)
         found = peaks(tracker, since=start)
         samples = tuple(timeline(tracker, since=start))
+        trace = _trace(tracker, start, cluster) if target.caches else None
     compute = dtype_name(run.dtypes.compute)
     cost, notes = _whole_cost(costs, count), tuple(site.notes)
-    return DryRun(rank, found, cost, samples, parameters, even, compute, notes, site.period)
+    replay = trace.replayed(options_in(cluster.device.kind)) if trace is not None else None
+    return DryRun(rank, found, cost, samples, parameters, even, compute, trace, replay, notes, site.period)
+
+
+def _trace(tracker: Tracker, start: int, cluster: Cluster) -> Trace:
+    """What the allocator is asked for: tensors, and the workspace of each of the two threads' products."""
+    workspace = cluster.device.overhead.workspace_bytes // 2
+    return Trace(tuple(replace(a) for a in tracker.allocations), start, (workspace, workspace))
 
 
 def _held_by_all(parameter: torch.Tensor, world_size: int) -> int:

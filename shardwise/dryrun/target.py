@@ -34,12 +34,14 @@ class Target:
         workspace: bytes a collective allocates for itself, from (kind, payload bytes).
         kept: bytes a library keeps for every distinct call of a kernel, from its name and result.
         is_host: whether its memory is the host's, where snapshots are kept.
+        caches: whether its allocator keeps freed memory in segments (dryrun/allocator.py).
     """
 
     kernels: Callable[[], AbstractContextManager[Any]]
     workspace: Callable[[str, int], int]
     kept: Callable[[str, Any], int]
     is_host: bool = False
+    caches: bool = False
 
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -65,7 +67,7 @@ def _gloo_workspace(kind: str, payload: int) -> int:
 
 
 def _no_workspace(kind: str, payload: int) -> int:
-    """NCCL works in buffers that belong to the communicator: a row of the device's profile."""
+    """NCCL works in buffers of the communicator, outside the allocator: a row of the device's profile."""
     return 0
 
 
@@ -144,6 +146,6 @@ class _Emulation(TorchDispatchMode):
 
 TARGETS: dict[str, Target] = {
     "cpu": Target(_Emulation, _gloo_workspace, _onednn_kernels, is_host=True),
-    "cuda": Target(cuda_kernels, _no_workspace, _nothing_kept),
-    "rocm": Target(cuda_kernels, _no_workspace, _nothing_kept),
+    "cuda": Target(cuda_kernels, _no_workspace, _nothing_kept, caches=True),
+    "rocm": Target(cuda_kernels, _no_workspace, _nothing_kept, caches=True),
 }

@@ -49,7 +49,7 @@ TAGS: tuple[str, ...] = (
 
 @dataclass(eq=False)
 class Allocation:
-    """One stretch of life of one storage. Times count tracker events."""
+    """One stretch of life of one storage. Times count tracker events; ``stream`` 0 is the default one."""
 
     size: int
     born: int
@@ -58,6 +58,7 @@ class Allocation:
     grad_enabled: bool
     operation: str
     origin: Origin
+    stream: int
     died: int | None = None
 
 
@@ -100,6 +101,7 @@ class Tracker(TorchDispatchMode):
         self._kept = kept
         self._seen: set[tuple[Any, ...]] = set()
         self._where = where
+        self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self._living: dict[int, Allocation] = {}
         self._origins: dict[int, Origin] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -114,6 +116,14 @@ class Tracker(TorchDispatchMode):
             self.phases.append((self.now, phase))
         return self.now
 
+    def _stream(self) -> int:
+        """The stream whose pool CUDA's allocator would serve now, numbered as they appear.
+
+        The CPU's streams do nothing, but FSDP2 enters and leaves them all the same.
+        """
+        stream = torch.cpu.current_stream()
+        return self._streams.setdefault(stream, len(self._streams))
+
     def _birth(self, key: int, size: int, operation: str) -> None:
         if size == 0:
             return
@@ -125,6 +135,7 @@ class Tracker(TorchDispatchMode):
             torch.is_grad_enabled(),
             operation,
             self._origins[key],
+            self._stream(),
         )
         self.allocations.append(allocation)
         self._living[key] = allocation
@@ -197,7 +208,7 @@ class Tracker(TorchDispatchMode):
         if signature not in self._seen:
             self._seen.add(signature)
             origin = Origin({"overhead"})
-            self.allocations.append(Allocation(size, 1, "build", "", False, name, origin))
+            self.allocations.append(Allocation(size, 1, "build", "", False, name, origin, 0))
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors = [t for t in tree_iter((args, kwargs, out)) if isinstance(t, FakeTensor)]

@@ -203,7 +203,7 @@ def _sum_of_losses(
 def _softmax(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(probabilities [n, v] of counted tokens, 0 of others; loss of every token [n]; 1 where it counts, or else 0 [n])."""
+    """(probabilities [n, v] of counted tokens, else 0; loss of every token [n]; 1 where it counts, else 0 [n])."""
     logits = nn.functional.linear(hidden, weight, bias)
     picked = logits.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
     log_sum, sums = _exponentials(logits)

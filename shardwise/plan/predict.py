@@ -1,4 +1,4 @@
-"""Predictions of one strategy: the dry run's counts, the profile's overhead, the time.
+"""Predictions of one strategy: the dry run's counts, the allocator's fragmentation, the profile's overhead, the time.
 
 A quick prediction dry-runs two shallow models that differ by one block and adds the difference as often as
 the model has blocks more; it ranks strategies. Where blocks are not treated alike but in a repeating pattern,
@@ -6,6 +6,13 @@ the two differ by one period of it; where the pattern depends on the depth, only
 prediction dry-runs the whole model; it is what is shown. The two agree to the byte when the peak lies at the
 same place of every depth. Where it does not yet (a loss that outweighs two blocks but not eighty), the shallow
 models are made deeper until it does.
+
+Fragmentation is what the replayed allocator reserves (dryrun/replay.py) beyond the tensors and workspaces at the
+peak. It is the unlimited replay's where that stays within the budget. Where it does not though the sum does, a full
+prediction replays under the budget: freed segments then go back to the driver, and either all allocations find
+room or one fails. A quick prediction extrapolates fragmentation over the blocks as it does the other rows. It is
+not linear to the byte (segments come in steps of 2 and 20 MiB), so the search lets a full dry run decide wherever
+the sum alone leaves room.
 """
 
 from __future__ import annotations
@@ -15,12 +22,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardwise.core.allocator_options import VARIABLES, AllocatorOptions, options_in
 from shardwise.core.cluster import Cluster
 from shardwise.core.cost import StepCost
 from shardwise.core.ledger import Peak
 from shardwise.core.plan import StepEstimate
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Layout, Strategy
+from shardwise.core.units import format_bytes
+from shardwise.dryrun.replay import Replay
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.timing import mfu, step_time
@@ -29,10 +39,19 @@ from shardwise.technique import layout_of
 SHALLOW = 2
 """Blocks of the shallower model: prefetching needs a neighbour. Models of up to SHALLOW + 2 run whole."""
 
+EXPANDABLE = AllocatorOptions(expandable_segments=True)
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank of one strategy will hold and do."""
+    """What one rank of one strategy will hold and do.
+
+    Attributes:
+        peak: with overhead and fragmentation: what the device must have.
+        allocated_bytes: tensors and workspaces, as the measurement counts them.
+        limited: the replay under the budget, where the unlimited one does not stay within it.
+        expanded: the same with expandable segments, where it fails without them.
+    """
 
     strategy: Strategy
     layout: Layout
@@ -43,6 +62,35 @@ class Prediction:
     step: StepEstimate
     parameters: int
     run: DryRun
+    limited: Replay | None = None
+    expanded: Replay | None = None
+
+    @property
+    def sum_bytes(self) -> int:
+        """What the device must have were there no fragmentation."""
+        return self.peak.bytes - self.peak.ledger.fragmentation
+
+    @property
+    def retries(self) -> int:
+        """Times in a step that the allocator empties its cache to make room."""
+        return self.limited.retries if self.limited is not None and self.limited.failure is None else 0
+
+    def in_words(self) -> str:
+        """What the limited replay met; "" where there was no need of one."""
+        if self.limited is None:
+            return ""
+        failure = self.limited.failure
+        if failure is None:
+            times = "once" if self.retries == 1 else f"{self.retries} times"
+            return f"the allocator empties its cache {times} a step to make room" if self.retries else ""
+        where = f" at {failure.where}" if failure.where else ""
+        helps = self.expanded is not None and self.expanded.failure is None
+        return (
+            f"out of memory by fragmentation in the {failure.phase} phase{where}: {format_bytes(failure.size)}"
+            f" find no room, with {format_bytes(failure.reserved)} reserved and"
+            f" {format_bytes(failure.allocated)} of it in use"
+            + (f"; with {VARIABLES[0]}={EXPANDABLE.described()} it would fit" if helps else "")
+        )
 
 
 def predict(
@@ -53,15 +101,31 @@ def predict(
     *,
     rank: int = 0,
     quick: bool = False,
+    budget: int | None = None,
 ) -> Prediction:
-    """Dry-run ``rank`` and say what it needs. ``quick`` extrapolates over identical blocks where it can."""
-    peaks, cost, parameters, run = (_quick if quick else _full)(recipe, blueprint, strategy, cluster, rank)
+    """Dry-run ``rank`` and say what it needs.
+
+    Args:
+        quick: extrapolate over identical blocks where that can be done.
+        budget: bytes of the device that may be used; its capacity when not given.
+    """
+    counts = (_quick if quick else _full)(recipe, blueprint, strategy, cluster, rank)
+    peaks, cost, parameters, run = counts.peaks, counts.cost, counts.parameters, counts.run
     layout = layout_of(strategy, cluster.world_size)
     worst = max(peaks.values(), key=lambda peak: peak.bytes)
     overhead = cluster.device.overhead
     groups = len({c.axis for c in cost.collectives if c.degree > 1})
     seen = overhead.workspace_bytes
     unseen = overhead.outside_allocator(groups)
+    reserved, limited, expanded = counts.reserved, None, None
+    room = (cluster.capacity_bytes if budget is None else budget) - unseen
+    if run.trace is not None and not quick and worst.bytes + seen <= room < reserved:
+        limited = run.trace.replayed(options_in(cluster.device.kind), limit=room)
+        if limited.failure is None:
+            reserved = limited.reserved
+        elif not options_in(cluster.device.kind).expandable_segments:
+            expanded = run.trace.replayed(EXPANDABLE, limit=room)
+    fragmentation = max(0, reserved - worst.bytes - seen)
     time = step_time(cost, layout, cluster)
     estimate = StepEstimate(
         seconds=time.seconds,
@@ -75,12 +139,17 @@ def predict(
         strategy=strategy,
         layout=layout,
         rank=rank,
-        peak=Peak(worst.ledger.plus(overhead=seen + unseen), worst.phase, worst.where),
-        allocated_bytes=worst.bytes + seen,
+        peak=Peak(
+            worst.ledger.plus(fragmentation=fragmentation, overhead=seen + unseen), worst.phase, worst.where
+        ),
+        # Blocks, with what rounding adds, where there is an allocator to hand them out.
+        allocated_bytes=run.replay.allocated if run.replay and not quick else worst.bytes + seen,
         cost=cost,
         step=estimate,
         parameters=parameters,
         run=run,
+        limited=limited,
+        expanded=expanded,
     )
 
 
@@ -91,15 +160,23 @@ def _targets(recipe: Recipe, blueprint: Blueprint) -> int:
     return math.prod(labels)
 
 
-Counts = tuple[Mapping[str, Peak], StepCost, int, DryRun]
+@dataclass(frozen=True)
+class _Counts:
+    """What is counted; ``reserved`` is 0 where no allocator caches."""
+
+    peaks: Mapping[str, Peak]
+    reserved: int
+    cost: StepCost
+    parameters: int
+    run: DryRun
 
 
-def _full(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> Counts:
+def _full(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
     run = dry_run(recipe, blueprint, strategy, cluster, rank=rank)
-    return run.peaks, run.cost, run.parameters, run
+    return _Counts(run.peaks, _reserved(run), run.cost, run.parameters, run)
 
 
-def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> Counts:
+def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
     depth, shallow, period = blueprint.depth, SHALLOW, 1
     while depth is not None and period and depth > shallow + 1 + period:
         # Deep enough that whole periods are missing from the model's own depth.
@@ -115,14 +192,21 @@ def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cl
     return _full(recipe, blueprint, strategy, cluster, rank)
 
 
-def _extrapolated(first: DryRun, second: DryRun, times: int) -> Counts:
+def _extrapolated(first: DryRun, second: DryRun, times: int) -> _Counts:
     """What ``first`` holds and does, and ``times`` what ``second`` does more."""
     peaks = {
         phase: Peak(peak.ledger.extrapolated(second.peaks[phase].ledger, times), phase, peak.where)
         for phase, peak in first.peaks.items()
     }
-    parameters = first.parameters + times * (second.parameters - first.parameters)
-    return peaks, first.cost.extrapolated(second.cost, times), parameters, first
+    reserved, parameters = (
+        a + times * (b - a)
+        for a, b in ((_reserved(first), _reserved(second)), (first.parameters, second.parameters))
+    )
+    return _Counts(peaks, reserved, first.cost.extrapolated(second.cost, times), parameters, first)
+
+
+def _reserved(run: DryRun) -> int:
+    return run.replay.reserved if run.replay is not None else 0
 
 
 def _place(run: DryRun, depth: int) -> tuple[str, str]:

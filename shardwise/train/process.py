@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from shardwise.core.allocator_options import DEFAULTS, unset
 from shardwise.core.errors import RankError, ResourceError
 from shardwise.train.placement import LOOPBACK, STORE_SOCKET, Placement, launched_by
 
@@ -86,6 +87,9 @@ def _device(local_rank: int, device_type: str | None) -> torch.device:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    settings = DEFAULTS.get("rocm" if torch.version.hip else "cuda")
+    if settings is not None and unset():  # as the plan assumes
+        torch._C._accelerator_setAllocatorSettings(settings)
     return device
 
 

@@ -40,9 +40,10 @@ def planned(asked: Recipe) -> Plan:
 
 
 def needed_mib(stage: int, size: int) -> float:
+    """Without fragmentation."""
     asked = recipe()
     strategy = strategy_from({"precision": "bf16", "zero_stage": stage, "micro_batch_size": size})
-    return predict(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster)).peak.bytes / 2**20
+    return predict(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster)).sum_bytes / 2**20
 
 
 def test_with_room_to_spare_it_replicates_in_one_pass() -> None:
@@ -58,10 +59,12 @@ def test_it_takes_the_smallest_stage_and_the_largest_micro_batch_that_fit() -> N
     plan = planned(recipe(limit))
     stage, size = plan.strategy[ZERO_STAGE], plan.strategy[MICRO_BATCH_SIZE]
     assert plan.fits and stage > 0
-    assert needed_mib(stage, size) <= limit < needed_mib(stage, 2 * size)
-    assert all(needed_mib(smaller, 1) > limit for smaller in range(stage))
-    refused = [c for c in plan.candidates if c.verdict == "does not fit"]
-    assert refused and all("too much" in c.reason or "alone" in c.reason for c in refused)
+    assert needed_mib(stage, size) <= limit
+    passed = {(c.strategy[ZERO_STAGE], c.strategy[MICRO_BATCH_SIZE]): c for c in plan.candidates}
+    refused = {key: c.reason for key, c in passed.items() if c.verdict == "does not fit"}
+    assert (stage, 2 * size) in refused or "empties its cache" in passed[stage, 2 * size].reason
+    assert all((smaller, 1) in refused for smaller in range(stage))
+    assert all("too much" in r or "alone" in r or "fragmentation" in r for r in refused.values())
 
 
 def test_what_is_pinned_is_kept() -> None:
@@ -99,13 +102,18 @@ def test_a_quick_prediction_is_the_full_one(stage: int) -> None:
     strategy = strategy_from({"precision": "bf16", "zero_stage": stage, "micro_batch_size": 8})
     arguments = (asked, blueprint_of(asked), strategy, cluster_of(asked.cluster))
     quick, full = predict(*arguments, quick=True), predict(*arguments)
-    assert quick.peak.bytes == full.peak.bytes
+    assert quick.sum_bytes == full.sum_bytes
+    # Segments of 20 MiB: fragmentation is no line in the depth, least so of a model of 6 small blocks.
+    assert abs(quick.peak.bytes - full.peak.bytes) <= 2 * 20 * 2**20
     assert quick.cost.flops == full.cost.flops
     assert quick.parameters == full.parameters
 
 
 def test_resharding_llama_3_8b_saves_what_was_published() -> None:
-    """torchtitan measured 62.18 and 49.59 GiB on 8 H100 (reshard_after_forward never, default): 12.59 GiB."""
+    """torchtitan measured 62.18 and 49.59 GiB on 8 H100 (reshard_after_forward never, default): 12.59 GiB.
+
+    Of tensors alone: theirs are reserved bytes of a run that recomputes some operations, which this one cannot.
+    """
     values = {
         "model": {"preset": "llama-3-8b"},
         "data": {"sequence_length": 8192},
@@ -118,5 +126,5 @@ def test_resharding_llama_3_8b_saves_what_was_published() -> None:
     peaks = []
     for stage in (2, 3):
         strategy = strategy_from({"precision": "bf16", "zero_stage": stage, "micro_batch_size": 1})
-        peaks.append(predict(asked, blueprint, strategy, cluster, quick=True).peak.bytes)
+        peaks.append(predict(asked, blueprint, strategy, cluster, quick=True).sum_bytes)
     assert (peaks[0] - peaks[1]) / 2**30 == pytest.approx(12.59, rel=0.01)

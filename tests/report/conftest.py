@@ -80,7 +80,7 @@ def plan() -> Plan:
             ),
         ),
         reasons=("micro_batch_size 1, because micro_batch_size 2 needs 107.4 GiB",),
-        assumptions=("fragmentation is not predicted in this version: 0",),
+        assumptions=("seconds are a roofline over the profile's peaks",),
         timeline=_timeline(),
     )
 

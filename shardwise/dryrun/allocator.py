@@ -1,0 +1,342 @@
+"""CUDA's caching allocator, replayed: which block each allocation gets, and how much stays reserved. No torch.
+
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``:
+  - A request is rounded up to 512 bytes (or to a division of a power of two, if so configured).
+  - Up to 1 MiB it is served by the small pool, else by the large one. Each stream has pools of its own: memory
+    freed on one stream is never handed out on another.
+  - The free block that fits best is taken: the smallest, then the lowest address.
+  - Without one, a segment is asked of the driver: 2 MiB for the small pool, 20 MiB below 10 MiB, else the
+    request rounded up to 2 MiB.
+  - What is left of a block is split off if it is 512 bytes (small pool) or more than 1 MiB (large pool). Blocks
+    of ``max_split_size`` or more are not split, and serve only requests that nearly fill them.
+  - A freed block merges with free neighbours of its segment and stays reserved.
+  - Where the driver refuses: oversize blocks are given back (only if ``max_split_size`` is set), then every
+    segment that is wholly free, on all streams; then it is out of memory.
+  - Expandable segments: one range of addresses for each stream and pool, mapped in granules of 2 or 20 MiB at
+    its end (or in a hole), so that free memory adjoins what is new.
+
+Chosen: the rules one by one on plain Python objects, free blocks in a sorted list that is searched by bisection.
+Refused: a factor on the sum of tensors. Published ratios of reserved to allocated lie between 1.1 and 1.4, and
+which of them a model meets depends on the order of its allocations.
+
+The price, what is left out: memory used on a second stream (``record_stream``), which is held until an event
+has passed there (FSDP2 avoids it: it holds references instead, and those are seen); private pools of CUDA graphs;
+``garbage_collection_threshold``, which acts only where the process is given a fraction of the device. The driver
+is taken to serve any request that fits in what is left, at addresses that only grow.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from shardwise.core.allocator_options import AllocatorOptions
+from shardwise.core.units import MiB
+
+MIN_BLOCK = 512
+SMALL_REQUEST = MiB
+"""The largest request of the small pool."""
+SMALL_SEGMENT = 2 * MiB
+LARGE_SEGMENT = 20 * MiB
+MIN_OWN_SEGMENT = 10 * MiB
+"""The smallest request that gets a segment of its own size."""
+SEGMENT_STEP = 2 * MiB
+
+_RANGE = 2**46
+"""Addresses of an expandable segment where no limit is known; the driver has 2**48."""
+
+
+class OutOfMemoryError(Exception):
+    """No block, and no segment even after all that is wholly free was given back."""
+
+    def __init__(self, size: int, allocated: int, reserved: int) -> None:
+        super().__init__(f"{size} bytes with {allocated} allocated and {reserved} reserved")
+        self.size, self.allocated, self.reserved = size, allocated, reserved
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A stretch of a segment: handed out, free, or (expandable segments) not mapped."""
+
+    pool: Pool
+    address: int
+    size: int
+    free: bool = False
+    mapped: bool = True
+    previous: Block | None = None
+    next: Block | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of its segment."""
+        return self.previous is None and self.next is None
+
+
+@dataclass(eq=False, slots=True)
+class Pool:
+    """Free blocks of one stream and kind, by (size, address); unmapped ranges by address."""
+
+    small: bool
+    blocks: list[tuple[int, int, Block]] = field(default_factory=list)
+    unmapped: list[tuple[int, Block]] = field(default_factory=list)
+
+    def put(self, block: Block) -> None:
+        block.free = True
+        if block.mapped:
+            insort(self.blocks, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def take(self, block: Block) -> None:
+        block.free = False
+        if block.mapped:
+            del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    @property
+    def granule(self) -> int:
+        return SMALL_SEGMENT if self.small else LARGE_SEGMENT
+
+
+class CachingAllocator:
+    """The allocator of one device.
+
+    Args:
+        limit: bytes that the driver has for it; None for as many as it asks.
+
+    Attributes:
+        allocated: bytes of the blocks that are handed out, as ``torch.cuda.memory_allocated`` counts them.
+        reserved: bytes of all segments.
+        retries: times that everything wholly free was given back to the driver.
+    """
+
+    def __init__(self, options: AllocatorOptions | None = None, limit: int | None = None) -> None:
+        self.options = options or AllocatorOptions()
+        self.limit = math.inf if limit is None else limit
+        self.allocated = self.reserved = 0
+        self.peak_allocated = self.peak_reserved = 0
+        self.retries = 0
+        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._next_address = 0
+
+    def allocate(self, size: int, stream: int = 0) -> Block:
+        """A block of at least ``size`` bytes. Raises OutOfMemoryError."""
+        size = self.options.rounded(size)
+        small = size <= SMALL_REQUEST
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = Pool(small)
+        block = self._best_fit(pool, size) or self._new(pool, size)
+        if block is None and self._release_oversize(pool, size):
+            block = self._new(pool, size)
+        if block is None:
+            self._release_free()
+            self.retries += 1
+            block = self._new(pool, size)
+        if block is None:
+            raise OutOfMemoryError(size, self.allocated, self.reserved)
+        if self._splits(block, size):
+            self._cut(block, size)
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back into its pool."""
+        self.allocated -= block.size
+        self._merge(block)
+        block.pool.put(block)
+
+    # -- finding ------------------------------------------------------------------------------------
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        blocks = pool.blocks
+        index = bisect_left(blocks, (size,))
+        if index == len(blocks):
+            return None
+        if self.options.expandable_segments:
+            # A block at the growing end counts as large as it can become.
+            while index + 1 < len(blocks) and _reach(blocks[index + 1][2]) < _reach(blocks[index][2]):
+                index += 1
+        block = blocks[index][2]
+        unsplit = self.options.max_split_size
+        if size < unsplit <= block.size or (size >= unsplit and block.size >= size + LARGE_SEGMENT):
+            return None
+        pool.take(block)
+        return block
+
+    def _splits(self, block: Block, size: int) -> bool:
+        left = block.size - size
+        if block.pool.small or self.options.expandable_segments:
+            return left >= MIN_BLOCK
+        return size < self.options.max_split_size and left > SMALL_REQUEST
+
+    # -- neighbours ---------------------------------------------------------------------------------
+
+    def _cut(self, block: Block, size: int) -> Block:
+        """Shorten ``block`` to ``size``; the rest becomes a free (or unmapped) block behind it."""
+        rest = Block(block.pool, block.address + size, block.size - size, mapped=block.mapped)
+        rest.previous, rest.next = block, block.next
+        if rest.next is not None:
+            rest.next.previous = rest
+        block.next, block.size = rest, size
+        block.pool.put(rest)
+        return rest
+
+    def _merge(self, block: Block) -> None:
+        """Take free neighbours of the same kind into ``block``, which is in no list."""
+        before, after = block.previous, block.next
+        if before is not None and before.free and before.mapped == block.mapped:
+            block.pool.take(before)
+            block.address, block.size = before.address, before.size + block.size
+            block.previous = before.previous
+            if block.previous is not None:
+                block.previous.next = block
+        if after is not None and after.free and after.mapped == block.mapped:
+            block.pool.take(after)
+            block.size += after.size
+            block.next = after.next
+            if block.next is not None:
+                block.next.previous = block
+
+    # -- the driver ---------------------------------------------------------------------------------
+
+    def _new(self, pool: Pool, size: int) -> Block | None:
+        """A block that the driver gives, in no list; None where it refuses."""
+        if self.options.expandable_segments:
+            return self._expanded(pool, size)
+        segment = segment_size(size)
+        if not self._reserve(segment):
+            return None
+        return Block(pool, self._addresses(segment), segment)
+
+    def _reserve(self, size: int) -> bool:
+        if self.reserved + size > self.limit:
+            return False
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
+
+    def _addresses(self, size: int) -> int:
+        address = self._next_address
+        self._next_address += -(-size // LARGE_SEGMENT) * LARGE_SEGMENT
+        return address
+
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
+        """Give back an unsplit block of this pool that is large enough, or several, largest first."""
+        if self.options.max_split_size == math.inf:
+            return False
+        needed = max(size, int(self.options.max_split_size))
+        index = bisect_left(pool.blocks, (needed,))
+        if index < len(pool.blocks):
+            self._release(pool.blocks[index][2])
+            return True
+        released = 0
+        while released < needed and pool.blocks and pool.blocks[-1][0] >= self.options.max_split_size:
+            released += pool.blocks[-1][0]
+            self._release(pool.blocks[-1][2])
+        return released >= needed
+
+    def _release_free(self) -> None:
+        """Give back every segment, or mapped granule, that is wholly free."""
+        for pool in self._pools.values():
+            for _, _, block in list(pool.blocks):
+                if self.options.expandable_segments:
+                    self._unmap(block)
+                elif block.whole:
+                    self._release(block)
+
+    def _release(self, block: Block) -> None:
+        block.pool.take(block)
+        self.reserved -= block.size
+
+    # -- expandable segments ------------------------------------------------------------------------
+
+    def _expanded(self, pool: Pool, size: int) -> Block | None:
+        """A free block that is mapped as far as ``size`` needs, at the lowest address that has room."""
+        block = self._room(pool, size)
+        if not block.mapped:
+            if not self._map(block, min(block.size, size)):
+                return None
+            self._merge(block)
+            pool.put(block)
+        while block.size < size:
+            after = block.next
+            assert after is not None
+            if not self._map(after, min(size - block.size, after.size)):
+                return None
+            self._merge(after)
+            pool.put(after)
+            block = after
+        pool.take(block)
+        return block
+
+    def _room(self, pool: Pool, size: int) -> Block:
+        for _, unmapped in pool.unmapped:
+            before = unmapped.previous
+            start = before if before is not None and before.free else unmapped
+            if _extent(start, size) >= size:
+                return start
+        length = _RANGE if self.limit == math.inf else int(self.limit) * 9 // 8
+        length = -(-max(length, size) // pool.granule) * pool.granule
+        block = Block(pool, self._addresses(length), length, mapped=False)
+        pool.put(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Back the first granules of an unmapped block with memory; it leaves its list."""
+        mapped = -(-size // block.pool.granule) * block.pool.granule
+        if not self._reserve(mapped):
+            return False
+        block.pool.take(block)
+        if mapped < block.size:
+            self._cut(block, mapped)
+        block.mapped = True
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Give back the granules that lie wholly in a free block."""
+        pool, granule = block.pool, block.pool.granule
+        start = -(-block.address // granule) * granule
+        end = (block.address + block.size) // granule * granule
+        if start >= end:
+            return
+        pool.take(block)
+        if end < block.address + block.size:
+            self._cut(block, end - block.address)
+        if start > block.address:
+            rest = self._cut(block, start - block.address)
+            pool.put(block)
+            pool.take(rest)
+            block = rest
+        self.reserved -= block.size
+        block.mapped = False
+        self._merge(block)
+        pool.put(block)
+
+
+def segment_size(size: int) -> int:
+    """What is asked of the driver for a rounded request that no free block serves."""
+    if size <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    if size < MIN_OWN_SEGMENT:
+        return LARGE_SEGMENT
+    return -(-size // SEGMENT_STEP) * SEGMENT_STEP
+
+
+def _reach(block: Block) -> int:
+    """Its size and that of the unmapped range behind it."""
+    after = block.next
+    return block.size + (after.size if after is not None and not after.mapped else 0)
+
+
+def _extent(start: Block, size: int) -> int:
+    """Bytes from ``start`` on that are free or unmapped, counted until they suffice."""
+    found = 0
+    block: Block | None = start
+    while block is not None and block.free and found < size:
+        found += block.size
+        block = block.next
+    return found
