@@ -406,7 +406,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "recipes": recipes,
     "ledger": ledger,
     "guard": guard,
-    **{name: partial(measured, name) for name in ("wsd", "scaling-rule", "loss-cpu")},
+    **{name: partial(measured, name) for name in ("wsd", "scaling-rule")},
     "plan": shown_plan,
     "recomputation": recomputation,
 }

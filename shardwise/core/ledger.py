@@ -7,7 +7,7 @@ construction (there is no "other"): what the tracker cannot name more precisely 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Ledger:
 
     @property
     def total(self) -> int:
-        return sum(self.as_dict().values())
+        return sum(vars(self).values())
 
     def as_dict(self) -> dict[str, int]:
-        return asdict(self)
+        return dict(vars(self))
 
     def __add__(self, other: Ledger) -> Ledger:
         return Ledger(**{k: v + getattr(other, k) for k, v in self.as_dict().items()})

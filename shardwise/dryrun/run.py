@@ -82,12 +82,14 @@ def dry_run(
     rank: int = 0,
     depth: int | None = None,
     seen: int = SEEN_MICRO_BATCHES,
+    history: bool = True,
 ) -> DryRun:
     """Run one optimizer step as ``rank`` without allocating anything.
 
     Args:
         depth: number of blocks instead of the model's own.
         seen: at most how many micro-batches to run; the rest is like the middle one.
+        history: whether to read off the timeline, and to replay what was allocated.
     """
     world_size = cluster.world_size
     layout = layout_of(strategy, world_size)
@@ -114,8 +116,8 @@ def dry_run(
             start = tracker.now
             costs = _counted_step(run, [*batches[: min(count, seen) - 1], batches[-1]], tracker)
         found = peaks(tracker, since=start)
-        samples = tuple(timeline(tracker, since=start))
-        trace = _trace(tracker, start, cluster) if target.caches else None
+        samples = tuple(timeline(tracker, since=start)) if history else ()
+        trace = _trace(tracker, start, cluster) if history and target.caches else None
     compute = dtype_name(run.dtypes.compute)
     cost, notes = _whole_cost(costs, count), tuple(site.notes)
     replay = trace.replayed(options_in(cluster.device.kind)) if trace is not None else None

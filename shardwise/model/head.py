@@ -34,8 +34,8 @@ from shardwise.model.loss import IGNORED
 CHUNKS = 20
 """Chunks of tokens where gradients are taken ahead: with a few numbers per token, below 1/16 of the logits."""
 
-FINE_CHUNKS = 64
-"""Chunks in 16 bits, which hold up to three times their logits beside them, partly in fp32."""
+FINE_CHUNKS = 52
+"""Chunks in 16 bits, which take up to three times their logits, partly in fp32."""
 
 
 class LossHead(nn.Linear):

@@ -10,9 +10,9 @@ models are made deeper until it does.
 Fragmentation is what the replayed allocator reserves (dryrun/replay.py) beyond the tensors and workspaces at the
 peak. It is the unlimited replay's where that stays within the budget. Where it does not though the sum does, a full
 prediction replays under the budget: freed segments then go back to the driver, and either all allocations find
-room or one fails. A quick prediction extrapolates fragmentation over the blocks as it does the other rows. It is
-not linear to the byte (segments come in steps of 2 and 20 MiB), so the search lets a full dry run decide wherever
-the sum alone leaves room.
+room or one fails. A quick prediction has none: segments come in steps, so two shallow models say nothing of a deep
+one's (extrapolated, neighbours of Llama-3-8B were off by up to 9 GiB). The search lets a full dry run decide
+wherever the sum leaves room.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def predict(
     unseen = overhead.outside_allocator(groups)
     reserved, limited, expanded = counts.reserved, None, None
     room = (cluster.capacity_bytes if budget is None else budget) - unseen
-    if run.trace is not None and not quick and worst.bytes + seen <= room < reserved:
+    if run.trace is not None and worst.bytes + seen <= room < reserved:
         limited = run.trace.replayed(options_in(cluster.device.kind), limit=room)
         if limited.failure is None:
             reserved = limited.reserved
@@ -143,7 +143,7 @@ def predict(
             worst.ledger.plus(fragmentation=fragmentation, overhead=seen + unseen), worst.phase, worst.where
         ),
         # Blocks, with what rounding adds, where there is an allocator to hand them out.
-        allocated_bytes=run.replay.allocated if run.replay and not quick else worst.bytes + seen,
+        allocated_bytes=run.replay.allocated if run.replay else worst.bytes + seen,
         cost=cost,
         step=estimate,
         parameters=parameters,
@@ -162,7 +162,7 @@ def _targets(recipe: Recipe, blueprint: Blueprint) -> int:
 
 @dataclass(frozen=True)
 class _Counts:
-    """What is counted; ``reserved`` is 0 where no allocator caches."""
+    """What is counted; ``reserved`` is 0 where no allocator caches, or it was not replayed."""
 
     peaks: Mapping[str, Peak]
     reserved: int
@@ -173,19 +173,22 @@ class _Counts:
 
 def _full(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
     run = dry_run(recipe, blueprint, strategy, cluster, rank=rank)
-    return _Counts(run.peaks, _reserved(run), run.cost, run.parameters, run)
+    reserved = run.replay.reserved if run.replay is not None else 0
+    return _Counts(run.peaks, reserved, run.cost, run.parameters, run)
 
 
 def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
     depth, shallow, period = blueprint.depth, SHALLOW, 1
     while depth is not None and period and depth > shallow + 1 + period:
         # Deep enough that whole periods are missing from the model's own depth.
-        first = dry_run(recipe, blueprint, strategy, cluster, rank=rank, depth=shallow)
+        first = dry_run(recipe, blueprint, strategy, cluster, rank=rank, depth=shallow, history=False)
         if period != first.period or (depth - shallow) % period:
             period = first.period
             shallow += (depth - shallow) % period if period else 0
             continue
-        second = dry_run(recipe, blueprint, strategy, cluster, rank=rank, depth=shallow + period)
+        second = dry_run(
+            recipe, blueprint, strategy, cluster, rank=rank, depth=shallow + period, history=False
+        )
         if _place(first, shallow) == _place(second, shallow + period):
             return _extrapolated(first, second, (depth - shallow) // period)
         shallow *= 2
@@ -198,15 +201,8 @@ def _extrapolated(first: DryRun, second: DryRun, times: int) -> _Counts:
         phase: Peak(peak.ledger.extrapolated(second.peaks[phase].ledger, times), phase, peak.where)
         for phase, peak in first.peaks.items()
     }
-    reserved, parameters = (
-        a + times * (b - a)
-        for a, b in ((_reserved(first), _reserved(second)), (first.parameters, second.parameters))
-    )
-    return _Counts(peaks, reserved, first.cost.extrapolated(second.cost, times), parameters, first)
-
-
-def _reserved(run: DryRun) -> int:
-    return run.replay.reserved if run.replay is not None else 0
+    parameters = first.parameters + times * (second.parameters - first.parameters)
+    return _Counts(peaks, 0, first.cost.extrapolated(second.cost, times), parameters, first)
 
 
 def _place(run: DryRun, depth: int) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from shardwise.core import scaling
@@ -59,6 +59,7 @@ class Search:
     blueprint: Blueprint
     cluster: Cluster
     seen: dict[Strategy, Candidate] = field(default_factory=dict)
+    replayed: dict[Strategy, bool] = field(default_factory=dict)
     tight: Prediction | None = None
 
     @property
@@ -150,9 +151,8 @@ class Search:
             verdict, where = "does not fit", f" at {found.peak.where}" if found.peak.where else ""
             if found.sum_bytes > budget:
                 reason = f"{format_bytes(found.sum_bytes - budget)} too much in the {found.peak.phase} phase{where}"
-            elif not reason:
-                reason = f"{format_bytes(over)} too much by fragmentation, by a quick prediction"
         self._note(strategy, found.peak.bytes, found.step.seconds, verdict, reason)
+        self.replayed[strategy] = found.run.replay is not None
         return found
 
     def _note(self, strategy: Strategy, peak: int, seconds: float, verdict: str, reason: str) -> None:
@@ -221,7 +221,9 @@ class Search:
         """The candidate with its final verdict, and a reason in comparison with the chosen one."""
         if candidate.strategy == chosen.strategy:
             verdict = "chosen" if chosen.peak.bytes <= self.budget_bytes else "does not fit"
-            return Candidate(**{**vars(candidate), "verdict": verdict})
+            return replace(candidate, verdict=verdict)
+        if candidate.verdict == "fits" and not self.replayed[candidate.strategy]:
+            candidate = self._fragmented(candidate, chosen)
         if candidate.verdict != "fits":
             return candidate
         time = candidate.step_seconds / chosen.step.seconds - 1
@@ -230,7 +232,20 @@ class Search:
         reason = f"{time:+.0%} step time, {sign}{format_bytes(abs(memory))}"
         if candidate.reason:
             reason += f"; {candidate.reason}"
-        return Candidate(**{**vars(candidate), "reason": reason})
+        return replace(candidate, reason=reason)
+
+    def _fragmented(self, candidate: Candidate, chosen: Prediction) -> Candidate:
+        """The candidate with fragmentation as large, for its size, as the chosen one's."""
+        peak = (
+            candidate.peak_bytes * chosen.peak.bytes // (chosen.peak.bytes - chosen.peak.ledger.fragmentation)
+        )
+        over = peak - self.budget_bytes
+        if over > 0:
+            reason = (
+                f"{format_bytes(over)} too much, if as much is lost to fragmentation as in the chosen one"
+            )
+            return replace(candidate, peak_bytes=peak, verdict="does not fit", reason=reason)
+        return replace(candidate, peak_bytes=peak)
 
     def _reasons(self, chosen: Prediction) -> Iterator[str]:
         """Why this strategy and not one that the search prefers, or one more."""
@@ -264,7 +279,8 @@ def assumptions(cluster: Cluster) -> Iterator[str]:
         options = options_in(cluster.device.kind)
         yield (
             f"fragmentation is that of CUDA's caching allocator, replayed with {options.described() or 'its defaults'};"
-            f" {reserve:.0%} of the capacity is left free for what kernels take while they run"
+            f" {reserve:.0%} of the capacity is left free for what kernels take while they run; for the other"
+            " strategies considered it is taken in proportion to the chosen one's"
         )
         if options.ignored:
             yield f"of the allocator's settings these are not modelled: {', '.join(options.ignored)}"

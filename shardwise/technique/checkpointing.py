@@ -38,7 +38,6 @@ ACTIVATION_CHECKPOINTING: Setting[str] = Setting(
     " K-th block; every block (full); or blocks in segments of about the square root of their number (sqrt)",
     choices=("none", "selective", "full", "sqrt"),
     candidates=("none", "selective", "full"),
-    compared=("every:2",),
     forms=(EVERY,),
 )
 

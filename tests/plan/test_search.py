@@ -103,8 +103,7 @@ def test_a_quick_prediction_is_the_full_one(stage: int) -> None:
     arguments = (asked, blueprint_of(asked), strategy, cluster_of(asked.cluster))
     quick, full = predict(*arguments, quick=True), predict(*arguments)
     assert quick.sum_bytes == full.sum_bytes
-    # Segments of 20 MiB: fragmentation is no line in the depth, least so of a model of 6 small blocks.
-    assert abs(quick.peak.bytes - full.peak.bytes) <= 2 * 20 * 2**20
+    assert quick.peak.bytes == full.peak.bytes - full.peak.ledger.fragmentation
     assert quick.cost.flops == full.cost.flops
     assert quick.parameters == full.parameters
 

@@ -163,12 +163,7 @@ def test_the_planner_reaches_for_it_when_nothing_plainer_fits() -> None:
     assert plan.strategy[ACTIVATION_CHECKPOINTING] == "selective"
     assert "selective" in plan.line
     lines = {candidate.line for candidate in plan.candidates}
-    assert {
-        kind for kind in ("full", "every:2") if any(f"{kind} checkpointing" in line for line in lines)
-    } == {
-        "full",
-        "every:2",
-    }
+    assert any("full checkpointing" in line for line in lines)
 
 
 aten: Any = torch.ops.aten
