@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from shardwise.core.recipe import recipe_of
 from shardwise.engine.build import Run, build
 from shardwise.engine.step import forward_backward, step
+from shardwise.model.blueprint import Blueprint, SampleShapes
 from shardwise.technique import strategy_from
 
 CPU = torch.device("cpu")
 
 
-class Small:
+class Small(Blueprint):
     """A blueprint around one module and a loss sum; samples are rows of a float tensor."""
-
-    depth = vocab = dataset = trained_in = None
 
     def __init__(self, module: type[nn.Module], weight: float) -> None:
         self._module, self._weight = module, weight
@@ -36,6 +35,9 @@ class Small:
         for parameter in model.parameters():
             value = torch.randn(parameter.shape, generator=generator) / max(parameter.shape) ** 0.5
             parameter.to_local().copy_(value)  # type: ignore[attr-defined]
+
+    def sample_shapes(self, sequence_length: int) -> SampleShapes:
+        raise NotImplementedError("its samples are given")
 
     def count(self, batch: dict[str, Tensor]) -> Tensor:
         return torch.tensor(len(batch["x"]))
@@ -68,7 +70,7 @@ class Weights(nn.Module):
 def run_of(module: type[nn.Module], precision: str, weight: float = 1.0, **recipe: Any) -> Run:
     values = {"model": {"preset": "tiny"}, "steps": 1, "batch_size": 1} | recipe
     strategy = strategy_from({"precision": precision})
-    return build(recipe_of(values), Small(module, weight), strategy, CPU)  # type: ignore[arg-type]
+    return build(recipe_of(values), Small(module, weight), strategy, CPU)
 
 
 # ---- gradients that fp16 flushes --------------------------------------------------------------------------

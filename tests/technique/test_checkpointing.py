@@ -182,7 +182,7 @@ def unsharded(model: nn.Module, units: list[nn.Module], kind: str) -> Site:
     """A site on which nothing but checkpointing is built."""
     nothing: Any = None
     strategy = strategy_from({"activation_checkpointing": kind})
-    return Site(model, units, [], strategy, nothing, nothing, nothing, nothing)
+    return Site(model, units, [], None, strategy, nothing, nothing, nothing, nothing)
 
 
 @pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING.examples)
