@@ -28,7 +28,7 @@ types: $(READY)
 docs: $(READY)  ## write the generated pages of docs/reference
 	$(BIN)/python docs/generate.py
 
-benchmark: $(READY)  ## predicted against measured memory on real runs (about 15 minutes)
+benchmark: $(READY)  ## predicted against measured memory on real runs (about 25 minutes)
 	$(BIN)/python benchmarks/ledger.py
 
 $(READY): pyproject.toml

@@ -8,7 +8,7 @@ of all of them and their gradient. How depends on the dtype that products are co
                  gradient in the backward pass: no product is computed twice
     16 bits      only one number per token is kept, and the backward pass computes the logits again, one piece
                  of the vocabulary after the other, so that every weight's gradient is one product, rounded
-                 once, with the loss scale in it; a third more FLOPs in the head (2 % of Llama-3-8B's step)
+                 once, with the loss scale in it; a third more FLOPs in the head, 2 % of all of Llama-3-8B's
 
 Taken ahead in 16 bits, the gradient of the weights would be a sum of rounded chunks, or fp32 of the size of the
 weights, which for 8B at 8192 tokens is as much as the logits. Both are the plain loss to rounding: exponentials

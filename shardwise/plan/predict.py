@@ -118,12 +118,13 @@ def predict(
     seen = overhead.workspace_bytes
     unseen = overhead.outside_allocator(groups)
     reserved, limited, expanded = counts.reserved, None, None
+    options = options_in(cluster.device.kind)
     room = (cluster.capacity_bytes if budget is None else budget) - unseen
     if run.trace is not None and worst.bytes + seen <= room < reserved:
-        limited = run.trace.replayed(options_in(cluster.device.kind), limit=room)
+        limited = run.trace.replayed(options, limit=room)
         if limited.failure is None:
             reserved = limited.reserved
-        elif not options_in(cluster.device.kind).expandable_segments:
+        elif not options.expandable_segments:
             expanded = run.trace.replayed(EXPANDABLE, limit=room)
     fragmentation = max(0, reserved - worst.bytes - seen)
     time = step_time(cost, layout, cluster)
@@ -179,12 +180,13 @@ def _full(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Clu
 
 def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
     depth, shallow, period = blueprint.depth, SHALLOW, 1
-    while depth is not None and period and depth > shallow + 1 + period:
-        # Deep enough that whole periods are missing from the model's own depth.
+    while depth is not None and depth > shallow + 1 + period:
         first = dry_run(recipe, blueprint, strategy, cluster, rank=rank, depth=shallow, history=False)
-        if period != first.period or (depth - shallow) % period:
-            period = first.period
-            shallow += (depth - shallow) % period if period else 0
+        period = first.period
+        if period == 0:
+            break
+        if over := (depth - shallow) % period:
+            shallow += over  # so that whole periods are missing from the model's own depth
             continue
         second = dry_run(
             recipe, blueprint, strategy, cluster, rank=rank, depth=shallow + period, history=False
