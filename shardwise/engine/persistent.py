@@ -30,7 +30,7 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, parameter in named_parameters(run.model):
         tensors[name] = parameter.detach()
-        for key, value in run.optimizer.state.get(parameter, {}).items():
+        for key, value in run.optimizer.stored(parameter).items():
             if isinstance(value, Tensor):
                 tensors[f"{OPTIMIZER}{key}/{name}"] = value.detach()
     for key, value in (run.loss_scale.state() | run.norm_limit.state()).items():
