@@ -56,6 +56,7 @@ class DryRun:
         notes: what the techniques have to say about what they did.
         period: after how many blocks what a block holds and costs repeats itself; 0 where that depends on depth.
         host: what this rank holds in host memory when that is most, where it is another memory than the device's.
+        disk_bytes: what this rank reserves on a disk.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class DryRun:
     notes: tuple[str, ...] = ()
     period: int = 1
     host: Ledger = field(default_factory=Ledger)
+    disk_bytes: int = 0
 
     @property
     def peak(self) -> Peak:
@@ -127,7 +129,19 @@ def dry_run(
     cost, notes = _whole_cost(costs, count), tuple(site.notes)
     replay = trace.replayed(options_in(cluster.device.kind)) if trace is not None else None
     return DryRun(
-        rank, found, cost, samples, parameters, even, compute, trace, replay, notes, site.period, host
+        rank,
+        found,
+        cost,
+        samples,
+        parameters,
+        even,
+        compute,
+        trace,
+        replay,
+        notes,
+        site.period,
+        host,
+        tracker.disk_bytes,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -18,6 +19,9 @@ from shardwise.engine.optim.norm import local
 
 CHUNK = 2**22
 """Elements updated at once: 16 MiB for each tensor in fp32."""
+
+STEP = "step"
+"""The name of what counts updates: a scalar, which is in memory wherever moments are."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +63,9 @@ def distributed_as(parameter: Tensor, piece: Tensor, columns: int | None = None)
         parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(shape, stride, piece.dtype)
     )
     return DTensor(piece, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of undefined values on the host, divided alike: for rules to make state there. Never written."""
+    piece = torch.empty_like(local(parameter.detach()), device="cpu")
+    return nn.Parameter(distributed_as(parameter, piece), requires_grad=False)
