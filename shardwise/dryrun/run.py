@@ -193,7 +193,7 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> _Costs:
     def entered(name: str) -> None:
         if name == "clip":
             mark(True)
-            tracker.tag((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
+        tracker.tag((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
 
     run.micro_batch_hooks.append(mark)
     tracker.counting_costs = True

@@ -12,12 +12,13 @@ from ``materialise``: the dry run enters its fake mode between the two.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.core.recipe import Recipe
 from shardwise.core.scaling import scaled
@@ -123,7 +124,7 @@ def allocate(site: Site, device: torch.device, hosted: bool) -> None:
     with host_memory():
         site.model.to_empty(device="cpu")
         # Pads and pins shards, which FSDP2 would otherwise do within the first step.
-        fully_shard.state(site.model)._lazy_init()
+        cast("FSDPModule", site.model)._get_fsdp_state()._lazy_init()
     for module in site.model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=device)

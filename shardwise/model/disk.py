@@ -19,6 +19,7 @@ that the caller chooses.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -66,14 +67,14 @@ class ScratchFile:
         before = self._writes.pop(offset, None)
         if before is not None:
             self._result(before)
-        view = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        view: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
         future = self._threads.submit(operation, self._descriptor, view, offset)
         self._pending.setdefault(slot, []).append(future)
         if operation is write_all:
             self._writes[offset] = future
 
     def wait(self, slot: int | None = None) -> None:
-        """Until the operations of a slot, or all of them, have ended. Raises ResourceError for the first that failed."""
+        """Until the operations of a slot, or all, have ended. Raises ResourceError for the first that failed."""
         for number in [slot] if slot is not None else list(self._pending):
             for future in self._pending.pop(number, ()):
                 self._result(future)
@@ -98,10 +99,8 @@ class ScratchFile:
 
     def _unusable(self, error: OSError, what: str) -> ShardwiseError:
         why = f"{error.strerror or error}, {format_bytes(self.size)} needed"
-        try:
+        with contextlib.suppress(OSError):
             why += f", {format_bytes(shutil.disk_usage(self.folder).free)} free"
-        except OSError:
-            pass
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         return ResourceError(
             f"cannot {what} the file of offloaded state",

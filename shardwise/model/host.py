@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.overrides import TorchFunctionMode
 
@@ -88,21 +88,20 @@ class _Copying(TorchFunctionMode):
 @contextmanager
 def _copies_of_shards() -> Iterator[None]:
     """FSDP2 copies the shards that it keeps in host memory, and their gradients, in this block."""
-    inputs, reduce = FSDPParam.all_gather_inputs, param_group.foreach_reduce
-    read: Any = inputs.fget
+    group: Any = _fsdp_param_group
+    parameter: Any = FSDPParam
+    inputs, reduce = parameter.all_gather_inputs, group.foreach_reduce
 
-    def brought(parameter: FSDPParam) -> list[Tensor]:
-        with _Copying(torch.empty_like) if parameter.offload_to_cpu else nullcontext():
-            return list(read(parameter))
+    def brought(one: FSDPParam) -> list[Tensor]:
+        with _Copying(torch.empty_like) if one.offload_to_cpu else nullcontext():
+            return list(inputs.fget(one))
 
-    def taken_back(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
-        with _Copying(host_empty_like) if parameters[0].offload_to_cpu else nullcontext():
-            return reduce(parameters, *args, **kwargs)
+    def taken_back(several: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
+        with _Copying(host_empty_like) if several[0].offload_to_cpu else nullcontext():
+            return reduce(several, *args, **kwargs)
 
-    FSDPParam.all_gather_inputs = property(brought)  # type: ignore[method-assign, assignment]
-    param_group.foreach_reduce = taken_back
+    parameter.all_gather_inputs, group.foreach_reduce = property(brought), taken_back
     try:
         yield
     finally:
-        FSDPParam.all_gather_inputs = inputs  # type: ignore[method-assign]
-        param_group.foreach_reduce = reduce
+        parameter.all_gather_inputs, group.foreach_reduce = inputs, reduce

@@ -1,9 +1,9 @@
 """Which parts of a run live in host memory or on a disk: one key for all, as it is asked for in one breath.
 
 A value is the name of one part, or the names of several joined by ``+``. Each part is moved by a technique of its own
-(activation_offload.py, state_offload.py); they all read this setting, and ``parts`` says which parts it names. Chosen: one key with a
-closed set of values, so that a wrong one is refused by name. Refused: a key per part, three lines of a recipe for one
-intent. The price is that the closed set names every combination.
+(activation_offload.py, state_offload.py); they all read this setting, and ``parts`` says which parts it names.
+Chosen: one key with a closed set of values, so that a wrong one is refused by name. Refused: a key per part, three
+lines of a recipe for one intent. The price is that the closed set names every combination.
 """
 
 from __future__ import annotations

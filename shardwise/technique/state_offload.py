@@ -30,7 +30,7 @@ from shardwise.technique.offload import folder, parts
 OFFLOAD_FRACTION: Setting[float] = Setting(
     "offload_fraction",
     default=1.0,
-    doc="share of the offloaded optimizer's state, in whole parameters, that is offloaded; the rest stays on the device",
+    doc="share of the optimizer's state, in whole parameters, that offload moves; the rest stays on the device",
     kind=float,
     minimum=0.01,
     maximum=1.0,

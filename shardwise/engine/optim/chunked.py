@@ -92,9 +92,7 @@ class ChunkedRule:
         assert piece.step is not None, "in every state that is made here"
         wide = torch.promote_types(old.dtype, torch.float32)
         moments = [self.moments.read(piece.state, name, slice(None)).to(wide) for name in self.names]
-        new, moments = self.formula(
-            old.to(wide), piece.grad.to(wide), moments, piece.step.clamp(min=1), rate
-        )
+        new, moments = self.formula(old.to(wide), piece.grad.to(wide), moments, piece.step.clamp(min=1), rate)
         for name, moment in zip(self.names, moments, strict=True):
             self.moments.write(piece.state, name, slice(None), moment, untouched)
         old.copy_(torch.where(untouched, old, self._stored(new, piece)))

@@ -62,7 +62,7 @@ def distributed_as(parameter: Tensor, piece: Tensor, columns: int | None = None)
     spec = DTensorSpec(
         parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(shape, stride, piece.dtype)
     )
-    return DTensor(piece, spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(piece, spec, requires_grad=False)
 
 
 def stand_in(parameter: nn.Parameter) -> nn.Parameter:
