@@ -1,16 +1,16 @@
 """What blocks keep for the backward pass, in host memory while it is not needed.
 
 Every call of a block is a *group*. What autograd saves in it goes through ``saved_tensors_hooks``, and what others
-keep for a second run of it (selective.py, segments.py) through ``keep``. When the block ends, the group's storages
-are copied to the host on a side stream, beside the next block; when that one ends, the device's stream waits for the
+keep for a second run of it (selective.py, segments.py) through ``keep``. When the next block begins, the group's
+storages are copied to the host on a side stream, beside that block; when it ends, the device's stream waits for the
 copies and the storages are let go. When the backward pass opens a group, the group before it is sent for. So two
 groups lie on the device, one in use and one on its way, and the last two, which are needed at once, never leave.
 
 Storages are moved, not tensors: what several operations keep, or several views of it, is copied once and comes back
 as one storage with the same views, so kernels see the very strides and offsets, and gradients are the same to the
 bit. Not moved: weights and buffers, which stay anyway; what is so small that starting a copy costs more than it
-saves; and what a later block saves again although it had left, such as a mask that all blocks share: somebody held
-it, so copying it had freed nothing.
+saves; what two blocks in a row are called with, such as a mask or rotary angles; and what a later block saves again
+although it had left: somebody held it, so copying it had freed nothing.
 
 Lifetimes follow references and the order of calls alone, never an event's completion, so the dry run sees the
 lifetimes that a device has. Nothing waits on the host's side. Refused: ``record_stream``, after which memory is free
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
 
 from shardwise.model.host import apart
 from shardwise.model.lanes import Lanes
@@ -48,6 +49,9 @@ class Kept(Protocol):
         """The tensor on the device; None when it was written to after it was kept."""
         ...
 
+
+Given = dict[int, weakref.ref[torch.UntypedStorage]]
+"""Storages that a block is called with, by key. Weak: a key alone may be another storage's by now."""
 
 _running: _Group | None = None
 """The group of the block that runs forward: of the module, for there is one step at a time in a process."""
@@ -70,8 +74,9 @@ class OffloadedBlocks:
         self.smallest = smallest
         self.lanes = Lanes()
         self._known: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
-        self._leaving: _Group | None = None
         self._newest: _Group | None = None
+        self._ended: _Group | None = None
+        self._leaving: _Group | None = None
         self._open: list[ExitStack] = []
         buffers = [module._buffers for module in model.modules()]
         for index, block in enumerate(blocks):
@@ -80,20 +85,23 @@ class OffloadedBlocks:
             self._watch(block, index == 0, leaves, [*weights, *buffers])
 
     def _watch(self, block: nn.Module, first: bool, leaves: bool, fixed: list[dict[str, Any]]) -> None:
-        def before(*_: object) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._open.append(stack := ExitStack())
             # Not in a second run, within the backward pass: what that keeps is used at once.
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 tensors = (tensor for owner in fixed for tensor in owner.values() if tensor is not None)
-                previous = None if first else self._newest
-                self._newest = _Group(self, previous, leaves, set(_storage_keys(tensors)))
+                given = _storages_in((args, kwargs))
+                if first:
+                    self._newest = self._ended = None
+                self._send(given)
+                self._newest = _Group(self, self._newest, leaves, given, set(_storage_keys(tensors)))
                 stack.enter_context(_saving(self._newest))
 
         def after(*_: object) -> None:
             if self._open:
                 self._open.pop().close()
 
-        block.register_forward_pre_hook(before)
+        block.register_forward_pre_hook(before, with_kwargs=True)
         block.register_forward_hook(after, always_call=True)
 
     def known(self, tensor: Tensor) -> _Storage | None:
@@ -105,13 +113,23 @@ class OffloadedBlocks:
         self._known[tensor.untyped_storage()._cdata] = storage
 
     def finished(self, group: _Group) -> None:
-        """A block has ended: let go of the one before, and send what this one keeps on its way."""
-        if self._leaving is not None:
+        """A block has ended: let go of what the one before has kept."""
+        self._ended, leaving = group, self._leaving
+        if leaving is not None:
             self.lanes.arrived()
-            for storage in self._leaving.storages():
-                storage.let_go(self._leaving)
+            for storage in leaving.storages():
+                storage.let_go(leaving)
             self._leaving = None
-        if group.leaves and (storages := [s for s in group.storages() if s.may_leave()]):
+
+    @torch.no_grad()
+    def _send(self, given: Given) -> None:
+        """A block begins, called with this: send what the one before has kept on its way."""
+        group, self._ended = self._ended, None
+        if group is None or not group.leaves:
+            return
+        for storage in group.storages():
+            storage.stay_if_in(group.given, given)
+        if storages := [storage for storage in group.storages() if storage.may_leave()]:
             with self.lanes.beside(storages[0].device):
                 for storage in storages:
                     storage.copy_to_host()
@@ -139,8 +157,7 @@ def _saving(group: _Group) -> Iterator[None]:
             yield
     finally:
         _running = before
-    with torch.no_grad():
-        group.home.finished(group)
+    group.home.finished(group)
 
 
 def _unpack(kept: Kept) -> Tensor:
@@ -153,13 +170,14 @@ def _unpack(kept: Kept) -> Tensor:
 
 
 class _Group:
-    """What one call of a block keeps. ``leaves`` says that it goes to the host."""
+    """What one call of a block keeps. ``leaves`` says that it goes to the host, ``given`` what it was called with."""
 
     def __init__(
-        self, home: OffloadedBlocks, previous: _Group | None, leaves: bool, fixed: set[int]
+        self, home: OffloadedBlocks, previous: _Group | None, leaves: bool, given: Given, fixed: set[int]
     ) -> None:
         self.home = home
         self.leaves = leaves
+        self.given = given
         self._previous = previous
         self._fixed = fixed
         self._storages: list[weakref.ref[_Storage]] = []  # weak: what nobody asks for need not be copied
@@ -250,6 +268,14 @@ class _Storage:
             self._give_back()
         elif self.owner is not None:
             self.owner = group
+
+    def stay_if_in(self, *calls: Given) -> None:
+        """Several blocks in a row are called with it: whoever calls them holds it."""
+        original = self._original()
+        if original is not None and all(
+            (given := call.get(original._cdata)) is not None and given() is original for call in calls
+        ):
+            self.owner = None
 
     def may_leave(self) -> bool:
         self._look()
@@ -342,6 +368,13 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     """All bytes of a tensor's storage."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.as_strided((elements,), (1,), 0).view(torch.uint8)
+
+
+def _storages_in(tree: Any) -> Given:
+    """Storages of the plain tensors in a block's arguments."""
+    tensors = (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+    storages = [t.untyped_storage() for t in tensors if not is_traceable_wrapper_subclass(t)]
+    return {storage._cdata: weakref.ref(storage) for storage in storages}
 
 
 def _storage_keys(tensors: Iterable[Tensor]) -> Iterator[int]:

@@ -90,7 +90,9 @@ class _Kept:
         self._results: dict[tuple[Any, int], Any] = {}
 
     def put(self, call: tuple[Any, int], result: Any) -> None:
-        self._results[call] = tree_map_only(Tensor, lambda tensor: _Result(keep(_outside_autograd(tensor))), result)
+        self._results[call] = tree_map_only(
+            Tensor, lambda tensor: _Result(keep(_outside_autograd(tensor))), result
+        )
 
     def take(self, call: tuple[Any, int]) -> Any:
         """The result as it was, once; None when it was not kept or has been written to since."""

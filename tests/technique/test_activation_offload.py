@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from pool import Pool
 from torch import Tensor, nn
 
 from shardwise.core.cluster import cluster_of
-from shardwise.core.presets import dimensions_of
 from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import build
@@ -26,7 +26,7 @@ from shardwise.model.kept import OffloadedBlocks
 from shardwise.model.lanes import Lanes
 from shardwise.model.slices import named_parameters
 from shardwise.plan.predict import predict
-from shardwise.plan.search import plan_for
+from shardwise.plan.search import offload_in_words
 from shardwise.technique import SETTINGS, layout_of, one_line, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 
@@ -222,16 +222,94 @@ def moved(run: DryRun) -> dict[tuple[str, str], int]:
     return found
 
 
-ROTATION = 2 * 128 * 16 * 4
-"""Cosines and sines of all blocks: too small to be moved."""
+def test_two_blocks_stay_on_the_device_and_what_is_small() -> None:
+    """To the byte: without offload n blocks and the rest lie there, with it two of them."""
+    none, offload = counted("none", 16), counted("activations", 16)
+    per_block = most(none) - most(counted("none", 15))
+    small = per_block - moved(offload)["forward", "to_host"] // 14
+    assert 0 < small < 0.05 * per_block, "sums of squares and of exponents"
+    assert most(offload) == most(none) - 14 * (per_block - small)
+    assert most(offload) < 0.20 * most(none)
 
 
-def test_two_blocks_stay_on_the_device_and_the_rest_lies_in_host_memory() -> None:
-    """To the byte: none keeps n blocks and the rest; offload two of them. Of one block what is large is moved."""
-    per_block = most(counted("none", 16)) - most(counted("none", 15))
-    rest = most(counted("none", 16)) - 16 * per_block
-    per_moved_block = moved(counted("activations", 16))["forward", "to_host"] // 14
-    small = per_block - per_moved_block
-    assert 0 < small < 0.05 * per_block
-    assert most(counted("activations", 16)) == 2 * per_block + rest + 14 * small
-    assert 1 - most(counted("activations", 16)) / most(counted("none", 16)) > 0.80
+@pytest.mark.parametrize("kind", ["none", "full", "every:2"])
+def test_what_is_copied_lies_in_host_memory_and_comes_back(kind: str) -> None:
+    """In buffers of a power of two each; once, however many micro-batches there are."""
+    once, thrice = counted("activations", 8, kind), counted("activations", 8, kind, 3)
+    assert moved(once).keys() == {("forward", "to_host"), ("backward", "to_device")}
+    assert len(set(moved(once).values())) == 1
+    assert moved(thrice) == {way: 3 * size for way, size in moved(once).items()}
+    sizes = [t.bytes for t in once.cost.transfers if t.way == "to_host" for _ in range(t.calls)]
+    assert once.host.activations == sum(1 << (size - 1).bit_length() for size in sizes)
+    assert once.host.total == once.host.activations == thrice.host.activations
+    assert counted("none", 8, kind).host.total == 0
+
+
+def test_full_leaves_the_inputs_of_blocks_to_move() -> None:
+    """One input of each of six blocks; nothing else is kept."""
+    assert moved(counted("activations", 8, "full"))["forward", "to_host"] == 6 * 4 * 128 * 64 * 4
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("none", 3), ("full", 0), ("every:2", 3)])
+def test_quick_predictions_are_full_ones_to_the_byte(kind: str, stage: int) -> None:
+    asked = recipe({**NATIVE, "layers": 12}, cluster={"preset": "4xH100-80GB"})
+    strategy = strategy_from(
+        {"zero_stage": stage, "offload": "activations", "activation_checkpointing": kind}
+    )
+    quick, full = (
+        predict(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster), quick=quick)
+        for quick in (True, False)
+    )
+    assert (quick.sum_bytes, quick.host, quick.cost.transfers) == (
+        full.sum_bytes,
+        full.host,
+        full.cost.transfers,
+    )
+
+
+def sentences(model: dict[str, Any], length: int, **settings: Any) -> list[str]:
+    """What the plan says of the copies."""
+    asked = recipe(model, length, 8, cluster={"preset": "8xH100-80GB"})
+    cluster = cluster_of(asked.cluster)
+    strategy = strategy_from({"precision": "bf16", "zero_stage": 3, "offload": "activations", **settings})
+    found = predict(asked, blueprint_of(asked), strategy, cluster, quick=True)
+    return list(offload_in_words(found, cluster))
+
+
+def test_the_plan_says_whether_compute_hides_the_copies() -> None:
+    """Inputs of Llama-3-8B's blocks at 32,768 tokens are copied beside them; all activations of small blocks not."""
+    long = sentences(
+        {"preset": "llama-3-8b", "context": 32768},
+        32768,
+        activation_checkpointing="full",
+        loss="chunked",
+    )
+    small = sentences({**NATIVE, "context": 4096}, 4096)
+    for words, end in ((long, r"which .* of compute hide$"), (small, r"the device waits")):
+        assert len(words) == 2
+        assert re.search(rf"in the forward phase: copies to the host .*{end}", words[0])
+        assert re.search(rf"in the backward phase: copies to the device .*{end}", words[1])
+
+
+def test_what_does_nothing_says_so() -> None:
+    asked = recipe(NATIVE)
+    strategy = strategy_from({"micro_batch_size": 4, "offload": "activations"})
+    on_cpu = dry_run(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster))
+    assert on_cpu.notes == ("activations are not offloaded: the memory of this device is the host's",)
+    assert (
+        on_cpu.peak
+        == dry_run(
+            asked, blueprint_of(asked), strategy.with_values(offload="none"), cluster_of(asked.cluster)
+        ).peak
+    )
+    assert counted("activations", 2).notes == (
+        "activations are not offloaded: of 2 blocks all are needed at once",
+    )
+    assert counted("activations", 2).cost.transfers == ()
+
+
+def test_the_strategy_in_one_line() -> None:
+    strategy = strategy_from({"offload": "activations", "activation_checkpointing": "full"})
+    assert one_line(strategy, layout_of(strategy, 1), 4).startswith(
+        "full checkpointing · activations offloaded · "
+    )
