@@ -13,15 +13,17 @@ laptop.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.core.machine import cpu_flags
 from shardwise.model.float8 import EMULATED
 
 
@@ -46,14 +48,31 @@ class Target:
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _ONEDNN_KERNEL = 560 * 1024
-"""Bytes of one compiled oneDNN product. Measured on AMD Zen 5 (avx512_bf16), torch 2.13, as the growth of the
-resident set at the first call of 33 shapes: 0.51 to 0.70 MiB, mean 0.565, whatever the shape. fp32 products
-call MKL and fp16 products, where the processor has none of its own, ATen; neither compiles anything."""
+_ONEDNN_TILE_KERNEL = 680 * 1024
+"""Bytes of one compiled oneDNN product, and of one for tiles (AMX), torch 2.13: the growth of the resident set at the
+first call of a shape. AMD Zen 5 (avx512_bf16), 33 shapes: 0.51 to 0.70 MiB, mean 0.565, whatever the shape. Intel
+Sapphire Rapids (amx_bf16, avx512_fp16), 43 shapes, each of three layouts: mean 0.68 MiB in bf16, 0.64 in fp16."""
+
+
+@cache
+def _compiled() -> Mapping[torch.dtype, int]:
+    """Bytes of a compiled product by dtype, of those that oneDNN multiplies on this processor.
+
+    fp32 products call MKL, and what the processor has no instructions for ATen; neither compiles anything.
+    """
+    size = _ONEDNN_TILE_KERNEL if "amx_tile" in cpu_flags() else _ONEDNN_KERNEL
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return {
+        dtype: size for dtype, known in supported.items() if torch.backends.mkldnn.is_available() and known()
+    }
 
 
 def _onednn_kernels(operation: str, result: Any) -> int:
-    """oneDNN compiles a bf16 matrix product for each of its shapes and keeps it for good."""
-    return _ONEDNN_KERNEL if operation.startswith(_PRODUCTS) and result.dtype == torch.bfloat16 else 0
+    """oneDNN compiles a matrix product in 16 bits for each of its shapes and keeps it for good."""
+    return _compiled().get(result.dtype, 0) if operation.startswith(_PRODUCTS) else 0
 
 
 def _nothing_kept(operation: str, result: Any) -> int:
