@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.core.machine import cpu_flags
 from shardwise.model.float8 import EMULATED
 
 
@@ -48,10 +47,9 @@ class Target:
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _ONEDNN_KERNEL = 560 * 1024
-_ONEDNN_TILE_KERNEL = 680 * 1024
-"""Bytes of one compiled oneDNN product, and of one for tiles (AMX), torch 2.13: the growth of the resident set at the
-first call of a shape. AMD Zen 5 (avx512_bf16), 33 shapes: 0.51 to 0.70 MiB, mean 0.565, whatever the shape. Intel
-Sapphire Rapids (amx_bf16, avx512_fp16), 43 shapes, each of three layouts: mean 0.68 MiB in bf16, 0.64 in fp16."""
+"""Bytes of one compiled oneDNN product, torch 2.13: the growth of the resident set at the first call of a shape. AMD
+Zen 5 (avx512_bf16), 33 shapes: 0.51 to 0.70 MiB, mean 0.565, whatever the shape. Intel Sapphire Rapids (AMX,
+avx512_fp16): 0.64 MiB in a loop over 43 shapes, but 0.45 to 0.54 MiB each in six training steps."""
 
 
 @cache
@@ -60,14 +58,12 @@ def _compiled() -> Mapping[torch.dtype, int]:
 
     fp32 products call MKL, and what the processor has no instructions for ATen; neither compiles anything.
     """
-    size = _ONEDNN_TILE_KERNEL if "amx_tile" in cpu_flags() else _ONEDNN_KERNEL
     supported = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
-    return {
-        dtype: size for dtype, known in supported.items() if torch.backends.mkldnn.is_available() and known()
-    }
+    has = torch.backends.mkldnn.is_available()
+    return {dtype: _ONEDNN_KERNEL for dtype, known in supported.items() if has and known()}
 
 
 def _onednn_kernels(operation: str, result: Any) -> int:
