@@ -100,7 +100,7 @@ def dry_run(
     layout = layout_of(strategy, world_size)
     count = micro_batches(strategy, layout, recipe.batch_size)
     target = TARGETS[cluster.device.kind]
-    with fake_world(rank, world_size):
+    with fake_world(rank, world_size), memories_apart(not target.is_host):
         site = assemble(blueprint, strategy, world_size, "cpu", depth)
         parameters = sum(p.numel() for p in site.model.parameters())
         even = all(p.numel() == _held_by_all(p, world_size) for p in site.model.parameters())
@@ -108,8 +108,7 @@ def dry_run(
         modules = RunningModule(site.model)
         tracker = Tracker(axis_names(groups), target.workspace, target.kept, modules.name)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        memories, generators = memories_apart(not target.is_host), torch.random.fork_rng(devices=[])
-        with memories, generators, fake, tracker.watching(), target.kernels(), modules:
+        with torch.random.fork_rng(devices=[]), fake, tracker.watching(), target.kernels(), modules:
             run = materialise(site, recipe, blueprint, torch.device("cpu"))
             _tag_state(run, tracker)
             snapshots: Snapshots[None] | None = snapshots_of(run)

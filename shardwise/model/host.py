@@ -70,6 +70,12 @@ def host_empty_like(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
+def host_bytes(size: int, device: torch.device) -> Tensor:
+    """``size`` undefined bytes in host memory, pinned where ``device`` has a memory of its own."""
+    with host_memory():
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+
+
 class _Copying(TorchFunctionMode):
     """Makes ``tensor.to(device)`` a copy into what ``empty`` makes, whatever the device."""
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.optimizer import UpdateRule
 from shardwise.engine.optim.piece import STEP, as_rows, chunks, distributed_as, stand_in
-from shardwise.engine.optim.staging import SLOTS, carve, host_bytes
+from shardwise.engine.optim.staging import SLOTS, carve
 from shardwise.model import disk
+from shardwise.model.host import host_bytes
 
 _numbers = count()
 _BUFFER_ALIGNMENT = 64
@@ -62,7 +63,7 @@ class StateFile:
             self._regions[parameter] = regions
             spans = chunks(*as_rows(parameter).shape)
             largest = max([largest, *(_room(regions, span) for span in spans)])
-        self._buffers = [host_bytes(largest, pinned=False) for _ in range(SLOTS)]
+        self._buffers = [host_bytes(largest, torch.device("cpu")) for _ in range(SLOTS)]
         disk.reserve(self._buffers[0], self._name, folder, end)
         weakref.finalize(self, disk.close, self._name)
         for parameter in parameters:

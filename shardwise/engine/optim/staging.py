@@ -17,16 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from shardwise.model.host import host_memory
+from shardwise.model.host import host_bytes
 
 SLOTS = 3
 """Pieces under way: one that comes, one that is updated, one that goes."""
-
-
-def host_bytes(size: int, pinned: bool) -> Tensor:
-    """So many undefined bytes in host memory."""
-    with host_memory():
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def carve(buffer: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -39,8 +33,8 @@ class Staging:
 
     def __init__(self, device: torch.device, largest: int) -> None:
         streams = device.type != "cpu"
-        self._weights = [host_bytes(largest, streams) for _ in range(SLOTS)]
-        self._grads = [host_bytes(largest, streams) for _ in range(SLOTS)]
+        self._weights = [host_bytes(largest, device) for _ in range(SLOTS)]
+        self._grads = [host_bytes(largest, device) for _ in range(SLOTS)]
         self._device = device
         self._down = torch.Stream(device) if streams else None
         self._up = torch.Stream(device) if streams else None
