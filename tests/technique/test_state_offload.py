@@ -1,4 +1,4 @@
-"""Offloaded state: the run without it, bit for bit; bytes as planned; a disk that fails; checkpoints with and without."""
+"""Offloaded state: the run without it, bit for bit; bytes as planned; a failing disk; checkpoints with and without."""
 
 from __future__ import annotations
 
