@@ -12,7 +12,7 @@ import pytest
 import torch
 from pairwise import Row, covering_rows
 from pool import Pool
-from small_run import MODEL, equal, make_run, train, whole
+from small_run import MODEL, VOCAB, equal, make_run, train, whole
 
 from shardwise.core.cluster import cluster_of
 from shardwise.core.errors import RecipeError, ResourceError, ShardwiseError
@@ -192,7 +192,8 @@ def test_transfers_are_gradients_and_weights_down_and_weights_up() -> None:
     every, half = planned("optimizer", 0), planned("half", 0)
     weights = 4 * every.parameters
     assert every.cost.transferred_bytes() == {"to_host": 2 * weights, "to_device": weights}
-    assert 0.5 * weights <= half.cost.transferred_bytes()["to_device"] < 0.6 * weights
+    largest = 4 * VOCAB * 12
+    assert 0.5 * weights <= half.cost.transferred_bytes()["to_device"] < 0.5 * weights + largest
     files = planned("files", 0).cost.transferred_bytes()
     assert files["disk_read"] == files["disk_write"] == 2 * weights
     assert planned("optimizer", 0, "cpu").cost.transferred_bytes() == {}
@@ -219,7 +220,7 @@ def test_a_model_that_does_not_fit_fits_with_its_state_on_the_host() -> None:
         "data": {"sequence_length": 64},
         "steps": 10,
         "batch_size": 1,
-        "cluster": {"device": "h100", "memory_gib": 1.16},
+        "cluster": {"device": "h100", "memory_gib": 0.97},
     }
 
     def plan(offload: str) -> Any:
