@@ -47,9 +47,11 @@ class ActivationOffload:
 
         if not apart(torch.device(site.mesh.device_type)):
             site.notes.append("activations are not offloaded: the memory of this device is the host's")
-        elif len(site.units) <= ON_DEVICE:
+            return
+        site.shallowest = 2 * ON_DEVICE  # with fewer, most of the blocks never leave
+        if len(site.units) > ON_DEVICE:
+            OffloadedBlocks(site.model, site.units)
+        else:
             site.notes.append(
                 f"activations are not offloaded: of {len(site.units)} blocks all are needed at once"
             )
-        else:
-            OffloadedBlocks(site.model, site.units)
