@@ -1,8 +1,8 @@
 """Counting one operation: its FLOPs, the bytes it must move, and the payload of a collective.
 
 FLOPs are those of model/flops.py. Bytes are every input and output once: what a kernel must move if nothing is
-reused in cache. Multi-tensor operations (``_foreach_*``, ``_fused_adamw_``) count one kernel per tensor, so that their number
-grows with depth and shallow runs can be extrapolated.
+reused in cache. Multi-tensor operations (``_foreach_*``, ``_fused_adamw_``) count one kernel per tensor, so that
+their number grows with depth and shallow runs can be extrapolated.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The choice is made where shapes and dtypes are known: at a block's first call. That one keeps all that autograd saves,
 as a block without recomputation does, notes what every operation costs and what it reads, and when it ends lets
-go of what the choice does not keep (model/knapsack.py). Later calls, and all blocks that are called with the same shapes
-and hold the same, keep from the start what was chosen. A block whose operations turn out to be others keeps nothing
-more in that call and chooses for itself at its next one. Nothing is asked of the device, so the plan's dry run, the
-training run and all ranks choose alike.
+go of what the choice does not keep (model/knapsack.py). Later calls, and all blocks that are called with the same
+shapes and hold the same, keep from the start what was chosen. A block whose operations turn out to be others keeps
+nothing more in that call and chooses for itself at its next one. Nothing is asked of the device, so the plan's dry
+run, the training run and all ranks choose alike.
 
 What is chosen decides memory and time, never values: whatever was not kept is computed again (model/tape.py).
 

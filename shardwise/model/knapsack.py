@@ -15,7 +15,8 @@ one by a five-hundredth of the block. Every choice in the front is one that can 
 
 Cost is FLOPs first and bytes moved second. Refused: seconds, for which one would have to know how many bytes a device
 moves in the time of a FLOP, where all that is known is the model; the plan and the run, and all ranks, must
-choose alike. The price: where products are so narrow that they cost less than a norm they are spared first all the same.
+choose alike. The price: where products are so narrow that they cost less than a norm they are spared first all
+the same.
 """
 
 from __future__ import annotations

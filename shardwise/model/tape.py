@@ -2,205 +2,35 @@
 
 While a block runs, every operation is noted with what it has read, and every tensor that autograd would save in the
 block is exchanged for a handle. Opened in the backward pass, a handle runs what its tensor follows from, and nothing
-else, from kept results and the block's inputs. Python does not run the block again: no hook fires, nothing that
-nobody reads is computed, and of a block whose middle was kept the second half is there and gone before the first
-half is computed.
+else, from kept results and the block's inputs (model/value.py). Python does not run the block again: no hook fires,
+nothing that nobody reads is computed, and of a block whose middle was kept the second half is there and gone before
+the first half is computed. An operation that changes what lies outside the block (the statistics of a batch norm), or
+that sends, is not run again: its results are kept.
 
-What lives is left to reference counting. A value (one storage's content at one time) is held by handles and by the
-recipes that read it; a recipe is held by the values that it writes, and lets go of what it reads once it has run. So
-memory is freed as autograd frees what it saves.
-
-An operation that draws random numbers runs again from the state that its generator had. One that writes in place
-writes to a copy, unless nothing else reads what it writes over. One that changes what lies outside the block (the
-statistics of a batch norm), or that sends, is not run again: its results are kept. An input, or a kept result, that
-was written to since the block ran is an error, as it is in autograd.
-
-Chosen: operations below autograd and autocast, so what runs again is the very kernel that ran. Refused: running the
-block a second time under modes that skip what was kept, as model/selective.py does, where all that is not kept
-runs, needed or not. The price is about 50 us for each operation in the forward pass, which an accelerator does not
-notice in blocks of more than some milliseconds.
+Refused: running the block a second time under modes that skip what was kept, as model/selective.py does, where all
+that is not kept runs, needed or not. The price is the host's time for noting each operation in the forward pass.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils._pytree import tree_flatten, tree_iter
 
 from shardwise.model.flops import bytes_of, flops_of
 from shardwise.model.knapsack import Graph, Operation
 from shardwise.model.knapsack import Value as Weight
 from shardwise.model.selective import argument_of, is_attention, outside_autograd
+from shardwise.model.value import Given, Read, Recipe, States, Value, View, is_plain
 
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _SENT = ("c10d", "_c10d_functional", "fsdp")
-
-
-@dataclass(frozen=True)
-class View:
-    """How a tensor lies in its storage."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> View:
-        return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-
-    def on(self, tensor: Tensor) -> Tensor:
-        """This view of the storage of another tensor."""
-        if View.of(tensor) == self:
-            return tensor
-        if tensor.dtype == self.dtype:
-            return tensor.as_strided(self.size, self.stride, self.offset)
-        storage = tensor.untyped_storage()
-        empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
-
-
-class Value:
-    """A storage's content at one time: the tensor where it is there, else what it is computed by."""
-
-    __slots__ = ("__weakref__", "keepable", "recipe", "saved", "size", "tensor", "uses", "version")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.recipe: Recipe | None = None
-        self.tensor: Tensor | None = None
-        self.version = 0
-        self.uses = 0  # by recipes and handles, ever
-        self.saved = False  # by autograd
-        self.keepable = True
-
-    def put(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
-
-    def get(self) -> Tensor:
-        """The tensor, computed now if need be."""
-        if self.tensor is None:
-            for recipe in self._missing():
-                recipe.run()
-        if self.tensor is None or self.tensor._version != self.version:
-            raise RuntimeError("a result of a block was written to before the backward pass has read it")
-        return self.tensor
-
-    def _missing(self) -> list[Recipe]:
-        """What has to run, in the order in which it ran first."""
-        found: dict[int, Recipe] = {}
-        open_values = [self]
-        while open_values:
-            value = open_values.pop()
-            recipe = value.recipe
-            if value.tensor is None and recipe is not None and recipe.number not in found:
-                found[recipe.number] = recipe
-                open_values += [leaf.value for leaf in recipe.leaves if isinstance(leaf, _Read)]
-        return [found[number] for number in sorted(found)]
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Stands for an argument that the block has computed."""
-
-    value: Value
-    view: View
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Stands for an argument from outside: an input, a weight."""
-
-    tensor: Tensor
-    version: int
-
-
-class Recipe:
-    """One operation: how to run it again, and the values that it writes."""
-
-    def __init__(
-        self, number: int, operation: Any, leaves: list[Any], spec: TreeSpec, states: _States | None
-    ) -> None:
-        self.number = number
-        self.operation = operation
-        self.leaves = leaves
-        self.spec = spec
-        self.states = states
-        self.written: list[tuple[int, weakref.ref[Value]]] = []  # by number of the leaf that is written over
-        self.returned: list[tuple[int, weakref.ref[Value]]] = []  # by number of the result
-
-    def is_given(self, tensor: Tensor) -> bool:
-        """Whether a result is no new storage but that of an argument from outside."""
-        key = tensor.untyped_storage()._cdata
-        given = (leaf.tensor for leaf in self.leaves if isinstance(leaf, _Given) and _is_plain(leaf.tensor))
-        return any(tensor.untyped_storage()._cdata == key for tensor in given)
-
-    def run(self) -> None:
-        """Fill every value that somebody waits for."""
-        copies = {number: self._copy(self.leaves[number].value) for number, _ in self.written}
-        leaves = [self._argument(number, leaf, copies) for number, leaf in enumerate(self.leaves)]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        with torch.no_grad(), torch._C._DisableAutocast(), _restored(self.states):
-            results = list(tree_iter(self.operation(*args, **kwargs)))
-        for number, reference in self.written:
-            _fill(reference, copies[number])
-        for number, reference in self.returned:
-            _fill(reference, results[number])
-        self.leaves = []
-
-    def _argument(self, number: int, leaf: Any, copies: dict[int, Tensor]) -> Any:
-        if isinstance(leaf, _Read):
-            return leaf.view.on(copies[number] if number in copies else leaf.value.get())
-        if isinstance(leaf, _Given):
-            if leaf.tensor._version != leaf.version:
-                raise RuntimeError("an input of a block was written to before the block could be run again")
-            return leaf.tensor
-        return leaf
-
-    def _copy(self, value: Value) -> Tensor:
-        tensor = value.get()
-        return tensor if value.uses == 1 else tensor.clone()
-
-
-def _fill(reference: weakref.ref[Value], tensor: Tensor) -> None:
-    if (value := reference()) is not None and value.tensor is None:
-        value.put(tensor)
-
-
-@dataclass(frozen=True)
-class _States:
-    """What the generators of some devices were at."""
-
-    cpu: Tensor
-    devices: Sequence[int]
-    of_devices: Sequence[Tensor]
-
-    @classmethod
-    def now(cls, leaves: Sequence[Any]) -> _States:
-        return cls(torch.get_rng_state(), *get_device_states(*leaves))
-
-
-@contextmanager
-def _restored(states: _States | None) -> Iterator[None]:
-    """The generators as they were, and afterwards as they are now."""
-    if states is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=states.devices):
-        torch.set_rng_state(states.cpu)
-        if states.devices:
-            set_device_states(states.devices, states.of_devices)
-        yield
 
 
 @dataclass(frozen=True)
@@ -216,7 +46,9 @@ class _Step:
 
     name: str
     reads: list[Value]
-    writes: dict[int, Value]  # by number of the result; of an argument that is written in place, -1 less its number
+    writes: dict[
+        int, Value
+    ]  # by number of the result; of an argument that is written in place, -1 less its number
     once: bool
     cost: tuple[int, int] = (0, 0)
 
@@ -268,11 +100,11 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
-        if not isinstance(func, torch._ops.OpOverload) or func.is_view:
+        if not isinstance(func, torch._ops.OpOverload) or func.is_view or func.namespace == "prim":
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         read = [self._value_of(leaf) for leaf in leaves]
-        states = _States.now(leaves) if _draws(func, args, kwargs) else None
+        states = States.now(leaves) if _draws(func, args, kwargs) else None
         result = func(*args, **kwargs)
         noted = [_noted(leaf, value) for leaf, value in zip(leaves, read, strict=True)]
         recipe = Recipe(len(self._steps), func, noted, spec, states)
@@ -281,6 +113,8 @@ class Tape(TorchDispatchMode):
         results = list(tree_iter(result))
         self._overwrite(recipe, step, leaves, read, _written(func, args, kwargs))
         self._return(recipe, step, results)
+        if not step.writes:
+            return result  # a view in all but name, or a change outside
         if self._kept is None:
             moved = bytes_of({id(leaf): leaf for leaf in (*leaves, *results)}.values())
             step.cost = (flops_of(func, args, kwargs, result), moved)
@@ -306,7 +140,7 @@ class Tape(TorchDispatchMode):
 
     def _return(self, recipe: Recipe, step: _Step, results: list[Any]) -> None:
         for number, tensor in enumerate(results):
-            if _is_plain(tensor) and self._value_of(tensor) is None and not recipe.is_given(tensor):
+            if is_plain(tensor) and self._value_of(tensor) is None and not recipe.is_given(tensor):
                 value = step.writes[number] = Value(tensor.untyped_storage().nbytes())
                 recipe.returned.append((number, self._meet(tensor, value, recipe)))
 
@@ -317,7 +151,7 @@ class Tape(TorchDispatchMode):
         return weakref.ref(value)
 
     def _value_of(self, leaf: Any) -> Value | None:
-        if not _is_plain(leaf):
+        if not is_plain(leaf):
             return None
         storage = leaf.untyped_storage()
         reference, value = self._values.get(storage._cdata, (None, None))
@@ -351,7 +185,9 @@ class Tape(TorchDispatchMode):
             value.put(outside_autograd(tensor))
         for value in values:
             if value.tensor is not None:
-                value.put(value.tensor)  # at its version of now: in-place operations count theirs up when they end
+                value.put(
+                    value.tensor
+                )  # at its version of now: in-place operations count theirs up when they end
                 value.recipe = None
         self._steps, self._values = [], {}
         return chosen
@@ -379,24 +215,19 @@ class Tape(TorchDispatchMode):
             return tuple(sorted({number[id(value)] for value in some}))
 
         return Graph(
-            tuple(Operation(s.cost, numbers(s.reads), numbers(s.writes.values()), s.once) for s in self._steps),
+            tuple(
+                Operation(s.cost, numbers(s.reads), numbers(s.writes.values()), s.once) for s in self._steps
+            ),
             tuple(Weight(v.size, v.saved, v.keepable, id(v) in free) for v in values),
         )
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether this is a tensor of which the place in its storage says everything."""
-    return (
-        type(leaf) in _PLAIN and leaf.layout == torch.strided and not leaf.is_conj() and not leaf.is_neg()
-    )
 
 
 def _noted(leaf: Any, value: Value | None) -> Any:
     if value is not None:
         value.uses += 1
-        return _Read(value, View.of(leaf))
+        return Read(value, View.of(leaf))
     if isinstance(leaf, Tensor):
-        return _Given(leaf if leaf.is_leaf else outside_autograd(leaf), leaf._version)
+        return Given(leaf if leaf.is_leaf else outside_autograd(leaf), leaf._version)
     return leaf
 
 
