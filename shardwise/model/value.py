@@ -43,7 +43,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
-        return cls(tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return cls(tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def on(self, tensor: Tensor) -> Tensor:
         """This view of the storage of another tensor."""
@@ -53,7 +53,7 @@ class View:
             return tensor.as_strided(self.size, self.stride, self.offset)
         storage = tensor.untyped_storage()
         empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+        return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 class Value:
