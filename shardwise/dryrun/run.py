@@ -55,6 +55,7 @@ class DryRun:
         replay: what that allocator reserves for it when nothing limits it.
         notes: what the techniques have to say about what they did.
         period: after how many blocks what a block holds and costs repeats itself; 0 where that depends on depth.
+        shallowest: the fewest blocks of a model from which deeper ones can be extrapolated.
         host: what this rank holds in host memory when that is most, where it is another memory than the device's.
         disk_bytes: what this rank reserves on a disk.
     """
@@ -72,6 +73,7 @@ class DryRun:
     period: int = 1
     host: Ledger = field(default_factory=Ledger)
     disk_bytes: int = 0
+    shallowest: int = 1
 
     @property
     def peak(self) -> Peak:
@@ -127,21 +129,8 @@ def dry_run(
     compute = dtype_name(run.dtypes.compute)
     cost, notes = _whole_cost(costs, count), tuple(site.notes)
     replay = trace.replayed(options_in(cluster.device.kind)) if trace is not None else None
-    return DryRun(
-        rank,
-        found,
-        cost,
-        samples,
-        parameters,
-        even,
-        compute,
-        trace,
-        replay,
-        notes,
-        site.period,
-        host,
-        tracker.disk_bytes,
-    )
+    rest = trace, replay, notes, site.period, host, tracker.disk_bytes, site.shallowest
+    return DryRun(rank, found, cost, samples, parameters, even, compute, *rest)
 
 
 def _trace(tracker: Tracker, start: int, cluster: Cluster) -> Trace:

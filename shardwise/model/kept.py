@@ -28,7 +28,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
@@ -190,7 +189,7 @@ class _Group:
     def pack(self, tensor: Tensor) -> Kept:
         self._saves = True
         tensor = tensor.detach()  # a result's node would hold itself by what it saves
-        if is_traceable_wrapper_subclass(tensor):
+        if _is_made_of_others(tensor):
             return _Wrapped(tensor, self)
         if not self._is_movable(tensor):
             return _Here(tensor, self)
@@ -373,17 +372,19 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _storages_in(tree: Any) -> Given:
     """Storages of the plain tensors in a block's arguments."""
     tensors = (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
-    storages = [t.untyped_storage() for t in tensors if not is_traceable_wrapper_subclass(t)]
+    storages = [t.untyped_storage() for t in tensors if not _is_made_of_others(t)]
     return {storage._cdata: weakref.ref(storage) for storage in storages}
 
 
-def _storage_keys(tensors: Iterable[Tensor]) -> Iterator[int]:
+def _is_made_of_others(tensor: Any) -> bool:
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def _storage_keys(tensors: Iterable[Any]) -> Iterator[int]:
     """Which storages some weights lie in, as they are at the moment."""
     for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            yield tensor._local_tensor.untyped_storage()._cdata
-        elif is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        if _is_made_of_others(tensor):
+            names, _ = tensor.__tensor_flatten__()
             yield from _storage_keys(getattr(tensor, name) for name in names)
         else:
             yield tensor.untyped_storage()._cdata
