@@ -9,6 +9,7 @@ cluster's network is trusted, as every trainer does.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.allocator_options import DEFAULTS, unset
 from shardwise.core.errors import RankError, ResourceError
@@ -54,15 +57,7 @@ def join(device_type: str | None = None) -> Iterator[World]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     try:
-        store = _store(placement)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=placement.rank,
-            world_size=placement.world_size,
-            timeout=TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
-        )
+        _meet(_store(placement), placement.rank, placement.world_size, device)
     except RuntimeError as error:  # of which DistNetworkError, DistStoreError are kinds
         raise RankError(
             f"rank {placement.rank} of {placement.world_size} did not meet the others",
@@ -72,6 +67,40 @@ def join(device_type: str | None = None) -> Iterator[World]:
     yield World(placement.rank, placement.world_size, placement.local_rank, device)
     dist.barrier()  # rank 0 holds the store
     dist.destroy_process_group()
+
+
+def meet_again(store: Store, rank: int, world_size: int, device: torch.device) -> None:
+    """Leave all process groups, whatever became of them, and make a new default one with the same ranks.
+
+    Nothing may refer to the groups any more. ``store`` is one that has not been used for this before. Raises
+    RankError when the ranks do not meet.
+    """
+    if dist.is_initialized():
+        c10d._abort_process_group()
+    for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
+        # Meshes outlive their runs in DTensor's caches, and since torch 2.12 hold their groups, which gloo closes
+        # only when nobody holds them.
+        getattr(mesh, "_pg_registry", {}).clear()
+    gc.collect()
+    try:
+        _meet(store, rank, world_size, device)
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {rank} of {world_size} did not meet the others again",
+            where="",
+            why=str(error).splitlines()[0],
+        ) from error
+
+
+def _meet(store: Store | None, rank: int, world_size: int, device: torch.device) -> None:
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def _device(local_rank: int, device_type: str | None) -> torch.device:
