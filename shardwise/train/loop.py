@@ -32,7 +32,7 @@ from shardwise.train.meter import EXACT_STEPS, MemoryMeter, return_large_frees
 from shardwise.train.metrics import MetricsFile, StepMetrics, typical_seconds
 from shardwise.train.progress import Progressing
 from shardwise.train.recovery import Observed, Recovery, Rewound
-from shardwise.train.shortage import remember
+from shardwise.train.shortage import is_shortage, remember
 from shardwise.train.state import TrainState
 from shardwise.train.stop import StopRequest
 from shardwise.train.survival import Standing, Survival, agree, exhausted, shortage_of
@@ -102,6 +102,7 @@ class Trainer:
         steps = self.job.recipe.steps
         if self.first >= steps:
             _say(self.rank, f"nothing to do: {self.first} of {steps} steps are done")
+            self.survival.alarm.close()
             return
         self.recovery.begin(self.state)
         try:
@@ -111,6 +112,7 @@ class Trainer:
         self._report()
 
     def _to_the_end(self) -> None:
+        """Step after step, again and again from where the run was taken back to."""
         while self.state.step < self.job.recipe.steps:
             standing = None
             try:
@@ -118,7 +120,8 @@ class Trainer:
             except Rewound as back:
                 self._back_at(back.state)
             except Exception as error:
-                if isinstance(error, ShardwiseError) or not self.survival.alarm.met(error):
+                told = isinstance(error, ShardwiseError) and not is_shortage(error)
+                if told or not self.survival.alarm.met(error):
                     raise
                 standing = self._standing()
             # Outside of the handler: while an error is handled, its frames are not free.

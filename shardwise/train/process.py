@@ -78,8 +78,8 @@ def meet_again(store: Store, rank: int, world_size: int, device: torch.device) -
     if dist.is_initialized():
         c10d._abort_process_group()
     for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
-        # Meshes outlive their runs in DTensor's caches, and since torch 2.12 hold their groups, which gloo closes
-        # only when nobody holds them.
+        # Meshes outlive their runs in DTensor's caches and hold their groups, whose connections gloo closes only
+        # when nobody holds them.
         getattr(mesh, "_pg_registry", {}).clear()
     gc.collect()
     try:
