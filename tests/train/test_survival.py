@@ -170,13 +170,13 @@ Trained = Callable[[Case], tuple[list[dict[str, Any]], Path]]
 @pytest.fixture(scope="module")
 def trained(pool: Pool, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """What a case's ranks have seen, and its folder; each is trained once."""
-    known: dict[Case, tuple[list[dict[str, Any]], Path]] = {}
+    known: dict[str, tuple[list[dict[str, Any]], Path]] = {}
 
     def run(case: Case) -> tuple[list[dict[str, Any]], Path]:
-        if case not in known:
+        if repr(case) not in known:
             folder = tmp_path_factory.mktemp("run")
-            known[case] = (train(pool, case, corpus, folder), folder)
-        return known[case]
+            known[repr(case)] = (train(pool, case, corpus, folder), folder)
+        return known[repr(case)]
 
     return run
 
