@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardwise.core.device import DTYPES, DeviceProfile, Efficiency, Latency, Overhead
 from shardwise.core.device_profiles import PROFILES, SHORT_NAMES
@@ -65,6 +65,8 @@ class ClusterRequest(Protocol):
     def devices_per_node(self) -> int: ...
     @property
     def memory_gib(self) -> float | None: ...
+    @property
+    def host_memory_gib(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,11 @@ class Cluster:
     def capacity_bytes(self) -> int:
         """Memory of one device; what context and communicators take is not subtracted (see Overhead)."""
         return self.device.memory_bytes
+
+    @property
+    def host_capacity_bytes(self) -> int:
+        """Host memory for each device, where that is another memory than the device's."""
+        return self.device.host_memory_bytes
 
     def link(self, degree: int, stride: int = 1) -> Link:
         """What a group of ``degree`` ranks, ``stride`` apart, can send. Raises ValueError below 1."""
@@ -226,7 +233,9 @@ def cluster_of(request: ClusterRequest) -> Cluster:
         raise RecipeError(what, where=where, fix=rest) from None
     profile = device or cpu_profile(per_node)
     if request.memory_gib is not None:
-        profile = _with_memory(profile, request.memory_gib)
+        profile = _with_memory(profile, "memory", request.memory_gib)
+    if request.host_memory_gib is not None:
+        profile = _with_memory(profile, "host_memory", request.host_memory_gib)
     name = f"{per_node}x{profile.name}" if nodes == 1 else f"{nodes}x{per_node}x{profile.name}"
     return Cluster(name, profile, nodes, per_node, profile.network_bandwidth)
 
@@ -241,8 +250,11 @@ def _refuse_conflicts(request: ClusterRequest, preset_devices: int) -> None:
         )
 
 
-def _with_memory(profile: DeviceProfile, memory_gib: float) -> DeviceProfile:
-    if not (math.isfinite(memory_gib) and memory_gib > 0):
-        raise RecipeError(f"memory_gib must be positive, found {memory_gib}", where="cluster.memory_gib")
-    source: Mapping[str, str] = {**profile.source, "memory_bytes": "cluster.memory_gib of the recipe"}
-    return replace(profile, memory_bytes=int(memory_gib * GiB), source=source)
+def _with_memory(profile: DeviceProfile, which: str, gib: float) -> DeviceProfile:
+    """The profile with ``which`` memory, memory or host_memory, of so many GiB."""
+    key, figure = f"{which}_gib", f"{which}_bytes"
+    if not (math.isfinite(gib) and gib > 0):
+        raise RecipeError(f"{key} must be positive, found {gib}", where=f"cluster.{key}")
+    source: Mapping[str, str] = {**profile.source, figure: f"cluster.{key} of the recipe"}
+    sizes: dict[str, Any] = {figure: int(gib * GiB)}
+    return replace(profile, source=source, **sizes)

@@ -7,14 +7,16 @@ FLOPs count a multiply-add as two; matrix products, convolutions and attention o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """All calls of one operation with one shape in one phase: how many, and what each costs."""
+    """All calls of one operation with one shape in one phase: how many, and what each costs.
+
+    ``on_host`` says that the processor runs it, on tensors in host memory, beside the device.
+    """
 
     phase: str
     operation: str
@@ -22,6 +24,7 @@ class Kernel:
     calls: int
     flops: int
     bytes: int
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,25 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """All copies of one size between two memories in one phase.
+
+    ``way`` is to_host or to_device, between a device's memory and the host's.
+    """
+
+    phase: str
+    way: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class StepCost:
     """One optimizer step of one rank, counted by the dry run."""
 
     kernels: tuple[Kernel, ...]
     collectives: tuple[Collective, ...]
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -77,30 +94,29 @@ class StepCost:
             traffic[c.axis] = traffic.get(c.axis, 0.0) + c.traffic_bytes
         return {axis: round(sent) for axis, sent in traffic.items()}
 
+    def transferred_bytes(self) -> dict[str, int]:
+        """Bytes copied between memories per optimizer step, by way."""
+        copied: dict[str, int] = {}
+        for t in self.transfers:
+            copied[t.way] = copied.get(t.way, 0) + t.calls * t.bytes
+        return copied
+
     def extrapolated(self, deeper: StepCost, blocks: int) -> StepCost:
         """This cost plus ``blocks`` times the calls that one more identical block adds."""
-        kernels = _more_calls(
-            {replace(k, calls=0): k.calls for k in self.kernels},
-            {replace(k, calls=0): k.calls for k in deeper.kernels},
-            blocks,
-        )
-        collectives = _more_calls(
-            {replace(c, calls=0): c.calls for c in self.collectives},
-            {replace(c, calls=0): c.calls for c in deeper.collectives},
-            blocks,
-        )
         return StepCost(
-            tuple(replace(k, calls=n) for k, n in kernels.items()),
-            tuple(replace(c, calls=n) for c, n in collectives.items()),
+            _more_calls(self.kernels, deeper.kernels, blocks),
+            _more_calls(self.collectives, deeper.collectives, blocks),
+            _more_calls(self.transfers, deeper.transfers, blocks),
         )
 
 
-Counted = TypeVar("Counted", bound=Kernel | Collective)
+Counted = TypeVar("Counted", Kernel, Collective, Transfer)
 
 
-def _more_calls(
-    shallow: Mapping[Counted, int], deep: Mapping[Counted, int], blocks: int
-) -> dict[Counted, int]:
-    keys = list(dict.fromkeys([*shallow, *deep]))
-    calls = {k: shallow.get(k, 0) + blocks * (deep.get(k, 0) - shallow.get(k, 0)) for k in keys}
-    return {k: n for k, n in calls.items() if n > 0}
+def _more_calls(shallow: tuple[Counted, ...], deep: tuple[Counted, ...], blocks: int) -> tuple[Counted, ...]:
+    calls: dict[Counted, int] = {}
+    for counted, factor in ((shallow, 1 - blocks), (deep, blocks)):
+        for each in counted:
+            key = replace(each, calls=0)
+            calls[key] = calls.get(key, 0) + factor * each.calls
+    return tuple(replace(key, calls=n) for key, n in calls.items() if n > 0)

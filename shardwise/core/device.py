@@ -78,6 +78,8 @@ class DeviceProfile:
         node_devices: how many the usual node holds.
         network_bandwidth: bytes/s of one device to other nodes, one direction, in the usual node.
         host_bandwidth: bytes/s between host and device memory, one direction.
+        host_memory_bytes: memory of the processors of the usual node, for each of its devices.
+        host_memory_bandwidth: bytes/s, read plus written, of those processors, for each device.
         reported: names by which drivers report the device, lower case, without the maker.
         source: figure -> where it is from.
     """
@@ -90,6 +92,8 @@ class DeviceProfile:
     link_bandwidth: float
     network_bandwidth: float
     host_bandwidth: float
+    host_memory_bytes: int
+    host_memory_bandwidth: float
     topology: str
     node_devices: int
     latency: Latency

@@ -59,7 +59,6 @@ _CUBLAS = (
 _MI300X_USE = "https://aiweekly.co/alerts/amd-mi300x-hits-only-45-of-peak-flops-in-practice"
 _TOTAL = "total capacity in out-of-memory messages of PyTorch"
 
-
 _NVLINK_LATENCY = Latency(start=6.6e-6, hop=0.6e-6, network_hop=2.7e-6)
 _PCIE_LATENCY = Latency(start=6.6e-6, hop=1.0e-6, network_hop=2.7e-6)
 _WORKSPACE = 2 * (2 * 4 * MiB + 8 * 16 * 1024)
@@ -75,6 +74,7 @@ def _nvlink(
     link: tuple[float, float, str],
     network: tuple[float, str],
     host: float,
+    node: tuple[int, float, str],
     matmul: tuple[float, str],
     memory: tuple[float, str],
     overhead: tuple[Overhead, str],
@@ -82,7 +82,7 @@ def _nvlink(
     sheet: str,
     source: Mapping[str, str] | None = None,
 ) -> DeviceProfile:
-    """A board whose eight devices of a node meet in NVLink switches; ``link`` is (peak, fraction, why)."""
+    """Eight boards that meet in NVLink switches; ``link``: (peak, fraction, why), ``node``: (GiB, bytes/s, why)."""
     return DeviceProfile(
         name=name,
         kind="cuda",
@@ -92,6 +92,8 @@ def _nvlink(
         link_bandwidth=link[0],
         network_bandwidth=network[0],
         host_bandwidth=host,
+        host_memory_bytes=node[0] * GiB // 8,
+        host_memory_bandwidth=node[1] / 8,
         topology="switch",
         node_devices=8,
         latency=_NVLINK_LATENCY,
@@ -105,6 +107,7 @@ def _nvlink(
             "link_bandwidth": f"{sheet}: NVLink",
             "network_bandwidth": network[1],
             "host_bandwidth": f"{sheet}: PCIe",
+            **dict.fromkeys(("host_memory_bytes", "host_memory_bandwidth"), node[2]),
             "latency": _TUNING,
             "efficiency.matmul": matmul[1],
             "efficiency.memory": memory[1],
@@ -128,6 +131,7 @@ def _v100(memory_gb: int, driver_gib: float) -> DeviceProfile:
         link=(150 * GIGA, 0.80, "SM70, 20 GB/s of 25 a link"),
         network=(6.25 * GIGA, "DGX-1V: 4 x 100 Gb/s for 8 devices"),
         host=15.75 * GIGA,
+        node=(512, 153.6 * GIGA, "DGX-1V: 512 GB, two processors of four DDR4-2400 channels"),
         matmul=(0.75, f"{_GEMMS}: 94.0 of 125"),
         memory=(0.90, _COPY),
         overhead=(Overhead(GiB // 2, 600 * MiB, _WORKSPACE), f"assumed as on A100: {_NCCL_A}"),
@@ -146,6 +150,7 @@ def _a100(memory_gb: int, driver_gib: float, memory_bandwidth: float) -> DeviceP
         link=(300 * GIGA, 0.80, "SM80, 20 GB/s of 25 a link"),
         network=(25 * GIGA, "DGX A100: a 200 Gb/s adapter for each device"),
         host=31.5 * GIGA,
+        node=(1024 * (memory_gb // 40), 409.6 * GIGA, "DGX A100: 1 or 2 TB, two of eight DDR4-3200 channels"),
         matmul=(0.86, f"{_MAMF}: 267.9 of 312"),
         memory=(0.90, _COPY),
         overhead=(Overhead(GiB // 2, 600 * MiB, _WORKSPACE), _NCCL_A),
@@ -171,6 +176,7 @@ _H100_80 = _nvlink(
     link=(450 * GIGA, 0.82, "SM90, 20.6 GB/s of 25 a link"),
     network=(50 * GIGA, "DGX H100: a 400 Gb/s adapter for each device"),
     host=63 * GIGA,
+    node=(2048, 614.4 * GIGA, "DGX H100: 2 TB, two processors of eight DDR5-4800 channels"),
     matmul=(0.80, f"{_MAMF}: 792.1 of 989"),
     memory=(0.90, _COPY),
     overhead=(Overhead(600 * MiB, GiB, _WORKSPACE_HOPPER), _NCCL_H),
@@ -186,6 +192,7 @@ _H200_141 = _nvlink(
     link=(450 * GIGA, 0.82, "SM90, 20.6 GB/s of 25 a link"),
     network=(50 * GIGA, "DGX H200: a 400 Gb/s adapter for each device"),
     host=63 * GIGA,
+    node=(2048, 614.4 * GIGA, "DGX H200: 2 TB, two processors of eight DDR5-4800 channels"),
     matmul=(0.80, "measured: bf16 8192x8192x8192 of random numbers, 788 of 989 TFLOP/s"),
     memory=(0.90, "measured: a copy through PyTorch, 4.3 of 4.8 TB/s read plus written"),
     overhead=(Overhead(600 * MiB, GiB, _WORKSPACE_HOPPER), _NCCL_H),
@@ -208,6 +215,7 @@ _B200_180 = _nvlink(
     link=(900 * GIGA, 0.80, "SM100, 40.1 GB/s of 50 a link"),
     network=(50 * GIGA, "DGX B200: a 400 Gb/s adapter for each device"),
     host=63 * GIGA,
+    node=(2048, 716.8 * GIGA, "DGX B200: 2 TB, two processors of eight DDR5-5600 channels"),
     matmul=(0.80, "assumed as on H200"),
     memory=(0.90, "assumed as on H200"),
     overhead=(Overhead(600 * MiB, GiB, _WORKSPACE_HOPPER), f"assumed as on H100: {_NCCL_H}"),
@@ -225,6 +233,7 @@ def _card(
     flops: Mapping[str, float],
     bandwidth: float,
     network: float,
+    node: tuple[int, float, str],
     matmul: float,
     reported: str,
     source: Mapping[str, str],
@@ -239,6 +248,8 @@ def _card(
         link_bandwidth=31.5 * GIGA,
         network_bandwidth=network,
         host_bandwidth=31.5 * GIGA,
+        host_memory_bytes=node[0] * GiB // 8,
+        host_memory_bandwidth=node[1] / 8,
         topology="host",
         node_devices=8,
         latency=_PCIE_LATENCY,
@@ -249,6 +260,7 @@ def _card(
             "memory_bytes": f"{_TOTAL}: {memory_gib} GiB",
             "link_bandwidth": "PCIe gen 4 x16, one direction",
             "host_bandwidth": "PCIe gen 4 x16, one direction",
+            **dict.fromkeys(("host_memory_bytes", "host_memory_bandwidth"), node[2]),
             "latency": _TUNING,
             "efficiency.memory": _COPY,
             "efficiency.link": "torch._inductor.comm_analysis: PCIe, device to host to device, 10 GB/s",
@@ -275,6 +287,7 @@ _L4_24 = _card(
     },
     bandwidth=300 * GIGA,
     network=1.5625 * GIGA,
+    node=(384, 204.8 * GIGA, "assumed: a server of 384 GiB, one processor of eight DDR4-3200 channels"),
     matmul=0.75,
     reported="l4",
     source={
@@ -298,6 +311,7 @@ _RTX_4090 = _card(
     },
     bandwidth=1008 * GIGA,
     network=1.25 * GIGA,
+    node=(512, 204.8 * GIGA, "assumed: 64 GiB for each of 8 cards, eight DDR4-3200 channels"),
     matmul=0.95,
     reported="rtx 4090",
     source={
@@ -324,6 +338,8 @@ _MI300X_192 = DeviceProfile(
     link_bandwidth=448 * GIGA,
     network_bandwidth=50 * GIGA,
     host_bandwidth=63 * GIGA,
+    host_memory_bytes=2048 * GiB // 8,
+    host_memory_bandwidth=614.4 * GIGA / 8,
     topology="mesh",
     node_devices=8,
     latency=_NVLINK_LATENCY,
@@ -337,6 +353,8 @@ _MI300X_192 = DeviceProfile(
         "link_bandwidth": _XGMI,
         "network_bandwidth": "Azure ND MI300X v5: one 400 Gb/s adapter a device",
         "host_bandwidth": f"{_MI300X}: PCIe gen 5 x16",
+        "host_memory_bytes": "assumed: 2 TB, the least of the usual nodes",
+        "host_memory_bandwidth": "assumed: two processors of eight DDR5-4800 channels",
         "latency": f"assumed as NVLink: {_TUNING}",
         "efficiency.matmul": f"{_MAMF}: 781.9 of 1300",
         "efficiency.memory": f"{_MI300X_USE}: 81 % of 5.3 TB/s",

@@ -169,6 +169,8 @@ def cpu_profile(processes: int) -> DeviceProfile:
         flops={dtype: rate / processes for dtype, rate in flops.items()},
         memory_bandwidth=copy / processes,
         host_bandwidth=copy / processes,
+        host_memory_bytes=usable_memory() // processes,
+        host_memory_bandwidth=copy / processes,
         link_bandwidth=loopback,
         network_bandwidth=_ETHERNET / processes,
         node_devices=processes,
@@ -176,7 +178,9 @@ def cpu_profile(processes: int) -> DeviceProfile:
     if measured is None:
         return profile
     from_file = f"measured here: {calibration_file()}"
-    speeds = dict.fromkeys(("flops", "memory_bandwidth", "host_bandwidth"), from_file)
+    speeds = dict.fromkeys(
+        ("flops", "memory_bandwidth", "host_bandwidth", "host_memory_bandwidth"), from_file
+    )
     if measured.link_bandwidth:
         speeds["link_bandwidth"] = from_file
     return replace(profile, source={**profile.source, **speeds})
@@ -194,6 +198,8 @@ _CPU = DeviceProfile(
     link_bandwidth=0.0,
     network_bandwidth=0.0,
     host_bandwidth=0.0,
+    host_memory_bytes=0,
+    host_memory_bandwidth=0.0,
     topology="switch",
     node_devices=1,
     latency=Latency(start=50e-6, hop=90e-6, network_hop=150e-6),
@@ -206,6 +212,8 @@ _CPU = DeviceProfile(
         "flops": "assumed: a low figure per core by instruction set; `shardwise doctor --calibrate` measures",
         "memory_bandwidth": "assumed: 10 GB/s a core, at most 40 GB/s a machine",
         "host_bandwidth": "the memory bandwidth: host and device are one",
+        "host_memory_bytes": "the device's memory: host and device are one",
+        "host_memory_bandwidth": "the memory bandwidth: host and device are one",
         "link_bandwidth": "measured: gloo all-gather and reduce-scatter on 2 cores, 0.34 to 0.70 GB/s",
         "network_bandwidth": "assumed: 10 Gb/s Ethernet shared by the processes of a node",
         "latency": "measured: gloo all-reduce of one number, 0.17 to 0.28 ms for 2, 0.36 to 0.82 for 4",

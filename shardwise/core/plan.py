@@ -77,6 +77,8 @@ class Plan:
         allocated_bytes: predicted peak by rank, in the terms of the measurement (every rank that was dry-run).
         reasons: why this strategy, in sentences; and what was derived for this batch size.
         assumptions: what is taken from tables instead of being counted.
+        host: host memory of a rank when it holds most, where that is another memory than the device's.
+        host_capacity_bytes: host memory for each device of a node.
     """
 
     strategy: Strategy
@@ -96,10 +98,13 @@ class Plan:
     reasons: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     timeline: tuple[TimelinePoint, ...] = ()
+    host: Ledger = field(default_factory=Ledger)
+    host_capacity_bytes: int = 0
 
     @property
     def fits(self) -> bool:
-        return self.peak.bytes <= self.capacity_bytes - self.reserve_bytes
+        on_device = self.peak.bytes <= self.capacity_bytes - self.reserve_bytes
+        return on_device and self.host.total <= self.host_capacity_bytes
 
     def predicted_allocated(self, rank: int) -> int:
         """Predicted peak of ``rank``; ranks that were not dry-run hold no more than rank 0."""
@@ -125,6 +130,11 @@ class Plan:
             },
             "ledger": self.peak.ledger.as_dict(),
             "allocated_bytes": {str(rank): size for rank, size in self.allocated_bytes.items()},
+            "host": {
+                "bytes": self.host.total,
+                "capacity_bytes": self.host_capacity_bytes,
+                "ledger": self.host.as_dict(),
+            },
             "step": {**vars(self.step), "tokens_per_second": self.step.tokens_per_second},
             "micro_batches": self.micro_batches,
             "candidates": [{**vars(c), "strategy": dict(c.strategy.values)} for c in self.candidates],
@@ -157,6 +167,8 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
         candidates=tuple(Candidate(**{**c, "strategy": Strategy(c["strategy"])}) for c in data["candidates"]),
         reasons=tuple(data["reasons"]),
         assumptions=tuple(data["assumptions"]),
+        host=Ledger(**data["host"]["ledger"]),
+        host_capacity_bytes=data["host"]["capacity_bytes"],
         timeline=tuple(
             TimelinePoint(point["phase"], Ledger(**{k: v for k, v in point.items() if k != "phase"}))
             for point in data["timeline"]

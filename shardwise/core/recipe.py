@@ -53,7 +53,7 @@ _REPLACES: Mapping[KeyPath, Sequence[str]] = {
     ("model", "preset"): ("hf", "factory", "arguments", *_DIMENSIONS),
     ("model", "hf"): ("preset", "factory", "arguments", *_DIMENSIONS),
     ("model", "factory"): ("preset", "hf", *_DIMENSIONS),
-    ("cluster", "preset"): ("device", "nodes", "devices_per_node", "memory_gib"),
+    ("cluster", "preset"): ("device", "nodes", "devices_per_node", "memory_gib", "host_memory_gib"),
     ("cluster", "device"): ("preset",),
 }
 

@@ -195,6 +195,8 @@ class ClusterSpec(Section):
     """devices, and so processes, of each machine"""
     memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """memory of one device in GiB, in place of its profile's"""
+    host_memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """host memory for each device in GiB, in place of its profile's"""
 
 
 class CheckpointSpec(Section):

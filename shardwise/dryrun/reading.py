@@ -53,25 +53,28 @@ def _phase_end(time: int, tracker: Tracker) -> int:
     return starts[index] if index < len(starts) else tracker.now
 
 
-def peaks(tracker: Tracker, since: int = 0) -> dict[str, Peak]:
-    """The instant of greatest total in every phase at or after time ``since``."""
-    changes = _changes(tracker)
+def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, Peak]:
+    """The instant at which one memory, the device's or the host's, holds most, in every phase since a time."""
+    changes = _changes(tracker, on_host)
     best: dict[str, tuple[int, int]] = {}  # phase -> (bytes, time)
     starts = [start for start, _ in tracker.phases]
-    workspaces = dict(tracker.workspaces)
+    workspaces = {} if on_host else dict(tracker.workspaces)
     total = 0
     for time in range(1, tracker.now + 1):
         total += changes.get(time, 0)
         if time < since:
             continue
         phase = tracker.phases[bisect_right(starts, time) - 1][1]
-        held = total + workspaces.get(time, 0)
-        if held > best.get(phase, (-1, 0))[0]:
-            best[phase] = (held, time)
-    names = {a.born: (a.where or f"the loss ({a.operation})") for a in tracker.allocations}
+        now = total + workspaces.get(time, 0)
+        if now > best.get(phase, (-1, 0))[0]:
+            best[phase] = (now, time)
+    held = _allocations(tracker, on_host)
+    names = {a.born: (a.where or f"the loss ({a.operation})") for a in held}
     return {
         phase: Peak(
-            ledger_at(tracker, time).plus(communication=workspaces.get(time, 0)), phase, _latest(names, time)
+            ledger_at(tracker, time, on_host).plus(communication=workspaces.get(time, 0)),
+            phase,
+            _latest(names, time),
         )
         for phase, (_, time) in best.items()
     }
@@ -86,19 +89,24 @@ def _latest(names: dict[int, str], time: int) -> str:
     return ""
 
 
-def _changes(tracker: Tracker) -> dict[int, int]:
+def _allocations(tracker: Tracker, on_host: bool) -> list[Allocation]:
+    """Those of one memory."""
+    return [a for a in tracker.allocations if a.on_host == on_host]
+
+
+def _changes(tracker: Tracker, on_host: bool = False) -> dict[int, int]:
     changes: dict[int, int] = {}
-    for a in tracker.allocations:
+    for a in _allocations(tracker, on_host):
         changes[a.born] = changes.get(a.born, 0) + a.size
         if a.died is not None:
             changes[a.died] = changes.get(a.died, 0) - a.size
     return changes
 
 
-def ledger_at(tracker: Tracker, time: int) -> Ledger:
-    """Bytes by category of everything alive at ``time``."""
+def ledger_at(tracker: Tracker, time: int, on_host: bool = False) -> Ledger:
+    """Bytes by category of everything alive in one memory at ``time``."""
     rows: dict[str, int] = {}
-    for a in tracker.allocations:
+    for a in _allocations(tracker, on_host):
         if a.born <= time and (a.died is None or a.died > time):
             row = category(a, tracker)
             rows[row] = rows.get(row, 0) + a.size
@@ -106,12 +114,12 @@ def ledger_at(tracker: Tracker, time: int) -> Ledger:
 
 
 def timeline(tracker: Tracker, since: int, points: int = 200) -> list[Sample]:
-    """The ledger over time, at most ``points`` samples, always including the highest instant of each span."""
+    """The device's ledger over time, at most ``points`` samples, each the highest instant of its span."""
     changes = _changes(tracker)
     span = max(1, -(-(tracker.now - since + 1) // points))
-    rows = {a: category(a, tracker) for a in tracker.allocations}
+    rows = {a: category(a, tracker) for a in _allocations(tracker, on_host=False)}
     by_time: dict[int, list[tuple[str, int]]] = {}
-    for a in tracker.allocations:
+    for a in rows:
         by_time.setdefault(a.born, []).append((rows[a], a.size))
         if a.died is not None:
             by_time.setdefault(a.died, []).append((rows[a], -a.size))

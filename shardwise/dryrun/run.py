@@ -7,8 +7,7 @@ lie between, and their cost is counted once and multiplied.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -16,14 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.core.allocator_options import options_in
 from shardwise.core.cluster import Cluster
-from shardwise.core.cost import Collective, Kernel, StepCost
-from shardwise.core.ledger import Peak
+from shardwise.core.cost import StepCost
+from shardwise.core.ledger import Ledger, Peak
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Strategy
 from shardwise.dryrun.counting import dtype_name
 from shardwise.dryrun.modules import RunningModule
 from shardwise.dryrun.reading import Sample, peaks, timeline
 from shardwise.dryrun.replay import Replay, Trace
+from shardwise.dryrun.tally import Tally
 from shardwise.dryrun.target import TARGETS
 from shardwise.dryrun.tracker import Tracker, axis_names
 from shardwise.dryrun.world import fake_world
@@ -34,6 +34,7 @@ from shardwise.engine.schedule import learning_rate
 from shardwise.engine.snapshot import Snapshots, snapshots_of
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch, Blueprint
+from shardwise.model.host import memories_apart
 from shardwise.technique import MICRO_BATCH_SIZE, layout_of, micro_batches
 
 SEEN_MICRO_BATCHES = 3
@@ -54,6 +55,7 @@ class DryRun:
         replay: what that allocator reserves for it when nothing limits it.
         notes: what the techniques have to say about what they did.
         period: after how many blocks what a block holds and costs repeats itself; 0 where that depends on depth.
+        host: what this rank holds in host memory when that is most, where it is another memory than the device's.
     """
 
     rank: int
@@ -67,6 +69,7 @@ class DryRun:
     replay: Replay | None = None
     notes: tuple[str, ...] = ()
     period: int = 1
+    host: Ledger = field(default_factory=Ledger)
 
     @property
     def peak(self) -> Peak:
@@ -103,10 +106,11 @@ def dry_run(
         modules = RunningModule(site.model)
         tracker = Tracker(axis_names(groups), target.workspace, target.kept, modules.name)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with torch.random.fork_rng(devices=[]), fake, tracker.watching(), target.kernels(), modules:
+        memories, generators = memories_apart(not target.is_host), torch.random.fork_rng(devices=[])
+        with memories, generators, fake, tracker.watching(), target.kernels(), modules:
             run = materialise(site, recipe, blueprint, torch.device("cpu"))
             _tag_state(run, tracker)
-            snapshots: Snapshots[None] | None = snapshots_of(run) if target.is_host else None
+            snapshots: Snapshots[None] | None = snapshots_of(run)
             if snapshots is not None:
                 tracker.tag(snapshots.buffers, "overhead")
             # All of a step's samples lie on the device from its start, also those that are not run here.
@@ -116,18 +120,22 @@ def dry_run(
             start = tracker.now
             costs = _counted_step(run, [*batches[: min(count, seen) - 1], batches[-1]], tracker)
         found = peaks(tracker, since=start)
+        host = max(peaks(tracker, start, on_host=True).values(), key=lambda peak: peak.bytes).ledger
         samples = tuple(timeline(tracker, since=start)) if history else ()
         trace = _trace(tracker, start, cluster) if history and target.caches else None
     compute = dtype_name(run.dtypes.compute)
     cost, notes = _whole_cost(costs, count), tuple(site.notes)
     replay = trace.replayed(options_in(cluster.device.kind)) if trace is not None else None
-    return DryRun(rank, found, cost, samples, parameters, even, compute, trace, replay, notes, site.period)
+    return DryRun(
+        rank, found, cost, samples, parameters, even, compute, trace, replay, notes, site.period, host
+    )
 
 
 def _trace(tracker: Tracker, start: int, cluster: Cluster) -> Trace:
     """What the allocator is asked for: tensors, and the workspace of each of the two threads' products."""
     workspace = cluster.device.overhead.workspace_bytes // 2
-    return Trace(tuple(replace(a) for a in tracker.allocations), start, (workspace, workspace))
+    on_device = (replace(a) for a in tracker.allocations if not a.on_host)
+    return Trace(tuple(on_device), start, (workspace, workspace))
 
 
 def _held_by_all(parameter: torch.Tensor, world_size: int) -> int:
@@ -155,18 +163,18 @@ def _fake_batches(run: Run, strategy: Strategy, recipe: Recipe, count: int) -> l
 
 @dataclass(frozen=True)
 class _Costs:
-    """Counted calls of every micro-batch run, and of the rest of the step."""
+    """What every micro-batch that was run costs, and the rest of the step."""
 
-    per_micro_batch: list[tuple[Counter[Kernel], Counter[Collective]]]
-    rest: tuple[Counter[Kernel], Counter[Collective]]
+    per_micro_batch: list[Tally]
+    rest: Tally
 
 
 def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> _Costs:
     """Run the step; split what it costs by micro-batch, by listening where techniques listen."""
-    marks: list[tuple[Counter[Kernel], Counter[Collective]]] = []
+    marks: list[Tally] = []
 
     def mark(_: bool) -> None:
-        marks.append((tracker.kernels.copy(), tracker.collectives.copy()))
+        marks.append(tracker.tally.copy())
 
     def entered(name: str) -> None:
         if name == "clip":
@@ -179,24 +187,15 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> _Costs:
         step(run, batches, learning_rate(run.recipe, 0))
     tracker.counting_costs = False
     run.micro_batch_hooks.remove(mark)
-    end = (tracker.kernels, tracker.collectives)
-    spans = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)]
-    first, last = marks[0], marks[-1]
-    rest = (first[0] + (end[0] - last[0]), first[1] + (end[1] - last[1]))
-    return _Costs(spans, rest)
+    rest = marks[0].copy()
+    rest.add(tracker.tally - marks[-1])
+    return _Costs([after - before for before, after in pairwise(marks)], rest)
 
 
 def _whole_cost(costs: _Costs, count: int) -> StepCost:
     """The cost of ``count`` micro-batches: the first, the last, and copies of the one between."""
-    kernels, collectives = costs.rest[0].copy(), costs.rest[1].copy()
-    for index, (some_kernels, some_collectives) in enumerate(costs.per_micro_batch):
+    whole = costs.rest.copy()
+    for index, some in enumerate(costs.per_micro_batch):
         middle = index == 1 and len(costs.per_micro_batch) == SEEN_MICRO_BATCHES
-        times = count - 2 if middle else 1
-        for kernel, calls in some_kernels.items():
-            kernels[kernel] += times * calls
-        for collective, calls in some_collectives.items():
-            collectives[collective] += times * calls
-    return StepCost(
-        tuple(replace(kernel, calls=calls) for kernel, calls in kernels.items()),
-        tuple(replace(collective, calls=calls) for collective, calls in collectives.items()),
-    )
+        whole.add(some, times=count - 2 if middle else 1)
+    return whole.cost()

@@ -16,10 +16,9 @@ propagation (3 times the unsharded model, planner note 3); here propagation runs
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,9 +30,11 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shardwise.core.cost import Collective, Kernel
-from shardwise.dryrun.counting import collective_of, kernels_of
+from shardwise.core.cost import Kernel, Transfer
+from shardwise.dryrun.counting import bytes_of, collective_of, kernels_of
+from shardwise.dryrun.tally import Tally
 from shardwise.engine.phase import current_phase
+from shardwise.model.host import apart, in_host_memory
 
 # Where a tag says what a storage is for, the first in this order wins.
 TAGS: tuple[str, ...] = (
@@ -47,9 +48,16 @@ TAGS: tuple[str, ...] = (
 )
 
 
+_TEMPLATED = ("aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_")
+"""Operations that read nothing of their argument but its shape."""
+
+
 @dataclass(eq=False)
 class Allocation:
-    """One stretch of life of one storage. Times count tracker events; ``stream`` 0 is the default one."""
+    """One stretch of life of one storage. Times count tracker events; ``stream`` 0 is the default one.
+
+    ``on_host`` says that it lies in host memory and takes nothing from the device's (model/host.py).
+    """
 
     size: int
     born: int
@@ -59,6 +67,7 @@ class Allocation:
     operation: str
     origin: Origin
     stream: int
+    on_host: bool = False
     died: int | None = None
 
 
@@ -92,8 +101,7 @@ class Tracker(TorchDispatchMode):
         self.allocations: list[Allocation] = []
         self.workspaces: list[tuple[int, int]] = []  # of collectives: (time, bytes), gone at once
         self.phases: list[tuple[int, str]] = []  # (time, phase) at every change
-        self.kernels: Counter[Kernel] = Counter()
-        self.collectives: Counter[Collective] = Counter()
+        self.tally = Tally()
         self.now = 0
         self.counting_costs = False
         self._axis_of = axis_of
@@ -136,6 +144,7 @@ class Tracker(TorchDispatchMode):
             operation,
             self._origins[key],
             self._stream(),
+            in_host_memory() and apart(torch.device("cpu")),
         )
         self.allocations.append(allocation)
         self._living[key] = allocation
@@ -198,8 +207,33 @@ class Tracker(TorchDispatchMode):
         elif name == "fsdp::chunk_cat":
             self.tag(args[0], "gradients")
         if self.counting_costs:
-            self.kernels.update(kernels_of(current_phase(), func, args, kwargs, out))
+            self._count(func, args, kwargs, out)
         return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Kernels of the device, kernels of the host, or copies between the two memories."""
+        kernels: Iterable[Kernel] = kernels_of(current_phase(), func, args, kwargs, out)
+        if not kernels:
+            return
+        name = func.name()
+        # What an operation writes comes first: the result, or the argument that it changes in place.
+        seen = out if name.startswith(_TEMPLATED) else (out, args, kwargs)
+        tensors = [t for t in tree_iter(seen) if isinstance(t, FakeTensor) and t.ndim > 0]
+        memories = {self._on_host(t) for t in tensors}
+        if memories == {True, False}:
+            assert "copy" in name, f"{name} mixes host and device memory: a device would refuse it"
+            way = "to_host" if self._on_host(tensors[0]) else "to_device"
+            pairs = zip(*args[:2], strict=True) if name.startswith("aten::_foreach") else [args[:2]]
+            sizes = [bytes_of(pair[:1]) for pair in pairs]
+            self.tally.transfers.update(Transfer(current_phase(), way, 0, size) for size in sizes)
+            return
+        if memories == {True}:
+            kernels = (replace(kernel, on_host=True) for kernel in kernels)
+        self.tally.kernels.update(kernels)
+
+    def _on_host(self, tensor: Tensor) -> bool:
+        living = self._living.get(tensor.untyped_storage()._cdata)
+        return living is not None and living.on_host
 
     def _keep(self, name: str, args: Any, size: int) -> None:
         """Count what a library keeps for this call, once per shape and from the start: step 1 has met it."""
@@ -219,7 +253,7 @@ class Tracker(TorchDispatchMode):
         size = self._workspace(collective.kind, collective.bytes)
         self.workspaces.append((self._tick(), size))
         if self.counting_costs:
-            self.collectives[collective] += 1
+            self.tally.collectives[collective] += 1
 
     # -- entering and leaving -----------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 There are two, and the older is overwritten: a fault shows itself some steps after it happened, so the newest
 copy may already hold it. Buffers are made once, with the run, and both are written at once, so the memory they
-take is taken when the peak is measured. On CUDA they are pinned and copied without waiting; on the CPU the host's
-memory is the device's, so the dry run makes them too and the plan counts them.
+take is taken when the peak is measured, and the dry run makes them too: on the CPU the host's memory is the device's.
+On CUDA they are pinned and copied without waiting.
 
 Every rank copies the pieces that it holds: no message, whatever divides the model. Refused: a copy on another
 rank, which would survive the loss of a node; that is what checkpoints are for.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwise.engine.build import Run
 from shardwise.engine.persistent import tensors_of
+from shardwise.model.host import host_empty_like
 from shardwise.model.slices import local_part
 
 T = TypeVar("T")
@@ -92,10 +93,7 @@ def _pieces(run: Run) -> dict[str, Tensor]:
 
 
 def _host_buffers(pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: torch.empty_like(piece, device="cpu", pin_memory=piece.is_cuda)
-        for name, piece in pieces.items()
-    }
+    return {name: host_empty_like(piece) for name, piece in pieces.items()}
 
 
 @torch.no_grad()

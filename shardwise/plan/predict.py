@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from shardwise.core.allocator_options import VARIABLES, AllocatorOptions, options_in
 from shardwise.core.cluster import Cluster
 from shardwise.core.cost import StepCost
-from shardwise.core.ledger import Peak
+from shardwise.core.ledger import Ledger, Peak
 from shardwise.core.plan import StepEstimate
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Layout, Strategy
@@ -49,6 +49,7 @@ class Prediction:
     Attributes:
         peak: with overhead and fragmentation: what the device must have.
         allocated_bytes: tensors and workspaces, as the measurement counts them.
+        host: what the rank holds in host memory, where that is another than the device's.
         limited: the replay under the budget, where the unlimited one does not stay within it.
         expanded: the same with expandable segments, where it fails without them.
     """
@@ -58,6 +59,7 @@ class Prediction:
     rank: int
     peak: Peak
     allocated_bytes: int
+    host: Ledger
     cost: StepCost
     step: StepEstimate
     parameters: int
@@ -145,6 +147,7 @@ def predict(
         ),
         # Blocks, with what rounding adds, where there is an allocator to hand them out.
         allocated_bytes=run.replay.allocated if run.replay else worst.bytes + seen,
+        host=counts.host,
         cost=cost,
         step=estimate,
         parameters=parameters,
@@ -166,6 +169,7 @@ class _Counts:
     """What is counted; ``reserved`` is 0 where no allocator caches, or it was not replayed."""
 
     peaks: Mapping[str, Peak]
+    host: Ledger
     reserved: int
     cost: StepCost
     parameters: int
@@ -175,7 +179,7 @@ class _Counts:
 def _full(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
     run = dry_run(recipe, blueprint, strategy, cluster, rank=rank)
     reserved = run.replay.reserved if run.replay is not None else 0
-    return _Counts(run.peaks, reserved, run.cost, run.parameters, run)
+    return _Counts(run.peaks, run.host, reserved, run.cost, run.parameters, run)
 
 
 def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
@@ -204,7 +208,8 @@ def _extrapolated(first: DryRun, second: DryRun, times: int) -> _Counts:
         for phase, peak in first.peaks.items()
     }
     parameters = first.parameters + times * (second.parameters - first.parameters)
-    return _Counts(peaks, 0, first.cost.extrapolated(second.cost, times), parameters, first)
+    host, cost = first.host.extrapolated(second.host, times), first.cost.extrapolated(second.cost, times)
+    return _Counts(peaks, host, 0, cost, parameters, first)
 
 
 def _place(run: DryRun, depth: int) -> tuple[str, str]:

@@ -23,10 +23,11 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate, Plan, TimelinePoint
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Strategy
-from shardwise.core.units import format_bytes
+from shardwise.core.units import format_bytes, format_seconds
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.least import least_state_bytes
 from shardwise.plan.predict import Prediction, predict
+from shardwise.plan.timing import phases_beside_host
 from shardwise.technique import (
     MICRO_BATCH_SIZE,
     SETTINGS,
@@ -121,14 +122,18 @@ class Search:
         for size in sizes:
             trial = strategy.with_values(micro_batch_size=size)
             quick = self._predict(trial, quick=True)
-            if quick.sum_bytes > self.budget_bytes:
+            if quick.sum_bytes > self.budget_bytes or self._host_excess(quick) > 0:
                 continue
             full = self._predict(trial, quick=False)
-            if full.peak.bytes <= self.budget_bytes:
+            if full.peak.bytes <= self.budget_bytes and self._host_excess(full) <= 0:
                 if full.retries == 0:
                     return full
                 self.tight = self.tight or full
         return None
+
+    def _host_excess(self, found: Prediction) -> int:
+        """Bytes that a rank's share of the host's memory is too small by; negative where there is room."""
+        return found.host.total - self.cluster.host_capacity_bytes
 
     def _may_fit(self, strategy: Strategy) -> bool:
         """Whether the lower bound leaves room; records the candidate when it does not."""
@@ -151,6 +156,8 @@ class Search:
             verdict, where = "does not fit", f" at {found.peak.where}" if found.peak.where else ""
             if found.sum_bytes > budget:
                 reason = f"{format_bytes(found.sum_bytes - budget)} too much in the {found.peak.phase} phase{where}"
+        elif (excess := self._host_excess(found)) > 0:
+            verdict, reason = "does not fit", f"{format_bytes(excess)} too much in host memory"
         self._note(strategy, found.peak.bytes, found.step.seconds, verdict, reason)
         self.replayed[strategy] = found.run.replay is not None
         return found
@@ -187,6 +194,8 @@ class Search:
             reasons=(*self._reasons(chosen), *scaling.sentences(self.recipe)),
             assumptions=(*assumptions(self.cluster), *emulated(strategy, self.cluster.device)),
             timeline=tuple(TimelinePoint(s.phase, s.ledger) for s in chosen.run.timeline),
+            host=chosen.host,
+            host_capacity_bytes=self.cluster.host_capacity_bytes,
         )
 
     def _allocated(self, chosen: Prediction) -> dict[int, int]:
@@ -220,7 +229,8 @@ class Search:
     def _judged(self, candidate: Candidate, chosen: Prediction) -> Candidate:
         """The candidate with its final verdict, and a reason in comparison with the chosen one."""
         if candidate.strategy == chosen.strategy:
-            verdict = "chosen" if chosen.peak.bytes <= self.budget_bytes else "does not fit"
+            fits = chosen.peak.bytes <= self.budget_bytes and self._host_excess(chosen) <= 0
+            verdict = "chosen" if fits else "does not fit"
             return replace(candidate, verdict=verdict)
         if candidate.verdict == "fits" and not self.replayed[candidate.strategy]:
             candidate = self._fragmented(candidate, chosen)
@@ -252,6 +262,7 @@ class Search:
         yield from chosen.run.notes
         if words := chosen.in_words():
             yield words
+        yield from offload_in_words(chosen, self.cluster)
         for candidate in self.seen.values():
             if candidate.verdict == "does not fit" and candidate.strategy != chosen.strategy:
                 changed = chosen.strategy.differences(candidate.strategy)
@@ -265,6 +276,24 @@ class Search:
         ]
         if free and chosen.peak.bytes <= self.budget_bytes:
             yield f"chosen by the planner: {', '.join(free)}; the first that fits, plainest first, largest micro-batch"
+
+
+def offload_in_words(chosen: Prediction, cluster: Cluster) -> Iterator[str]:
+    """Whether what the device computes hides what is copied to the host and done there, by phase."""
+    for phase in phases_beside_host(chosen.cost, cluster):
+        if phase.exposed > 0:
+            end = f"beside {format_seconds(phase.device)} of compute: the device waits {format_seconds(phase.exposed)}"
+        else:
+            end = f"which {format_seconds(phase.device)} of compute hide"
+        lanes = ", ".join(f"{LANES[lane]} {format_seconds(spent)}" for lane, spent in phase.beside.items())
+        yield f"offload in the {phase.phase} phase: {lanes}, {end}"
+
+
+LANES: Mapping[str, str] = {
+    "to_host": "copies to the host",
+    "to_device": "copies to the device",
+    "processor": "updates on the processor",
+}
 
 
 def assumptions(cluster: Cluster) -> Iterator[str]:

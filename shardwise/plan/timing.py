@@ -6,6 +6,10 @@ crosses. On accelerators communication overlaps with compute as FSDP2 issues it:
 two counts, so what is exposed is what exceeds the compute of the pass, plus the first gathering, which nothing
 hides. On the CPU gloo blocks, so everything adds up.
 
+Copies between a device and its host, one way and the other, and what the processor computes run beside the device:
+a phase takes the longest of these. The processor's kernels take their bytes at the device's share of the host's
+memory bandwidth.
+
 Chosen: totals per pass, not a simulation of streams in order. The price is that a step whose communication is
 uneven over layers comes out too fast; a calibrated model with an event simulation is a later step.
 """
@@ -16,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.core.cluster import Cluster
-from shardwise.core.cost import Collective, Kernel, StepCost
+from shardwise.core.cost import Collective, Kernel, StepCost, Transfer
 from shardwise.core.strategy import Layout
 
 LAUNCH_SECONDS: Mapping[str, float] = {"cpu": 2e-6, "cuda": 5e-6, "rocm": 7e-6}
@@ -38,8 +42,9 @@ def step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> StepTime:
     device = cluster.device
     compute = {"matrix products": 0.0, "memory-bound": 0.0}
     for kernel in cost.kernels:
-        row = "matrix products" if kernel.flops else "memory-bound"
-        compute[row] += kernel.calls * kernel_seconds(kernel, cluster)
+        if not kernel.on_host:
+            row = "matrix products" if kernel.flops else "memory-bound"
+            compute[row] += kernel.calls * kernel_seconds(kernel, cluster)
     sending = sum(collective_seconds(c, layout, cluster) for c in cost.collectives)
     busy = sum(compute.values())
     if OVERLAPS[device.kind]:
@@ -48,12 +53,57 @@ def step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> StepTime:
     else:
         exposed = sending
     split = {**compute, "exposed communication": exposed}
+    if beside := phases_beside_host(cost, cluster):
+        split["exposed offload"] = sum(phase.exposed for phase in beside)
     return StepTime(sum(split.values()), split)
 
 
-def kernel_seconds(kernel: Kernel, cluster: Cluster) -> float:
-    """Roofline time of one call."""
+@dataclass(frozen=True)
+class PhaseBesideHost:
+    """Seconds of one phase: what the device computes, and what runs beside it (copies by way, the processor)."""
+
+    phase: str
+    device: float
+    beside: Mapping[str, float]
+
+    @property
+    def longest_beside(self) -> float:
+        return max(self.beside.values(), default=0.0)
+
+    @property
+    def exposed(self) -> float:
+        """What the device waits."""
+        return max(0.0, self.longest_beside - self.device)
+
+
+def phases_beside_host(cost: StepCost, cluster: Cluster) -> list[PhaseBesideHost]:
+    """Every phase in which anything is copied to or from the host, or computed there."""
+    device: dict[str, float] = {}
+    beside: dict[str, dict[str, float]] = {}
+    for kernel in cost.kernels:
+        spent = kernel.calls * kernel_seconds(kernel, cluster)
+        if kernel.on_host:
+            lane = beside.setdefault(kernel.phase, {})
+            lane["processor"] = lane.get("processor", 0.0) + spent
+        else:
+            device[kernel.phase] = device.get(kernel.phase, 0.0) + spent
+    for transfer in cost.transfers:
+        lane = beside.setdefault(transfer.phase, {})
+        lane[transfer.way] = lane.get(transfer.way, 0.0) + transfer_seconds(transfer, cluster)
+    return [PhaseBesideHost(phase, device.get(phase, 0.0), lanes) for phase, lanes in beside.items()]
+
+
+def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
+    """Time of all calls of one transfer."""
     device = cluster.device
+    return transfer.calls * transfer.bytes / (device.host_bandwidth * device.efficiency.host)
+
+
+def kernel_seconds(kernel: Kernel, cluster: Cluster) -> float:
+    """Roofline time of one call. What runs on the host is memory-bound: updates of weights and moments."""
+    device = cluster.device
+    if kernel.on_host:
+        return kernel.bytes / (device.host_memory_bandwidth * device.efficiency.memory)
     dtype = kernel.dtype if kernel.dtype in ("fp64", "fp32", "fp16", "bf16", "fp8") else "fp32"
     arithmetic = kernel.flops / (device.peak_flops(dtype) * device.efficiency.matmul)
     memory = kernel.bytes / (device.memory_bandwidth * device.efficiency.memory)

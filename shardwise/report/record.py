@@ -218,6 +218,13 @@ class _CandidateShape(_Shape):
     reason: str
 
 
+class _HostShape(_Shape):
+    """Host memory of a rank."""
+
+    capacity_bytes: Size
+    ledger: Rows
+
+
 class _PlanShape(_Shape):
     """What `Plan.as_dict` writes."""
 
@@ -231,6 +238,7 @@ class _PlanShape(_Shape):
     parameters: Size
     peak: _PeakShape
     ledger: Rows
+    host: _HostShape
     allocated_bytes: Rows
     step: _StepShape
     micro_batches: Size

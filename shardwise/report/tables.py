@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.core.errors import one_line
+from shardwise.core.ledger import Ledger
 from shardwise.core.plan import Candidate, Plan
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
 from shardwise.report.notation import (
@@ -81,7 +82,11 @@ class PlanTable:
     def _parts(self, width: int) -> Iterator[RenderableType]:
         plan = self.plan
         yield from headline(plan, width)
-        yield from _section("Memory at the peak", _place(plan), _memory(plan, width))
+        device = _memory(plan.peak.ledger, plan.capacity_bytes, width)
+        yield from _section("Memory at the peak", _place(plan), device)
+        if plan.host.total:
+            host = _memory(plan.host, plan.host_capacity_bytes, width)
+            yield from _section("Host memory", "of a rank, when it holds most", host)
         yield from _section("Time of a step", seconds(plan.step.seconds), _time(plan, width))
         if any(plan.step.traffic_bytes.values()):
             yield from _section("Sent by a rank in a step", "", _traffic(plan))
@@ -114,6 +119,8 @@ def headline(plan: Plan, width: int) -> Iterator[Text]:
     yield from [both] if both.cell_len <= width else [strategy, figures]
     missing = plan.peak.bytes - plan.capacity_bytes
     no = f"does not fit: {format_bytes(missing)} too much"
+    if (excess := plan.host.total - plan.host_capacity_bytes) > 0:
+        no = f"does not fit: {format_bytes(excess)} too much in host memory"
     verdict = ("fits", "bold green") if plan.fits else (no, "bold red")
     about = f"{format_count(plan.parameters)} parameters · {one_line(plan.cluster)}"
     yield Text.assemble(verdict, (f" · {about} · {format_count(plan.step.tokens)} tokens per step", "dim"))
@@ -131,13 +138,13 @@ def _place(plan: Plan) -> str:
     return f"in the {plan.peak.phase} phase{where}, on rank {plan.worst_rank}"
 
 
-def _memory(plan: Plan, width: int) -> Table:
+def _memory(ledger: Ledger, capacity: int, width: int) -> Table:
     """The ledger: a row per category that holds anything, the sum, and what is left free.
 
     The longest bar is the largest row's; what is free gets a bar only where it is not longer than that.
     """
-    peak, free = plan.peak.bytes, plan.capacity_bytes - plan.peak.bytes
-    unit, cells, rows = unit_for(peak), _bar_cells(width), by_size(plan.peak.ledger)
+    peak, free = ledger.total, capacity - ledger.total
+    unit, cells, rows = unit_for(peak), _bar_cells(width), by_size(ledger)
     longest = rows[0][1] if rows else 0
     table = _columns("left", "left", "right", "right")
     for row, size in rows:

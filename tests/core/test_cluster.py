@@ -33,6 +33,7 @@ class Request:
     nodes: int = 1
     devices_per_node: int = 1
     memory_gib: float | None = None
+    host_memory_gib: float | None = None
 
 
 def made(preset: str) -> Cluster:
@@ -51,6 +52,8 @@ def test_every_figure_has_a_source(profile: DeviceProfile) -> None:
         "link_bandwidth",
         "network_bandwidth",
         "host_bandwidth",
+        "host_memory_bytes",
+        "host_memory_bandwidth",
     }
     figures |= {"latency"}
     figures |= {f"efficiency.{each.name}" for each in fields(Efficiency)}
@@ -64,6 +67,8 @@ def test_figures_are_sane(profile: DeviceProfile) -> None:
     assert set(profile.flops) <= set(DTYPES)
     assert all(rate > 1e9 for rate in profile.flops.values())
     assert profile.memory_bandwidth >= profile.host_bandwidth > 0
+    assert profile.host_memory_bandwidth > 0
+    assert profile.host_memory_bytes >= profile.memory_bytes or profile.kind != "cuda"
     assert all(0 < getattr(profile.efficiency, each.name) <= 1 for each in fields(Efficiency))
     assert profile.memory_bytes > profile.overhead.outside_allocator(communicators=3) > 0
     assert profile.overhead.outside_allocator(3) - profile.overhead.outside_allocator(2) == (
@@ -152,6 +157,8 @@ def test_conflicts_and_device_errors() -> None:
     for gib in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(RecipeError, match="memory_gib"):
             cluster_of(Request(device="h100", memory_gib=gib))
+        with pytest.raises(RecipeError, match="host_memory_gib"):
+            cluster_of(Request(device="h100", host_memory_gib=gib))
 
 
 def test_counts_and_memory_of_a_recipe() -> None:

@@ -1,0 +1,49 @@
+"""What a stretch of the step costs: calls of kernels, collectives and transfers, which add and subtract."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from shardwise.core.cost import Collective, Kernel, StepCost, Transfer
+
+T = TypeVar("T")
+
+
+@dataclass
+class Tally:
+    """Calls of everything that costs time; keys have 0 calls themselves."""
+
+    kernels: Counter[Kernel] = field(default_factory=Counter)
+    collectives: Counter[Collective] = field(default_factory=Counter)
+    transfers: Counter[Transfer] = field(default_factory=Counter)
+
+    def copy(self) -> Tally:
+        return Tally(self.kernels.copy(), self.collectives.copy(), self.transfers.copy())
+
+    def __sub__(self, before: Tally) -> Tally:
+        """What was counted since ``before``, a copy of this one at an earlier time."""
+        return Tally(
+            self.kernels - before.kernels,
+            self.collectives - before.collectives,
+            self.transfers - before.transfers,
+        )
+
+    def add(self, other: Tally, times: int = 1) -> None:
+        """Add all of ``other`` so many times."""
+        _add(self.kernels, other.kernels, times)
+        _add(self.collectives, other.collectives, times)
+        _add(self.transfers, other.transfers, times)
+
+    def cost(self) -> StepCost:
+        return StepCost(
+            tuple(replace(kernel, calls=calls) for kernel, calls in self.kernels.items()),
+            tuple(replace(collective, calls=calls) for collective, calls in self.collectives.items()),
+            tuple(replace(transfer, calls=calls) for transfer, calls in self.transfers.items()),
+        )
+
+
+def _add(counter: Counter[T], other: Counter[T], times: int) -> None:
+    for key, calls in other.items():
+        counter[key] += times * calls
