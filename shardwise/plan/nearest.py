@@ -2,9 +2,9 @@
 
 Then a device gives less than the plan took for granted: another process, a driver, a limit. How much it gives is
 known from the rank that ran out, so other strategies are predicted as ever and compared with that. Nearest means
-first what the planner may choose by itself, one setting changed, then two; then one more that it only compares (it
-may change what is computed); of those with as many changes, the fastest. Predictions are quick ones: this is advice,
-and the run that follows it is planned in full.
+first what the planner may choose by itself, one setting changed, then two; then the smallest of these with one more
+change that the planner only compares (it may change what is computed). Of several with as many changes it is the
+fastest. Predictions are quick ones: this is advice, and the run that follows it is planned in full.
 """
 
 from __future__ import annotations
@@ -31,31 +31,18 @@ def nearest_in_words(
     failed = predict(recipe, blueprint, strategy, cluster)
     # Beside what is measured the device holds what is only predicted; and less than all of it did not suffice.
     budget = min(failed.peak.bytes - 1, held_bytes + failed.peak.bytes - failed.allocated_bytes)
-    least = failed
-    for level in _levels(recipe, cluster, strategy):
-        found = list(_predicted(recipe, blueprint, cluster, level))
+    least, free = failed, [setting for setting in SETTINGS if setting.candidates]
+    shown = [(setting,) for setting in SETTINGS if setting.compared]
+    for groups in ([(setting,) for setting in free], list(combinations(free, 2)), shown):
+        near = least.strategy if groups is shown else strategy
+        found = list(_predicted(recipe, blueprint, cluster, _changed(near, groups)))
         if fitting := [each for each in found if each.peak.bytes <= budget]:
             best = min(fitting, key=lambda each: each.step.seconds)
-            changes = best.strategy.differences(strategy)
-            keys = ", ".join(f"{key}={value[0]}" for key, value in changes.items())
+            keys = ", ".join(f"{key}={new}" for key, (new, _) in best.strategy.differences(strategy).items())
             return f"the nearest plan that fits in {format_bytes(budget)}: {keys} ({format_bytes(best.peak.bytes)})"
         least = min([least, *found], key=lambda each: each.peak.bytes)
     line = one_line(least.strategy, least.layout, recipe.batch_size)
     return f"no plan fits in {format_bytes(budget)}; the least is {format_bytes(least.peak.bytes)}: {line}"
-
-
-def _levels(recipe: Recipe, cluster: Cluster, strategy: Strategy) -> Iterator[list[Strategy]]:
-    """Strategies that differ in one setting, in two, and in these and one more that is only compared."""
-    free = [setting for setting in SETTINGS if setting.candidates]
-    one = list(_changed(strategy, [(setting,) for setting in free]))
-    two = list(_changed(strategy, combinations(free, 2)))
-    shown = [(setting,) for setting in SETTINGS if setting.compared]
-    for level in (one, two, [far for near in (strategy, *one, *two) for far in _changed(near, shown)]):
-        yield [
-            each
-            for each in level
-            if native(each, cluster.device) and not any(broken_rules(each, cluster.world_size, recipe))
-        ]
 
 
 def _changed(strategy: Strategy, groups: Iterable[tuple[Setting[Any], ...]]) -> Iterator[Strategy]:
@@ -70,5 +57,8 @@ def _predicted(
     recipe: Recipe, blueprint: Blueprint, cluster: Cluster, level: Iterable[Strategy]
 ) -> Iterator[Prediction]:
     for strategy in level:
+        broken = any(broken_rules(strategy, cluster.world_size, recipe))
+        if broken or not native(strategy, cluster.device):
+            continue
         with suppress(RecipeError):  # what cannot be built here, for a package that is missing
             yield predict(recipe, blueprint, strategy, cluster, quick=True)
