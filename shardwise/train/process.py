@@ -9,6 +9,7 @@ cluster's network is trusted, as every trainer does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import socket
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import debug
 
 from shardwise.core.allocator_options import DEFAULTS, unset
 from shardwise.core.errors import RankError, ResourceError
@@ -77,10 +79,7 @@ def meet_again(store: Store, rank: int, world_size: int, device: torch.device) -
     """
     if dist.is_initialized():
         c10d._abort_process_group()
-    for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
-        # Meshes outlive their runs in DTensor's caches and hold their groups, whose connections gloo closes only
-        # when nobody holds them.
-        getattr(mesh, "_pg_registry", {}).clear()
+    _forget_meshes()
     gc.collect()
     try:
         _meet(store, rank, world_size, device)
@@ -90,6 +89,23 @@ def meet_again(store: Store, rank: int, world_size: int, device: torch.device) -
             where="",
             why=str(error).splitlines()[0],
         ) from error
+
+
+def _forget_meshes() -> None:
+    """Have nothing lead to groups that are gone.
+
+    Meshes outlive their runs in DTensor's caches. They hold their groups, whose connections gloo closes only when
+    nobody holds them; and a mesh of the same shape made later is taken for them.
+    """
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # not in every version of torch
+    if clear is not None:
+        clear()
+    for each in gc.get_objects():
+        if type(each) is functools._lru_cache_wrapper:
+            if (each.__module__ or "").startswith("torch.distributed.tensor"):
+                each.cache_clear()
+        elif type(each) is DeviceMesh:
+            getattr(each, "_pg_registry", {}).clear()
 
 
 def _meet(store: Store | None, rank: int, world_size: int, device: torch.device) -> None:
