@@ -1,17 +1,17 @@
 """The nearest plan that fits, when memory ran out although the plan said that it would not.
 
 Then a device gives less than the plan took for granted: another process, a driver, a limit. How much it gives is
-known from the rank that ran out, so other strategies are predicted as ever and compared with that. Nearest means
-first what the planner may choose by itself, one setting changed, then two; then the smallest of these with one more
-change that the planner only compares (it may change what is computed). Of several with as many changes it is the
-fastest. Predictions are quick ones: this is advice, and the run that follows it is planned in full.
+known from the rank that ran out, so other strategies are predicted as ever and compared with that. Nearest means one
+setting changed that the planner may choose by itself; else the smallest of these with one more; else the smallest so
+far with one change that the planner only compares (it may change what is computed). Of several that fit it is the
+fastest. Predictions are quick ones, and not all combinations are tried: this is advice, and a run that follows it is
+planned in full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import combinations, product
 from typing import Any
 
 from shardwise.core.cluster import Cluster
@@ -31,11 +31,12 @@ def nearest_in_words(
     failed = predict(recipe, blueprint, strategy, cluster)
     # Beside what is measured the device holds what is only predicted; and less than all of it did not suffice.
     budget = min(failed.peak.bytes - 1, held_bytes + failed.peak.bytes - failed.allocated_bytes)
-    least, free = failed, [setting for setting in SETTINGS if setting.candidates]
-    shown = [(setting,) for setting in SETTINGS if setting.compared]
-    for groups in ([(setting,) for setting in free], list(combinations(free, 2)), shown):
-        near = least.strategy if groups is shown else strategy
-        found = list(_predicted(recipe, blueprint, cluster, _changed(near, groups)))
+    least, seen = failed, {strategy}
+    free = [setting for setting in SETTINGS if setting.candidates]
+    for settings in (free, free, [setting for setting in SETTINGS if setting.compared]):
+        trials = [trial for trial in _changed(least.strategy, settings) if trial not in seen]
+        seen.update(trials)
+        found = list(_predicted(recipe, blueprint, cluster, trials))
         if fitting := [each for each in found if each.peak.bytes <= budget]:
             best = min(fitting, key=lambda each: each.step.seconds)
             keys = ", ".join(f"{key}={new}" for key, (new, _) in best.strategy.differences(strategy).items())
@@ -45,12 +46,11 @@ def nearest_in_words(
     return f"no plan fits in {format_bytes(budget)}; the least is {format_bytes(least.peak.bytes)}: {line}"
 
 
-def _changed(strategy: Strategy, groups: Iterable[tuple[Setting[Any], ...]]) -> Iterator[Strategy]:
-    """The strategy with every setting of a group at another value, for each group and each of their values."""
-    for group in groups:
-        others = [[value for value in (*s.candidates, *s.compared) if value != strategy[s]] for s in group]
-        for values in product(*others):
-            yield strategy.with_values(**{s.key: value for s, value in zip(group, values, strict=True)})
+def _changed(strategy: Strategy, settings: Iterable[Setting[Any]]) -> Iterator[Strategy]:
+    """The strategy with one setting at another value."""
+    for setting in settings:
+        for value in (*setting.candidates, *setting.compared):
+            yield strategy.with_values(**{setting.key: value})
 
 
 def _predicted(

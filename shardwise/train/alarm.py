@@ -5,9 +5,10 @@ which it can do without them. On every rank a small thread looks there twice a s
 has reached the same part of the run and its device has finished everything before that, so that no earlier step can
 be hurt; when all have answered, the communicators are broken, the collectives fail, and the ranks meet again.
 
-How they are broken differs. NCCL's are aborted by that thread, because a host that waits for its device cannot be
-reached otherwise. Gloo's ``abort`` (2.13) wakes nobody; its connections close when nothing refers to the group any
-more, so the rank that ran out lets go of everything and its peers see closed connections, then theirs do.
+That thread breaks them, because a host that waits in a collective, or for its device, cannot be reached otherwise.
+NCCL has an abort for this. Gloo's (2.13) wakes nobody, and its connections close only when nothing refers to a group
+any more, which an error from deep within a backward pass prevents: so the thread shuts them. Each connection was
+accepted by one of its two ranks, at a port on which that rank listens, and that rank shuts it.
 
 An error on a rank whose alarm has not sounded is that rank's own, and none of this module's business: a peer that
 dies is reported as before. Refused: an all-reduce of a flag in every step, as Composer has it, which does not
@@ -18,11 +19,15 @@ second, and that NCCL's part has not run on a GPU yet.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 import threading
 import traceback
 from dataclasses import asdict, dataclass
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -139,12 +144,33 @@ class Alarm:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             c10d._abort_process_group()
+        else:
+            _shut_accepted(_port_of(self._store))
         self._all.set()
 
     def _has_reached(self, part: int) -> bool:
         """Whether this rank is within ``part`` or later, and its device has nothing left to do from before."""
         mark = self._marks.get(part)
         return self.part >= part and (mark is None or mark.query())
+
+
+def _shut_accepted(but: int) -> None:
+    """Shut what this process accepted at any port but one: it listens for gloo and for the store."""
+    process = psutil.Process()
+    name = "net_connections" if hasattr(process, "net_connections") else "connections"  # before psutil 6
+    found = getattr(process, name)("tcp")
+    ports = {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN} - {but}
+    for each in found:
+        if each.status == psutil.CONN_ESTABLISHED and each.laddr.port in ports and each.fd >= 0:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _port_of(store: Store) -> int:
+    """Where a store listens, or would; 0 for one that does not."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return int(getattr(store, "port", 0))
 
 
 def _let_go(error: BaseException) -> None:

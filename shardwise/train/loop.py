@@ -185,6 +185,8 @@ class Trainer:
             raise exhausted(short)
         strategy = self.survival.again(everyone, short)
         self.job.plan = replace(self.job.plan, strategy=strategy)
+        if self.pending is not None:
+            self.pending.part = 0  # of before the new alarm's first
         position = self.state.position(short.step - 1)
         if not agree(everyone):
             self._go_back([each.copy for each in everyone])

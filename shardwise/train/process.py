@@ -74,7 +74,7 @@ def join(device_type: str | None = None) -> Iterator[World]:
 def meet_again(store: Store, rank: int, world_size: int, device: torch.device) -> None:
     """Leave all process groups, whatever became of them, and make a new default one with the same ranks.
 
-    Nothing may refer to the groups any more. ``store`` is one that has not been used for this before. Raises
+    ``store`` is one that has not been used for this before. Raises
     RankError when the ranks do not meet.
     """
     if dist.is_initialized():
@@ -94,8 +94,8 @@ def meet_again(store: Store, rank: int, world_size: int, device: torch.device) -
 def _forget_meshes() -> None:
     """Have nothing lead to groups that are gone.
 
-    Meshes outlive their runs in DTensor's caches. They hold their groups, whose connections gloo closes only when
-    nobody holds them; and a mesh of the same shape made later is taken for them.
+    Meshes outlive their runs in DTensor's caches. They hold their groups, and a mesh of the same shape that is made
+    later is taken for them.
     """
     clear = getattr(debug, "_clear_sharding_prop_cache", None)  # not in every version of torch
     if clear is not None:

@@ -31,6 +31,7 @@ def broken_off(stage: int) -> list[str]:
     for module in run_again.model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
+    del module
     model = weakref.ref(run_again.model)
     kept = strip(run_again, again)
     again.clear()

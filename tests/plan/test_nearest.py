@@ -14,7 +14,7 @@ from shardwise.plan.predict import predict
 from shardwise.technique import SETTINGS, strategy_from
 
 VALUES = {
-    "model": {"layers": 4, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocab": 256, "context": 256},
+    "model": {"layers": 2, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "vocab": 256, "context": 256},
     "data": {"source": str(Path(__file__)), "sequence_length": 256},
     "steps": 2,
     "batch_size": 4,
