@@ -159,7 +159,7 @@ class Setting(Generic[T]):
     @property
     def examples(self) -> tuple[T, ...]:
         """The closed set, and one value of each form: what a test of every value goes through."""
-        formed = (form.value(form.example) for form in self.forms)  # type: ignore[arg-type]
+        formed = (form.value(form.example) for form in self.forms)
         return (*self.choices, *(cast("T", value) for value in formed))
 
     def parse(self, value: object) -> T:
