@@ -108,7 +108,7 @@ def keys_of(model: Any) -> str:
 def values_of(setting: Setting[Any]) -> str:
     """What a setting accepts, in words."""
     if setting.choices:
-        forms = (f"{code(form)} ({form.letter} ≥ {form.minimum})" for form in setting.forms)
+        forms = (f"{code(form)} ({form.limits})" for form in setting.forms)
         return ", ".join([*(code(choice) for choice in setting.choices), *forms])
     least = f" ≥ {setting.minimum}" if setting.minimum is not None else ""
     return {int: "integer", str: "text", bool: "true or false", float: "number"}[setting.kind] + least

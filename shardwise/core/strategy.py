@@ -12,6 +12,8 @@ would have to be edited here for each new technique (and was, in every trainer w
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,33 +25,49 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+N = TypeVar("N", int, float)
+_DIGITS = {int: re.compile(r"\d+", re.ASCII), float: re.compile(r"\d+(\.\d+)?|\.\d+", re.ASCII)}
+
+
 @dataclass(frozen=True)
-class Form:
-    """Values of a word and a whole number, such as ``every:2``: an open set beside a setting's closed one.
+class Form(Generic[N]):
+    """Values of a word and a number, such as ``every:2`` or ``budget:0.4``: an open set beside a setting's closed one.
 
     Attributes:
         word: what stands before the colon.
         letter: what the number is called in messages and on the reference page.
         minimum: the smallest number.
         example: the number that tests and pages use.
+        maximum: the largest number, where there is one.
+        kind: int for whole numbers, float for decimals.
     """
 
     word: str
     letter: str
-    minimum: int
-    example: int
+    minimum: N
+    example: N
+    maximum: N | None = None
+    kind: type[N] = int
 
     def __str__(self) -> str:
         return f"{self.word}:{self.letter}"
 
-    def value(self, number: int) -> str:
-        """The value with this number."""
-        return f"{self.word}:{number}"
+    @property
+    def limits(self) -> str:
+        """Which numbers are accepted, as a formula."""
+        if self.maximum is None:
+            return f"{self.letter} ≥ {self.minimum:g}"
+        return f"{self.minimum:g} ≤ {self.letter} ≤ {self.maximum:g}"
 
-    def number(self, value: object) -> int | None:
+    def value(self, number: N) -> str:
+        """The value with this number."""
+        return f"{self.word}:{number if self.kind is int else f'{number:.12g}'}"
+
+    def number(self, value: object) -> N | None:
         """The number of a value of this form; None for any other value."""
         word, colon, digits = str(value).partition(":")
-        return int(digits) if colon and word == self.word and digits.isascii() and digits.isdigit() else None
+        matches = colon and word == self.word and _DIGITS[self.kind].fullmatch(digits)
+        return self.kind(digits) if matches else None
 
     def parse(self, value: str) -> str | None:
         """The value with its number as it is shown; None where the word is another.
@@ -59,8 +77,10 @@ class Form:
         if value.partition(":")[0] != self.word:
             return None
         number = self.number(value)
-        if number is None or number < self.minimum:
-            raise ValueError(f"{value!r} is not {self} with a whole number {self.letter} ≥ {self.minimum}")
+        maximum = math.inf if self.maximum is None else self.maximum
+        if number is None or not self.minimum <= number <= maximum:
+            what = "whole number" if self.kind is int else "number"
+            raise ValueError(f"{value!r} is not {self} with a {what} {self.limits}")
         return self.value(number)
 
 
@@ -93,7 +113,7 @@ class Setting(Generic[T]):
     compared: tuple[T, ...] = ()
     note: str = ""
     units: Mapping[T, str] = field(default_factory=dict)
-    forms: tuple[Form, ...] = ()
+    forms: tuple[Form[Any], ...] = ()
 
     @property
     def examples(self) -> tuple[T, ...]:

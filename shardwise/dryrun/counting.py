@@ -1,23 +1,22 @@
 """Counting one operation: its FLOPs, the bytes it must move, and the payload of a collective.
 
-FLOPs come from PyTorch's own registry (``torch.utils.flop_counter``), but for attention, where it
-lacks kernels. Bytes are every input and output once: what a kernel must move if nothing is reused in cache.
-Multi-tensor operations (``_foreach_*``, ``_fused_adamw_``) count one kernel per tensor, so that their number
-grows with depth and shallow runs can be extrapolated.
+FLOPs are those of model/flops.py. Bytes are every input and output once: what a kernel must move if nothing is
+reused in cache. Multi-tensor operations (``_foreach_*``, ``_fused_adamw_``) count one kernel per tensor, so that
+their number grows with depth and shallow runs can be extrapolated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
 from shardwise.core.cost import Collective, Kernel
+from shardwise.model.flops import bytes_of, flops_of
 
 CONTROL_AXIS = "control"
 """Collectives of a single element (token count, loss, gradient norm) are listed under this name, not under
@@ -34,39 +33,6 @@ _KINDS: dict[str, str] = {
     "all_to_all": "all_to_all",
     "send": "send",
 }
-
-
-def bytes_of(tensors: Iterable[Any]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
-
-
-def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
-    """Two products per query head: scores and output. Shapes [b, h, s, d]; key heads may be fewer."""
-    batch, heads, rows, width = query
-    return 2 * batch * heads * rows * key[-2] * (width + value[-1])
-
-
-def attention_backward_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
-    """Five products per query head: the scores again, and gradients of scores, value, query and key."""
-    batch, heads, rows, width = query
-    return 2 * batch * heads * rows * key[-2] * (3 * width + 2 * value[-1])
-
-
-_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-_ATTENTION = {f"aten::_scaled_dot_product_{kernel}": (0, attention_flops) for kernel in _KERNELS} | {
-    f"aten::_scaled_dot_product_{kernel}_backward": (1, attention_backward_flops) for kernel in _KERNELS
-}
-"""Attention by operation: where its query, key and value begin among the arguments, and the formula. The
-registry's own does not know grouped queries before torch 2.12, nor the CPU's kernel at all."""
-
-
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """FLOPs of one call: matrix products, convolutions and attention; 0 for everything else."""
-    if (attention := _ATTENTION.get(func.name())) is not None:
-        first, formula = attention
-        return formula(*(tensor.shape for tensor in args[first : first + 3]))
-    count = flop_registry.get(func._overloadpacket)
-    return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
 
 def kernels_of(

@@ -31,9 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from shardwise.core.cost import Kernel, Transfer
-from shardwise.dryrun.counting import bytes_of, collective_of, kernels_of
+from shardwise.dryrun.counting import collective_of, kernels_of
 from shardwise.dryrun.tally import Tally
 from shardwise.engine.phase import current_phase
+from shardwise.model.flops import bytes_of
 from shardwise.model.host import apart, in_host_memory
 
 # Where a tag says what a storage is for, the first in this order wins.

@@ -48,10 +48,10 @@ ATTENTION = (
 def is_kept(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
     """Whether the result of one call is kept."""
     name = _name(operation)
-    if (not name.startswith(ATTENTION) and name not in PRODUCTS) or operation._schema.is_mutable:
+    if (not is_attention(operation) and name not in PRODUCTS) or operation._schema.is_mutable:
         return False
-    if name.startswith(ATTENTION):
-        return not _argument("dropout_p", operation, args, kwargs, 0.0)
+    if is_attention(operation):
+        return not argument_of("dropout_p", operation, args, kwargs, 0.0)
     factors = sum(leaf.numel() for leaf in tree_iter(args) if isinstance(leaf, Tensor))
     return name not in BATCHED or bool(result.numel() <= factors)
 
@@ -69,7 +69,7 @@ class _Kept:
         self._results: dict[tuple[Any, int], tuple[Any, list[int]]] = {}
 
     def put(self, call: tuple[Any, int], result: Any) -> None:
-        result = tree_map_only(Tensor, _outside_autograd, result)
+        result = tree_map_only(Tensor, outside_autograd, result)
         self._results[call] = (result, _versions(result))
 
     def take(self, call: tuple[Any, int]) -> Any:
@@ -122,14 +122,20 @@ class _Returning(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if result is None else result
 
 
+def is_attention(operation: Any) -> bool:
+    """Whether this is one of attention's kernels."""
+    return _name(operation).startswith(ATTENTION)
+
+
 def _name(operation: Any) -> str:
     """Namespace and name, without the overload."""
     return str(operation.name()).partition(".")[0]
 
 
-def _argument(
+def argument_of(
     name: str, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], default: Any
 ) -> Any:
+    """The value of an argument of one call, by its name."""
     names = [argument.name for argument in operation._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}.get(name, default)
 
@@ -138,7 +144,7 @@ def _versions(tree: Any) -> list[int]:
     return [leaf._version for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
 
 
-def _outside_autograd(tensor: Tensor) -> Tensor:
+def outside_autograd(tensor: Tensor) -> Tensor:
     """The same memory as a tensor that autograd knows nothing of yet, so that it can be a result once more."""
     guard: Any = torch._C._SetExcludeDispatchKeyGuard
     with guard(torch._C.DispatchKey.ADInplaceOrView, False):

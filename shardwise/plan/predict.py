@@ -195,7 +195,7 @@ def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cl
         second = dry_run(
             recipe, blueprint, strategy, cluster, rank=rank, depth=shallow + period, history=False
         )
-        if _place(first, shallow) == _place(second, shallow + period):
+        if _same_place(first, shallow, second, shallow + period):
             return _extrapolated(first, second, (depth - shallow) // period)
         shallow *= 2
     return _full(recipe, blueprint, strategy, cluster, rank)
@@ -212,7 +212,13 @@ def _extrapolated(first: DryRun, second: DryRun, times: int) -> _Counts:
     return _Counts(peaks, host, 0, cost, parameters, first)
 
 
-def _place(run: DryRun, depth: int) -> tuple[str, str]:
-    """Phase and module of the peak, blocks numbered from the last."""
-    where = re.sub(r"(?<=\.)\d+", lambda match: str(int(match[0]) - depth), run.peak.where, count=1)
-    return run.peak.phase, where
+def _same_place(first: DryRun, depth: int, second: DryRun, deeper: int) -> bool:
+    """Whether both peaks lie in one phase and one module, blocks numbered from the first or from the last."""
+    here, there = first.peak, second.peak
+    same = here.where == there.where or _from_last(here, depth) == _from_last(there, deeper)
+    return here.phase == there.phase and same
+
+
+def _from_last(peak: Peak, depth: int) -> str:
+    """The module of a peak, with its block numbered from the last, which is -1."""
+    return re.sub(r"(?<=\.)\d+", lambda match: str(int(match[0]) - depth), peak.where, count=1)

@@ -7,6 +7,8 @@
                forward pass of the blocks, a third more FLOPs
     sqrt       about sqrt(n) blocks run again together, from the input of the first: the FLOPs of full for fewer
                inputs and more blocks that live at a time (model/segments.py; Chen et al.'s own schedule)
+    budget:F   every block keeps at most the share F of what it would keep with none, beside its input, and of all
+               that it could keep what spares most (model/budget.py); 0 keeps what full keeps, 1 is none
 
 What each keeps and costs is counted in docs/concepts/activation-memory.md. All are non-reentrant, so they work
 with frozen weights and leave gradients bit-identical; the generators' states are restored before a second run, so
@@ -31,14 +33,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 EVERY = Form("every", "K", minimum=2, example=2)
+BUDGET = Form("budget", "F", minimum=0.0, example=0.4, maximum=1.0, kind=float)
 ACTIVATION_CHECKPOINTING: Setting[str] = Setting(
     "activation_checkpointing",
     default="none",
     doc="what the backward pass recomputes: none; all of a block but products and attention (selective); every"
-    " K-th block; every block (full); or blocks in segments of about the square root of their number (sqrt)",
+    " K-th block; every block (full); blocks in segments of about the square root of their number (sqrt); or what"
+    " costs least to compute again, so that each block keeps at most the share F of its activations (budget:F)",
     choices=("none", "selective", "full", "sqrt"),
     candidates=("none", "selective", "full"),
-    forms=(EVERY,),
+    forms=(EVERY, BUDGET),
 )
 
 
@@ -73,11 +77,14 @@ def _wrapped(kind: str, units: Sequence[nn.Module]) -> list[nn.Module]:
     """What takes the place of each unit; the unit itself where nothing does."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+    from shardwise.model.budget import within_budget
     from shardwise.model.segments import in_segments
     from shardwise.model.selective import selective_contexts
 
     if kind == "sqrt":
         return in_segments(units)
+    if (share := BUDGET.number(kind)) is not None:
+        return within_budget(units, share)
     if kind == "selective":
         return [checkpoint_wrapper(unit, context_fn=selective_contexts) for unit in units]
     # The first of every K, not the last: the backward pass then frees a block before it needs room to

@@ -108,6 +108,22 @@ def test_a_quick_prediction_is_the_full_one(stage: int) -> None:
     assert quick.parameters == full.parameters
 
 
+def test_a_peak_at_the_first_block_is_extrapolated_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens: the gradients outweigh what was saved, and are complete when the first block is done."""
+    from shardwise.plan import predict as module
+
+    values = {"model": MODEL, "data": {"sequence_length": 8}, "steps": 2, "batch_size": 1}
+    asked = recipe_of({**values, "cluster": {"device": "cpu"}}, SETTINGS)
+    arguments = (asked, blueprint_of(asked), strategy_from({}), cluster_of(asked.cluster))
+    full = predict(*arguments)
+    depths: list[int | None] = []
+    run = module.dry_run
+    monkeypatch.setattr(module, "dry_run", lambda *a, **k: depths.append(k.get("depth")) or run(*a, **k))
+    quick = predict(*arguments, quick=True)
+    assert "layers.0." in full.peak.where
+    assert (quick.peak.bytes, depths) == (full.peak.bytes, [2, 3])
+
+
 def test_resharding_llama_3_8b_saves_what_was_published() -> None:
     """torchtitan measured 62.18 and 49.59 GiB on 8 H100 (reshard_after_forward never, default): 12.59 GiB.
 

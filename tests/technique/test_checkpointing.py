@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.core.strategy import Layout
 from shardwise.engine.build import build
 from shardwise.engine.optim.norm import local
 from shardwise.engine.step import forward_backward
@@ -132,7 +133,7 @@ def test_gradients_are_bit_identical_with_dropout(
         assert any(mine[name].abs().sum() > 0 for name in mine if name != "generator")
 
 
-@pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING.examples[1:])
+@pytest.mark.parametrize("kind", [*ACTIVATION_CHECKPOINTING.examples[1:], "budget:0", "budget:0.8"])
 def test_frozen_weights(kind: str, pool: Pool) -> None:
     """The input of the first blocks requires no gradient, and the last has a frozen layer."""
     settings = {"zero_stage": 3}
@@ -173,7 +174,7 @@ def test_models_of_transformers_with_dropout(family: str, attention: str) -> Non
         return [*(p.grad for p in model.parameters()), torch.get_rng_state()]
 
     theirs = once("none")
-    for kind in ACTIVATION_CHECKPOINTING.examples[1:]:
+    for kind in (*ACTIVATION_CHECKPOINTING.examples[1:], "budget:0", "budget:0.8"):
         mine = once(kind)
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), kind
 
@@ -244,10 +245,34 @@ def test_segments_may_be_run_and_thrown_away() -> None:
 
 
 @pytest.mark.parametrize("value", ["every:1", "every:x", "every:", "every:2.5", "every:-2", "every"])
-def test_what_is_no_value(value: str) -> None:
-    with pytest.raises(ValueError, match="every:K"):
+def test_what_is_no_whole_number(value: str) -> None:
+    with pytest.raises(ValueError, match="every:K with a whole number K ≥ 2"):
         ACTIVATION_CHECKPOINTING.parse(value)
 
 
-def test_a_number_is_shown_as_it_is_written() -> None:
-    assert ACTIVATION_CHECKPOINTING.parse("every:007") == "every:7"
+WRONG = ("1.5", "x", "", "-0.1", "nan", "inf", "1e-1", "0,4", "0.4 ", ".", "1.0000001", "40%")
+
+
+@pytest.mark.parametrize("value", ["budget", *(f"budget:{number}" for number in WRONG)])
+def test_what_is_no_share(value: str) -> None:
+    with pytest.raises(ValueError, match=r"budget:F with a number 0 ≤ F ≤ 1$"):
+        ACTIVATION_CHECKPOINTING.parse(value)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("every:007", "every:7"),
+        ("budget:0.40", "budget:0.4"),
+        ("budget:.25", "budget:0.25"),
+        ("budget:1.0", "budget:1"),
+        ("budget:0", "budget:0"),
+    ],
+)
+def test_a_number_is_shown_in_one_way(written: str, shown: str) -> None:
+    assert ACTIVATION_CHECKPOINTING.parse(written) == shown
+
+
+def test_the_share_is_in_the_line() -> None:
+    strategy = strategy_from({"activation_checkpointing": "budget:0.4"})
+    assert Checkpointing().label(strategy, Layout(())) == "budget:0.4 checkpointing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -138,7 +139,77 @@ def test_it_sends_nothing_more(kind: str) -> None:
     assert sent == counted("none", preset="4xH100-80GB").cost.traffic_by_axis()
 
 
-@pytest.mark.parametrize("kind", ["selective", "full", "every:2", "every:3", "sqrt"])
+SHARES = (0, 0.25, 0.5, 0.75, 1)
+
+
+@functools.cache
+def of_shape(kind: str, shape: str) -> DryRun:
+    """The decoder of some shape: narrow and wide, short and long, both families, kernels of CPU and CUDA, 16 bits."""
+    model, length, settings, cluster = SHAPES[shape]
+    asked = recipe({**model, "vocab": 256}, length, cluster=cluster)
+    strategy = strategy_from({"micro_batch_size": 4, "activation_checkpointing": kind, **settings})
+    return dry_run(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster))
+
+
+CPU, H100 = {"device": "cpu"}, {"preset": "1xH100-80GB"}
+GPT2 = {"family": "gpt2", "layers": 4, "width": 96, "heads": 3, "ffn": 384, "context": 128}
+SHAPES: dict[str, tuple[dict[str, Any], int, dict[str, Any], dict[str, Any]]] = {
+    "llama": ({**DECODER, "layers": 9}, 32, {}, H100),
+    "long": (
+        {**DECODER, "layers": 4, "width": 32, "ffn": 64, "context": 256},
+        256,
+        {"precision": "bf16"},
+        H100,
+    ),
+    "wide": ({**DECODER, "layers": 4, "width": 256, "ffn": 1024}, 16, {}, CPU),
+    "gpt2": (GPT2, 128, {"precision": "bf16"}, CPU),
+}
+
+
+def moved(run: DryRun) -> int:
+    """Bytes that all kernels of a step move: what recomputation costs besides FLOPs."""
+    return sum(kernel.bytes * kernel.calls for kernel in run.cost.kernels)
+
+
+def at_the_loss(run: DryRun) -> int:
+    """Activations when every block's forward pass is over and no backward pass has begun."""
+    return [sample for sample in run.timeline if sample.phase == "forward"][-1].ledger.activations
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_budget_is_kept_and_more_of_it_never_costs_more(shape: str) -> None:
+    """Of what a block keeps between the passes, its input apart, to the byte; 0 keeps what full does, 1 is none."""
+    none, full = of_shape("none", shape), of_shape("full", shape)
+    runs = [of_shape(f"budget:{share:g}", shape) for share in SHARES]
+    kept = [at_the_loss(run) - at_the_loss(full) for run in runs]
+    room = at_the_loss(none) - at_the_loss(full)
+    assert all(bytes_kept <= share * room for share, bytes_kept in zip(SHARES, kept, strict=True))
+    assert (kept[0], kept[-1]) == (0, room)
+    assert kept == sorted(kept) and kept[1] > 0
+    flops = [run.cost.flops for run in runs]
+    assert flops == sorted(flops, reverse=True)
+    assert runs[-1].cost == none.cost
+    assert none.cost.flops < flops[0] <= full.cost.flops
+
+
+@pytest.mark.parametrize("shape", ["llama", "wide", "gpt2"])
+@pytest.mark.parametrize("other", ["full", "sqrt", "selective", "every:2"])
+def test_no_other_value_does_better_with_as_much_memory(shape: str, other: str) -> None:
+    """Whatever another holds at its peak, a budget that holds no more of it recomputes no more."""
+    none, least, theirs = (of_shape(kind, shape) for kind in ("none", "budget:0", other))
+    shares = {
+        rounded(100 * (held(theirs) - held(least)) / (held(none) - held(least))) / 100
+        for held, rounded in ((activations, math.floor), (at_the_loss, math.floor), (at_the_loss, math.ceil))
+    }
+    runs = [least, *(of_shape(f"budget:{max(0, share):g}", shape) for share in sorted(shares))]
+    fitting = [run for run in runs if activations(run) <= activations(theirs)]
+    assert fitting, "no budget takes as little"
+    best = min(fitting, key=lambda run: (run.cost.flops, moved(run)))
+    assert best.cost.flops <= theirs.cost.flops
+    assert moved(best) <= moved(theirs)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full", "every:2", "every:3", "sqrt", "budget:0.4"])
 @pytest.mark.parametrize("layers", [9, 12])
 def test_quick_predictions_are_full_ones_to_the_byte(kind: str, layers: int) -> None:
     """Also where not all blocks are treated alike, or where the depth decides how."""

@@ -1,0 +1,160 @@
+"""The largest model that trains in a given memory, technique by technique: ``python benchmarks/largest_model.py``.
+
+A decoder of fixed width grows by whole blocks until its plan no longer fits the budget (20 GiB of one process on the
+CPU, sequences of 128 tokens, four of them at once). The deepest that fits is then really trained for three steps by
+``shardwise train``, and the run's own report says what it took. On a CPU the host's memory is the device's: offload to
+the host moves nothing there, and its row says so.
+
+Give it the machine for itself: it takes all of the budget, and as much of the disk as the last row says. About half an
+hour on two cores. Writes benchmarks/results/largest-model-cpu.json after each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from machine import described
+
+from shardwise.core.cluster import cluster_of
+from shardwise.core.recipe import recipe_of
+from shardwise.core.units import format_bytes, format_count
+from shardwise.model.blueprint import blueprint_of
+from shardwise.plan.predict import predict
+from shardwise.technique import SETTINGS, strategy_from
+
+RESULTS = Path(__file__).parent / "results" / "largest-model-cpu.json"
+WIDTH = {"width": 2048, "heads": 16, "kv_heads": 8, "ffn": 5632, "vocab": 8192}
+BATCH, LENGTH, STEPS = 4, 128, 3
+DEEPEST = 4096
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What is added to all that stands above it."""
+
+    name: str
+    strategy: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+def ladder(scratch: Path) -> list[Rung]:
+    return [
+        Rung("plain: fp32, AdamW", {"precision": "fp32"}, {"name": "adamw"}),
+        Rung("weights in bf16 alone", {"precision": "bf16", "master_weights": False}, {}),
+        Rung("full checkpointing", {"activation_checkpointing": "full"}, {}),
+        Rung("8-bit AdamW", {}, {"name": "adamw_8bit"}),
+        Rung("optimizer in backward", {"optimizer_in_backward": True}, {"clip_norm": None}),
+        Rung("optimizer offloaded to the host", {"offload": "optimizer"}, {}),
+        Rung("optimizer offloaded to disk", {"offload": f"nvme:{scratch}"}, {}),
+    ]
+
+
+def recipe_for(
+    strategy: dict[str, Any], optimizer: dict[str, Any], layers: int, gib: float
+) -> dict[str, Any]:
+    return {
+        "model": {**WIDTH, "layers": layers},
+        "data": {"sequence_length": LENGTH},
+        "steps": STEPS,
+        "batch_size": BATCH,
+        "optimizer": {"learning_rate": 1e-4, **optimizer},
+        "cluster": {"device": "cpu", "memory_gib": gib},
+        "strategy": {
+            "zero_stage": 0,
+            "micro_batch_size": BATCH,
+            "activation_checkpointing": "none",
+            **strategy,
+        },
+        "evaluation": {"sequences": 1},
+        "checkpoint": {"every": None},
+    }
+
+
+def peak_of(values: dict[str, Any]) -> tuple[int, int]:
+    """(predicted peak, parameters) of a recipe that pins its strategy."""
+    recipe = recipe_of(values, SETTINGS)
+    found = predict(
+        recipe, blueprint_of(recipe), strategy_from(recipe.strategy), cluster_of(recipe.cluster), quick=True
+    )
+    return found.peak.bytes, found.parameters
+
+
+def deepest(strategy: dict[str, Any], optimizer: dict[str, Any], gib: float) -> int:
+    """The most blocks whose plan fits: bisection over what quick predictions say."""
+    fits, too_deep = 1, DEEPEST
+    while too_deep - fits > 1:
+        layers = (fits + too_deep) // 2
+        bytes_, _ = peak_of(recipe_for(strategy, optimizer, layers, gib))
+        fits, too_deep = (layers, too_deep) if bytes_ <= gib * 2**30 else (fits, layers)
+    return fits
+
+
+def trained(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Three real steps; what the run's report says of its one rank, and its losses."""
+    recipe, out = folder / "recipe.yaml", folder / "run"
+    recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
+    command = [sys.executable, "-m", "shardwise", "train", str(recipe), "--out", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [row["loss"] for row in metrics]
+    assert len(losses) == STEPS and all(map(math.isfinite, losses)), losses
+    [rank] = report["ranks"]
+    return {
+        "predicted_bytes": rank["predicted_peak_bytes"],
+        "measured_bytes": rank["measured_peak_bytes"],
+        "parameters": report["parameters"],
+        "losses": losses,
+        "step_seconds": min(row["seconds"] for row in metrics),
+    }
+
+
+def table(rows: list[dict[str, Any]], gib: float) -> str:
+    lines = [
+        f"| in {gib:g} GiB, one technique more in each row | blocks | parameters | planned | measured | a step |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        sizes = f"{format_bytes(row['predicted_bytes'])} | {format_bytes(row['measured_bytes'])}"
+        count, time = format_count(row["parameters"]), f"{row['step_seconds']:.0f} s"
+        lines.append(f"| {row['name']} | {row['layers']} | {count} | {sizes} | {time} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=20.0)
+    parser.add_argument("--only", default="", help="train the rungs whose name contains this; write nothing")
+    parser.add_argument("--scratch", default=None, help="where the run folders and the offloaded state go")
+    asked = parser.parse_args()
+    strategy: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=asked.scratch) as scratch:
+        for rung in ladder(Path(scratch)):
+            strategy, optimizer = {**strategy, **rung.strategy}, {**optimizer, **rung.optimizer}
+            if asked.only not in rung.name:
+                continue
+            layers = deepest(strategy, optimizer, asked.gib)
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                run = trained(recipe_for(strategy, optimizer, layers, asked.gib), Path(folder))
+            rows.append({"name": rung.name, "layers": layers, **run})
+            print(json.dumps(rows[-1]), flush=True)
+            if not asked.only:
+                # After every row: a benchmark that is stopped leaves what it has measured.
+                about = {"machine": described(), "gib": asked.gib, "batch": BATCH, "sequence_length": LENGTH}
+                result = {**about, "rows": rows, "table": table(rows, asked.gib)}
+                RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

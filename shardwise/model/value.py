@@ -1,0 +1,189 @@
+"""A value of a block's run, and the recipe by which it is computed again: what a tape (model/tape.py) is made of.
+
+What lives is left to reference counting. A value (one storage's content at one time) is held by autograd's handles and
+by the recipes that read it; a recipe is held by the values that it writes, and lets go of what it reads once it has
+run. So memory is freed as autograd frees what it saves.
+
+An operation that draws random numbers runs again from the state that its generator had. One that writes in place
+writes to a copy, unless nothing else reads what it writes over. It runs below autograd and autocast, on the arguments
+that it had there, so it is the very kernel that ran first. An input, or a kept result, that was written to since the
+block ran is an error, as it is in autograd.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_iter, tree_unflatten
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether this is a tensor of which the place in its storage says everything."""
+    return type(leaf) in _PLAIN and leaf.layout == torch.strided and not leaf.is_conj() and not leaf.is_neg()
+
+
+@dataclass(frozen=True)
+class View:
+    """How a tensor lies in its storage."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        return cls(tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def on(self, tensor: Tensor) -> Tensor:
+        """This view of the storage of another tensor."""
+        if View.of(tensor) == self:
+            return tensor
+        if tensor.dtype == self.dtype:
+            return tensor.as_strided(self.size, self.stride, self.offset)
+        storage = tensor.untyped_storage()
+        empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+class Value:
+    """A storage's content at one time: the tensor where it is there, else what it is computed by."""
+
+    __slots__ = ("__weakref__", "keepable", "recipe", "saved", "size", "tensor", "uses", "version")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.recipe: Recipe | None = None
+        self.tensor: Tensor | None = None
+        self.version = 0
+        self.uses = 0  # by recipes and handles, ever
+        self.saved = False  # by autograd
+        self.keepable = True
+
+    def put(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+    def get(self) -> Tensor:
+        """The tensor, computed now if need be."""
+        if self.tensor is None:
+            for recipe in self._missing():
+                recipe.run()
+        if self.tensor is None or self.tensor._version != self.version:
+            raise RuntimeError("a result of a block was written to before the backward pass has read it")
+        return self.tensor
+
+    def _missing(self) -> list[Recipe]:
+        """What has to run, in the order in which it ran first."""
+        found: dict[int, Recipe] = {}
+        open_values = [self]
+        while open_values:
+            value = open_values.pop()
+            recipe = value.recipe
+            if value.tensor is None and recipe is not None and recipe.number not in found:
+                found[recipe.number] = recipe
+                open_values += [leaf.value for leaf in recipe.leaves if isinstance(leaf, Read)]
+        return [found[number] for number in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Read:
+    """Stands for an argument that the block has computed."""
+
+    value: Value
+    view: View
+
+
+@dataclass(frozen=True)
+class Given:
+    """Stands for an argument from outside: an input, a weight."""
+
+    tensor: Tensor
+    version: int
+
+
+class Recipe:
+    """One operation: how to run it again, and the values that it writes."""
+
+    def __init__(
+        self, number: int, operation: Any, leaves: list[Any], spec: TreeSpec, states: States | None
+    ) -> None:
+        self.number = number
+        self.operation = operation
+        self.leaves = leaves
+        self.spec = spec
+        self.states = states
+        self.written: list[tuple[int, weakref.ref[Value]]] = []  # by number of the leaf that is written over
+        self.returned: list[tuple[int, weakref.ref[Value]]] = []  # by number of the result
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether a result is no new storage but that of an argument from outside."""
+        key = tensor.untyped_storage()._cdata
+        given = (leaf.tensor for leaf in self.leaves if isinstance(leaf, Given) and is_plain(leaf.tensor))
+        return any(tensor.untyped_storage()._cdata == key for tensor in given)
+
+    def run(self) -> None:
+        """Fill every value that somebody waits for."""
+        copies = {number: self._copy(self.leaves[number].value) for number, _ in self.written}
+        leaves = [self._argument(number, leaf, copies) for number, leaf in enumerate(self.leaves)]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        with torch.no_grad(), torch._C._DisableAutocast(), _restored(self.states):
+            results = list(tree_iter(self.operation(*args, **kwargs)))
+        for number, reference in self.written:
+            _fill(reference, copies[number])
+        for number, reference in self.returned:
+            _fill(reference, results[number])
+        self.leaves = []
+
+    def _argument(self, number: int, leaf: Any, copies: dict[int, Tensor]) -> Any:
+        if isinstance(leaf, Read):
+            return leaf.view.on(copies[number] if number in copies else leaf.value.get())
+        if isinstance(leaf, Given):
+            if leaf.tensor._version != leaf.version:
+                raise RuntimeError("an input of a block was written to before the block could be run again")
+            return leaf.tensor
+        return leaf
+
+    def _copy(self, value: Value) -> Tensor:
+        tensor = value.get()
+        return tensor if value.uses == 1 else tensor.clone()
+
+
+def _fill(reference: weakref.ref[Value], tensor: Tensor) -> None:
+    if (value := reference()) is not None and value.tensor is None:
+        value.put(tensor)
+
+
+@dataclass(frozen=True)
+class States:
+    """What the generators of some devices were at."""
+
+    cpu: Tensor
+    devices: Sequence[int]
+    of_devices: Sequence[Tensor]
+
+    @classmethod
+    def now(cls, leaves: Sequence[Any]) -> States:
+        return cls(torch.get_rng_state(), *get_device_states(*leaves))
+
+
+@contextmanager
+def _restored(states: States | None) -> Iterator[None]:
+    """The generators as they were, and afterwards as they are now."""
+    if states is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=states.devices):
+        torch.set_rng_state(states.cpu)
+        if states.devices:
+            set_device_states(states.devices, states.of_devices)
+        yield
