@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardwise.cli.shortage import catch_up, plan_remembering
 from shardwise.core.cluster import Cluster, cluster_of
 from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
@@ -40,14 +41,18 @@ def plan(recipe: Recipe, cluster: Cluster | None = None) -> Plan:
 def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = False) -> RunRecord:
     """Train exactly ``plan`` on this machine into the folder ``out``; resumes when it holds a checkpoint.
 
+    With a smaller micro-batch where memory ran out with this one, in this run or before it in this folder.
     Raises RankError when the run fails; the cause is on standard error and in ``out``/logs.
     """
     folder = Path(out)
     with claim(folder):
         check_start(recipe, folder)
+        cluster = cluster_of(recipe.cluster)
+        plan = plan_remembering(recipe, cluster, folder, plan)[0]
         prepare(folder, recipe, plan)
         flags = ["--exact-memory"] if exact_memory else []
         _launched(plan.world_size, ["train", str(folder), *flags], folder)
+        catch_up(recipe, cluster, folder)
         record_sample(folder)
         write_report(folder)
     return read_run(folder)

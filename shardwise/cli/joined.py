@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shardwise.core.errors import ResourceError
 from shardwise.train.folder import claim
+from shardwise.train.shortage import written_at
 
 
 def train_as_rank(
@@ -21,14 +23,27 @@ def train_as_rank(
     if rank != 0:
         return attempt(lambda: run_rank("train", out, exact_memory, device, lambda: 0))
 
-    def plan_elsewhere() -> int:
+    def elsewhere(module: str, *flags: str, capture: bool = True) -> subprocess.CompletedProcess[str]:
         # A process of its own: planning must leave no trace in the memory that is measured.
-        verb = [sys.executable, "-m", "shardwise.cli.prepare", str(recipe), str(out), *overrides]
-        return subprocess.run(verb, check=False).returncode
+        verb = [sys.executable, "-m", module, *flags, str(recipe), str(out), *overrides]
+        return subprocess.run(verb, check=False, text=True, stdout=subprocess.PIPE if capture else None)
+
+    def plan_elsewhere() -> int:
+        return elsewhere("shardwise.cli.prepare", capture=False).returncode
 
     with claim(out):
-        code = attempt(lambda: run_rank("train", out, exact_memory, device, plan_elsewhere))
+
+        def reword(code: int, line: str) -> str:
+            """With the nearest plan that fits, where memory ran out for good."""
+            if code != ResourceError.exit_code or written_at(out) == before:
+                return line
+            return elsewhere("shardwise.cli.shortage").stdout.strip() or line
+
+        before = written_at(out)
+        code = attempt(lambda: run_rank("train", out, exact_memory, device, plan_elsewhere), reword)
         if code == 0:
+            if written_at(out) != before:
+                elsewhere("shardwise.cli.shortage", "--catch-up")
             from shardwise.report.run import write_report
             from shardwise.train.sample import record_sample
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from shardwise.cli.common import make_plan, read, refuse_unfit
+from shardwise.cli.common import read, refuse_unfit
+from shardwise.cli.shortage import plan_remembering
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.scaling import sentences
 from shardwise.train.data import check_data
@@ -19,13 +20,13 @@ def main(recipe_file: str, folder: str, *overrides: str) -> int:
         recipe, cluster = read(Path(recipe_file), list(overrides))
         check_data(recipe)
         check_start(recipe, Path(folder))
-        plan = make_plan(recipe, cluster)
+        plan, reasons = plan_remembering(recipe, cluster, Path(folder))
         refuse_unfit(plan)
         prepare(Path(folder), recipe, plan)
     except ShardwiseError as error:
         print(error.line(), file=sys.stderr)
         return error.exit_code
-    print("\n".join([f"{plan.line}  →  {folder}", *sentences(recipe)]), flush=True)
+    print("\n".join([f"{plan.line}  →  {folder}", *reasons, *sentences(recipe)]), flush=True)
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import Overrides, RecipeArgument, make_plan, read, refuse_unfit
+from shardwise.cli.common import Overrides, RecipeArgument, read, refuse_unfit
 
 
 def command(
@@ -43,6 +43,7 @@ def command(
 
         device = "cpu" if cluster.device.kind == "cpu" else "cuda"
         raise typer.Exit(train_as_rank(recipe, overrides or [], out, exact_memory, placement.rank, device))
+    from shardwise.cli.shortage import advising, catch_up, plan_remembering
     from shardwise.train.data import check_data
     from shardwise.train.folder import claim, prepare
     from shardwise.train.start import check_start
@@ -50,17 +51,19 @@ def command(
     with claim(out):
         check_data(wanted)
         check_start(wanted, out)
-        plan = make_plan(wanted, cluster)
+        plan, reasons = plan_remembering(wanted, cluster, out)
         refuse_unfit(plan)
         prepare(out, wanted, plan)
         _announce(plan.line, out)
-        for sentence in sentences(wanted):
+        for sentence in [*reasons, *sentences(wanted)]:
             typer.echo(sentence)
         from shardwise.train.launch import launch
 
         flags = ["--exact-memory"] if exact_memory else []
-        code = launch(plan.world_size, ["train", str(out), *flags], out / "logs", _terminal())
+        advise = advising(wanted, cluster, out)
+        code = launch(plan.world_size, ["train", str(out), *flags], out / "logs", _terminal(), advise)
         if code == 0:
+            catch_up(wanted, cluster, out)
             from shardwise.report.run import write_report
             from shardwise.train.sample import record_sample
 

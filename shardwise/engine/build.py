@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.core.recipe import Recipe
@@ -48,6 +48,8 @@ class Run:
     dtypes: Dtypes
     micro_batch_hooks: list[MicroBatchHook]
     data_group: dist.ProcessGroup
+    void: Tensor
+    """1 in host memory to leave out every update that the device has not made yet; see engine/update.py."""
 
     @property
     def data_rank(self) -> int:
@@ -105,6 +107,7 @@ def materialise(site: Site, recipe: Recipe, blueprint: Blueprint, device: torch.
         dtypes=site.dtypes,
         micro_batch_hooks=site.micro_batch_hooks,
         data_group=site.data_group,
+        void=torch.zeros((), pin_memory=device.type == "cuda"),
     )
     run.update.attach(run)
     return run

@@ -6,7 +6,7 @@ is the trainer's (``train/state.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -24,11 +24,21 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
     Parameters and persistent buffers under their canonical names, a shared one once; optimizer state under
     OPTIMIZER, with the loss scale and what clipping has learned.
     """
+    return tensors_beside(run, parameters_of(run))
+
+
+def parameters_of(run: Run) -> dict[str, nn.Parameter]:
+    """The parameters as this rank holds them between steps. They stay the same objects while the run lives."""
     for module in run.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after an evaluation, ZeRO 1 and 2 still hold gathered parameters
+    return dict(named_parameters(run.model))
+
+
+def tensors_beside(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """As ``tensors_of``, for a run in any state, given its parameters: a step that broke off leaves gathered ones."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in named_parameters(run.model):
+    for name, parameter in parameters.items():
         tensors[name] = parameter.detach()
         for key, value in run.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):

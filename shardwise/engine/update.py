@@ -5,6 +5,11 @@ all of them. After the backward pass all of it is known in time: the global norm
 NaN anywhere makes it NaN everywhere, and nothing is updated. Within the backward pass parameters are updated
 before the norm is complete, so only the loss can forbid all of it; a gradient that is not finite then forbids
 its own piece, and the norm, which is not finite either, tells the trainer that the update was torn.
+
+A step may break off on one rank (its memory runs out) when the host of another has issued all of it. What the
+device of the other then finds in the place of a collective's result is garbage, so after the last collective the
+verdict reads ``Run.void``, a flag in host memory that is raised before the collectives are broken off: updates that
+come after that do nothing. On the device's own time, so nobody waits.
 """
 
 from __future__ import annotations
@@ -23,7 +28,15 @@ if TYPE_CHECKING:
 
 
 class Update(Protocol):
-    """When gradients are turned into updates."""
+    """When gradients are turned into updates.
+
+    Attributes:
+        begun: whether this step may have changed weights or moments; cleared by whoever counts steps.
+        voidable: whether ``Run.void`` holds off all of an update.
+    """
+
+    begun: bool
+    voidable: bool
 
     def attach(self, run: Run) -> None:
         """Called once, when the run is built."""
@@ -40,6 +53,9 @@ class Update(Protocol):
 
 class AfterBackward:
     """Clip by the global norm, then update all parameters."""
+
+    begun = False
+    voidable = True
 
     def attach(self, run: Run) -> None: ...
 
@@ -58,7 +74,9 @@ class AfterBackward:
         """Unscale and clip all gradients in place; (their norm before clipping, the verdict)."""
         parameters, scale = list(run.model.parameters()), run.loss_scale
         norm = global_norm(parameters, run.device) / scale.value
+        self.begun = True  # the last collective: from here on every rank may update
         skip = 1 - (norm.isfinite() & loss.isfinite()).to(torch.float32)
+        skip = skip.maximum(run.void.to(run.device, non_blocking=True))
         limit = run.norm_limit.value()
         if scale.active or run.norm_limit.active:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0) / scale.value
@@ -73,6 +91,9 @@ class WithinBackward:
     One layer's gradients live at a time: the single-device twin of ZeRO-2. There is no clipping, for the norm is
     known only when everything has been updated.
     """
+
+    begun = False
+    voidable = False
 
     def __init__(self) -> None:
         self._last = False
@@ -93,6 +114,7 @@ class WithinBackward:
         if last:
             self._skip = 1 - total.isfinite().to(torch.float32)
             dist.all_reduce(self._skip, dist.ReduceOp.MAX)
+            self.begun = True
             self._square = torch.zeros((), dtype=torch.float64, device=run.device)
 
     def _consume(self, run: Run, parameter: nn.Parameter) -> None:

@@ -16,7 +16,7 @@ from shardwise.core.plan import Plan, plan_from
 from shardwise.core.recipe import Recipe, dump_recipe, load_recipe
 from shardwise.technique import SETTINGS
 
-RECIPE, PLAN, LOCK, HOLDER = "recipe.yaml", "plan.json", ".lock", ".holder"
+RECIPE, PLAN, REPORT, LOCK, HOLDER = "recipe.yaml", "plan.json", "report.json", ".lock", ".holder"
 
 
 @contextmanager
@@ -63,6 +63,17 @@ def prepare(folder: Path, recipe: Recipe, plan: Plan) -> None:
     partial = folder / f"{PLAN}.partial"
     partial.write_text(plan.to_json(), encoding="utf-8")
     partial.rename(folder / PLAN)
+
+
+def correct(folder: Path, plan: Plan) -> None:
+    """Put ``plan`` in the place of the folder's, and its predictions into the report of the run, which has ended."""
+    prepare(folder, load_recipe(folder / RECIPE, [], SETTINGS), plan)
+    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    for rank in report["ranks"]:
+        rank["predicted_peak_bytes"] = plan.predicted_allocated(rank["rank"])
+    report["predicted_step_seconds"] = plan.step.seconds
+    report["ledger"] = plan.peak.ledger.as_dict()
+    (folder / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 def read_job(folder: Path) -> tuple[Recipe, Plan]:

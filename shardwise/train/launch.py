@@ -57,12 +57,14 @@ def launch(
     arguments: Sequence[str],
     log_folder: Path,
     environment: Mapping[str, str] | None = None,
+    reword: Callable[[int, str], str] | None = None,
 ) -> int:
     """Run ``python -m shardwise.train.worker ARGUMENTS`` on ranks 0 to ``world_size`` - 1; the exit code.
 
     Rank 0's standard output is passed through; everything that rank R writes is appended to
     ``log_folder``/rank-R.log. SIGTERM and SIGINT are passed on to all ranks. ``environment`` overrides this
-    process's. A failure is told in one line on standard error.
+    process's. A failure is told in one line on standard error, which ``reword`` may put otherwise, given the exit
+    code and the line.
 
     Returns 0, or 75 when the ranks saved and stopped; the culprit's code when it is one of ours, else 5; and
     128 + N when signal N stopped the ranks before they could save. Raises ResourceError when the ranks cannot
@@ -74,7 +76,7 @@ def launch(
     if culprit is None:
         return max(rank.code or 0 for rank in ranks)
     code, line = _verdict(culprit, stops)
-    print(line, file=sys.stderr, flush=True)
+    print(line if reword is None else reword(code, line), file=sys.stderr, flush=True)
     return code
 
 

@@ -2,7 +2,8 @@
 
 Results of a step are read one step late, so that the device is never idle while the host prints. What follows
 from them when they are bad is the guard's business (``recovery.py``): it may take the run back by an exception,
-and the loop then goes on from the state that this brings.
+and the loop then goes on from the state that this brings. When memory runs out on some rank, all of them leave the
+step by an exception and repeat it with half the micro-batch (``survival.py``).
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.errors import Preempted, RecipeError
+from shardwise.core.errors import Preempted, RecipeError, ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.core.recipe import Recipe
 from shardwise.engine.build import Run, build
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import StepResult, step
 from shardwise.model.blueprint import Batch, Blueprint, blueprint_of
-from shardwise.technique import MICRO_BATCH_SIZE
+from shardwise.technique import MICRO_BATCH_SIZE, micro_batches
 from shardwise.train.checkpoint import restore, save, start
 from shardwise.train.data import Data, open_data
 from shardwise.train.evaluate import evaluate
@@ -31,8 +32,10 @@ from shardwise.train.meter import EXACT_STEPS, MemoryMeter, return_large_frees
 from shardwise.train.metrics import MetricsFile, StepMetrics, typical_seconds
 from shardwise.train.progress import Progressing
 from shardwise.train.recovery import Observed, Recovery, Rewound
+from shardwise.train.shortage import is_shortage, remember
 from shardwise.train.state import TrainState
 from shardwise.train.stop import StopRequest
+from shardwise.train.survival import Standing, Survival, agree, exhausted, shortage_of
 from shardwise.train.warm import warm_kernels
 
 
@@ -53,9 +56,14 @@ class _Pending:
 
     index: int
     result: StepResult
+    part: int
     stop: Tensor
     learning_rate: float
     seconds: float
+
+
+class _Spoiled(Exception):
+    """A result is garbage, because another rank ran out of memory."""
 
 
 class Trainer:
@@ -76,7 +84,10 @@ class Trainer:
         self.checkpoints = job.folder / "checkpoints"
         self.state = self._first_state()
         self.recovery = Recovery(self.run, self.data, job.folder, self._at, _warn)
+        self.survival = Survival(self.run, job.folder)
+        self.pending: _Pending | None = None
         self.save_owed = False
+        self.first = self.state.step
         self.started = self.clock = time.perf_counter()
         self.held_out: float | None = None
         if self.rank == 0:
@@ -88,33 +99,128 @@ class Trainer:
 
         Raises NumericsError when the guard gives up, Preempted when asked to stop and saved.
         """
-        steps, first = self.job.recipe.steps, self.state.step
-        if first >= steps:
-            _say(self.rank, f"nothing to do: {first} of {steps} steps are done")
+        steps = self.job.recipe.steps
+        if self.first >= steps:
+            _say(self.rank, f"nothing to do: {self.first} of {steps} steps are done")
+            self.survival.alarm.close()
             return
         self.recovery.begin(self.state)
-        while self.state.step < steps:
-            try:
-                self._steps(first)
-            except Rewound as back:
-                self.state, self.save_owed = back.state, False
-                self._lap()
+        try:
+            self._to_the_end()
+        finally:
+            self.survival.alarm.close()
         self._report()
 
-    def _steps(self, first: int) -> None:
-        """Step after step to the end of the run, which began after step ``first``."""
-        recipe = self.job.recipe
-        pending: _Pending | None = None
-        for index in range(self.state.step, recipe.steps):
+    def _to_the_end(self) -> None:
+        """Step after step, again and again from where the run was taken back to."""
+        while self.state.step < self.job.recipe.steps:
+            standing = None
+            try:
+                self._steps()
+            except Rewound as back:
+                self._back_at(back.state)
+            except Exception as error:
+                told = isinstance(error, ShardwiseError) and not is_shortage(error)
+                if told or not self.survival.alarm.met(error):
+                    raise
+                standing = self._standing()
+            # Outside of the handler: while an error is handled, its frames are not free.
+            if standing is not None:
+                self._survive(standing)
+
+    def _steps(self) -> None:
+        """Step after step to the end of the run."""
+        recipe, left = self.job.recipe, self.pending
+        if left is not None and self._pauses(left.index):
+            self._pause(left, stop=False)  # an evaluation broke off
+        for index in range(self.state.step + (self.pending is not None), recipe.steps):
             rate = learning_rate(recipe, index)
             seed_step(recipe.seed, index, self.rank)
+            self.survival.alarm.enter()
             result = step(self.run, self._at(self.state.position(index)), rate)
-            before, pending = pending, _Pending(index, result, self.stopping.agreed(), rate, self._lap())
+            part = self.survival.alarm.part
+            now = _Pending(index, result, part, self.stopping.agreed(), rate, self._lap())
+            before, self.pending = self.pending, now
+            self.run.update.begun = False
             stop = self._finish(before)
-            self._measure(index - first)
+            self._measure(index - self.first)
             if stop or self._pauses(index):
-                self._pause(pending, stop)
-                pending = None
+                self._pause(now, stop)
+
+    def _back_at(self, state: TrainState) -> None:
+        """The run stands where it stood before; a result that has not been read is of what was undone."""
+        self.state, self.pending, self.save_owed = state, None, False
+        self._lap()
+
+    # ---- when memory runs out -----------------------------------------------------------------------------
+
+    def _standing(self) -> Standing:
+        """This rank's part in what all of them have to decide."""
+        alarm, update, pending = self.survival.alarm, self.run.update, self.pending
+        ahead = update.begun
+        if pending is not None and alarm.spoils(pending.part):
+            ahead, pending, self.pending = True, None, None
+        own = alarm.own
+        short = own is not None and alarm.spoils(own.part) and not alarm.spoils(own.part - 1)
+        if self.run.device.type == "cuda" and update.voidable and not short:
+            ahead = False
+        return Standing(
+            step=self.state.step + (pending is not None),
+            rewinds=self.state.rewinds,
+            ahead=ahead,
+            copy=self.recovery.newest_copy(self.state.step),
+            short=short,
+            held_bytes=self.meter.reached().allocated,
+            asked_bytes=own.asked_bytes if own is not None else 0,
+        )
+
+    def _survive(self, standing: Standing) -> None:
+        """Go on with half the micro-batch. Raises ResourceError at a micro-batch of 1."""
+        everyone = self.survival.meet(standing)
+        short = shortage_of(self.run, self.job.plan.world_size, everyone)
+        if self.rank == 0:
+            remember(self.job.folder, short)
+        if short.exhausted:
+            self.recovery.log("out of memory", short.step - 1, [], rank=short.rank, micro_batch_size=1)
+            raise exhausted(short)
+        strategy = self.survival.again(everyone, short)
+        self.job.plan = replace(self.job.plan, strategy=strategy)
+        if self.pending is not None:
+            self.pending.part = 0  # of before the new alarm's first
+        position = self.state.position(short.step - 1)
+        if not agree(everyone):
+            self._go_back([each.copy for each in everyone])
+        self.first = self.state.step + (self.pending is not None)
+        sizes = {"micro_batch_size": short.micro_batch_size, "to_step": self.first}
+        self.recovery.log("out of memory", short.step - 1, [position], rank=short.rank, **sizes)
+        passes = micro_batches(strategy, self.run.layout, self.job.recipe.batch_size)
+        back = (
+            ""
+            if agree(everyone)
+            else f"; in the midst of an update, so the run goes back to step {self.first}"
+        )
+        _say(
+            self.rank,
+            f"out of memory on rank {short.rank} in step {short.step}: micro_batch_size is now"
+            f" {short.micro_batch_size}, accumulated {passes} times{back}",
+        )
+        self.meter.begin_again()
+        self._lap()
+
+    def _go_back(self, copies: list[int | None]) -> None:
+        """To the newest snapshot that all ranks have, else to where a resume would start."""
+        steps = [copy for copy in copies if copy is not None]
+        if len(steps) == len(copies):
+            state = self.recovery.restore_copy(min(steps))
+        else:
+            state = self._first_state()
+            self.recovery.begin_again(state)
+        self._back_at(state)
+        if self.rank == 0:
+            seconds = self.metrics.seconds
+            self.metrics.close()
+            self.metrics = MetricsFile(self.job.folder / "metrics.jsonl", state.step)
+            self.metrics.seconds = seconds
 
     def _first_state(self) -> TrainState:
         """From the run's own newest checkpoint, else from that of another run, else from nothing."""
@@ -162,6 +268,8 @@ class Trainer:
         result, number, seconds = pending.result, pending.index + 1, pending.seconds
         loss, norm, tokens = float(result.loss), float(result.grad_norm), int(result.tokens)
         skipped = bool(result.skipped)
+        if self.survival.alarm.spoils(pending.part):
+            raise _Spoiled
         rewinds = self.state.rewinds
         self.state = replace(self.state, step=number, tokens=self.state.tokens + tokens)
         if self.rank == 0:
@@ -183,9 +291,11 @@ class Trainer:
         held_out = None
         if self._due(index, recipe.evaluation.every) and self.data.held_out_sequences and not stop:
             size = self.job.plan.strategy[MICRO_BATCH_SIZE]
+            self.survival.alarm.enter()
             batches = self.data.held_out(0, self.run.data_rank, self.run.data_degree, size)
             held_out = self.held_out = evaluate(self.run, self._placed(batches))
         stop = self._finish(pending, held_out) or stop
+        self.pending = None
         if self._saves(index, stop):
             save(self.run, self.state, self.checkpoints, recipe.checkpoint.keep, self.data.fingerprint)
         if stop and index + 1 < recipe.steps:

@@ -49,12 +49,22 @@ class MemoryMeter:
 
     def sample(self) -> None:
         """Raise ``peak`` to the mark reached since the level was taken or ``forget`` was called."""
+        now = self.reached()
+        self.peak = Measured(max(self.peak.allocated, now.allocated), max(self.peak.reserved, now.reserved))
+
+    def reached(self) -> Measured:
+        """The mark reached since the level was taken or ``forget`` was called."""
         if self._device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated(self._device) - self._level
-            reserved = torch.cuda.max_memory_reserved(self._device)
-        else:
-            allocated, reserved = _status("VmHWM") - self._level, 0
-        self.peak = Measured(max(self.peak.allocated, allocated), max(self.peak.reserved, reserved))
+            return Measured(allocated, torch.cuda.max_memory_reserved(self._device))
+        return Measured(_status("VmHWM") - self._level, 0)
+
+    def begin_again(self) -> None:
+        """Measure anew from the level that was taken: what runs from here on is another plan."""
+        if self._device.type != "cuda":
+            return_large_frees(True)
+        self.peak = Measured(0, 0)
+        self.forget()
 
     def forget(self) -> None:
         """What was reached since the last sample (an evaluation, a checkpoint) is not part of a step."""

@@ -9,6 +9,8 @@ cluster's network is trusted, as every trainer does.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -18,6 +20,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import debug
 
 from shardwise.core.allocator_options import DEFAULTS, unset
 from shardwise.core.errors import RankError, ResourceError
@@ -54,15 +59,7 @@ def join(device_type: str | None = None) -> Iterator[World]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     try:
-        store = _store(placement)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=placement.rank,
-            world_size=placement.world_size,
-            timeout=TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
-        )
+        _meet(_store(placement), placement.rank, placement.world_size, device)
     except RuntimeError as error:  # of which DistNetworkError, DistStoreError are kinds
         raise RankError(
             f"rank {placement.rank} of {placement.world_size} did not meet the others",
@@ -72,6 +69,54 @@ def join(device_type: str | None = None) -> Iterator[World]:
     yield World(placement.rank, placement.world_size, placement.local_rank, device)
     dist.barrier()  # rank 0 holds the store
     dist.destroy_process_group()
+
+
+def meet_again(store: Store, rank: int, world_size: int, device: torch.device) -> None:
+    """Leave all process groups, whatever became of them, and make a new default one with the same ranks.
+
+    ``store`` is one that has not been used for this before. Raises
+    RankError when the ranks do not meet.
+    """
+    if dist.is_initialized():
+        c10d._abort_process_group()
+    _forget_meshes()
+    gc.collect()
+    try:
+        _meet(store, rank, world_size, device)
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {rank} of {world_size} did not meet the others again",
+            where="",
+            why=str(error).splitlines()[0],
+        ) from error
+
+
+def _forget_meshes() -> None:
+    """Have nothing lead to groups that are gone.
+
+    Meshes outlive their runs in DTensor's caches. They hold their groups, and a mesh of the same shape that is made
+    later is taken for them.
+    """
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)  # not in every version of torch
+    if clear is not None:
+        clear()
+    for each in gc.get_objects():
+        if type(each) is functools._lru_cache_wrapper:
+            if (each.__module__ or "").startswith("torch.distributed.tensor"):
+                each.cache_clear()
+        elif type(each) is DeviceMesh:
+            getattr(each, "_pg_registry", {}).clear()
+
+
+def _meet(store: Store | None, rank: int, world_size: int, device: torch.device) -> None:
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def _device(local_rank: int, device_type: str | None) -> torch.device:

@@ -107,7 +107,7 @@ class Recovery:
         if verdict.event:
             values = {"loss": seen.loss, "grad_norm": seen.norm, "loss_scale": seen.loss_scale}
             position = state.position(seen.index)
-            self._log(verdict.event, seen.index, [position], **values, **verdict.against)
+            self.log(verdict.event, seen.index, [position], **values, **verdict.against)
         if verdict.action is Action.GIVE_UP:
             self._give_up(state, seen.index, f"{memory.skips} updates in a row were not finite", finite=False)
         if verdict.action is Action.REWIND:
@@ -132,13 +132,13 @@ class Recovery:
             why = f"another {verdict.event or 'spike'} after {state.rewinds} rewinds"
             self._give_up(state, index, why, finite=verdict.event != "torn")
         if back is None:
-            self._log("no way back", index, [])
+            self.log("no way back", index, [])
             return
         first = max(back.step, verdict.first - LEAD)
         positions = [state.position(each) for each in range(first, verdict.last + 1)]
         left_out = merged([*state.left_out, *((place, place + 1) for place in positions)])
         after = replace(back, rewinds=state.rewinds + 1, left_out=left_out)
-        self._log("rewind", index, positions, to_step=after.step, rewinds=after.rewinds)
+        self.log("rewind", index, positions, to_step=after.step, rewinds=after.rewinds)
         raise Rewound(after)
 
     def _can_go_back(self, first: int) -> bool:
@@ -164,6 +164,21 @@ class Recovery:
     def _checkpoints(self) -> Path:
         return self._folder / "checkpoints"
 
+    def newest_copy(self, step: int) -> int | None:
+        """Steps done at the newest snapshot of at most ``step`` steps; None when there is none."""
+        state = None if self._snapshots is None else self._snapshots.newest(_by(step))
+        return None if state is None else state.step
+
+    def restore_copy(self, step: int) -> TrainState:
+        """Write the snapshot of exactly ``step`` steps, or the newest before, back into the run."""
+        assert self._snapshots is not None, "asked for first"
+        return self._snapshots.restore(_by(step))
+
+    def begin_again(self, state: TrainState) -> None:
+        """The run stands elsewhere, by another way than a rewind: snapshots of what was are of no use."""
+        if self._snapshots is not None:
+            self._snapshots.begin(state)
+
     # ---- giving up ----------------------------------------------------------------------------------------
 
     def _give_up(self, state: TrainState, index: int, why: str, finite: bool) -> None:
@@ -172,7 +187,7 @@ class Recovery:
         with torch.enable_grad():
             finding = first_non_finite(self._run, self._batches_at(position))
         words = _accusation(finding, finite)
-        self._log("gave up", index, [position], why=why, blame=words)
+        self.log("gave up", index, [position], why=why, blame=words)
         raise NumericsError(
             f"training does not recover: {why}",
             where=f"step {index + 1}",
@@ -180,7 +195,8 @@ class Recovery:
             fix="see events.jsonl for the samples; resume with a lower learning rate or a wider precision",
         )
 
-    def _log(self, event: str, index: int, positions: Iterable[int], **values: Any) -> None:
+    def log(self, event: str, index: int, positions: Iterable[int], **values: Any) -> None:
+        """A line of ``events.jsonl``, on rank 0."""
         if self._events is not None:
             self._events.write(event, index + 1, positions, values)
 

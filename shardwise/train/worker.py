@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from shardwise.core.errors import RankError, ResourceError, ShardwiseError
@@ -21,6 +20,7 @@ from shardwise.core.plan import Plan
 from shardwise.train.folder import read_job
 from shardwise.train.loop import Job, Trainer
 from shardwise.train.process import World, join
+from shardwise.train.shortage import is_shortage
 from shardwise.train.verify import run_reference, run_strategy
 
 Prepare = Callable[[], int]
@@ -76,28 +76,27 @@ def _require(world: World, plan: Plan) -> None:
         )
 
 
-def attempt(action: Callable[[], None]) -> int:
-    """Run; the exit code is 0, or that of the error whose one line goes to stderr."""
+def attempt(action: Callable[[], None], reword: Callable[[int, str], str] | None = None) -> int:
+    """Run; the exit code is 0, or that of the error whose one line goes to stderr, which ``reword`` may change."""
     try:
         action()
     except PlanFailed as failed:
         return failed.exit_code
     except ShardwiseError as error:
-        return _failed(error)
-    except torch.OutOfMemoryError as error:
-        why = str(error).split(". ")[0]
-        return _failed(
-            ResourceError(
-                "out of memory", where="the device", why=why, fix="shard more, or a smaller micro-batch"
-            )
-        )
+        return _failed(error, reword)
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        why, fix = str(error).split(". ")[0], "shard more, or a smaller micro-batch"
+        return _failed(ResourceError("out of memory", where="the device", why=why, fix=fix), reword)
     return 0
 
 
-def _failed(error: ShardwiseError) -> int:
+def _failed(error: ShardwiseError, reword: Callable[[int, str], str] | None) -> int:
     traceback.print_exc()
-    print(error.line(), file=sys.stderr, flush=True)
-    return error.exit_code
+    code, line = error.exit_code, error.line()
+    print(line if reword is None else reword(code, line), file=sys.stderr, flush=True)
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -73,17 +73,21 @@ class TokenSamples(Samples):
 
 
 class DatasetSamples(Samples):
-    """Items first .. first+count-1 of a map-style dataset, each a dict of tensors or numbers."""
+    """Items first .. first+count-1 of a map-style dataset, each a dict of tensors or numbers.
+
+    Item 0 says how large an item may be: its shapes are what the plan counted.
+    """
 
     def __init__(self, dataset: Dataset[Any], first: int, count: int) -> None:
         self._dataset, self._first, self._count = dataset, first, count
+        self._largest = {name: tensor.shape for name, tensor in item(dataset, 0).items()}
 
     def __len__(self) -> int:
         return self._count
 
     def batch(self, samples: Sequence[int | None]) -> Batch:
         items = [
-            padding_of(item(self._dataset, 0)) if sample is None else item(self._dataset, self._index(sample))
+            padding_of(item(self._dataset, 0)) if sample is None else self._item(self._index(sample))
             for sample in samples
         ]
         try:
@@ -97,6 +101,22 @@ class DatasetSamples(Samples):
                 fix="give every item the same names, shapes and dtypes",
             ) from None
         return collated
+
+    def _item(self, index: int) -> Batch:
+        """An item, which must not be larger than item 0: what is larger than planned runs out of memory, late."""
+        found = item(self._dataset, index)
+        for name, tensor in found.items():
+            planned = self._largest.get(name, tensor.shape)
+            if len(tensor.shape) != len(planned) or any(
+                a > b for a, b in zip(tensor.shape, planned, strict=True)
+            ):
+                raise DataError(
+                    f"'{name}' is larger than what was planned for",
+                    where=f"dataset item {index}",
+                    why=f"its shape is {list(tensor.shape)}, that of item 0 is {list(planned)}",
+                    fix="cut it, or let item 0 be one of the largest",
+                )
+        return found
 
     def text(self, sample: int) -> str:
         tensors = item(self._dataset, self._index(sample)).items()

@@ -228,10 +228,15 @@ def broken(i: int) -> Tensor:
         (Listed(5), 4, r"not a dict of tensors \(dataset item 0\).*list"),
         (Points(5, name=lambda i: "a name"), 4, "'name' is not a tensor.*str"),
         (Points(5, x=broken), 4, r"dataset raised an error \(dataset item \d\).*OSError: image"),
-        (Points(5, x=lambda i: torch.zeros(i + 1)), 4, "do not stack into a batch.*same names, shapes"),
+        (Points(5, x=lambda i: torch.zeros(5 - i)), 4, "do not stack into a batch.*same names, shapes"),
+        (
+            Points(5, x=lambda i: torch.zeros(i + 1)),
+            1,
+            r"'x' is larger than what was planned for \(dataset item [1-4]\): its shape is .*, that of item 0 is \[1\]",
+        ),
         (Points(5, label=lambda i: torch.tensor(True)), 3, "cannot pad.*'label' is torch.bool"),
     ],
-    ids=["iterable", "empty", "list", "text", "raises", "ragged", "boolean-labels"],
+    ids=["iterable", "empty", "list", "text", "raises", "ragged", "larger", "boolean-labels"],
 )
 def test_an_unfit_dataset_is_one_line(opened: Opener, dataset: Any, batch_size: int, says: str) -> None:
     with pytest.raises(DataError, match=says) as raised:
