@@ -390,6 +390,35 @@ def recomputation() -> str:
     return table(columns, rows(), "lrrrr")
 
 
+def activation_offload() -> str:
+    """What moving activations to host memory holds and costs, for the recipe that the README shows."""
+    from shardwise.cli.common import read
+    from shardwise.model.blueprint import blueprint_of
+    from shardwise.plan.predict import predict
+    from shardwise.plan.timing import phases_beside_host
+
+    asked, cluster = read(ROOT / SHOWN_RECIPE, [])
+    blueprint = blueprint_of(asked)
+
+    def rows() -> Iterator[Sequence[object]]:
+        for kind in ("none", "selective", "full"):
+            for offload in ("none", "activations"):
+                pins = {
+                    **asked.strategy,
+                    "zero_stage": 3,
+                    "activation_checkpointing": kind,
+                    "offload": offload,
+                }
+                found = predict(asked, blueprint, strategy_from(pins), cluster, quick=True)
+                held = (found.peak.ledger.activations, found.peak.bytes, found.host.total)
+                waits = [format_seconds(phase.exposed) for phase in phases_beside_host(found.cost, cluster)]
+                seconds = format_seconds(found.step.seconds)
+                yield code(kind), code(offload), *map(format_bytes, held), " + ".join(waits) or "–", seconds
+
+    columns = ("`activation_checkpointing`", "`offload`", "activations at the peak", "peak", "in host memory")
+    return table((*columns, "forward + backward wait", "step"), rows(), "llrrrrr")
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **{f"recipe-{name}": partial(keys_of, model) for name, model in SECTIONS.items()},
     "recipe-top": partial(keys_of, Recipe),
@@ -413,8 +442,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "activation-memory": partial(measured, "activation-memory-cpu"),
     "plan": shown_plan,
     "recomputation": recomputation,
+    "activation-offload": activation_offload,
 }
-SLOW = ("plan", "recomputation")
+SLOW = ("plan", "recomputation", "activation-offload")
 
 
 def pages() -> list[Path]:

@@ -55,6 +55,7 @@ class DryRun:
         replay: what that allocator reserves for it when nothing limits it.
         notes: what the techniques have to say about what they did.
         period: after how many blocks what a block holds and costs repeats itself; 0 where that depends on depth.
+        shallowest: the fewest blocks of a model from which deeper ones can be extrapolated.
         host: what this rank holds in host memory when that is most, where it is another memory than the device's.
     """
 
@@ -70,6 +71,7 @@ class DryRun:
     notes: tuple[str, ...] = ()
     period: int = 1
     host: Ledger = field(default_factory=Ledger)
+    shallowest: int = 1
 
     @property
     def peak(self) -> Peak:
@@ -98,7 +100,7 @@ def dry_run(
     layout = layout_of(strategy, world_size)
     count = micro_batches(strategy, layout, recipe.batch_size)
     target = TARGETS[cluster.device.kind]
-    with fake_world(rank, world_size):
+    with fake_world(rank, world_size), memories_apart(not target.is_host):
         site = assemble(blueprint, strategy, world_size, "cpu", depth)
         parameters = sum(p.numel() for p in site.model.parameters())
         even = all(p.numel() == _held_by_all(p, world_size) for p in site.model.parameters())
@@ -106,8 +108,7 @@ def dry_run(
         modules = RunningModule(site.model)
         tracker = Tracker(axis_names(groups), target.workspace, target.kept, modules.name)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        memories, generators = memories_apart(not target.is_host), torch.random.fork_rng(devices=[])
-        with memories, generators, fake, tracker.watching(), target.kernels(), modules:
+        with torch.random.fork_rng(devices=[]), fake, tracker.watching(), target.kernels(), modules:
             run = materialise(site, recipe, blueprint, torch.device("cpu"))
             _tag_state(run, tracker)
             snapshots: Snapshots[None] | None = snapshots_of(run)
@@ -126,9 +127,8 @@ def dry_run(
     compute = dtype_name(run.dtypes.compute)
     cost, notes = _whole_cost(costs, count), tuple(site.notes)
     replay = trace.replayed(options_in(cluster.device.kind)) if trace is not None else None
-    return DryRun(
-        rank, found, cost, samples, parameters, even, compute, trace, replay, notes, site.period, host
-    )
+    rest = trace, replay, notes, site.period, host, site.shallowest
+    return DryRun(rank, found, cost, samples, parameters, even, compute, *rest)
 
 
 def _trace(tracker: Tracker, start: int, cluster: Cluster) -> Trace:

@@ -227,14 +227,23 @@ class Tracker(TorchDispatchMode):
             pairs = zip(*args[:2], strict=True) if name.startswith("aten::_foreach") else [args[:2]]
             sizes = [bytes_of(pair[:1]) for pair in pairs]
             self.tally.transfers.update(Transfer(current_phase(), way, 0, size) for size in sizes)
+            if any(self._keeps_activations(t) for t in tensors):
+                self.tag((t for t in tensors if not self._on_host(t)), "activations")
             return
         if memories == {True}:
+            if name.startswith("aten::empty"):
+                return  # a processor writes nothing to make room
             kernels = (replace(kernel, on_host=True) for kernel in kernels)
         self.tally.kernels.update(kernels)
 
     def _on_host(self, tensor: Tensor) -> bool:
         living = self._living.get(tensor.untyped_storage()._cdata)
         return living is not None and living.on_host
+
+    def _keeps_activations(self, tensor: Tensor) -> bool:
+        """Whether this is host memory that a forward pass has taken: for what it keeps for the backward pass."""
+        living = self._living.get(tensor.untyped_storage()._cdata)
+        return living is not None and living.on_host and living.phase == "forward"
 
     def _keep(self, name: str, args: Any, size: int) -> None:
         """Count what a library keeps for this call, once per shape and from the start: step 1 has met it."""

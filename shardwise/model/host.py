@@ -59,3 +59,9 @@ def host_empty_like(tensor: Tensor) -> Tensor:
     """Undefined values of a plain tensor's shape and dtype in host memory, pinned for a device of its own memory."""
     with host_memory():
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def host_bytes(size: int, device: torch.device) -> Tensor:
+    """``size`` undefined bytes in host memory, pinned where ``device`` has a memory of its own."""
+    with host_memory():
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")

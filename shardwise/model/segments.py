@@ -37,6 +37,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatte
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from shardwise.core.errors import RecipeError
+from shardwise.model.kept import Kept, keep
 
 
 def in_segments(blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -97,20 +98,31 @@ class _Returned:
 
 
 @dataclass(frozen=True)
+class _Given:
+    """Stands for an argument: a tensor, kept where the block's other activations are."""
+
+    kept: Kept
+    requires_grad: bool
+
+    def tensor(self) -> Tensor:
+        tensor = self.kept.value()
+        if tensor is None:
+            raise RuntimeError("an argument of a block was written to before the block could be run again")
+        return tensor.detach().requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
 class _Call:
     """What a block was called with, and the generators' states then."""
 
     leaves: list[Any]
-    versions: list[int]
     spec: TreeSpec
     cpu_state: Tensor
     devices: Sequence[int]
     device_states: Sequence[Tensor]
 
     def arguments(self, returned: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.versions != _versions(self.leaves):
-            raise RuntimeError("an argument of a block was written to before the block could be run again")
-        leaves = [returned[leaf.position] if isinstance(leaf, _Returned) else leaf for leaf in self.leaves]
+        leaves = [_opened(leaf, returned) for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
 
@@ -146,7 +158,7 @@ class _Pass:
         if self.calls and not any(isinstance(leaf, _Returned) for leaf in kept):
             raise _refusal(f"{name} is not called with what the one before has returned")
         devices, states = get_device_states(*leaves)
-        return _Call(kept, _versions(kept), spec, torch.get_rng_state(), devices, states)
+        return _Call(kept, spec, torch.get_rng_state(), devices, states)
 
     def _kept(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -154,7 +166,7 @@ class _Pass:
         for position, tensor in enumerate(self.returned):
             if _place(leaf) == _place(tensor):
                 return _Returned(position)
-        return leaf.detach().requires_grad_() if leaf.requires_grad else leaf
+        return _Given(keep(leaf.detach()), leaf.requires_grad)
 
     def _pack(self, tensor: Tensor) -> _Holder:
         holder = _Holder()
@@ -226,8 +238,11 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
 
 
-def _versions(leaves: Sequence[Any]) -> list[int]:
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+def _opened(leaf: Any, returned: Sequence[Tensor]) -> Any:
+    """What an argument stands for."""
+    if isinstance(leaf, _Returned):
+        return returned[leaf.position]
+    return leaf.tensor() if isinstance(leaf, _Given) else leaf
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -19,12 +19,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
+
+from shardwise.model.kept import Kept, keep
 
 BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
 PRODUCTS = BATCHED | {
@@ -62,20 +66,39 @@ def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     return _Keeping(kept), _Returning(kept)
 
 
+class _WrittenTo(Exception):
+    """A kept result is not what it was."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    """One tensor of a result, kept where the block's other activations are."""
+
+    kept: Kept
+
+    def take(self) -> Tensor:
+        tensor = self.kept.value()
+        if tensor is None:
+            raise _WrittenTo
+        return outside_autograd(tensor)
+
+
 class _Kept:
     """Results of one run of a block, by operation and number of the call."""
 
     def __init__(self) -> None:
-        self._results: dict[tuple[Any, int], tuple[Any, list[int]]] = {}
+        self._results: dict[tuple[Any, int], Any] = {}
 
     def put(self, call: tuple[Any, int], result: Any) -> None:
-        result = tree_map_only(Tensor, outside_autograd, result)
-        self._results[call] = (result, _versions(result))
+        self._results[call] = tree_map_only(
+            Tensor, lambda tensor: _Result(keep(outside_autograd(tensor))), result
+        )
 
     def take(self, call: tuple[Any, int]) -> Any:
         """The result as it was, once; None when it was not kept or has been written to since."""
-        result, versions = self._results.pop(call, (None, []))
-        return result if versions == _versions(result) else None
+        with suppress(_WrittenTo):
+            return tree_map_only(_Result, _Result.take, self._results.pop(call, None))
+        return None
 
     def clear(self) -> None:
         self._results.clear()
@@ -138,10 +161,6 @@ def argument_of(
     """The value of an argument of one call, by its name."""
     names = [argument.name for argument in operation._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}.get(name, default)
-
-
-def _versions(tree: Any) -> list[int]:
-    return [leaf._version for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
 
 
 def outside_autograd(tensor: Tensor) -> Tensor:

@@ -189,6 +189,9 @@ def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cl
         period = first.period
         if period == 0:
             break
+        if shallow < first.shallowest:
+            shallow = first.shallowest
+            continue
         if over := (depth - shallow) % period:
             shallow += over  # so that whole periods are missing from the model's own depth
             continue

@@ -17,6 +17,7 @@ from shardwise.core.device import DeviceProfile
 from shardwise.core.errors import RecipeError
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy, Violation, complete, violations
+from shardwise.technique.activation_offload import ActivationOffload
 from shardwise.technique.base import AXES, Technique
 from shardwise.technique.checkpointing import Checkpointing
 from shardwise.technique.float8 import Float8
@@ -27,6 +28,7 @@ from shardwise.technique.zero import Zero
 
 ORDER: tuple[Technique, ...] = (
     Checkpointing(),
+    ActivationOffload(),
     ChunkedLoss(),
     Precision(),
     Float8(),
@@ -49,7 +51,6 @@ RESERVED: tuple[Setting[Any], ...] = (
     Setting("pipeline_schedule", "1f1b", "pipeline schedule", choices=("1f1b",), note=_LATER),
     Setting("sequence_parallel", 1, "sequence-parallel degree", kind=int, choices=(1,), note=_LATER),
     Setting("sequence_method", "ulysses", "how sequences are split", choices=("ulysses",), note=_LATER),
-    Setting("offload", "none", "what lives on the host", choices=("none",), note=_LATER),
     Setting("compile", False, "torch.compile per block", kind=bool, choices=(False,), note=_LATER),
 )
 

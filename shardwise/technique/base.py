@@ -63,6 +63,7 @@ class Site:
         trained_in: dtype in which the weights to be loaded were trained, where that is known.
         notes: what a plan should say about what was done here, in sentences.
         period: after how many units what was done to them repeats itself; 0 where it depends on their number.
+        shallowest: the fewest units with which a model shows what deeper ones repeat.
         update_in_backward: whether parameters are updated as soon as their gradients are complete.
     """
 
@@ -79,6 +80,7 @@ class Site:
     trained_in: torch.dtype | None = None
     notes: list[str] = field(default_factory=list)
     period: int = 1
+    shallowest: int = 1
     update_in_backward: bool = False
 
 

@@ -1,0 +1,319 @@
+"""Activation offload: the same gradients to the bit; what leaves the device, what stays, and whether it is hidden."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import Pool
+from torch import Tensor, nn
+
+from shardwise.core.cluster import cluster_of
+from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.dryrun.run import DryRun, dry_run
+from shardwise.engine.build import build
+from shardwise.engine.optim.norm import local
+from shardwise.engine.step import forward_backward
+from shardwise.model.blueprint import blueprint_of
+from shardwise.model.host import memories_apart
+from shardwise.model.kept import OffloadedBlocks
+from shardwise.model.lanes import Lanes
+from shardwise.model.slices import named_parameters
+from shardwise.plan.predict import predict
+from shardwise.plan.search import offload_in_words
+from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, strategy_from
+
+# -- the same gradients -------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """A block that drops, with attention that drops too. Its tensors are large enough to be moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, 32)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2, is_causal=True)
+        x = x + mixed.transpose(1, 2).flatten(2)
+        return x + F.dropout(self.down(F.dropout(F.gelu(self.up(x * scale)), 0.3)), 0.1)
+
+
+class Dropped(nn.Module):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(6))
+        if frozen:
+            for block in self.blocks[:3]:
+                block.requires_grad_(False)
+            self.blocks[4].down.requires_grad_(False)
+
+    def units(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.linspace(0.5, 1.5, 64, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, scale)
+        return x
+
+
+def dropped(frozen: bool = False) -> Any:
+    """A factory: model and loss."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        dtype = next(model.parameters()).dtype
+        x = batch["input_ids"].to(dtype).unsqueeze(-1).expand(-1, -1, 64) / 64
+        return model(x).square().sum().float(), (batch["labels"] != -100).sum()
+
+    return Dropped(frozen), loss
+
+
+FACTORY: dict[str, Any] = {"factory": f"{Path(__file__).stem}:dropped"}
+NATIVE = {"layers": 6, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 512, "context": 128}
+
+
+def recipe(model: dict[str, Any], length: int = 128, batch_size: int = 4, **values: Any) -> Recipe:
+    asked = {"model": model, "data": {"sequence_length": length}, "steps": 1, "batch_size": batch_size}
+    return recipe_of(asked | values, SETTINGS)
+
+
+def gradients(model: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+    """Of two micro-batches, with the generator's state after them; and the bytes copied to the host."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    copied: list[int] = []
+    take = Lanes.take
+
+    def counted(self: Lanes, size: int, device: torch.device) -> Tensor:
+        copied.append(size)
+        return take(self, size, device)
+
+    Lanes.take = counted  # type: ignore[method-assign]
+    asked = recipe(model, optimizer={"clip_norm": None})
+    with memories_apart(True):
+        run = build(asked, blueprint_of(asked), strategy_from(settings), torch.device("cpu"))
+        torch.manual_seed(11)
+        tokens = torch.arange(128).repeat(4, 1)
+        batch = {"input_ids": tokens, "labels": tokens}
+        with torch.no_grad():
+            run.blueprint.loss(run.model, batch)
+        assert not copied, "an evaluation keeps nothing"
+        forward_backward(run, [batch] * 2)
+    # Where the optimizer runs in the backward pass, the gradients are gone and the weights tell.
+    named = {name: p if p.grad is None else p.grad for name, p in named_parameters(run.model)}
+    found = {name: local(tensor).detach().clone() for name, tensor in named.items()}
+    return found | {"generator": torch.get_rng_state()}, sum(copied)
+
+
+@functools.cache
+def plain(
+    world: int, model: tuple[tuple[str, Any], ...], settings: tuple[tuple[str, Any], ...], pool: Pool
+) -> list[tuple[dict[str, Tensor], int]]:
+    return pool.run(world, gradients, dict(model), dict(settings))
+
+
+def check(world: int, model: dict[str, Any], settings: dict[str, Any], kind: str, pool: Pool) -> None:
+    """Every rank's gradients, and that anything was moved at all."""
+    offloaded = settings | {"offload": "activations", "activation_checkpointing": kind}
+    again = pool.run(world, gradients, model, offloaded)
+    key = tuple((k, tuple(v.items()) if isinstance(v, dict) else v) for k, v in model.items())
+    theirs = plain(world, key, tuple(settings.items()), pool)
+    for (mine, copied), (expected, without) in zip(again, theirs, strict=True):
+        assert copied > 0 == without
+        assert mine.keys() == expected.keys()
+        assert all(torch.equal(mine[name], expected[name]) for name in expected)
+        assert any(mine[name].abs().sum() > 0 for name in mine if name != "generator")
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "kinds"),
+    [
+        (1, {"zero_stage": 0}, ["none", "selective", "full", "sqrt"]),
+        (2, {"zero_stage": 1, "precision": "fp64"}, ["none", "every:2"]),
+        (2, {"zero_stage": 2}, ["selective"]),
+        (2, {"zero_stage": 3, "precision": "bf16"}, ["none", "selective", "full", "sqrt", "every:2"]),
+        (2, {"zero_stage": 3, "optimizer_in_backward": True}, ["none", "full"]),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
+)
+def test_gradients_are_bit_identical_with_dropout(
+    world: int, settings: dict[str, Any], kinds: list[str], pool: Pool
+) -> None:
+    """Of two micro-batches, also in what the generator gives next, whatever is recomputed and sharded."""
+    for kind in kinds:
+        check(world, FACTORY, settings, kind, pool)
+
+
+def test_frozen_weights(pool: Pool) -> None:
+    frozen = FACTORY | {"arguments": {"frozen": True}}
+    again = pool.run(2, gradients, frozen, {"zero_stage": 3, "offload": "activations"})
+    without = pool.run(2, gradients, frozen, {"zero_stage": 3})
+    for (mine, copied), (theirs, _) in zip(again, without, strict=True):
+        assert copied > 0
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("kind", ["none", "selective"])
+def test_the_native_decoder(kind: str, pool: Pool) -> None:
+    check(2, NATIVE, {"zero_stage": 3, "precision": "bf16"}, kind, pool)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_models_of_transformers(attention: str) -> None:
+    """With a mask that all blocks share, where attention is not fused."""
+    transformers = pytest.importorskip("transformers")
+
+    def once(offloaded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(
+            "llama",
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=5,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attention_dropout=0.2,
+        )
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+        blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+        home = OffloadedBlocks(model, blocks) if offloaded else None
+        torch.manual_seed(3)
+        with memories_apart(True):
+            mask = torch.ones(2, 160, dtype=torch.long)
+            mask[1, 100:] = 0
+            tokens = torch.arange(160).remainder(97).repeat(2, 1)
+            logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+            logits.square().mean().backward()
+        assert home is None or sum(map(len, home.lanes._free.values())) > 5
+        return [*(p.grad for p in model.parameters()), torch.get_rng_state()]
+
+    assert all(torch.equal(a, b) for a, b in zip(once(True), once(False), strict=True))
+
+
+# -- what the dry run counts --------------------------------------------------------------------------
+
+
+@functools.cache
+def counted(offload: str, layers: int, kind: str = "none", accumulate: int = 1) -> DryRun:
+    asked = recipe({**NATIVE, "layers": layers}, batch_size=4 * accumulate, cluster={"preset": "1xH100-80GB"})
+    settings = {"micro_batch_size": 4, "offload": offload, "activation_checkpointing": kind}
+    return dry_run(asked, blueprint_of(asked), strategy_from(settings), cluster_of(asked.cluster))
+
+
+def most(run: DryRun) -> int:
+    """The most activations that the device holds in a step."""
+    return max(sample.ledger.activations for sample in run.timeline)
+
+
+def moved(run: DryRun) -> dict[tuple[str, str], int]:
+    """Bytes copied, by phase and way."""
+    found: dict[tuple[str, str], int] = {}
+    for t in run.cost.transfers:
+        found[t.phase, t.way] = found.get((t.phase, t.way), 0) + t.calls * t.bytes
+    return found
+
+
+def test_two_blocks_stay_on_the_device_and_what_is_small() -> None:
+    """To the byte: without offload n blocks and the rest lie there, with it two of them."""
+    none, offload = counted("none", 16), counted("activations", 16)
+    per_block = (most(none) - most(counted("none", 5))) // 11
+    small = per_block - moved(offload)["forward", "to_host"] // 14
+    assert 0 < small < 0.05 * per_block, "sums of squares and of exponents"
+    assert most(offload) == most(none) - 14 * (per_block - small)
+    assert most(offload) < 0.20 * most(none)
+
+
+@pytest.mark.parametrize("kind", ["none", "every:2"])
+def test_what_is_copied_lies_in_host_memory_and_comes_back(kind: str) -> None:
+    """In buffers of a power of two each; once, however many micro-batches there are."""
+    once, thrice = counted("activations", 5, kind), counted("activations", 5, kind, 3)
+    assert moved(once).keys() == {("forward", "to_host"), ("backward", "to_device")}
+    assert len(set(moved(once).values())) == 1
+    assert moved(thrice) == {way: 3 * size for way, size in moved(once).items()}
+    sizes = [t.bytes for t in once.cost.transfers if t.way == "to_host" for _ in range(t.calls)]
+    assert once.host.activations == sum(1 << (size - 1).bit_length() for size in sizes)
+    assert once.host.total == once.host.activations == thrice.host.activations
+    assert counted("none", 5, kind).host.total == 0
+
+
+def test_full_leaves_the_inputs_of_blocks_to_move() -> None:
+    """One input of each of three blocks; nothing else is kept."""
+    assert moved(counted("activations", 5, "full"))["forward", "to_host"] == 3 * 4 * 128 * 64 * 4
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("none", 3), ("every:2", 0)])
+def test_quick_predictions_are_full_ones_to_the_byte(kind: str, stage: int) -> None:
+    asked = recipe({**NATIVE, "layers": 10}, cluster={"preset": "4xH100-80GB"})
+    strategy = strategy_from(
+        {"zero_stage": stage, "offload": "activations", "activation_checkpointing": kind}
+    )
+    quick, full = (
+        predict(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster), quick=quick)
+        for quick in (True, False)
+    )
+    assert (quick.sum_bytes, quick.host, quick.cost.transfers) == (
+        full.sum_bytes,
+        full.host,
+        full.cost.transfers,
+    )
+
+
+def sentences(model: dict[str, Any], length: int, **settings: Any) -> list[str]:
+    """What the plan says of the copies."""
+    asked = recipe(model, length, 8, cluster={"preset": "8xH100-80GB"})
+    cluster = cluster_of(asked.cluster)
+    strategy = strategy_from({"precision": "bf16", "zero_stage": 3, "offload": "activations", **settings})
+    found = predict(asked, blueprint_of(asked), strategy, cluster, quick=True)
+    return list(offload_in_words(found, cluster))
+
+
+def test_the_plan_says_whether_compute_hides_the_copies() -> None:
+    """Of Llama-3-8B the inputs of blocks at 32,768 tokens are hidden; all activations at 8,192 are not."""
+    model, chunked = {"preset": "llama-3-8b", "context": 32768}, {"loss": "chunked"}
+    inputs = sentences(model, 32768, activation_checkpointing="full", **chunked)
+    everything = sentences(model, 8192, **chunked)
+    for words, end in ((inputs, r"which .* of compute hide$"), (everything, r"the device waits")):
+        assert len(words) == 2
+        assert re.search(rf"in the forward phase: copies to the host .*{end}", words[0])
+        assert re.search(rf"in the backward phase: copies to the device .*{end}", words[1])
+
+
+def test_what_does_nothing_says_so() -> None:
+    asked = recipe(NATIVE)
+    strategy = strategy_from({"micro_batch_size": 4, "offload": "activations"})
+    on_cpu = dry_run(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster))
+    assert on_cpu.notes == ("activations are not offloaded: the memory of this device is the host's",)
+    assert (
+        on_cpu.peak
+        == dry_run(
+            asked, blueprint_of(asked), strategy.with_values(offload="none"), cluster_of(asked.cluster)
+        ).peak
+    )
+    assert counted("activations", 2).notes == (
+        "activations are not offloaded: of 2 blocks all are needed at once",
+    )
+    assert counted("activations", 2).cost.transfers == ()
+
+
+def test_a_budget_is_refused() -> None:
+    """What it keeps is not seen by whoever offloads."""
+    asked = recipe(NATIVE)
+    strategy = strategy_from({"offload": "activations", "activation_checkpointing": "budget:0.4"})
+    [broken] = broken_rules(strategy, 1, asked)
+    nearest = strategy.with_values(**broken.nearest)
+    assert not list(broken_rules(nearest, 1, asked)) and nearest.values["offload"] == "activations"
+
+
+def test_the_strategy_in_one_line() -> None:
+    strategy = strategy_from({"offload": "activations", "activation_checkpointing": "full"})
+    assert one_line(strategy, layout_of(strategy, 1), 4).startswith(
+        "full checkpointing · activations offloaded · "
+    )
