@@ -44,6 +44,10 @@ FACTORS: dict[str, list[Any]] = {
     for setting in technique.settings
     if len(setting.choices) != 1
 }
+# On the CPU, where the host's memory is the device's, only files take anything out of it; tests/technique/ tells the
+# two apart. Of the values that are joined, one with everything stands for all.
+FACTORS["offload"] = ["none", "activations", "optimizer", "nvme:/tmp", "activations+parameters+nvme:/tmp"]
+FACTORS["offload_fraction"] = [1.0, 0.5]
 FACTORS["optimizer"] = ["adamw", "sgd", "adamw_8bit"]
 PARITY_FACTORS = {
     **FACTORS,

@@ -59,9 +59,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Transfer:
-    """All copies of one size between two memories in one phase.
+    """All copies of one size between two memories, or a memory and a disk, in one phase.
 
-    ``way`` is to_host or to_device, between a device's memory and the host's.
+    ``way`` is to_host or to_device, between a device's memory and the host's; disk_read or disk_write.
     """
 
     phase: str

@@ -24,6 +24,9 @@ _FALLBACK = {"fp8": "bf16", "bf16": "fp32", "fp16": "fp32", "tf32": "fp32"}
 """What a device computes in when it has no units for a dtype."""
 
 
+_DISK = "assumed for every device: an NVMe drive each, 1 GB/s sustained one way and the other at once"
+
+
 @dataclass(frozen=True)
 class Overhead:
     """Device memory that no tensor of the model holds, bytes.
@@ -80,6 +83,7 @@ class DeviceProfile:
         host_bandwidth: bytes/s between host and device memory, one direction.
         host_memory_bytes: memory of the processors of the usual node, for each of its devices.
         host_memory_bandwidth: bytes/s, read plus written, of those processors, for each device.
+        disk_bandwidth: bytes/s to, and bytes/s from, a local disk, for each device of a node.
         reported: names by which drivers report the device, lower case, without the maker.
         source: figure -> where it is from.
     """
@@ -101,6 +105,11 @@ class DeviceProfile:
     overhead: Overhead
     reported: tuple[str, ...]
     source: Mapping[str, str] = field(hash=False, repr=False)
+    disk_bandwidth: float = 1e9
+
+    def __post_init__(self) -> None:
+        if "disk_bandwidth" not in self.source:
+            object.__setattr__(self, "source", {**self.source, "disk_bandwidth": _DISK})
 
     def peak_flops(self, dtype: str) -> float:
         """Dense FLOP/s in ``dtype``; where the device has no units for it, in the dtype it falls back to.

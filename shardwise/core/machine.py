@@ -35,6 +35,7 @@ _BF16_OVER_FP32: tuple[tuple[str, float], ...] = (("amx_bf16", 8.0), ("avx512_bf
 _EMULATED = 0.5
 _BANDWIDTH_PER_CORE, _MOST_BANDWIDTH = 10e9, 40e9
 _LOOPBACK_BANDWIDTH = 0.5e9
+_DISK_BANDWIDTH = 1e9
 _ETHERNET = 1.25e9
 
 
@@ -171,6 +172,7 @@ def cpu_profile(processes: int) -> DeviceProfile:
         host_bandwidth=copy / processes,
         host_memory_bytes=usable_memory() // processes,
         host_memory_bandwidth=copy / processes,
+        disk_bandwidth=_DISK_BANDWIDTH / processes,
         link_bandwidth=loopback,
         network_bandwidth=_ETHERNET / processes,
         node_devices=processes,
@@ -215,6 +217,7 @@ _CPU = DeviceProfile(
         "host_memory_bytes": "the device's memory: host and device are one",
         "host_memory_bandwidth": "the memory bandwidth: host and device are one",
         "link_bandwidth": "measured: gloo all-gather and reduce-scatter on 2 cores, 0.34 to 0.70 GB/s",
+        "disk_bandwidth": "assumed: one drive of 1 GB/s, shared by the processes",
         "network_bandwidth": "assumed: 10 Gb/s Ethernet shared by the processes of a node",
         "latency": "measured: gloo all-reduce of one number, 0.17 to 0.28 ms for 2, 0.36 to 0.82 for 4",
         "efficiency.matmul": "the figure is of what is reached",

@@ -79,6 +79,7 @@ class Plan:
         assumptions: what is taken from tables instead of being counted.
         host: host memory of a rank when it holds most, where that is another memory than the device's.
         host_capacity_bytes: host memory for each device of a node.
+        disk_bytes: what a rank reserves on a disk; whether there is as much is seen when the run is built.
     """
 
     strategy: Strategy
@@ -100,6 +101,7 @@ class Plan:
     timeline: tuple[TimelinePoint, ...] = ()
     host: Ledger = field(default_factory=Ledger)
     host_capacity_bytes: int = 0
+    disk_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -135,6 +137,7 @@ class Plan:
                 "capacity_bytes": self.host_capacity_bytes,
                 "ledger": self.host.as_dict(),
             },
+            "disk": {"bytes": self.disk_bytes},
             "step": {**vars(self.step), "tokens_per_second": self.step.tokens_per_second},
             "micro_batches": self.micro_batches,
             "candidates": [{**vars(c), "strategy": dict(c.strategy.values)} for c in self.candidates],
@@ -169,6 +172,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
         assumptions=tuple(data["assumptions"]),
         host=Ledger(**data["host"]["ledger"]),
         host_capacity_bytes=data["host"]["capacity_bytes"],
+        disk_bytes=data["disk"]["bytes"],
         timeline=tuple(
             TimelinePoint(point["phase"], Ledger(**{k: v for k, v in point.items() if k != "phase"}))
             for point in data["timeline"]

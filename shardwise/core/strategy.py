@@ -84,6 +84,45 @@ class Form(Generic[N]):
         return self.value(number)
 
 
+@dataclass(frozen=True)
+class FolderForm:
+    """Values of a word and the path of a folder, such as ``nvme:/scratch``. Whether it is there is not asked here.
+
+    Attributes:
+        word: what stands before the first colon.
+        letter: what the path is called in messages and on the reference page.
+        example: the path that tests use; every machine has it.
+    """
+
+    word: str
+    letter: str = "FOLDER"
+    example: str = "/tmp"
+
+    def __str__(self) -> str:
+        return f"{self.word}:{self.letter}"
+
+    def value(self, folder: str) -> str:
+        """The value with this path."""
+        return f"{self.word}:{folder}"
+
+    def folder(self, value: object) -> str | None:
+        """The path of a value of this form; None for any other value."""
+        word, colon, path = str(value).partition(":")
+        return path if colon and word == self.word and path else None
+
+    def parse(self, value: str) -> str | None:
+        """The value; None where the word is another. Raises ValueError when the path is missing."""
+        if value.partition(":")[0] != self.word:
+            return None
+        if self.folder(value) is None:
+            raise ValueError(f"{value!r} is not {self} with the path of a folder")
+        return value
+
+    @property
+    def limits(self) -> str:
+        return f"{self.letter}: a path"
+
+
 @dataclass(frozen=True, eq=False)
 class Setting(Generic[T]):
     """One key of the ``strategy:`` section.
@@ -95,12 +134,13 @@ class Setting(Generic[T]):
         kind: the Python type of a value.
         choices: the closed set of values, or () for any value of ``kind``.
         minimum: the smallest acceptable number.
+        maximum: the largest.
         candidates: what the planner may try when the recipe leaves the key out, cheapest in time first;
             () means that only the default is used.
         compared: further values whose cost the plan shows beside the chosen one, but never chooses.
         note: why a value outside ``choices`` is refused, appended to the error.
         units: values that need a device with units for a dtype, as device profiles call it.
-        forms: values with a number in them, accepted beside ``choices``; of settings whose kind is str.
+        forms: values with a number or a path in them, accepted beside ``choices``; of settings whose kind is str.
     """
 
     key: str
@@ -108,20 +148,24 @@ class Setting(Generic[T]):
     doc: str
     kind: type = str
     choices: tuple[T, ...] = ()
-    minimum: int | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     candidates: tuple[T, ...] = ()
     compared: tuple[T, ...] = ()
     note: str = ""
     units: Mapping[T, str] = field(default_factory=dict)
-    forms: tuple[Form[Any], ...] = ()
+    forms: tuple[Form[Any] | FolderForm, ...] = ()
 
     @property
     def examples(self) -> tuple[T, ...]:
         """The closed set, and one value of each form: what a test of every value goes through."""
-        return (*self.choices, *(cast("T", form.value(form.example)) for form in self.forms))
+        formed = (form.value(form.example) for form in self.forms)
+        return (*self.choices, *(cast("T", value) for value in formed))
 
     def parse(self, value: object) -> T:
         """Return ``value`` as a T. Raises ValueError with the reason in words."""
+        if self.kind is float and type(value) is int:
+            value = float(value)
         if type(value) is not self.kind:
             raise ValueError(f"expected {_kind_name(self.kind)}, found {value!r}")
         if self.choices and value not in self.choices:
@@ -132,6 +176,8 @@ class Setting(Generic[T]):
             raise ValueError(f"{value!r} is not one of {listed}" + (f" ({self.note})" if self.note else ""))
         if self.minimum is not None and isinstance(value, int | float) and value < self.minimum:
             raise ValueError(f"{value} is less than {self.minimum}")
+        if self.maximum is not None and isinstance(value, int | float) and value > self.maximum:
+            raise ValueError(f"{value} is more than {self.maximum}")
         return value  # type: ignore[return-value]
 
 

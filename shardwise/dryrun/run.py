@@ -57,6 +57,7 @@ class DryRun:
         period: after how many blocks what a block holds and costs repeats itself; 0 where that depends on depth.
         shallowest: the fewest blocks of a model from which deeper ones can be extrapolated.
         host: what this rank holds in host memory when that is most, where it is another memory than the device's.
+        disk_bytes: what this rank reserves on a disk.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class DryRun:
     notes: tuple[str, ...] = ()
     period: int = 1
     host: Ledger = field(default_factory=Ledger)
+    disk_bytes: int = 0
     shallowest: int = 1
 
     @property
@@ -127,7 +129,7 @@ def dry_run(
     compute = dtype_name(run.dtypes.compute)
     cost, notes = _whole_cost(costs, count), tuple(site.notes)
     replay = trace.replayed(options_in(cluster.device.kind)) if trace is not None else None
-    rest = trace, replay, notes, site.period, host, site.shallowest
+    rest = trace, replay, notes, site.period, host, tracker.disk_bytes, site.shallowest
     return DryRun(rank, found, cost, samples, parameters, even, compute, *rest)
 
 
@@ -179,7 +181,7 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> _Costs:
     def entered(name: str) -> None:
         if name == "clip":
             mark(True)
-            tracker.tag((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
+        tracker.tag((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
 
     run.micro_batch_hooks.append(mark)
     tracker.counting_costs = True

@@ -154,9 +154,8 @@ class _Emulation(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "shardwise":
-            return EMULATED[func.name().removeprefix("shardwise::")](*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        emulated = EMULATED.get(func.name().removeprefix("shardwise::"))
+        return (emulated or func)(*args, **(kwargs or {}))
 
 
 TARGETS: dict[str, Target] = {

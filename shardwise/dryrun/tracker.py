@@ -105,6 +105,7 @@ class Tracker(TorchDispatchMode):
         self.tally = Tally()
         self.now = 0
         self.counting_costs = False
+        self.disk_bytes = 0
         self._axis_of = axis_of
         self._workspace = workspace
         self._kept = kept
@@ -201,6 +202,9 @@ class Tracker(TorchDispatchMode):
         for tensor in tree_iter(out):
             if isinstance(tensor, FakeTensor):
                 self._meet(tensor, name)
+        if name.startswith("shardwise::disk_"):
+            self._use_disk(name, args)
+            return out
         if (size := self._kept(name, out)) > 0:
             self._keep(name, args, size)
         if name.startswith(("c10d::", "_c10d_functional::")):
@@ -210,6 +214,14 @@ class Tracker(TorchDispatchMode):
         if self.counting_costs:
             self._count(func, args, kwargs, out)
         return out
+
+    def _use_disk(self, name: str, args: tuple[Any, ...]) -> None:
+        """What is reserved on a disk, and what is read from it and written to it (model/disk.py)."""
+        if name == "shardwise::disk_reserve":
+            self.disk_bytes += args[-1]
+        elif self.counting_costs:
+            way = name.removeprefix("shardwise::")
+            self.tally.transfers[Transfer(current_phase(), way, 0, bytes_of(args[:1]))] += 1
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Kernels of the device, kernels of the host, or copies between the two memories."""

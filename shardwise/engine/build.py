@@ -12,11 +12,13 @@ from ``materialise``: the dry run enters its fake mode between the two.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.core.recipe import Recipe
 from shardwise.core.scaling import scaled
@@ -26,6 +28,7 @@ from shardwise.engine.optim import build_optimizer
 from shardwise.engine.optim.optimizer import Optimizer
 from shardwise.engine.update import AfterBackward, Update, WithinBackward
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.host import apart, host_memory
 from shardwise.technique import ORDER, layout_of
 from shardwise.technique.base import DATA_AXES, Dtypes, MicroBatchHook, Site
 
@@ -90,7 +93,10 @@ def assemble(
 
 def materialise(site: Site, recipe: Recipe, blueprint: Blueprint, device: torch.device) -> Run:
     """Allocate this rank's part of the model and of the optimizer's state. Weights are undefined until filled."""
-    site.model.to_empty(device=device)
+    hosted = site.weights_on_host and apart(device)
+    allocate(site, device, hosted)
+    if (site.weights_on_host or site.state_offload) and not apart(device):
+        site.notes.append("the device's memory is the host's: what is offloaded there stays where it is")
     spec = scaled(recipe)
     run = Run(
         recipe=recipe,
@@ -100,7 +106,7 @@ def materialise(site: Site, recipe: Recipe, blueprint: Blueprint, device: torch.
         mesh=site.mesh,
         device=device,
         model=site.model,
-        optimizer=build_optimizer(site.model, spec, recipe.seed),
+        optimizer=build_optimizer(site.model, spec, recipe.seed, site.state_offload, hosted),
         update=WithinBackward() if site.update_in_backward else AfterBackward(),
         loss_scale=LossScale(recipe.loss_scale if site.dtypes.loss_scaled else None, device),
         norm_limit=NormLimit(spec.clip_norm, spec.adaptive_clip, device),
@@ -111,6 +117,20 @@ def materialise(site: Site, recipe: Recipe, blueprint: Blueprint, device: torch.
     )
     run.update.attach(run)
     return run
+
+
+def allocate(site: Site, device: torch.device, hosted: bool) -> None:
+    """Memory for this rank's shards, in host memory where they are ``hosted``, and for buffers, on the device."""
+    if not hosted:
+        site.model.to_empty(device=device)
+        return
+    with host_memory():
+        site.model.to_empty(device="cpu")
+        # Pads and pins shards, which FSDP2 would otherwise do within the first step.
+        cast("FSDPModule", site.model)._get_fsdp_state()._lazy_init()
+    for module in site.model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torch.device) -> Run:

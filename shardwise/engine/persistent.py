@@ -40,7 +40,7 @@ def tensors_beside(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[str
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         tensors[name] = parameter.detach()
-        for key, value in run.optimizer.state.get(parameter, {}).items():
+        for key, value in run.optimizer.stored(parameter).items():
             if isinstance(value, Tensor):
                 tensors[f"{OPTIMIZER}{key}/{name}"] = value.detach()
     for key, value in (run.loss_scale.state() | run.norm_limit.state()).items():

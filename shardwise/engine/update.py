@@ -118,6 +118,8 @@ class WithinBackward:
             self._square = torch.zeros((), dtype=torch.float64, device=run.device)
 
     def _consume(self, run: Run, parameter: nn.Parameter) -> None:
+        if parameter.device.type != run.device.type:  # its gradient may still be on its way to the host
+            torch.accelerator.current_stream(run.device).synchronize()
         with torch.no_grad():
             square = square_sum([parameter], run.device)
             self._square += square

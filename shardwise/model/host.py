@@ -7,17 +7,25 @@ which memory an allocation takes, and so counts both memories, and every copy be
 On a CPU the device's memory *is* the host's. ``apart`` says so, and whoever offloads then leaves tensors where they
 are: a copy would take memory twice to free it once. The dry run answers for the device that is planned for.
 
+FSDP2, told to keep shards in host memory, brings them to the device and gradients back by ``Tensor.to(device)``. Where
+both memories are the CPU's and only told apart, that would copy nothing, so there, and only there, its two functions
+that do so are wrapped, and the copy is made. On a real device they are as they are.
+
 A variable of the module, not of a context: autograd may run backward hooks on another thread, and there is one step
 at a time in a process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.overrides import TorchFunctionMode
 
 _depth = 0
 _told: bool | None = None
@@ -45,7 +53,8 @@ def memories_apart(told: bool) -> Iterator[None]:
     global _told
     before, _told = _told, told
     try:
-        yield
+        with _copies_of_shards() if told else nullcontext():
+            yield
     finally:
         _told = before
 
@@ -65,3 +74,40 @@ def host_bytes(size: int, device: torch.device) -> Tensor:
     """``size`` undefined bytes in host memory, pinned where ``device`` has a memory of its own."""
     with host_memory():
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+
+
+class _Copying(TorchFunctionMode):
+    """Makes ``tensor.to(device)`` a copy into what ``empty`` makes, whatever the device."""
+
+    def __init__(self, empty: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._empty = empty
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.to and isinstance(args[1], torch.device):
+            return self._empty(args[0]).copy_(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _copies_of_shards() -> Iterator[None]:
+    """FSDP2 copies the shards that it keeps in host memory, and their gradients, in this block."""
+    group: Any = _fsdp_param_group
+    parameter: Any = FSDPParam
+    inputs, reduce = parameter.all_gather_inputs, group.foreach_reduce
+
+    def brought(one: FSDPParam) -> list[Tensor]:
+        with _Copying(torch.empty_like) if one.offload_to_cpu else nullcontext():
+            return list(inputs.fget(one))
+
+    def taken_back(several: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
+        with _Copying(host_empty_like) if several[0].offload_to_cpu else nullcontext():
+            return reduce(several, *args, **kwargs)
+
+    parameter.all_gather_inputs, group.foreach_reduce = property(brought), taken_back
+    try:
+        yield
+    finally:
+        parameter.all_gather_inputs, group.foreach_reduce = inputs, reduce

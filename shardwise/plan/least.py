@@ -2,15 +2,16 @@
 
 Weights and optimizer state are there at every instant. What they take per parameter depends on precision and
 optimizer, and is counted by dry-running one block, not written down; only the division by the sharding degree
-is a formula. Vectors take more in some optimizers than matrices do, and a small model has relatively more of
-them, hence the margin.
+is a formula. What lies in host memory or on a disk is none of it where the device has a memory of its own. Vectors take
+more in some optimizers than matrices do, and a small model has relatively more of them, hence the margin.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
-from shardwise.core.cluster import cluster_of
+from shardwise.core.cluster import Cluster
 from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.core.sections import OptimizerSpec
 from shardwise.core.strategy import Layout, Strategy
@@ -24,13 +25,15 @@ _PROBE = {
     "data": {"sequence_length": 8},
     "steps": 1,
     "batch_size": 1,
-    "cluster": {"device": "cpu"},
 }
 
 
-def least_state_bytes(parameters: int, strategy: Strategy, layout: Layout, recipe: Recipe) -> int:
+def least_state_bytes(
+    parameters: int, strategy: Strategy, layout: Layout, recipe: Recipe, cluster: Cluster
+) -> int:
     """A lower bound of the bytes that one rank holds at any time."""
-    per_parameter = _bytes_per_parameter(_undivided(strategy), recipe.optimizer)
+    device = replace(cluster, nodes=1, devices_per_node=1)
+    per_parameter = _bytes_per_parameter(_undivided(strategy), recipe.optimizer, device)
     return int(_MARGIN * per_parameter * parameters / layout.degree("shard"))
 
 
@@ -46,9 +49,9 @@ def _undivided(strategy: Strategy) -> Strategy:
 
 
 @functools.cache
-def _bytes_per_parameter(strategy: Strategy, optimizer: OptimizerSpec) -> float:
+def _bytes_per_parameter(strategy: Strategy, optimizer: OptimizerSpec, cluster: Cluster) -> float:
     """Weights and optimizer state of one block on one device, per parameter."""
     recipe = recipe_of(_PROBE).model_copy(update={"optimizer": optimizer})
-    run = dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
+    run = dry_run(recipe, blueprint_of(recipe), strategy, cluster)
     held = min(s.ledger.parameters + s.ledger.master_weights + s.ledger.optimizer_state for s in run.timeline)
     return held / run.parameters

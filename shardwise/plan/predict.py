@@ -50,6 +50,7 @@ class Prediction:
         peak: with overhead and fragmentation: what the device must have.
         allocated_bytes: tensors and workspaces, as the measurement counts them.
         host: what the rank holds in host memory, where that is another than the device's.
+        disk_bytes: what it holds on a disk.
         limited: the replay under the budget, where the unlimited one does not stay within it.
         expanded: the same with expandable segments, where it fails without them.
     """
@@ -60,6 +61,7 @@ class Prediction:
     peak: Peak
     allocated_bytes: int
     host: Ledger
+    disk_bytes: int
     cost: StepCost
     step: StepEstimate
     parameters: int
@@ -148,6 +150,7 @@ def predict(
         # Blocks, with what rounding adds, where there is an allocator to hand them out.
         allocated_bytes=run.replay.allocated if run.replay else worst.bytes + seen,
         host=counts.host,
+        disk_bytes=counts.disk_bytes,
         cost=cost,
         step=estimate,
         parameters=parameters,
@@ -170,6 +173,7 @@ class _Counts:
 
     peaks: Mapping[str, Peak]
     host: Ledger
+    disk_bytes: int
     reserved: int
     cost: StepCost
     parameters: int
@@ -179,7 +183,7 @@ class _Counts:
 def _full(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
     run = dry_run(recipe, blueprint, strategy, cluster, rank=rank)
     reserved = run.replay.reserved if run.replay is not None else 0
-    return _Counts(run.peaks, run.host, reserved, run.cost, run.parameters, run)
+    return _Counts(run.peaks, run.host, run.disk_bytes, reserved, run.cost, run.parameters, run)
 
 
 def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
@@ -212,7 +216,8 @@ def _extrapolated(first: DryRun, second: DryRun, times: int) -> _Counts:
     }
     parameters = first.parameters + times * (second.parameters - first.parameters)
     host, cost = first.host.extrapolated(second.host, times), first.cost.extrapolated(second.cost, times)
-    return _Counts(peaks, host, 0, cost, parameters, first)
+    on_disk = first.disk_bytes + times * (second.disk_bytes - first.disk_bytes)
+    return _Counts(peaks, host, on_disk, 0, cost, parameters, first)
 
 
 def _same_place(first: DryRun, depth: int, second: DryRun, deeper: int) -> bool:

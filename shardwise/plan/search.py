@@ -138,7 +138,9 @@ class Search:
     def _may_fit(self, strategy: Strategy) -> bool:
         """Whether the lower bound leaves room; records the candidate when it does not."""
         layout = layout_of(strategy, self.cluster.world_size)
-        least = least_state_bytes(self.blueprint.parameter_count(), strategy, layout, self.recipe)
+        least = least_state_bytes(
+            self.blueprint.parameter_count(), strategy, layout, self.recipe, self.cluster
+        )
         if least <= self.budget_bytes:
             return True
         reason = f"weights and optimizer state alone take at least {format_bytes(least)}"
@@ -196,6 +198,7 @@ class Search:
             timeline=tuple(TimelinePoint(s.phase, s.ledger) for s in chosen.run.timeline),
             host=chosen.host,
             host_capacity_bytes=self.cluster.host_capacity_bytes,
+            disk_bytes=chosen.disk_bytes,
         )
 
     def _allocated(self, chosen: Prediction) -> dict[int, int]:
@@ -280,6 +283,9 @@ class Search:
 
 def offload_in_words(chosen: Prediction, cluster: Cluster) -> Iterator[str]:
     """Whether what the device computes hides what is copied to the host and done there, by phase."""
+    if chosen.disk_bytes:
+        node = format_bytes(chosen.disk_bytes * cluster.devices_per_node)
+        yield f"on the disk: {format_bytes(chosen.disk_bytes)} of a rank, {node} of a node"
     for phase in phases_beside_host(chosen.cost, cluster):
         if phase.exposed > 0:
             end = f"beside {format_seconds(phase.device)} of compute: the device waits {format_seconds(phase.exposed)}"
@@ -292,6 +298,8 @@ def offload_in_words(chosen: Prediction, cluster: Cluster) -> Iterator[str]:
 LANES: Mapping[str, str] = {
     "to_host": "copies to the host",
     "to_device": "copies to the device",
+    "disk_read": "reads of the disk",
+    "disk_write": "writes of the disk",
     "processor": "updates on the processor",
 }
 

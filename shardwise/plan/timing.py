@@ -6,9 +6,9 @@ crosses. On accelerators communication overlaps with compute as FSDP2 issues it:
 two counts, so what is exposed is what exceeds the compute of the pass, plus the first gathering, which nothing
 hides. On the CPU gloo blocks, so everything adds up.
 
-Copies between a device and its host, one way and the other, and what the processor computes run beside the device:
-a phase takes the longest of these. The processor's kernels take their bytes at the device's share of the host's
-memory bandwidth.
+Copies between a device and its host, one way and the other, reads and writes of a disk, and what the processor
+computes run beside the device: a phase takes the longest of these. The processor's kernels take their bytes at the
+device's share of the host's memory bandwidth.
 
 Chosen: totals per pass, not a simulation of streams in order. The price is that a step whose communication is
 uneven over layers comes out too fast; a calibrated model with an event simulation is a later step.
@@ -77,7 +77,7 @@ class PhaseBesideHost:
 
 
 def phases_beside_host(cost: StepCost, cluster: Cluster) -> list[PhaseBesideHost]:
-    """Every phase in which anything is copied to or from the host, or computed there."""
+    """Every phase in which anything is copied to or from the host or a disk, or computed on the host."""
     device: dict[str, float] = {}
     beside: dict[str, dict[str, float]] = {}
     for kernel in cost.kernels:
@@ -96,6 +96,8 @@ def phases_beside_host(cost: StepCost, cluster: Cluster) -> list[PhaseBesideHost
 def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
     """Time of all calls of one transfer."""
     device = cluster.device
+    if transfer.way.startswith("disk_"):
+        return transfer.calls * transfer.bytes / device.disk_bandwidth
     return transfer.calls * transfer.bytes / (device.host_bandwidth * device.efficiency.host)
 
 

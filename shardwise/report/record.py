@@ -225,6 +225,10 @@ class _HostShape(_Shape):
     ledger: Rows
 
 
+class _DiskShape(_Shape):
+    bytes: Size
+
+
 class _PlanShape(_Shape):
     """What `Plan.as_dict` writes."""
 
@@ -239,6 +243,7 @@ class _PlanShape(_Shape):
     peak: _PeakShape
     ledger: Rows
     host: _HostShape
+    disk: _DiskShape
     allocated_bytes: Rows
     step: _StepShape
     micro_batches: Size

@@ -84,6 +84,8 @@ class PlanTable:
         yield from headline(plan, width)
         device = _memory(plan.peak.ledger, plan.capacity_bytes, width)
         yield from _section("Memory at the peak", _place(plan), device)
+        if plan.disk_bytes:
+            yield f"On the disk: {format_bytes(plan.disk_bytes)} of a rank"
         if plan.host.total:
             host = _memory(plan.host, plan.host_capacity_bytes, width)
             yield from _section("Host memory", "of a rank, when it holds most", host)

@@ -24,6 +24,7 @@ from shardwise.technique.float8 import Float8
 from shardwise.technique.in_backward import InBackward
 from shardwise.technique.loss import ChunkedLoss
 from shardwise.technique.precision import PRECISION, Precision
+from shardwise.technique.state_offload import StateOffloading
 from shardwise.technique.zero import Zero
 
 ORDER: tuple[Technique, ...] = (
@@ -32,6 +33,7 @@ ORDER: tuple[Technique, ...] = (
     ChunkedLoss(),
     Precision(),
     Float8(),
+    StateOffloading(),
     Zero(),
     InBackward(),
 )

@@ -42,6 +42,14 @@ class Dtypes:
     loss_scaled: bool = False
 
 
+@dataclass(frozen=True)
+class StateOffload:
+    """Optimizer state that is not on the device: which share of its elements, and whether in files of a folder."""
+
+    fraction: float = 1.0
+    folder: str | None = None
+
+
 MicroBatchHook = Callable[[bool], None]
 """Called before each micro-batch's forward pass with whether it is the last of its optimizer step."""
 
@@ -65,6 +73,8 @@ class Site:
         period: after how many units what was done to them repeats itself; 0 where it depends on their number.
         shallowest: the fewest units with which a model shows what deeper ones repeat.
         update_in_backward: whether parameters are updated as soon as their gradients are complete.
+        state_offload: where optimizer state lies, when not all of it is on the device.
+        weights_on_host: whether stored weights and reduced gradients lie in host memory, where that is another.
     """
 
     model: nn.Module
@@ -82,6 +92,8 @@ class Site:
     period: int = 1
     shallowest: int = 1
     update_in_backward: bool = False
+    state_offload: StateOffload | None = None
+    weights_on_host: bool = False
 
 
 class Technique(Protocol):

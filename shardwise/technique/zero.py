@@ -106,7 +106,13 @@ class Zero:
         return f"zero{strategy[ZERO_STAGE]}×{shard}{copies}"
 
     def apply(self, site: Site) -> None:
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         stage = site.strategy[ZERO_STAGE]
         hybrid = site.layout.degree("replicate") > 1
@@ -117,6 +123,8 @@ class Zero:
             param_dtype=site.dtypes.compute if site.dtypes.compute != site.dtypes.storage else None,
             reduce_dtype=site.dtypes.reduce,
         )
+        pinned = site.mesh.device_type != "cpu"
+        shards = CPUOffloadPolicy(pin_memory=pinned) if site.weights_on_host else OffloadPolicy()
         # Stage 0 has nothing to gather over the wire: its layer copies are freed after use, as stage 3's.
         reshard = stage in (0, 3)
         groups: list[nn.Module | list[nn.Module]] = [
@@ -125,7 +133,9 @@ class Zero:
             site.model,
         ]
         for group in groups:
-            fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(
+                group, mesh=mesh, mp_policy=policy, offload_policy=shards, reshard_after_forward=reshard
+            )
         for module in site.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

@@ -54,6 +54,7 @@ def test_every_figure_has_a_source(profile: DeviceProfile) -> None:
         "host_bandwidth",
         "host_memory_bytes",
         "host_memory_bandwidth",
+        "disk_bandwidth",
     }
     figures |= {"latency"}
     figures |= {f"efficiency.{each.name}" for each in fields(Efficiency)}
@@ -68,6 +69,7 @@ def test_figures_are_sane(profile: DeviceProfile) -> None:
     assert all(rate > 1e9 for rate in profile.flops.values())
     assert profile.memory_bandwidth >= profile.host_bandwidth > 0
     assert profile.host_memory_bandwidth > 0
+    assert profile.host_bandwidth > profile.disk_bandwidth > 0
     assert profile.host_memory_bytes >= profile.memory_bytes or profile.kind != "cuda"
     assert all(0 < getattr(profile.efficiency, each.name) <= 1 for each in fields(Efficiency))
     assert profile.memory_bytes > profile.overhead.outside_allocator(communicators=3) > 0

@@ -41,7 +41,7 @@ def test_bound_is_below_what_is_held_and_near_it(
     recipe, strategy = recipe_of(values, SETTINGS), strategy_from({**settings, "zero_stage": stage})
     run = dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
     layout = layout_of(strategy, 4)
-    least = least_state_bytes(run.parameters, strategy, layout, recipe)
+    least = least_state_bytes(run.parameters, strategy, layout, recipe, cluster_of(recipe.cluster))
     held = min(s.ledger.parameters + s.ledger.master_weights + s.ledger.optimizer_state for s in run.timeline)
     assert 0.9 * held <= least <= held
     assert least * layout.degree("shard") / run.parameters == pytest.approx(bytes_per_parameter, rel=0.04)

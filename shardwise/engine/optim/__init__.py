@@ -4,7 +4,8 @@ Chosen: torch's fused kernels where the stored weights and moments are plain (``
 nothing beside the moments and can leave everything untouched on the device's own verdict; and rules that go
 through a parameter in chunks where torch has no such kernel: weights stored in 16 bits, moments in 8
 (``chunked.py``). Both take parameters in any number, so the same object updates after the backward pass or,
-parameter by parameter, within it.
+parameter by parameter, within it. State that is offloaded goes through the same rules on the processor
+(``offloaded.py``).
 
 Refused: a library's optimizer wrapped from outside. None of them can skip an update without waiting for the
 device, which is what the guard and loss scaling need.
@@ -19,23 +20,41 @@ from shardwise.core.sections import OptimizerSpec
 from shardwise.engine.optim.chunked import ChunkedRule, adamw_formula, sgd_formula
 from shardwise.engine.optim.fused import FusedAdamW, FusedSGD
 from shardwise.engine.optim.moments import EightBit, Wide
+from shardwise.engine.optim.offloaded import HostOptimizer, OffloadedOptimizer, share_of
 from shardwise.engine.optim.optimizer import Optimizer, UpdateRule
+from shardwise.model.host import apart, host_memory
+from shardwise.technique.base import StateOffload
 
 
-def build_optimizer(model: nn.Module, spec: OptimizerSpec, seed: int = 0) -> Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    spec: OptimizerSpec,
+    seed: int = 0,
+    offload: StateOffload | None = None,
+    hosted: bool = False,
+) -> Optimizer:
     """The recipe's optimizer over the trainable parameters of a materialised model.
 
-    Matrices decay; norms, biases and other vectors do not. ``seed`` is of stochastic rounding.
+    Matrices decay; norms, biases and other vectors do not. ``seed`` is of stochastic rounding. ``hosted`` says
+    that the parameters lie in host memory, apart from the device's.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": spec.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in trainable)
     device = trainable[0].device if trainable else torch.device("cpu")
-    rule = _rule(spec, seed, device, rounded)
-    return Optimizer([group for group in groups if group["params"]], rule)
+    if offload is not None and trainable and (hosted or apart(device) or offload.folder is not None):
+        with host_memory():
+            host_rule = _rule(spec, seed, torch.device("cpu"), rounded)
+        if hosted and offload.folder is None:
+            return HostOptimizer(groups, host_rule)
+        rule = host_rule if hosted else _rule(spec, seed, device, rounded)
+        chosen, staged = share_of(trainable, offload.fraction), apart(device) and not hosted
+        return OffloadedOptimizer(groups, rule, host_rule, chosen, offload.folder, staged)
+    return Optimizer(groups, _rule(spec, seed, device, rounded))
 
 
 def _rule(spec: OptimizerSpec, seed: int, device: torch.device, rounded: bool) -> UpdateRule:

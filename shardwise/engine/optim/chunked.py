@@ -9,21 +9,19 @@ fp32 weights are written as they are, bf16 weights by stochastic rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.sections import OptimizerSpec
-from shardwise.engine.optim.moments import Moments, as_rows
+from shardwise.engine.optim.moments import Moments
 from shardwise.engine.optim.norm import gradient
 from shardwise.engine.optim.optimizer import Rate
+from shardwise.engine.optim.piece import Piece, as_rows, chunks
 from shardwise.engine.optim.rounding import random_bits, to_bf16
 from shardwise.model.slices import local_slices
-
-CHUNK = 2**22
-"""Elements updated at once: temporaries of 16 MiB each in fp32."""
 
 Formula = Callable[[Tensor, Tensor, list[Tensor], Tensor, Rate], tuple[Tensor, list[Tensor]]]
 """(weights, gradient, moments, step from 1, rate) to (new weights, new moments), all fp32, elementwise."""
@@ -80,42 +78,41 @@ class ChunkedRule:
         rate: Rate,
         skip: Tensor,
     ) -> None:
-        untouched = skip > 0
         for parameter, state in zip(parameters, states, strict=True):
             state["step"] += 1 - skip
             weights, grads = as_rows(parameter), gradient(parameter).view_as(as_rows(parameter))
+            kept = {name: as_rows(moment) for name, moment in state.items() if name != "step"}
             for rows in chunks(*weights.shape):
-                old = weights[rows]
-                wide = torch.promote_types(old.dtype, torch.float32)
-                moments = [self.moments.read(state, name, rows).to(wide) for name in self.names]
-                new, moments = self.formula(
-                    old.to(wide), grads[rows].to(wide), moments, state["step"].clamp(min=1), rate
-                )
-                for name, moment in zip(self.names, moments, strict=True):
-                    self.moments.write(state, name, rows, moment, untouched)
-                old.copy_(torch.where(untouched, old, self._stored(new, parameter, rows, state["step"])))
+                moments = {name: moment[rows] for name, moment in kept.items()}
+                piece = Piece(parameter, rows, weights[rows], grads[rows], moments, state["step"])
+                self.update_piece(piece, rate, skip)
 
-    def _stored(self, value: Tensor, parameter: nn.Parameter, rows: slice, step: Tensor) -> Tensor:
-        """fp32 values in the dtype of the parameter."""
-        if parameter.dtype != torch.bfloat16:
-            return value.to(parameter.dtype)
-        seed = (step.to(torch.int64) << 40) + self.seed * 1_000_003
-        return to_bf16(value, random_bits(_indices(parameter, rows), seed))
+    def update_piece(self, piece: Piece, rate: Rate, skip: Tensor) -> None:
+        untouched, old = skip > 0, piece.weight
+        assert piece.step is not None, "in every state that is made here"
+        wide = torch.promote_types(old.dtype, torch.float32)
+        moments = [self.moments.read(piece.state, name, slice(None)).to(wide) for name in self.names]
+        new, moments = self.formula(old.to(wide), piece.grad.to(wide), moments, piece.step.clamp(min=1), rate)
+        for name, moment in zip(self.names, moments, strict=True):
+            self.moments.write(piece.state, name, slice(None), moment, untouched)
+        old.copy_(torch.where(untouched, old, self._stored(new, piece)))
+
+    def _stored(self, value: Tensor, piece: Piece) -> Tensor:
+        """fp32 values in the dtype of the weights."""
+        if piece.weight.dtype != torch.bfloat16:
+            return value.to(piece.weight.dtype)
+        assert piece.step is not None
+        seed = (piece.step.to(torch.int64) << 40) + self.seed * 1_000_003
+        return to_bf16(value, random_bits(_indices(piece), seed))
 
 
-def _indices(parameter: nn.Parameter, rows: slice) -> Tensor:
-    """The index of every element of some local rows in the whole parameter, [rows, rest], int64."""
+def _indices(piece: Piece) -> Tensor:
+    """The index of every element of a piece in the whole parameter, [rows, rest], int64."""
+    parameter, rows = piece.parameter, piece.rows
     first, *rest = local_slices(parameter) or (slice(0, 1),)
-    device, whole = parameter.device, parameter.shape[1:].numel()
+    device, whole = piece.weight.device, parameter.shape[1:].numel()
     row = torch.arange(first.start + rows.start, first.start + rows.stop, device=device)
     column = torch.zeros(1, dtype=torch.int64, device=device)
     for span, size in zip(rest, parameter.shape[1:], strict=True):
         column = (column[:, None] * size + torch.arange(span.start, span.stop, device=device)).flatten()
     return row[:, None] * whole + column
-
-
-def chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Spans of whole rows of at most CHUNK values, at least one row each."""
-    height = max(1, CHUNK // max(1, columns))
-    for start in range(0, rows, height):
-        yield slice(start, min(start + height, rows))

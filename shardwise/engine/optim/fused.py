@@ -17,6 +17,7 @@ from torch.optim.sgd import sgd
 
 from shardwise.engine.optim.norm import gradient, local
 from shardwise.engine.optim.optimizer import Rate
+from shardwise.engine.optim.piece import Piece
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,39 @@ class FusedAdamW:
         rate: Rate,
         skip: Tensor,
     ) -> None:
-        adamw(
+        self._kernel(
             [local(p.detach()) for p in parameters],
             [gradient(p) for p in parameters],
             [local(s["exp_avg"]) for s in states],
             [local(s["exp_avg_sq"]) for s in states],
-            [],
             [s["step"] for s in states],
+            rate,
+            skip,
+        )
+
+    def update_piece(self, piece: Piece, rate: Rate, skip: Tensor) -> None:
+        assert piece.step is not None, "in every state that is made here"
+        moments = piece.state["exp_avg"], piece.state["exp_avg_sq"]
+        # The kernel counts the step itself.
+        self._kernel([piece.weight], [piece.grad], [moments[0]], [moments[1]], [piece.step - 1], rate, skip)
+
+    def _kernel(
+        self,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        means: list[Tensor],
+        squares: list[Tensor],
+        steps: list[Tensor],
+        rate: Rate,
+        skip: Tensor,
+    ) -> None:
+        adamw(
+            weights,
+            grads,
+            means,
+            squares,
+            [],
+            steps,
             fused=True,
             found_inf=skip,
             amsgrad=False,
@@ -77,10 +104,29 @@ class FusedSGD:
         rate: Rate,
         skip: Tensor,
     ) -> None:
-        sgd(
+        self._kernel(
             [local(p.detach()) for p in parameters],
             [gradient(p) for p in parameters],
             [local(s["momentum"]) if s else None for s in states],
+            rate,
+            skip,
+        )
+
+    def update_piece(self, piece: Piece, rate: Rate, skip: Tensor) -> None:
+        self._kernel([piece.weight], [piece.grad], [piece.state.get("momentum")], rate, skip)
+
+    def _kernel(
+        self,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        momenta: list[Tensor | None],
+        rate: Rate,
+        skip: Tensor,
+    ) -> None:
+        sgd(
+            weights,
+            grads,
+            momenta,
             fused=True,
             found_inf=skip,
             weight_decay=rate.weight_decay,

@@ -24,9 +24,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.engine.optim.norm import local
+from shardwise.engine.optim.piece import as_rows, distributed_as
 
 BLOCK = 128
 """Values that share a scale."""
@@ -44,12 +44,6 @@ class Moments(Protocol):
     def write(self, state: dict[str, Tensor], name: str, rows: slice, value: Tensor, skip: Tensor) -> None:
         """Store rows of a moment, but where ``skip``, a bool scalar, leave them as they are."""
         ...
-
-
-def as_rows(tensor: Tensor) -> Tensor:
-    """The local piece of a tensor as [rows, rest]; a vector is one column, a scalar one value. A view."""
-    piece = local(tensor.detach())
-    return piece.view(piece.shape[0] if piece.ndim else 1, tensor.shape[1:].numel())
 
 
 @dataclass(frozen=True)
@@ -132,11 +126,7 @@ def _rows_like(parameter: nn.Parameter, columns: int) -> Tensor:
     piece = local(parameter)
     rows = piece.shape[0] if piece.numel() else 0
     zeros = torch.zeros((rows, columns), dtype=torch.float32, device=piece.device)
-    if not isinstance(parameter, DTensor):
-        return zeros
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape = torch.Size((parameter.shape[0], columns))
-    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=(columns, 1))
+    return distributed_as(parameter, zeros, columns)
 
 
 def _spread(scale: Tensor, columns: int) -> Tensor:

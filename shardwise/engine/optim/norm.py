@@ -63,4 +63,4 @@ def global_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Ten
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply all gradients in place."""
     if pieces := [gradient(p) for p in parameters if p.grad is not None]:
-        torch._foreach_mul_(pieces, factor)
+        torch._foreach_mul_(pieces, factor.to(pieces[0].device))

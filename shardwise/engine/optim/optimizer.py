@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.optim.piece import Piece
+
 
 class UpdateRule(Protocol):
     """How some parameters change, given their gradients."""
@@ -33,6 +35,10 @@ class UpdateRule(Protocol):
         skip: Tensor,
     ) -> None:
         """Change parameters and states in place; not at all where ``skip`` is 1."""
+        ...
+
+    def update_piece(self, piece: Piece, rate: Rate, skip: Tensor) -> None:
+        """Change weights and moments of some rows in place; not at all where ``skip`` is 1."""
         ...
 
 
@@ -54,7 +60,19 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._group_of[parameter] = group
-                self.state[parameter] = rule.state(parameter)
+                self.state[parameter] = self.fresh_state(parameter)
+
+    def fresh_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """What is held in memory for a parameter from the start."""
+        return self._rule.state(parameter)
+
+    def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """All state of a parameter, wherever it lies: for whoever saves it or writes what was saved."""
+        return self.state.get(parameter, {})
+
+    def rate_of(self, parameter: nn.Parameter) -> Rate:
+        group = self._group_of[parameter]
+        return Rate(group["lr"], group["weight_decay"])
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.param_groups:
@@ -75,6 +93,4 @@ class Optimizer(torch.optim.Optimizer):
         for parameter in parameters:
             by_group.setdefault(id(self._group_of[parameter]), []).append(parameter)
         for members in by_group.values():
-            group = self._group_of[members[0]]
-            rate = Rate(group["lr"], group["weight_decay"])
-            self._rule.update(members, [self.state[p] for p in members], rate, skip)
+            self._rule.update(members, [self.state[p] for p in members], self.rate_of(members[0]), skip)

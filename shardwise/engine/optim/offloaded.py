@@ -1,0 +1,151 @@
+"""Optimizers whose state lies in host memory or on a disk, and is updated by the processor (ZeRO-Offload, Ren et al.
+2021; ZeRO-Infinity, Rajbhandari et al. 2021).
+
+The rules are those that update on the device, with torch's kernels for the processor. What is offloaded goes through
+them piece by piece: the next piece's weights, gradient and moments come while one is updated and the last one's go
+back (staging.py, files.py). Parameters of the share that stays are updated on the device meanwhile. Gradients are
+clipped before they leave, and the verdict goes with them, so a skipped update touches nothing here either.
+
+The host waits for the gradients, which no other optimizer here does: the processor cannot compute with what has not
+come. The next step's first kernels are therefore issued when the last piece has been updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.optim.files import StateFile
+from shardwise.engine.optim.norm import gradient
+from shardwise.engine.optim.optimizer import Optimizer, UpdateRule
+from shardwise.engine.optim.piece import STEP, Piece, as_rows, chunks, stand_in
+from shardwise.engine.optim.staging import SLOTS, Staging
+from shardwise.model.host import host_memory
+
+
+class HostOptimizer(Optimizer):
+    """Updates parameters that lie in host memory, where their gradients and their state are too."""
+
+    def fresh_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        with host_memory():
+            return super().fresh_state(parameter)
+
+    @torch.no_grad()
+    def update(self, parameters: Iterable[nn.Parameter], skip: Tensor) -> None:
+        with host_memory():
+            super().update(parameters, skip.to("cpu"))
+
+
+class OffloadedOptimizer(Optimizer):
+    """Updates ``offloaded`` parameters by ``host_rule`` on the processor, the others by ``rule`` where they lie.
+
+    Args:
+        folder: where the offloaded state's file is made; None keeps it in host memory.
+        staged: whether weights and gradients lie in another memory than the processor's.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        rule: UpdateRule,
+        host_rule: UpdateRule,
+        offloaded: Sequence[nn.Parameter],
+        folder: str | None,
+        staged: bool,
+    ) -> None:
+        self._host_rule = host_rule
+        self._offloaded = set(offloaded)
+        with host_memory():
+            self._file = StateFile(folder, host_rule, offloaded) if folder is not None else None
+        self._staging = Staging(offloaded[0].device, _largest(offloaded)) if staged else None
+        super().__init__(groups, rule)
+
+    def fresh_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        if parameter not in self._offloaded:
+            return super().fresh_state(parameter)
+        if self._file is not None:
+            return self._file.counts[parameter]
+        with host_memory():
+            return self._host_rule.state(stand_in(parameter))
+
+    def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        held = super().stored(parameter)
+        if self._file is None or parameter not in self._offloaded:
+            return held
+        return {**held, **self._file.mapped(parameter)}
+
+    @torch.no_grad()
+    def update(self, parameters: Iterable[nn.Parameter], skip: Tensor) -> None:
+        there = list(parameters)
+        here = [parameter for parameter in there if parameter in self._offloaded]
+        if self._staging is not None:
+            self._staging.begin()
+        verdict = skip.to("cpu") if here else skip
+        if kept := [parameter for parameter in there if parameter not in self._offloaded]:
+            super().update(kept, skip)
+        if here:
+            with host_memory():
+                self._update_here(here, verdict)
+
+    def _update_here(self, parameters: Sequence[nn.Parameter], skip: Tensor) -> None:
+        for parameter in parameters:
+            if (count := self.state[parameter].get(STEP)) is not None:
+                count += 1 - skip
+        order = [(p, rows) for p in parameters for rows in chunks(*as_rows(p).shape)]
+        coming = [self._fetch(number, *order[number]) for number in range(min(1, len(order)))]
+        for number in range(len(order)):
+            piece = coming.pop()
+            if number + 1 < len(order):
+                coming.append(self._fetch(number + 1, *order[number + 1]))
+            self._wait(number)
+            self._host_rule.update_piece(piece, self.rate_of(piece.parameter), skip)
+            self._send(number, piece)
+        if self._staging is not None:
+            self._staging.end()
+
+    def _fetch(self, number: int, parameter: nn.Parameter, rows: slice) -> Piece:
+        """The ``number``-th piece of an update, whose contents are on their way until ``_wait``."""
+        slot, held = number % SLOTS, self.state[parameter]
+        weights = as_rows(parameter)
+        weight, grad = weights[rows], gradient(parameter).view_as(weights)[rows]
+        if self._staging is not None:
+            weight, grad = self._staging.fetch(slot, weight, grad)
+        if self._file is not None:
+            state = self._file.fetch(slot, parameter, rows)
+        else:
+            state = {name: as_rows(moment)[rows] for name, moment in held.items() if name != STEP}
+        return Piece(parameter, rows, weight, grad, state, held.get(STEP))
+
+    def _wait(self, number: int) -> None:
+        if self._staging is not None:
+            self._staging.wait(number % SLOTS)
+        if self._file is not None:
+            self._file.wait(number % SLOTS)
+
+    def _send(self, number: int, piece: Piece) -> None:
+        slot, rows = number % SLOTS, piece.rows
+        if self._staging is not None:
+            self._staging.send(slot, piece.weight, as_rows(piece.parameter)[rows])
+        if self._file is not None:
+            self._file.send(slot, piece.state, piece.parameter, rows)
+
+
+def share_of(parameters: Sequence[nn.Parameter], fraction: float) -> list[nn.Parameter]:
+    """Whole parameters, spread evenly, that make up at least this fraction of all elements; alike on every rank."""
+    seen = taken = 0
+    chosen = []
+    for parameter in parameters:
+        seen += parameter.numel()
+        if taken < fraction * seen:
+            taken += parameter.numel()
+            chosen.append(parameter)
+    return chosen
+
+
+def _largest(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of the largest piece's weights."""
+    views = [as_rows(parameter) for parameter in parameters]
+    return max((view[rows].nbytes for view in views for rows in chunks(*view.shape)), default=0)
