@@ -118,9 +118,8 @@ def predict(
     layout = layout_of(strategy, cluster.world_size)
     worst = max(peaks.values(), key=lambda peak: peak.bytes)
     overhead = cluster.device.overhead
-    groups = len({c.axis for c in cost.collectives if c.degree > 1})
     seen = overhead.workspace_bytes
-    unseen = overhead.outside_allocator(groups)
+    unseen = overhead.outside_allocator(len({c.axis for c in cost.collectives if c.degree > 1}))
     reserved, limited, expanded = counts.reserved, None, None
     options = options_in(cluster.device.kind)
     room = (cluster.capacity_bytes if budget is None else budget) - unseen
