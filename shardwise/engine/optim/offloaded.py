@@ -58,6 +58,7 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         self._host_rule = host_rule
         self._offloaded = set(offloaded)
+        self._turn = 0  # pieces updated so far: slots are taken in turn, also by updates of one piece each
         with host_memory():
             self._file = StateFile(folder, host_rule, offloaded) if folder is not None else None
         self._staging = Staging(offloaded[0].device, _largest(offloaded)) if staged else None
@@ -95,20 +96,21 @@ class OffloadedOptimizer(Optimizer):
             if (count := self.state[parameter].get(STEP)) is not None:
                 count += 1 - skip
         order = [(p, rows) for p in parameters for rows in chunks(*as_rows(p).shape)]
-        coming = [self._fetch(number, *order[number]) for number in range(min(1, len(order)))]
-        for number in range(len(order)):
-            piece = coming.pop()
-            if number + 1 < len(order):
-                coming.append(self._fetch(number + 1, *order[number + 1]))
-            self._wait(number)
+        coming = [self._fetch(self._turn, *place) for place in order[:1]]
+        for after in range(1, len(order) + 1):
+            piece, turn = coming.pop(), self._turn
+            self._turn += 1
+            if after < len(order):
+                coming.append(self._fetch(self._turn, *order[after]))
+            self._wait(turn)
             self._host_rule.update_piece(piece, self.rate_of(piece.parameter), skip)
-            self._send(number, piece)
+            self._send(turn, piece)
         if self._staging is not None:
             self._staging.end()
 
-    def _fetch(self, number: int, parameter: nn.Parameter, rows: slice) -> Piece:
-        """The ``number``-th piece of an update, whose contents are on their way until ``_wait``."""
-        slot, held = number % SLOTS, self.state[parameter]
+    def _fetch(self, turn: int, parameter: nn.Parameter, rows: slice) -> Piece:
+        """The piece whose turn it is, with contents that are on their way until ``_wait``."""
+        slot, held = turn % SLOTS, self.state[parameter]
         weights = as_rows(parameter)
         weight, grad = weights[rows], gradient(parameter).view_as(weights)[rows]
         if self._staging is not None:
@@ -119,14 +121,14 @@ class OffloadedOptimizer(Optimizer):
             state = {name: as_rows(moment)[rows] for name, moment in held.items() if name != STEP}
         return Piece(parameter, rows, weight, grad, state, held.get(STEP))
 
-    def _wait(self, number: int) -> None:
+    def _wait(self, turn: int) -> None:
         if self._staging is not None:
-            self._staging.wait(number % SLOTS)
+            self._staging.wait(turn % SLOTS)
         if self._file is not None:
-            self._file.wait(number % SLOTS)
+            self._file.wait(turn % SLOTS)
 
-    def _send(self, number: int, piece: Piece) -> None:
-        slot, rows = number % SLOTS, piece.rows
+    def _send(self, turn: int, piece: Piece) -> None:
+        slot, rows = turn % SLOTS, piece.rows
         if self._staging is not None:
             self._staging.send(slot, piece.weight, as_rows(piece.parameter)[rows])
         if self._file is not None:
