@@ -347,7 +347,10 @@ def _percent(fraction: float) -> str:
 
 def measured(name: str) -> str:
     """The table that a benchmark wrote beside its figures."""
-    return str(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["table"])
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return "No results are committed yet."
+    return str(json.loads(path.read_text(encoding="utf-8"))["table"])
 
 
 def plan_block(text: str) -> str:
@@ -436,6 +439,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "ledger": ledger,
     "guard": guard,
     **{name: partial(measured, name) for name in ("wsd", "scaling-rule")},
+    "activation-memory": partial(measured, "activation-memory-cpu"),
     "plan": shown_plan,
     "recomputation": recomputation,
     "activation-offload": activation_offload,

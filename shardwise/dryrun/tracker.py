@@ -68,8 +68,8 @@ class Allocation:
     operation: str
     origin: Origin
     stream: int
-    on_host: bool = False
     died: int | None = None
+    on_host: bool = False
 
 
 @dataclass(eq=False)
@@ -146,7 +146,7 @@ class Tracker(TorchDispatchMode):
             operation,
             self._origins[key],
             self._stream(),
-            in_host_memory() and apart(torch.device("cpu")),
+            on_host=in_host_memory() and apart(torch.device("cpu")),
         )
         self.allocations.append(allocation)
         self._living[key] = allocation

@@ -27,7 +27,7 @@ from shardwise.model.lanes import Lanes
 from shardwise.model.slices import named_parameters
 from shardwise.plan.predict import predict
 from shardwise.plan.search import offload_in_words
-from shardwise.technique import SETTINGS, layout_of, one_line, strategy_from
+from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, strategy_from
 
 # -- the same gradients -------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ def check(world: int, model: dict[str, Any], settings: dict[str, Any], kind: str
     [
         (1, {"zero_stage": 0}, ["none", "selective", "full", "sqrt"]),
         (2, {"zero_stage": 1, "precision": "fp64"}, ["none", "every:2"]),
-        (2, {"zero_stage": 2}, ["selective", "sqrt"]),
+        (2, {"zero_stage": 2}, ["selective"]),
         (2, {"zero_stage": 3, "precision": "bf16"}, ["none", "selective", "full", "sqrt", "every:2"]),
         (2, {"zero_stage": 3, "optimizer_in_backward": True}, ["none", "full"]),
     ],
@@ -224,34 +224,34 @@ def moved(run: DryRun) -> dict[tuple[str, str], int]:
 def test_two_blocks_stay_on_the_device_and_what_is_small() -> None:
     """To the byte: without offload n blocks and the rest lie there, with it two of them."""
     none, offload = counted("none", 16), counted("activations", 16)
-    per_block = most(none) - most(counted("none", 15))
+    per_block = (most(none) - most(counted("none", 5))) // 11
     small = per_block - moved(offload)["forward", "to_host"] // 14
     assert 0 < small < 0.05 * per_block, "sums of squares and of exponents"
     assert most(offload) == most(none) - 14 * (per_block - small)
     assert most(offload) < 0.20 * most(none)
 
 
-@pytest.mark.parametrize("kind", ["none", "full", "every:2"])
+@pytest.mark.parametrize("kind", ["none", "every:2"])
 def test_what_is_copied_lies_in_host_memory_and_comes_back(kind: str) -> None:
     """In buffers of a power of two each; once, however many micro-batches there are."""
-    once, thrice = counted("activations", 8, kind), counted("activations", 8, kind, 3)
+    once, thrice = counted("activations", 5, kind), counted("activations", 5, kind, 3)
     assert moved(once).keys() == {("forward", "to_host"), ("backward", "to_device")}
     assert len(set(moved(once).values())) == 1
     assert moved(thrice) == {way: 3 * size for way, size in moved(once).items()}
     sizes = [t.bytes for t in once.cost.transfers if t.way == "to_host" for _ in range(t.calls)]
     assert once.host.activations == sum(1 << (size - 1).bit_length() for size in sizes)
     assert once.host.total == once.host.activations == thrice.host.activations
-    assert counted("none", 8, kind).host.total == 0
+    assert counted("none", 5, kind).host.total == 0
 
 
 def test_full_leaves_the_inputs_of_blocks_to_move() -> None:
-    """One input of each of six blocks; nothing else is kept."""
-    assert moved(counted("activations", 8, "full"))["forward", "to_host"] == 6 * 4 * 128 * 64 * 4
+    """One input of each of three blocks; nothing else is kept."""
+    assert moved(counted("activations", 5, "full"))["forward", "to_host"] == 3 * 4 * 128 * 64 * 4
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("none", 3), ("every:2", 0)])
 def test_quick_predictions_are_full_ones_to_the_byte(kind: str, stage: int) -> None:
-    asked = recipe({**NATIVE, "layers": 12}, cluster={"preset": "4xH100-80GB"})
+    asked = recipe({**NATIVE, "layers": 10}, cluster={"preset": "4xH100-80GB"})
     strategy = strategy_from(
         {"zero_stage": stage, "offload": "activations", "activation_checkpointing": kind}
     )
@@ -301,6 +301,15 @@ def test_what_does_nothing_says_so() -> None:
         "activations are not offloaded: of 2 blocks all are needed at once",
     )
     assert counted("activations", 2).cost.transfers == ()
+
+
+def test_a_budget_is_refused() -> None:
+    """What it keeps is not seen by whoever offloads."""
+    asked = recipe(NATIVE)
+    strategy = strategy_from({"offload": "activations", "activation_checkpointing": "budget:0.4"})
+    [broken] = broken_rules(strategy, 1, asked)
+    nearest = strategy.with_values(**broken.nearest)
+    assert not list(broken_rules(nearest, 1, asked)) and nearest.values["offload"] == "activations"
 
 
 def test_the_strategy_in_one_line() -> None:

@@ -282,7 +282,8 @@ def test_every_part_of_a_run(trained: Trained, case: Case, sizes: list[int]) -> 
             *again,
             *range(case.step + 1, STEPS),
         ]
-    assert_same_run(found, trained(without_fault(case, last)), 1e-10)
+    # One plain run for all: any split of a batch, and any way back to a step, must come to the same.
+    assert_same_run(found, trained(Case(size=2, settings=FP64)), 1e-10)
     assert lines(folder / "metrics.jsonl")[-1]["held_out_loss"] > 0
 
 
@@ -329,4 +330,4 @@ def test_a_micro_batch_of_one_ends_the_run(trained: Trained, pool: Pool, corpus:
 def test_alone(trained: Trained) -> None:
     """One process has nobody to tell."""
     case = Case(1, (0,), where="loss", world=1, size=4, settings=FP64)
-    assert_same_run(trained(case), trained(without_fault(case, 2)), 1e-10)
+    assert_same_run(trained(case), trained(Case(size=2, settings=FP64)), 1e-10)
