@@ -9,13 +9,13 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# How long an example takes says how busy the machine is, and the tests keep two processes busy.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
-
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests and pool workers find `pool`
 
 from pool import Pool
+
+# How long an example takes says how busy the machine is, and the tests keep two processes busy.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
