@@ -177,7 +177,7 @@ def test_trains_as_one_plain_process(row: Row, pool: Pool, corpus: Path, referen
 
 
 LEDGER_MODEL = {
-    "layers": 4,
+    "layers": 8,
     "width": 384,
     "heads": 6,
     "kv_heads": 2,
