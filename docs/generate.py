@@ -6,12 +6,13 @@ tables of models and devices, the results of benchmarks, and, for ``plan``, the 
 
 Chosen: blocks inside pages that people edit, so that a table and the sentence that explains it stand together.
 Refused: pages that are generated whole, whose prose would be strings in this file. ``--check`` writes nothing,
-names the pages that are out of date, and leaves out ``plan``, which takes some seconds.
+names the pages that are out of date, and leaves out ``plan`` and others that take some seconds; tests compare those.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
 import re
@@ -19,14 +20,16 @@ import statistics
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli import doctor, generate, plan, report, train, verify
+from shardwise.cli import data, doctor, export, generate, merge, plan, report, train, verify
 from shardwise.core.cluster import DTYPES, PROFILES
 from shardwise.core.device_profiles import SHORT_NAMES
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.ladder import Rung
 from shardwise.core.ledger import Ledger
 from shardwise.core.presets import PRESETS
 from shardwise.core.recipe import SECTIONS, Recipe
@@ -35,12 +38,13 @@ from shardwise.core.strategy import Setting
 from shardwise.core.units import format_bytes, format_count, format_rate, format_seconds
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
+from shardwise.technique.ladder import LADDER
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN_RECIPE = "recipes/llama-3-8b-8xh100.yaml"
 SHOWN_WIDTH = 96
-VERBS = (plan, train, verify, generate, report, doctor)
+VERBS = (plan, data, train, verify, generate, export, merge, report, doctor)
 
 _BLOCK = re.compile(r"(<!-- ([a-z0-9_-]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 
@@ -153,6 +157,10 @@ def techniques() -> str:
 # -- the command line -------------------------------------------------------------------------------------
 
 
+MANY_OPTIONS = 6
+"""Beyond so many a line of the README names none."""
+
+
 def parameters_of(command: Callable[..., Any]) -> Iterator[tuple[str, str, object]]:
     """(as it is written, help, default) of every argument and option of a verb."""
     hints = typing.get_type_hints(command, include_extras=True)
@@ -162,16 +170,26 @@ def parameters_of(command: Callable[..., Any]) -> Iterator[tuple[str, str, objec
         is_option = type(info).__name__ == "OptionInfo"
         if not is_option:
             many = "list" in str(kind)
-            yield f"[{info.metavar} …]" if many else info.metavar, info.help, None
+            one = f"[{info.metavar}]" if parameter.default is None else info.metavar
+            yield f"[{info.metavar} …]" if many else one, info.help, None
             continue
         # In an Annotated hint typer takes the flag for the default's place.
         written = info.default if isinstance(info.default, str) else f"--{name.replace('_', '-')}"
-        yield (written if kind is bool else f"{written} {_placeholder(kind)}"), info.help, parameter.default
+        if kind is not bool:
+            written = f"{written} {info.metavar or _placeholder(kind)}"
+        yield written, info.help, parameter.default
 
 
 def _placeholder(kind: Any) -> str:
+    """A word for the value of an option, or all of its values, with dots where it may be repeated."""
     names = {int: "N", float: "X", str: "TEXT", Path: "DIR"}
-    return next(word for known, word in names.items() if known is kind or known in typing.get_args(kind))
+    kinds = [kind, *typing.get_args(kind)]
+    repeated = [inner for each in kinds if typing.get_origin(each) is list for inner in typing.get_args(each)]
+    for each in kinds:
+        if isinstance(each, type) and issubclass(each, Enum):
+            return "|".join(str(member.value) for member in each)
+    word = next(word for known, word in names.items() if known in [*kinds, *repeated])
+    return f"{word} …" if repeated else word
 
 
 def verb_of(module: Any) -> str:
@@ -186,8 +204,16 @@ def usage_of(module: Any) -> str:
     return " ".join(["shardwise", verb_of(module), *parts])
 
 
+def short_usage(module: Any) -> str:
+    """Without the options, where these are many."""
+    arguments = [written for written, _, _ in parameters_of(module.command) if not written.startswith("-")]
+    if len(list(parameters_of(module.command))) - len(arguments) <= MANY_OPTIONS:
+        return usage_of(module)
+    return " ".join(["shardwise", verb_of(module), *arguments, "[OPTION …]"])
+
+
 def verbs() -> str:
-    rows = ((code(usage_of(m)), str(inspect.getdoc(m.command)).splitlines()[0].rstrip(".")) for m in VERBS)
+    rows = ((code(short_usage(m)), str(inspect.getdoc(m.command)).splitlines()[0].rstrip(".")) for m in VERBS)
     return table(("command", "does"), rows)
 
 
@@ -360,6 +386,21 @@ def plan_block(text: str) -> str:
     return f"```console\n$ shardwise plan {SHOWN_RECIPE}\n" + "\n\n".join(kept) + "\n```"
 
 
+def ladder() -> str:
+    """The rungs as data: what each tries, in order, and what it gives and takes."""
+
+    def tried(rung: Rung) -> str:
+        neutral = strategy_from({}).values
+        tries = [
+            ", ".join(code(f"{key}: {value}") for key, value in values.items() if value != neutral[key])
+            for values in rung.tries
+        ]
+        adapter = [code(f"adapter.{key}: {value}") for key, value in (rung.adapter or {}).items()]
+        return "; ".join([*adapter, *(found or code("zero_stage: 0") for found in tries)])
+
+    return table(("rung", "tried, in this order", ""), ((r.name, tried(r), r.why) for r in LADDER), "lll")
+
+
 def shown_plan() -> str:
     from shardwise.cli.common import make_plan, read
     from shardwise.report.tables import plan_text
@@ -419,6 +460,59 @@ def activation_offload() -> str:
     return table((*columns, "forward + backward wait", "step"), rows(), "llrrrrr")
 
 
+# -- what goes with what ----------------------------------------------------------------------------------
+
+
+def _support() -> Any:
+    """tests/support.py, which judges pairs by the rules and reads off the tests' rows which of them are run."""
+    if (place := str(ROOT / "tests")) not in sys.path:
+        sys.path.insert(0, place)
+    return importlib.import_module("support")
+
+
+def combinations() -> str:
+    """A table for every group of ways to train, whose columns are its own and whose rows are all."""
+    support = _support()
+    number = {id(rule): index for index, rule in enumerate(support.noted(), 1)}
+    verdicts, tested = support.verdicts(), support.tested()
+
+    def cell(one: str, other: str) -> str:
+        pair = (one, other) if (one, other) in verdicts else (other, one)
+        verdict = verdicts.get(pair)
+        if verdict is None or not (verdict.example or verdict.rules):
+            return "–"
+        if verdict.rules:
+            return " ".join(f"[no {number[id(rule)]}](#why-not)" for rule in verdict.rules)
+        return "yes" if pair in tested else "(yes)"
+
+    def section(group: str, title: str) -> str:
+        columns = [way.name for way in support.WAYS if way.group == group]
+        rows = ([f"**{way.name}**", *(cell(way.name, each) for each in columns)] for way in support.WAYS)
+        return f"### {title}\n\n{table(('', *columns), rows)}"
+
+    return "\n\n".join(section(group, title) for group, title in support.GROUPS.items())
+
+
+def exclusions() -> str:
+    """The rules that the tables' numbers stand for."""
+    support = _support()
+
+    def rows() -> Iterator[Sequence[object]]:
+        for index, rule in enumerate(support.noted(), 1):
+            refused = next(v.refused for v in support.verdicts().values() if rule in v.rules)
+            near = rule.nearest(support.case_of(refused))
+            instead = ", ".join(f"{code(key)}: {code(value)}" for key, value in near.items())
+            yield index, code(rule.key), rule.reason, instead or rule.fix
+
+    return table(("", "key", "reason", "the nearest that works"), rows(), "r")
+
+
+def further_rules() -> str:
+    """The rules that look at numbers, or at what is no row of the tables."""
+    rows = ((code(rule.key), rule.reason) for rule in _support().other_rules())
+    return table(("key", "reason"), rows)
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     **{f"recipe-{name}": partial(keys_of, model) for name, model in SECTIONS.items()},
     "recipe-top": partial(keys_of, Recipe),
@@ -440,11 +534,19 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "guard": guard,
     **{name: partial(measured, name) for name in ("wsd", "scaling-rule")},
     "activation-memory": partial(measured, "activation-memory-cpu"),
+    "loss": partial(measured, "loss-cpu"),
+    "pipelines": partial(measured, "pipelines-cpu"),
+    "largest-model": partial(measured, "largest-model-cpu"),
     "plan": shown_plan,
     "recomputation": recomputation,
     "activation-offload": activation_offload,
+    "combinations": combinations,
+    "exclusions": exclusions,
+    "further-rules": further_rules,
+    "ladder": ladder,
+    "lora": partial(measured, "lora"),
 }
-SLOW = ("plan", "recomputation", "activation-offload")
+SLOW = ("plan", "recomputation", "activation-offload", "combinations")
 
 
 def pages() -> list[Path]:

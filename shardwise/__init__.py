@@ -6,6 +6,8 @@ The public interface is small. Names are loaded when first used, so that ``impor
     plan = shardwise.plan(recipe)
     shardwise.train(recipe, plan, "runs/one")
     verdict = shardwise.verify(recipe, plan, steps=20)
+    model = shardwise.load_model("runs/one", {"name": "runs/two/adapter"})
+    texts = model.complete([shardwise.Request("def ", "name")])
 """
 
 from __future__ import annotations
@@ -15,9 +17,39 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.api import Cluster, Plan, Recipe, load, plan, train, verify
+    from shardwise.api import (
+        Cluster,
+        Piece,
+        Plan,
+        Recipe,
+        Request,
+        Sampling,
+        ServedModel,
+        export,
+        load,
+        load_model,
+        merge,
+        plan,
+        train,
+        verify,
+    )
 
-__all__ = ["Cluster", "Plan", "Recipe", "load", "plan", "train", "verify"]
+__all__ = [
+    "Cluster",
+    "Piece",
+    "Plan",
+    "Recipe",
+    "Request",
+    "Sampling",
+    "ServedModel",
+    "export",
+    "load",
+    "load_model",
+    "merge",
+    "plan",
+    "train",
+    "verify",
+]
 __version__ = "0.1.0"
 
 

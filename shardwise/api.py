@@ -18,14 +18,33 @@ from shardwise.core.recipe import Recipe, load_recipe
 from shardwise.model.blueprint import blueprint_of
 from shardwise.plan.search import plan_for
 from shardwise.report.run import RunRecord, read_run, write_report
+from shardwise.serve.report import record_sample
+from shardwise.serve.requests import Request
+from shardwise.serve.sampling import Sampling
+from shardwise.serve.serving import Piece, ServedModel, load_model
 from shardwise.technique import SETTINGS
+from shardwise.train.export_run import export_run
 from shardwise.train.folder import claim, prepare
 from shardwise.train.launch import launch
-from shardwise.train.sample import record_sample
 from shardwise.train.start import check_start
 from shardwise.train.verify import Verdict, read_verdict, shortened
 
-__all__ = ["Cluster", "Plan", "Recipe", "load", "plan", "train", "verify"]
+__all__ = [
+    "Cluster",
+    "Piece",
+    "Plan",
+    "Recipe",
+    "Request",
+    "Sampling",
+    "ServedModel",
+    "export",
+    "load",
+    "load_model",
+    "merge",
+    "plan",
+    "train",
+    "verify",
+]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -56,6 +75,28 @@ def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = F
         record_sample(folder)
         write_report(folder)
     return read_run(folder)
+
+
+def export(run: str | Path, out: str | Path, *, dtype: str | None = None) -> Path:
+    """Write the newest checkpoint of the run in the folder ``run`` as a folder that transformers loads.
+
+    ``dtype`` is fp32, bf16 or fp16; None takes what the run computed in.
+    """
+    return export_run(Path(run), Path(out), dtype)[0].folder
+
+
+def merge(
+    base: str | Path, adapter: str | Path, out: str | Path, *, dtype: str | None = None, undo: bool = False
+) -> Path:
+    """Write the model of the folder or hub id ``base`` with an adapter of PEFT's format added into its weights.
+
+    With ``undo``, the base of what was merged so. ``dtype`` is fp32, bf16 or fp16; None takes what the base has.
+    """
+    from shardwise.train.merge import merge, unmerge  # transformers takes seconds
+
+    if undo:
+        return unmerge(str(base), Path(adapter), Path(out), dtype).folder
+    return merge(str(base), Path(adapter), Path(out), dtype)[0].folder
 
 
 def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:

@@ -28,6 +28,7 @@ import typer
 
 from shardwise.cli.common import read
 from shardwise.cli.main import app
+from shardwise.cli.main import run as run_command
 from shardwise.core.errors import DataError
 from shardwise.core.recipe import Recipe, load_recipe, recipe_of
 from shardwise.technique import SETTINGS, layout_of, micro_batches, strategy_from
@@ -37,6 +38,9 @@ PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 TECHNIQUE_PAGE = ROOT / "docs" / "how-to" / "add-a-technique.md"
+
+SERVING_PAGE = ROOT / "docs" / "how-to" / "serve-adapters.md"
+"""Its blocks are run by tests/serve/test_serving.py, which makes the runs that it names."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -312,7 +316,14 @@ def _state_per_parameter(run: Any, phase: str) -> float:
 
 
 RUN_PAGES = [
-    ROOT / name for name in ("README.md", "docs/how-to/train-your-own-model.md", "docs/concepts/allocator.md")
+    ROOT / name
+    for name in (
+        "README.md",
+        "docs/how-to/train-your-own-model.md",
+        "docs/how-to/fine-tune-on-conversations.md",
+        "docs/concepts/allocator.md",
+        "docs/concepts/tensor-parallelism.md",
+    )
 ]
 
 
@@ -336,6 +347,18 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert _learns(recipe)
 
 
+def test_data_shows_what_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = ROOT / "docs/how-to/fine-tune-on-conversations.md"
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    test_python_runs(page, tmp_path, monkeypatch)
+    [console] = blocks(page, "console")
+    command, _, shown = console.text.partition("\n")
+    assert run_command(shlex.split(command.removeprefix("$ shardwise "))) == 0
+    assert capsys.readouterr().out == shown
+
+
 def _learns(recipe: Recipe) -> bool:
     """Train for some steps in this very process, a world of one."""
     import torch
@@ -357,7 +380,7 @@ def _learns(recipe: Recipe) -> bool:
 
 def test_python_is_nowhere_else() -> None:
     """Every Python block is run by one of the tests here."""
-    assert {block.page for block in all_blocks("python")} == {*RUN_PAGES, TECHNIQUE_PAGE}
+    assert {block.page for block in all_blocks("python")} == {*RUN_PAGES, TECHNIQUE_PAGE, SERVING_PAGE}
 
 
 def test_the_worked_technique_works(tmp_path: Path) -> None:

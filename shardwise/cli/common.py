@@ -12,6 +12,7 @@ from shardwise.core.recipe import Recipe, load_recipe, locate
 from shardwise.technique import SETTINGS, refuse_broken, refuse_unsupported
 
 if TYPE_CHECKING:
+    from shardwise.core.ladder import Ladder
     from shardwise.core.plan import Plan
 
 RecipeArgument = Annotated[Path, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")]
@@ -42,8 +43,8 @@ def make_plan(recipe: Recipe, cluster: Cluster) -> Plan:
     return plan_for(recipe, blueprint_of(recipe), cluster)
 
 
-def refuse_unfit(plan: Plan) -> None:
-    """Raise ResourceError when the plan needs more than a device has."""
+def refuse_unfit(plan: Plan, ladder: Ladder | None = None) -> None:
+    """Raise ResourceError when the plan needs more than a device has; with what a ladder advises, or where to ask."""
     from shardwise.core.errors import ResourceError
     from shardwise.core.units import format_bytes
 
@@ -56,6 +57,14 @@ def refuse_unfit(plan: Plan) -> None:
             why=f"rank {plan.worst_rank} needs {format_bytes(plan.peak.bytes)} of"
             f" {format_bytes(plan.capacity_bytes)}, most in the {plan.peak.phase} phase"
             + (f", {format_bytes(lost)} of it lost to fragmentation" if pieces else ""),
-            fix=("set PYTORCH_ALLOC_CONF=expandable_segments:True, or " if pieces else "")
-            + "use more devices, a shorter data.sequence_length, or pin less of the strategy",
+            fix=("set PYTORCH_ALLOC_CONF=expandable_segments:True, or " if pieces else "") + _way_out(ladder),
         )
+
+
+def _way_out(ladder: Ladder | None) -> str:
+    if ladder is None:
+        return "see what would: shardwise plan RECIPE --explain"
+    if ladder.advised is None:
+        return "use more devices, a shorter data.sequence_length, or pin less of the strategy"
+    overrides = " ".join(ladder.advised.overrides)
+    return f"take {ladder.advised.rung.name}: {overrides}" if overrides else "pin less of the strategy"

@@ -1,26 +1,142 @@
-"""``shardwise generate``: sample from what was trained."""
+"""``shardwise generate``: text from what was trained, with any of many adapters."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from shardwise.serve.requests import Request
+    from shardwise.serve.serving import ServedModel
+
+_NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
+
 
 def command(
-    model: Annotated[Path, typer.Argument(help="folder of a run", metavar="DIR")],
-    prompt: Annotated[str, typer.Option(help="text to continue")] = "",
+    model: Annotated[
+        Path, typer.Argument(help="folder of a run, or of a model in Hugging Face's format", metavar="DIR")
+    ],
+    prompt: Annotated[list[str] | None, typer.Option(help="text to continue; may be repeated")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="folder of an adapter, or of a run that trained one; may be repeated: every prompt is continued"
+            " with each; base is the model without any",
+            metavar="[NAME=]DIR …",
+        ),
+    ] = None,
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with prompt, adapter and options, in the place of prompts", metavar="FILE"
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="how many tokens to sample", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token", min=0.0)] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="sample among so many most likely tokens", min=1)] = 40,
-    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="sample among the fewest tokens that together are this likely")
+    ] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="divides the logits of tokens that were there", min=0.0)
+    ] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")] = None,
+    past_end: Annotated[bool, typer.Option("--past-end", help="go on after the end of a text")] = False,
+    seed: Annotated[int, typer.Option(help="of the sampling", min=0)] = 0,
+    batch: Annotated[int, typer.Option(help="how many requests are answered at once", min=1)] = 8,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="instead of the model's own: bytes, a folder, a hub id")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32",
+    device: Annotated[str, typer.Option(help="such as cpu, cuda or cuda:1")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per request")] = False,
 ) -> None:
-    """Continue a prompt with a trained model."""
-    from shardwise.train.sample import text_from_run
+    """Continue prompts with a trained model, and with adapters beside it."""
+    if requests is not None and prompt:
+        raise RecipeError("prompts and a file of requests", where="command line", fix="give one of the two")
+    folders, asked = _adapters(adapter or [])
+    from shardwise.serve.requests import Request, read_requests
+    from shardwise.serve.sampling import Sampling
+    from shardwise.serve.serving import load_model
 
-    options = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-    typer.echo(prompt, nl=False)
-    for piece in text_from_run(model, prompt, **options):
-        typer.echo(piece, nl=False)
+    options = (tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop or ()), past_end, seed)
+    sampling = Sampling(*options)
+    names: Sequence[str | None] = asked or [None]
+    wanted = [Request(text, name, sampling) for text in prompt or [""] for name in names]
+    if requests is not None:
+        wanted = read_requests(requests, sampling)
+    served = load_model(model, folders, tokenizer=tokenizer, precision=precision, device=device)
+    _show(served, wanted, batch, as_json)
+
+
+def _show(served: ServedModel, wanted: list[Request], batch: int, as_json: bool) -> None:
+    if as_json:
+        _print_json(served, wanted, batch)
+    elif len(wanted) == 1:
+        _stream(served, wanted)
+    else:
+        _print(served, wanted, batch)
+
+
+def _adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
+    """Folders by name, and the names to continue prompts with."""
+    folders: dict[str, Path] = {}
+    asked = []
+    for value in given:
+        match = _NAMED.fullmatch(value)
+        name, folder = (match[1], Path(match[2])) if match else (_name_of(Path(value)), Path(value))
+        if value != "base":
+            if name in folders or name == "base":
+                raise RecipeError(
+                    f"two adapters are called {name!r}"
+                    if name in folders
+                    else "base is the model without any",
+                    where=f"--adapter {value}",
+                    fix="name it: NAME=FOLDER",
+                )
+            folders[name] = folder
+        asked.append(name)
+    return folders, asked
+
+
+def _name_of(folder: Path) -> str:
+    """The last part of its path; of a run's ``adapter`` the run's."""
+    place = folder.resolve()
+    return place.parent.name if place.name == "adapter" else place.name
+
+
+def _stream(served: ServedModel, wanted: list[Request]) -> None:
+    typer.echo(wanted[0].prompt, nl=False)
+    for piece in served.generate(wanted):
+        typer.echo(piece.text, nl=False)
     typer.echo()
+
+
+def _print(served: ServedModel, wanted: list[Request], batch: int) -> None:
+    for place, text, _ in _whole(served, wanted, batch):
+        request = wanted[place]
+        name = "" if request.adapter is None else f" · {request.adapter}"
+        typer.echo(f"── {place + 1}{name} ──\n{request.prompt}{text}\n")
+
+
+def _print_json(served: ServedModel, wanted: list[Request], batch: int) -> None:
+    for place, text, end in _whole(served, wanted, batch):
+        request = wanted[place]
+        said = {"request": place + 1, "adapter": request.adapter, "prompt": request.prompt}
+        typer.echo(json.dumps({**said, "text": text, "end": end}, ensure_ascii=False))
+
+
+def _whole(served: ServedModel, wanted: list[Request], batch: int) -> Iterator[tuple[int, str, str]]:
+    """Which request, its text and why it ended, as each is done."""
+    texts = [""] * len(wanted)
+    for piece in served.generate(wanted, batch=batch):
+        texts[piece.request] += piece.text
+        if piece.end:
+            yield piece.request, texts[piece.request], piece.end

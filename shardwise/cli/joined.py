@@ -45,7 +45,7 @@ def train_as_rank(
             if written_at(out) != before:
                 elsewhere("shardwise.cli.shortage", "--catch-up")
             from shardwise.report.run import write_report
-            from shardwise.train.sample import record_sample
+            from shardwise.serve.report import record_sample
 
             record_sample(out)
             write_report(out)

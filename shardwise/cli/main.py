@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import typer
 
-from shardwise.cli import doctor, generate, plan, report, train, verify
+from shardwise.cli import data, doctor, export, generate, merge, plan, report, train, verify
 from shardwise.core.errors import RecipeError, ShardwiseError
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (plan, train, verify, generate, report, doctor):
+for verb in (plan, data, train, verify, generate, export, merge, report, doctor):
     app.command(name=verb.__name__.rpartition(".")[2])(verb.command)
 
 

@@ -18,7 +18,7 @@ def main(recipe_file: str, folder: str, *overrides: str) -> int:
     """Returns the exit code; the error's line goes to stderr."""
     try:
         recipe, cluster = read(Path(recipe_file), list(overrides))
-        check_data(recipe)
+        found = check_data(recipe)
         check_start(recipe, Path(folder))
         plan, reasons = plan_remembering(recipe, cluster, Path(folder))
         refuse_unfit(plan)
@@ -26,7 +26,7 @@ def main(recipe_file: str, folder: str, *overrides: str) -> int:
     except ShardwiseError as error:
         print(error.line(), file=sys.stderr)
         return error.exit_code
-    print("\n".join([f"{plan.line}  →  {folder}", *reasons, *sentences(recipe)]), flush=True)
+    print("\n".join([f"{plan.line}  →  {folder}", *found, *reasons, *sentences(recipe)]), flush=True)
     return 0
 
 

@@ -49,13 +49,13 @@ def command(
     from shardwise.train.start import check_start
 
     with claim(out):
-        check_data(wanted)
+        found = check_data(wanted)
         check_start(wanted, out)
         plan, reasons = plan_remembering(wanted, cluster, out)
         refuse_unfit(plan)
         prepare(out, wanted, plan)
         _announce(plan.line, out)
-        for sentence in [*reasons, *sentences(wanted)]:
+        for sentence in [*found, *reasons, *sentences(wanted)]:
             typer.echo(sentence)
         from shardwise.train.launch import launch
 
@@ -65,7 +65,7 @@ def command(
         if code == 0:
             catch_up(wanted, cluster, out)
             from shardwise.report.run import write_report
-            from shardwise.train.sample import record_sample
+            from shardwise.serve.report import record_sample
 
             record_sample(out)
             page = write_report(out)

@@ -135,8 +135,35 @@ class Cluster:
         inside = self._inside_bandwidth(members)
         if nodes == 1:
             return Link(degree, 1, inside, self._latency(members, 1))
-        adapters = members * self.network_bandwidth * self.device.efficiency.network
+        adapters = members * self._adapter
         return Link(degree, nodes, min(inside, adapters), self._latency(members, nodes))
+
+    def seconds_to_next(self, payload_bytes: float, degree: int, stride: int = 1) -> float:
+        """Time in which every rank of a group sends this much to the next one: one step of a ring.
+
+        From node to node it goes through one adapter, while the others of the node wait.
+        """
+        link = self.link(degree, stride)
+        if degree == 1:
+            return 0.0
+        bandwidth = link.bandwidth if link.nodes == 1 else min(link.bandwidth, self._adapter)
+        return link.latency / (degree - 1) + payload_bytes / bandwidth
+
+    def seconds_to_all(self, payload_bytes: float, degree: int, stride: int = 1) -> float:
+        """Time in which every rank of a group gives each an equal part of this much: one all-to-all.
+
+        Parts for other nodes go through the rank's own adapter, beside those that stay inside.
+        """
+        if degree == 1:
+            return 0.0
+        link, members = self.link(degree, stride), self._members_in_node(degree, stride)
+        inside = (members - 1) / degree * payload_bytes / self._inside_bandwidth(members)
+        outside = (degree - members) / degree * payload_bytes / self._adapter if members < degree else 0.0
+        return link.latency + max(inside, outside)
+
+    @property
+    def _adapter(self) -> float:
+        return self.network_bandwidth * self.device.efficiency.network
 
     def _members_in_node(self, degree: int, stride: int) -> int:
         """Ranks of each group that share a node, in the least favourable group.

@@ -33,6 +33,7 @@ def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     yield from _one_name(recipe.model, document)
     yield from _arguments(recipe.model)
     yield from _model_and_data(recipe, document)
+    yield from _records(recipe, document)
     yield from _hardware(recipe, document)
     yield from _schedule(recipe, document)
     yield from _scaling(recipe, document)
@@ -115,6 +116,29 @@ def _model_and_data(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         path = _last_written(document, ("model", "vocab"), ("data", "tokenizer"))
         why = f"vocab is {dimensions.vocab}, and a byte has {_BYTES} values"
         yield Complaint(path, "the vocabulary is too small for bytes", why, f"write vocab: {_BYTES}")
+
+
+def _records(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    """What only records with completions can be asked for."""
+    data = recipe.data
+    plain = data.format == "text" or (data.format == "auto" and data.source == "stdlib")
+    because = _last_written(document, ("data", "format"), ("data", "source"))
+    if data.source == "stdlib" and data.format not in ("auto", "text"):
+        yield Complaint(because, "stdlib is plain text", f"format is {data.format}", "name a file of records")
+    if plain and data.packing:
+        path = _last_written(document, ("data", "packing"), because)
+        yield Complaint(
+            path, "plain text cannot be packed", "it is end to end already", "write packing: false"
+        )
+    if plain and data.train_on == "completion":
+        path = _last_written(document, ("data", "train_on"), because)
+        yield Complaint(
+            path, "plain text has no completions", "train_on is completion", "write train_on: all"
+        )
+    if data.packing and recipe.model.factory is not None:
+        path = _last_written(document, ("data", "packing"), ("model", "factory"))
+        why = "nothing tells whether a factory's model keeps documents apart"
+        yield Complaint(path, "packing cannot be true here", why, "write packing: false")
 
 
 def _hardware(recipe: Recipe, document: Document) -> Iterator[Complaint]:

@@ -1,7 +1,8 @@
 """What one optimizer step of one rank costs: kernels, collectives, seconds.
 
 Traffic is counted in the ring convention: an all-gather or reduce-scatter of S bytes over n ranks moves
-(n-1)/n*S through each of them, an all-reduce twice that (Patarasuk & Yuan 2009; the ZeRO paper's Ψ units).
+(n-1)/n*S through each of them, an all-reduce twice that (Patarasuk & Yuan 2009; the ZeRO paper's Ψ units). In an
+all-to-all each rank keeps 1/n of its S bytes and sends the rest. A send moves all of its own.
 FLOPs count a multiply-add as two; matrix products, convolutions and attention only.
 """
 
@@ -31,7 +32,8 @@ class Kernel:
 class Collective:
     """All calls of one collective on one mesh axis with one payload.
 
-    ``elements`` and ``bytes`` are the full (gathered, or not yet scattered) payload of one call.
+    ``elements`` and ``bytes`` are the full payload of one call: gathered, or not yet scattered; of an all-to-all or a
+    send, what this rank gives to it.
     """
 
     kind: str  # all_gather | reduce_scatter | all_reduce | broadcast | all_to_all | send
@@ -49,7 +51,12 @@ class Collective:
     @property
     def traffic_bytes(self) -> float:
         """Bytes that each rank sends in all calls, ring convention."""
-        return self.calls * self.rounds * self.bytes * (self.degree - 1) / self.degree
+        return self.calls * self.rounds * self.bytes * self.share
+
+    @property
+    def share(self) -> float:
+        """What part of the payload each rank sends in a round."""
+        return 1.0 if self.kind == "send" else (self.degree - 1) / self.degree
 
     @property
     def traffic_elements(self) -> float:

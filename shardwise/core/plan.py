@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.core.ledger import Ledger, Peak
-from shardwise.core.strategy import Strategy
+from shardwise.core.pipeline_plan import PipelinePlan
+from shardwise.core.strategy import Layout, Strategy
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Candidate:
     """One strategy that was considered.
 
     Attributes:
-        verdict: chosen | fits | does not fit | invalid.
+        verdict: chosen | fits | tight (only by emptying the allocator's cache in every step) | does not fit | invalid.
         reason: one sentence.
     """
 
@@ -79,6 +80,9 @@ class Plan:
         assumptions: what is taken from tables instead of being counted.
         host: host memory of a rank when it holds most, where that is another memory than the device's.
         host_capacity_bytes: host memory for each device of a node.
+        layout: the mesh over all devices.
+        devices_per_node: how many of them lie in one node.
+        pipeline: what its pipeline is played with, where there is one.
         disk_bytes: what a rank reserves on a disk; whether there is as much is seen when the run is built.
     """
 
@@ -102,6 +106,9 @@ class Plan:
     host: Ledger = field(default_factory=Ledger)
     host_capacity_bytes: int = 0
     disk_bytes: int = 0
+    layout: Layout = field(default_factory=lambda: Layout(()))
+    devices_per_node: int = 1
+    pipeline: PipelinePlan | None = None
 
     @property
     def fits(self) -> bool:
@@ -109,8 +116,8 @@ class Plan:
         return on_device and self.host.total <= self.host_capacity_bytes
 
     def predicted_allocated(self, rank: int) -> int:
-        """Predicted peak of ``rank``; ranks that were not dry-run hold no more than rank 0."""
-        return self.allocated_bytes.get(rank, self.allocated_bytes[0])
+        """Predicted peak of ``rank``; one that was not dry-run holds no more than the nearest before it that was."""
+        return self.allocated_bytes[max(known for known in self.allocated_bytes if known <= rank)]
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``plan --json`` prints and ``plan.json`` holds."""
@@ -118,7 +125,9 @@ class Plan:
             "strategy": dict(self.strategy.values),
             "line": self.line,
             "world_size": self.world_size,
+            "layout": dict(self.layout.axes),
             "cluster": self.cluster,
+            "devices_per_node": self.devices_per_node,
             "device": self.device,
             "fits": self.fits,
             "capacity_bytes": self.capacity_bytes,
@@ -140,6 +149,7 @@ class Plan:
             "disk": {"bytes": self.disk_bytes},
             "step": {**vars(self.step), "tokens_per_second": self.step.tokens_per_second},
             "micro_batches": self.micro_batches,
+            "pipeline": None if self.pipeline is None else dict(vars(self.pipeline)),
             "candidates": [{**vars(c), "strategy": dict(c.strategy.values)} for c in self.candidates],
             "reasons": list(self.reasons),
             "assumptions": list(self.assumptions),
@@ -173,6 +183,9 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
         host=Ledger(**data["host"]["ledger"]),
         host_capacity_bytes=data["host"]["capacity_bytes"],
         disk_bytes=data["disk"]["bytes"],
+        layout=Layout(tuple(data["layout"].items())),
+        devices_per_node=data["devices_per_node"],
+        pipeline=PipelinePlan.from_dict(data["pipeline"]) if data["pipeline"] is not None else None,
         timeline=tuple(
             TimelinePoint(point["phase"], Ledger(**{k: v for k, v in point.items() if k != "phase"}))
             for point in data["timeline"]

@@ -37,13 +37,16 @@ from shardwise.core.sections import Recipe as Recipe
 from shardwise.core.sections import Section as Section
 from shardwise.core.strategy import Setting
 
-SECTIONS: Mapping[str, type[Section]] = {
-    name: field.annotation
-    for name, field in Recipe.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-}
-LATER: Mapping[str, str] = {"adapter": "adapters are not in this version yet"}
-"""Top-level keys that are planned, and why they are refused now."""
+
+def _sections(optional: bool) -> dict[str, type[Section]]:
+    """The sections of a recipe by name: those that are always there, or those that may be null."""
+    kinds = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    found = {n: get_args(k)[:1] or (None,) if optional else (k,) for n, k in kinds.items()}
+    return {n: k for n, (k, *_) in found.items() if isinstance(k, type) and issubclass(k, Section)}
+
+
+_ALWAYS = _sections(optional=False)
+SECTIONS: Mapping[str, type[Section]] = {**_ALWAYS, **_sections(optional=True)}
 
 _EXAMPLES = {"model": "model: {preset: ...}", "steps": "steps: 100", "batch_size": "batch_size: 16"}
 _DIMENSIONS = (
@@ -114,10 +117,8 @@ def _said(section: Section) -> list[tuple[str, Any]]:
 
 def _checked(document: Document, settings: Sequence[Setting[Any]]) -> Recipe:
     """The recipe in `document`. Raises RecipeError for its first fault."""
-    values = {k: {} if v is None and k in (*SECTIONS, "strategy") else v for k, v in document.values.items()}
+    values = {k: {} if v is None and k in (*_ALWAYS, "strategy") else v for k, v in document.values.items()}
     strategy, complaints = _parse_strategy(values.pop("strategy", {}), settings)
-    later = [key for key in LATER if values.pop(key, None) is not None]
-    complaints += [Complaint((key,), f"cannot use {key}", LATER[key], "remove it") for key in later]
     try:
         recipe = Recipe.model_validate({**values, "strategy": strategy})
     except ValidationError as error:

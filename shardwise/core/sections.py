@@ -5,11 +5,13 @@ read in ``recipe.py``.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation
 
+Quantize: TypeAlias = Literal["none", "nf4", "int8"]
 Scalar: TypeAlias = str | int | float | bool | None
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Dimension: TypeAlias = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -30,6 +32,19 @@ def _share(value: object) -> object:
     if not steps and not (type(value) is float and 0 <= value < 1):
         raise ValueError("a whole number of steps or a fraction from 0 to below 1")
     return value
+
+
+def _targets(value: object) -> object:
+    """A word, a regular expression, or a list of names as a tuple. Raises ValueError for anything else."""
+    names = value if isinstance(value, list | tuple) else [value]
+    if not names or not all(isinstance(name, str) and 0 < len(name) <= 4096 for name in names):
+        raise ValueError("attention, mlp, all, a list of names of layers, or a regular expression")
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"attention, mlp, all, or a regular expression: {error}") from error
+    return value if isinstance(value, str) else tuple(names)
 
 
 def steps_of(share: float, steps: int) -> int:
@@ -92,6 +107,15 @@ class DataSpec(Section):
     """fraction of the documents kept for evaluation"""
     text_key: Text = "text"
     """field of a jsonl or parquet record that holds the text"""
+    format: Literal["auto", "text", "prompt", "messages", "sharegpt", "alpaca"] = "auto"
+    """what a record is: text; prompt and completion; messages of a chat; ShareGPT's conversations; Alpaca's
+    instruction, input and output. auto looks at the fields of the first record"""
+    train_on: Literal["completion", "all"] | None = None
+    """what of a record is trained on: the completion (of a chat, what the assistant says) or all of it; null is all
+    of a text and the completion of any other record"""
+    packing: bool = False
+    """whether a sequence holds several records, none of which sees another; false pads each to a sequence. Plain text
+    is end to end, and needs none"""
 
 
 class ScalingSpec(Section):
@@ -199,6 +223,30 @@ class ClusterSpec(Section):
     """host memory for each device in GiB, in place of its profile's"""
 
 
+class AdapterSpec(Section):
+    """Which few weights are trained beside a frozen model; without this section all of its own are."""
+
+    name: Literal["lora", "dora"] = "lora"
+    """h = Wx + scale·B·A·x (lora), or the same with the magnitude of every row of the sum trained too (dora)"""
+    rank: Annotated[int, Field(ge=1, le=512)] = 16
+    """rows of A, columns of B"""
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
+    """scale is alpha / rank"""
+    targets: Annotated[str | tuple[str, ...], BeforeValidator(_targets)] = "all"
+    """linear layers of the blocks: attention, mlp, all; a list of names, each the last parts of a path; or a
+    regular expression that is all of a path"""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """share of the inputs of A that are dropped"""
+    rank_stabilized: bool = False
+    """scale is alpha / √rank (rsLoRA)"""
+    learning_rate_ratio: Annotated[float, Field(gt=0, le=1e4)] = 1.0
+    """learning rate of B over that of A (LoRA+)"""
+    quantize: Quantize = "none"
+    """how the blocks' frozen linear layers are stored: as they are, in NF4 with double quantization (QLoRA), in int8"""
+    start_from: Text | None = None
+    """folder of an adapter in PEFT's format to start from; null starts with B = 0"""
+
+
 class CheckpointSpec(Section):
     """When the state of the run is saved."""
 
@@ -233,6 +281,8 @@ class Recipe(Section):
     """global: sequences per optimizer step, whatever the hardware"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """of the initial weights and the order of samples"""
+    adapter: AdapterSpec | None = None
+    """which few weights are trained beside the frozen model (LoRA, DoRA); null trains every weight"""
     optimizer: OptimizerSpec = OptimizerSpec()
     """the optimizer"""
     schedule: ScheduleSpec = ScheduleSpec()

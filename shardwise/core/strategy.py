@@ -225,7 +225,8 @@ def complete(pinned: Mapping[str, object], settings: Iterable[Setting[Any]]) -> 
 class Layout:
     """Named mesh axes and their degrees, slowest-varying first; their product is the world size.
 
-    *axis* always means the mesh, *dim* always means a tensor.
+    *axis* always means the mesh, *dim* always means a tensor. Where several axes serve as one, their names are
+    joined with "+", slowest-varying first: ``shard+sequence``.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -237,8 +238,12 @@ class Layout:
             size *= degree
         return size
 
+    def __contains__(self, axis: str) -> bool:
+        return set(axis.split("+")) <= set(self.names)
+
     def degree(self, axis: str) -> int:
-        return dict(self.axes)[axis]
+        degrees = dict(self.axes)
+        return math.prod(degrees[part] for part in axis.split("+"))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -250,9 +255,9 @@ class Layout:
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along ``axis`` (row-major rank numbering)."""
-        stride = 1
+        stride, fastest = 1, axis.rpartition("+")[2]
         for name, degree in reversed(self.axes):
-            if name == axis:
+            if name == fastest:
                 return stride
             stride *= degree
         raise KeyError(axis)
@@ -263,11 +268,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """What a rule looks at: a whole strategy, on so many devices, for a recipe."""
+    """What a rule looks at: a whole strategy, on so many devices, for a recipe.
+
+    ``model_ranks`` devices hold and compute one copy of the model together, whatever reads other samples beside them.
+    """
 
     strategy: Strategy
     world_size: int
     recipe: Recipe
+    model_ranks: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """How many such copies read different samples, whether or not the devices divide evenly."""
+        return max(1, self.world_size // self.model_ranks)
 
 
 @dataclass(frozen=True)

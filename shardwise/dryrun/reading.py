@@ -2,7 +2,8 @@
 
 An allocation belongs to the first tag in ``tracker.TAGS`` that its storage ever had. Untagged ones are told
 apart by their life: born in a forward pass (or in a recomputation, where autograd is on) and still alive when
-that phase ends means saved for the backward pass, an activation; everything else is a temporary.
+that phase ends means saved for the backward pass, an activation; everything else is a temporary, or communication
+where a collective of the model itself has sent or returned it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from shardwise.core.ledger import Ledger, Peak, ledger_from
-from shardwise.dryrun.tracker import TAGS, Allocation, Tracker
+from shardwise.dryrun.tracker import EXCHANGED, TAGS, Allocation, Tracker
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,12 @@ def category(allocation: Allocation, tracker: Tracker) -> str:
                 and _outlives_phase(allocation, tracker)
             )
             return "gradients" if kept else tag
+    passing = "communication" if EXCHANGED in allocation.origin.tags else "temporaries"
     if allocation.phase == "backward":
-        return "activations" if allocation.grad_enabled else "temporaries"
+        return "activations" if allocation.grad_enabled else passing
     if allocation.phase != "forward":
-        return "temporaries"
-    return "activations" if _outlives_phase(allocation, tracker) else "temporaries"
+        return passing
+    return "activations" if _outlives_phase(allocation, tracker) else passing
 
 
 def _outlives_phase(allocation: Allocation, tracker: Tracker) -> bool:

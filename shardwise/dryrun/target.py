@@ -1,10 +1,10 @@
 """What the target device would run where the CPU, on which fake tensors live, would run something else.
 
 Fake ``cuda`` tensors abort the process on a build of PyTorch without CUDA, so every dry run is on fake ``cpu``
-tensors. Two operations then differ in what they keep for the backward pass: ``rms_norm`` is decomposed on the
-CPU (two fp32 copies of its input more) and attention takes a CPU kernel. For CUDA and ROCm both are replaced
-by what runs there. 8-bit operators are one kernel each there, and are emulated on the CPU, where the parts of
-the emulation are counted. Collectives differ too: gloo copies what it gathers or scatters.
+tensors. Some operations then differ in what they keep for the backward pass: ``rms_norm`` is decomposed on the
+CPU (two fp32 copies of its input more), attention takes a CPU kernel, dropout keeps a wider mask. For CUDA and ROCm
+they are replaced by what runs there. 8-bit operators are one kernel each there, and are emulated on the CPU, where
+the parts of the emulation are counted. Collectives differ too: gloo copies what it gathers or scatters.
 
 The table is keyed by what the *cluster* says it is, so a laptop plans for an H100 and an H100 could plan for a
 laptop.
@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.model.attention_kernels import kernels_as
 from shardwise.model.float8 import EMULATED
+from shardwise.model.ring import PARTS
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class Target:
 
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-_ONEDNN_KERNEL = 560 * 1024
+_ONEDNN_KERNEL, _AMX_KERNEL = 560 * 1024, 656 * 1024
 """Bytes of one compiled oneDNN product, torch 2.13: the growth of the resident set at the first call of a shape. AMD
-Zen 5 (avx512_bf16), 33 shapes: 0.51 to 0.70 MiB, mean 0.565, whatever the shape. Intel Sapphire Rapids (AMX,
-avx512_fp16): 0.64 MiB in a loop over 43 shapes, but 0.45 to 0.54 MiB each in six training steps."""
+Zen 5 (avx512_bf16), 33 shapes: 0.51 to 0.70 MiB, mean 0.565, whatever the shape. Intel Sapphire Rapids: bf16, for whose
+tiles (AMX) it compiles more, 0.64 to 0.66 MiB over 43 shapes; fp16 (avx512_fp16) 0.45 to 0.54 MiB."""
 
 
 @cache
@@ -63,7 +65,8 @@ def _compiled() -> Mapping[torch.dtype, int]:
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
     has = torch.backends.mkldnn.is_available()
-    return {dtype: _ONEDNN_KERNEL for dtype, known in supported.items() if has and known()}
+    size = {torch.bfloat16: _AMX_KERNEL if torch.cpu._is_amx_tile_supported() else _ONEDNN_KERNEL}
+    return {dtype: size.get(dtype, _ONEDNN_KERNEL) for dtype, known in supported.items() if has and known()}
 
 
 def _onednn_kernels(operation: str, result: Any) -> int:
@@ -103,15 +106,17 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 @contextmanager
 def cuda_kernels() -> Iterator[None]:
-    """Let the dispatcher call what CUDA runs eagerly for attention and RMS norm.
+    """Let the dispatcher call what CUDA runs eagerly for attention, RMS norm and dropout.
 
-    Registered below autograd's entry for both operations, so it holds however a model reaches them, in the
+    Registered below autograd's entry for these operations, so it holds however a model reaches them, in the
     forward pass and in a recomputation.
     """
-    with warnings.catch_warnings(), torch.library._scoped_library("aten", "IMPL") as library:
+    scoped = torch.library._scoped_library("aten", "IMPL")
+    with warnings.catch_warnings(), scoped as library, kernels_as("cuda"), _Parts(PARTS):
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
         library.impl("scaled_dot_product_attention", _cuda_attention, "AutogradCPU")
         library.impl("rms_norm", _fused_rms_norm, "AutogradCPU")
+        library.impl("dropout", _fused_dropout, "AutogradCPU")
         yield
 
 
@@ -119,6 +124,13 @@ def _fused_rms_norm(
     x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     return _FusedRMSNorm.apply(x, weight)
+
+
+def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Keeps a mask of one byte per value; on the CPU the mask has the dtype of ``x``."""
+    if p == 0 or not train:
+        return x
+    return torch.ops.aten.native_dropout(x, p, train)[0]
 
 
 def _cuda_attention(
@@ -139,27 +151,41 @@ def _cuda_attention(
         )[0]
     if enable_gqa and (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # each call converts it, and keeps the result
+        mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
+        attn_mask = mask.masked_fill(~attn_mask, -torch.inf)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
 
 
-class _Emulation(TorchDispatchMode):
-    """Lets what the CPU emulates be seen as what it is made of (model/float8.py).
+class _Parts(TorchDispatchMode):
+    """Lets some operators of the namespace ``shardwise`` be seen as what they are made of.
 
     A mode, entered after the tracker and before any that a technique enters: what a technique does with an operation
-    as a whole, such as keeping its result, it then does here as on the CPU.
+    as a whole, such as keeping its result, it then does here as in training.
     """
+
+    def __init__(self, parts: Mapping[str, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._parts = parts
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        emulated = EMULATED.get(func.name().removeprefix("shardwise::"))
-        return (emulated or func)(*args, **(kwargs or {}))
+        made_of = self._parts.get(func.name().removeprefix("shardwise::"))
+        return (made_of or func)(*args, **(kwargs or {}))
+
+
+def _cpu_kernels() -> _Parts:
+    """Of what is one operator: the ring, and what is emulated where there are no 8-bit products."""
+    return _Parts({**PARTS, **EMULATED})
 
 
 TARGETS: dict[str, Target] = {
-    "cpu": Target(_Emulation, _gloo_workspace, _onednn_kernels, is_host=True),
+    "cpu": Target(_cpu_kernels, _gloo_workspace, _onednn_kernels, is_host=True),
     "cuda": Target(cuda_kernels, _no_workspace, _nothing_kept, caches=True),
     "rocm": Target(cuda_kernels, _no_workspace, _nothing_kept, caches=True),
 }

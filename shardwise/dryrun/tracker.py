@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_iter
 from shardwise.core.cost import Kernel, Transfer
 from shardwise.dryrun.counting import collective_of, kernels_of
 from shardwise.dryrun.tally import Tally
-from shardwise.engine.phase import current_phase
+from shardwise.engine.phase import current_micro_batch, current_phase
 from shardwise.model.flops import bytes_of
 from shardwise.model.host import apart, in_host_memory
 
@@ -48,6 +48,9 @@ TAGS: tuple[str, ...] = (
     "activations",
 )
 
+
+EXCHANGED = "exchanged"
+"""What functional collectives send and return: tensors of the model's own, which may be kept."""
 
 _TEMPLATED = ("aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_")
 """Operations that read nothing of their argument but its shape."""
@@ -102,7 +105,7 @@ class Tracker(TorchDispatchMode):
         self.allocations: list[Allocation] = []
         self.workspaces: list[tuple[int, int]] = []  # of collectives: (time, bytes), gone at once
         self.phases: list[tuple[int, str]] = []  # (time, phase) at every change
-        self.tally = Tally()
+        self.tallies: dict[int | None, Tally] = {}  # by micro-batch; None is the rest of the step
         self.now = 0
         self.counting_costs = False
         self.disk_bytes = 0
@@ -116,6 +119,11 @@ class Tracker(TorchDispatchMode):
         self._origins: dict[int, Origin] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._muted = 0
+
+    @property
+    def tally(self) -> Tally:
+        """What the running micro-batch costs, or what all of them share."""
+        return self.tallies.setdefault(current_micro_batch(), Tally())
 
     # -- life of storages ---------------------------------------------------------------------------
 
@@ -195,10 +203,12 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
+        name = func.name()
+        if name == "_c10d_functional::wait_tensor":
+            return args[0]  # as on a device; the kernel for fake tensors makes another tensor
         out = func(*args, **kwargs)
         if self._muted:
             return out
-        name = func.name()
         for tensor in tree_iter(out):
             if isinstance(tensor, FakeTensor):
                 self._meet(tensor, name)
@@ -268,7 +278,10 @@ class Tracker(TorchDispatchMode):
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors = [t for t in tree_iter((args, kwargs, out)) if isinstance(t, FakeTensor)]
-        self.tag(tensors, "communication")
+        # What one stage hands to the next are its activations; only their gradients are there to be sent. Functional
+        # collectives are steps of the computation: what they read and return may be kept as it is.
+        if current_phase() != "forward" or not func.name().startswith(("c10d::send", "c10d::recv_")):
+            self.tag(tensors, "communication" if func.namespace == "c10d" else EXCHANGED)
         collective = collective_of(func, args, kwargs, self._axis_of)
         if collective is None:
             return

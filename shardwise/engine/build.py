@@ -20,17 +20,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.recipe import Recipe
 from shardwise.core.scaling import scaled
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.engine.control import LossScale, NormLimit
 from shardwise.engine.optim import build_optimizer
 from shardwise.engine.optim.optimizer import Optimizer
+from shardwise.engine.passes import Passes, Sequential
+from shardwise.engine.pipeline.executor import Pipelined
+from shardwise.engine.pipeline.pipedream import PipeDream
 from shardwise.engine.update import AfterBackward, Update, WithinBackward
-from shardwise.model.blueprint import Blueprint
+from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.model.host import apart, host_memory
-from shardwise.technique import ORDER, layout_of
-from shardwise.technique.base import DATA_AXES, Dtypes, MicroBatchHook, Site
+from shardwise.model.slices import named_parameters
+from shardwise.technique import ORDER, layout_of, micro_batches
+from shardwise.technique.base import (
+    DATA_AXES,
+    TOKEN_AXES,
+    BatchTransform,
+    Dtypes,
+    MicroBatchHook,
+    Pipeline,
+    Site,
+)
 
 
 @dataclass
@@ -49,19 +62,54 @@ class Run:
     loss_scale: LossScale
     norm_limit: NormLimit
     dtypes: Dtypes
+    batch_transforms: list[BatchTransform]
     micro_batch_hooks: list[MicroBatchHook]
-    data_group: dist.ProcessGroup
+    token_group: dist.ProcessGroup
+    passes: Passes
+    pipeline: Pipeline | None
+    draws_apart: bool
+    stream_shares: int
     void: Tensor
     """1 in host memory to leave out every update that the device has not made yet; see engine/update.py."""
 
     @property
     def data_rank(self) -> int:
         """Which share of the batch this rank reads."""
-        return dist.get_rank(self.data_group)
+        rank, layout = dist.get_rank(), self.layout
+        copy, piece = (layout.coordinate(rank, axis) for axis in DATA_AXES)
+        return copy * layout.degree("shard") + piece
 
     @property
     def data_degree(self) -> int:
-        return dist.get_world_size(self.data_group)
+        """Into how many shares the batch is divided."""
+        return self.layout.degree("replicate") * self.layout.degree("shard")
+
+    def part_of(self, batch: Batch) -> Batch:
+        """What this rank's model runs on, of a micro-batch of its share: all of it, or a part."""
+        for transform in self.batch_transforms:
+            batch = transform(batch)
+        return batch
+
+    @property
+    def stage_ranks(self) -> int:
+        """How many ranks share out or copy the parameters that this one has a part of."""
+        return self.layout.world_size // self.layout.degree("pipeline")
+
+    @property
+    def verdict_group(self) -> dist.ProcessGroup | None:
+        """The ranks that judge a step's gradients together: all (None), or a stage that is at a step of its own."""
+        return None if self.pipeline is None else self.pipeline.stage_group
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """The parameters that this rank's stage counts as its own: a tied one is the first stage's."""
+        if self.pipeline is None or self.pipeline.rank == 0 or not self.pipeline.tied:
+            return list(self.model.parameters())
+        return [p for name, p in named_parameters(self.model) if name not in self.pipeline.tied]
+
+    @property
+    def random_rank(self) -> int:
+        """Equal on ranks that must draw the same random numbers: those that compute parts of the same activations."""
+        return dist.get_rank() // (1 if self.draws_apart else self.layout.degree("tensor"))
 
 
 def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -73,19 +121,32 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 
 def assemble(
-    blueprint: Blueprint, strategy: Strategy, world_size: int, device_type: str, depth: int | None = None
+    recipe: Recipe,
+    blueprint: Blueprint,
+    strategy: Strategy,
+    world_size: int,
+    device_type: str,
+    depth: int | None = None,
 ) -> Site:
-    """Build the model on the meta device and apply every technique. ``depth`` overrides the block count."""
+    """Build the model on the meta device and apply every technique.
+
+    ``depth`` overrides the number of blocks, of every stage where there is a pipeline.
+    """
     layout = layout_of(strategy, world_size)
     mesh = make_mesh(layout, device_type)
     with torch.device("meta"):
         model = blueprint.build(depth)
     model.train()
     fp32 = Dtypes(torch.float32, torch.float32, torch.float32)
-    data_group = mesh[DATA_AXES]._flatten("data").get_group()
+    token_axes = tuple(axis for axis in TOKEN_AXES if axis in (mesh.mesh_dim_names or ()))
+    token_group = mesh[token_axes]._flatten("tokens").get_group()
     parts = blueprint.units(model), blueprint.head(model), blueprint.output(model)
-    site = Site(model, *parts, strategy, layout, mesh, data_group, fp32)
-    site.trained_in = blueprint.trained_in
+    site = Site(model, *parts, strategy, layout, mesh, token_group, fp32, recipe, blueprint, depth)
+    site.trained_in, site.indivisible = blueprint.trained_in, blueprint.indivisible(model)
+    site.tensor_plan = lambda: blueprint.tensor_plan(model)
+    if recipe.data.packing and (why := blueprint.unpackable(model)):
+        what = "this model cannot keep packed documents apart"
+        raise RecipeError(what, where="data.packing", why=why, fix="set it to false")
     for technique in ORDER:
         technique.apply(site)
     return site
@@ -106,17 +167,34 @@ def materialise(site: Site, recipe: Recipe, blueprint: Blueprint, device: torch.
         mesh=site.mesh,
         device=device,
         model=site.model,
-        optimizer=build_optimizer(site.model, spec, recipe.seed, site.state_offload, hosted),
+        optimizer=build_optimizer(
+            site.model, spec, recipe.seed, site.state_offload, hosted, blueprint.rate_ratio
+        ),
         update=WithinBackward() if site.update_in_backward else AfterBackward(),
         loss_scale=LossScale(recipe.loss_scale if site.dtypes.loss_scaled else None, device),
         norm_limit=NormLimit(spec.clip_norm, spec.adaptive_clip, device),
         dtypes=site.dtypes,
+        batch_transforms=site.batch_transforms,
         micro_batch_hooks=site.micro_batch_hooks,
-        data_group=site.data_group,
+        token_group=site.token_group,
+        passes=_passes(site, recipe),
+        pipeline=site.pipeline,
+        draws_apart=site.draws_apart,
+        stream_shares=site.stream_shares,
         void=torch.zeros((), pin_memory=device.type == "cuda"),
     )
     run.update.attach(run)
     return run
+
+
+def _passes(site: Site, recipe: Recipe) -> Passes:
+    if site.pipeline is None:
+        return Sequential()
+    if not site.pipeline.endless:
+        return Pipelined(site.pipeline)
+    count = micro_batches(site.strategy, site.layout, recipe.batch_size)
+    trained = [parameter for parameter in site.model.parameters() if parameter.requires_grad]
+    return PipeDream(site.pipeline, trained, count)
 
 
 def allocate(site: Site, device: torch.device, hosted: bool) -> None:
@@ -135,7 +213,7 @@ def allocate(site: Site, device: torch.device, hosted: bool) -> None:
 
 def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torch.device) -> Run:
     """A run that is ready for its first step. Needs an initialised default process group."""
-    site = assemble(blueprint, strategy, dist.get_world_size(), device.type)
+    site = assemble(recipe, blueprint, strategy, dist.get_world_size(), device.type)
     run = materialise(site, recipe, blueprint, device)
     with torch.no_grad():
         blueprint.fill(run.model, recipe.seed)

@@ -1,4 +1,4 @@
-"""Which part of the optimizer step is running.
+"""Which part of the optimizer step is running, and on which micro-batch.
 
 The step announces its phases; the dry run's tracker and the watchdog of a real run read them. A module-level
 variable, not a context variable: autograd may run backward hooks on another thread, and there is one step at
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 PHASES: tuple[str, ...] = ("setup", "forward", "backward", "clip", "optimizer")
 
 _current = "setup"
+_micro_batch: int | None = None
 _listeners: list[Callable[[str], None]] = []
 
 
@@ -31,6 +32,22 @@ def phase(name: str) -> Iterator[None]:
         yield
     finally:
         _current = before
+
+
+def current_micro_batch() -> int | None:
+    """Number of the micro-batch in its step; None for what is done for all of them."""
+    return _micro_batch
+
+
+@contextmanager
+def micro_batch(number: int) -> Iterator[None]:
+    """Run a block for one micro-batch."""
+    global _micro_batch
+    before, _micro_batch = _micro_batch, number
+    try:
+        yield
+    finally:
+        _micro_batch = before
 
 
 @contextmanager

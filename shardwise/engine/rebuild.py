@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shardwise.core.strategy import Strategy
 from shardwise.engine.build import Run, build
 from shardwise.engine.persistent import tensors_beside, tensors_of
+from shardwise.model.host import apart
 from shardwise.model.slices import local_part
 
 _STAYING = ("recipe", "blueprint", "strategy", "device")
@@ -34,9 +35,8 @@ def strip(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]
 
     ``parameters`` are those that the run held between steps (``parameters_of``). Until ``rebuild`` it is no run.
     """
-    apart = run.device.type != "cpu"
     pieces = {name: local_part(tensor) for name, tensor in tensors_beside(run, parameters).items()}
-    kept = {name: piece.cpu() if apart else piece for name, piece in pieces.items()}
+    kept = {name: piece.cpu() if apart(run.device) else piece for name, piece in pieces.items()}
     for name in vars(run).keys() - set(_STAYING):
         delattr(run, name)
     return kept

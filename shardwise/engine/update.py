@@ -14,6 +14,8 @@ come after that do nothing. On the device's own time, so nobody waits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -46,6 +48,10 @@ class Update(Protocol):
         """Called before every backward pass with the loss sum of this rank so far."""
         ...
 
+    def held_off(self) -> AbstractContextManager[None]:
+        """Within it backward passes leave gradients and update nothing."""
+        ...
+
     def finish(self, run: Run, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Ends the step; (norm of the gradient, 1 if the update was skipped or else 0), equal on all ranks."""
         ...
@@ -61,6 +67,9 @@ class AfterBackward:
 
     def before_backward(self, run: Run, total: Tensor, last: bool) -> None: ...
 
+    def held_off(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def finish(self, run: Run, loss: Tensor) -> tuple[Tensor, Tensor]:
         with phase("clip"):
             norm, skip = self.clip(run, loss)
@@ -73,7 +82,7 @@ class AfterBackward:
     def clip(self, run: Run, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Unscale and clip all gradients in place; (their norm before clipping, the verdict)."""
         parameters, scale = list(run.model.parameters()), run.loss_scale
-        norm = global_norm(parameters, run.device) / scale.value
+        norm = global_norm(run.own_parameters(), run.device, run.stage_ranks, run.verdict_group) / scale.value
         self.begun = True  # the last collective: from here on every rank may update
         skip = 1 - (norm.isfinite() & loss.isfinite()).to(torch.float32)
         skip = skip.maximum(run.void.to(run.device, non_blocking=True))
@@ -96,7 +105,7 @@ class WithinBackward:
     voidable = False
 
     def __init__(self) -> None:
-        self._last = False
+        self._last = self._held = False
         self._skip = self._square = torch.zeros(())
 
     def attach(self, run: Run) -> None:
@@ -109,9 +118,17 @@ class WithinBackward:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(consume)
 
+    @contextmanager
+    def held_off(self) -> Iterator[None]:
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
     def before_backward(self, run: Run, total: Tensor, last: bool) -> None:
-        self._last = last
-        if last:
+        self._last = last and not self._held
+        if self._last:
             self._skip = 1 - total.isfinite().to(torch.float32)
             dist.all_reduce(self._skip, dist.ReduceOp.MAX)
             self.begun = True
@@ -121,7 +138,7 @@ class WithinBackward:
         if parameter.device.type != run.device.type:  # its gradient may still be on its way to the host
             torch.accelerator.current_stream(run.device).synchronize()
         with torch.no_grad():
-            square = square_sum([parameter], run.device)
+            square = square_sum([parameter], run.device, run.stage_ranks)
             self._square += square
             run.optimizer.update([parameter], self._skip.maximum(1 - square.isfinite().to(torch.float32)))
         parameter.grad = None

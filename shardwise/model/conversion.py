@@ -75,7 +75,7 @@ def fill_from_files(model: nn.Module, reference: nn.Module, folder: Path) -> Non
     aliases = shared_names(reference)
     share(model, aliases)
     sources = match_names(reference, files)
-    _check(reference, files, sources, aliases)
+    require_fit(reference, files, sources, aliases)
     names = _one_name_each(aliases, sources)
     conversions: dict[int, tuple[Conversion, list[tuple[str, Tensor]]]] = {}
     for name, tensor in _saved_tensors(model, reference):
@@ -159,7 +159,7 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
-def _check(reference: nn.Module, files: WeightFiles, sources: Sources, aliases: dict[str, str]) -> None:
+def require_fit(reference: nn.Module, files: WeightFiles, sources: Sources, aliases: dict[str, str]) -> None:
     """Raise CheckpointError for the first tensor that is missing, of another shape, or has no place."""
     expected = reference.state_dict()
     for name, source in sources.direct.items():

@@ -14,13 +14,20 @@ heads.
 
 Chosen: queries and keys are rotated in the compute dtype from angles made in fp32, as transformers does.
 Refused: fp32 rotation, which keeps fp32 copies; fused qkv and gate/up projections, which save two kernel
-calls on short sequences and make tensor parallelism and export harder; key/value caches, which only
-generation uses.
+calls on short sequences and make tensor parallelism and export harder. A key/value cache is only handed through
+(``KeyValues``): training has none, and what it runs is the same with and without this.
+
+Of packed documents the positions are a row for each sequence, and every 0 in them begins a document: attention then
+takes a mask, in which a token sees the earlier ones of its own document (``document_mask``). It is made once per
+forward pass and shared by all blocks; the price is b s² values, and the kernels that take masks.
 
 Legend: b batch, s sequence, h width, a heads, k kv_heads, d head width, f ffn, V vocab.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,35 +36,77 @@ from torch import Tensor, nn
 from shardwise.core.presets import Dimensions
 
 Rotation = tuple[Tensor, Tensor]
-"""(cos, sin), each [s, 1, d], in the compute dtype."""
+"""(cos, sin), each [s, 1, d] or [b, s, 1, d], in the compute dtype."""
+
+
+class KeyValues(Protocol):
+    """The keys and values of one block that were there before."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+        """Add [b, k, s, d]; returns all keys and values, who of them sees whom, and whether that is causal."""
 
 
 class Decoder(nn.Module):
-    """Token ids [b, s] in, logits [b, s, V] out."""
+    """Token ids [b, s] in, and their positions where these are not the first s; logits [b, s, V] out.
+
+    Positions [s] are those of a part of each sequence, positions [b, s] those of packed documents.
+
+    Or a part of that (``keep``), from or to the stream [b, s, h]. With a ``cache``, one for every block, the ids follow
+    those that it has seen, positions may be [b, s], and logits come out for the last id alone.
+    """
+
+    embed_tokens: nn.Embedding | None
+    embed_positions: nn.Embedding | None
+    norm: nn.Module | None
+    lm_head: nn.Linear | None
 
     def __init__(self, dimensions: Dimensions, depth: int | None = None) -> None:
         super().__init__()
         d = self.dimensions = dimensions
-        self.embed_tokens = nn.Embedding(d.vocab, d.width)
+        embed_tokens = self.embed_tokens = nn.Embedding(d.vocab, d.width)
         self.embed_positions = nn.Embedding(d.context, d.width) if d.family == "gpt2" else None
         self.layers = nn.ModuleList(Block(d) for _ in range(d.layers if depth is None else depth))
         self.norm = _norm(d)
         self.lm_head = nn.Linear(d.width, d.vocab, bias=False)
         if d.tied:
-            self.lm_head.weight = self.embed_tokens.weight
+            self.lm_head.weight = embed_tokens.weight
+        self.first = True
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embed_tokens(input_ids)
-        rotation: Rotation | None = None
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    def keep(self, first: bool, last: bool) -> None:
+        """Let go of what comes before the blocks, and of what comes after them, where that is another part's.
+
+        A tied table stays on both sides, under its one name.
+        """
+        self.first = first
+        if not first:
+            self.embed_positions = None
+            if not (last and self.dimensions.tied):
+                self.embed_tokens = None
+        if not last:
+            self.norm = self.lm_head = None
+
+    def forward(
+        self, given: Tensor, positions: Tensor | None = None, cache: Sequence[KeyValues] = ()
+    ) -> Tensor:
+        """``given`` are ids, or the stream where this is a later part."""
+        hidden, d = given, self.dimensions
+        if positions is None:
+            positions = torch.arange(given.shape[1], device=given.device)
+        if self.first and self.embed_tokens is not None:
+            hidden = self.embed_tokens(given)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
-        else:
-            d = self.dimensions
+        rotation: Rotation | None = None
+        if d.family == "llama":
             rotation = rotary_angles(positions, d.head_width, d.rope_theta, hidden.dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, rotation)
-        return self.lm_head(self.norm(hidden))
+        packed = positions.dim() == 2 and not cache
+        mask = document_mask(positions, hidden.dtype) if packed else None
+        for index, layer in enumerate(self.layers):
+            seen = (None, cache[index]) if cache else () if mask is None else (mask,)
+            hidden = layer(hidden, rotation, *seen)
+        if self.norm is None or self.lm_head is None:
+            return hidden
+        return self.lm_head(self.norm(hidden[:, -1:] if cache else hidden))
 
 
 class Block(nn.Module):
@@ -70,8 +119,14 @@ class Block(nn.Module):
         self.post_attention_layernorm = _norm(dimensions)
         self.mlp = SwiGLU(dimensions) if dimensions.family == "llama" else GELU(dimensions)
 
-    def forward(self, hidden: Tensor, rotation: Rotation | None) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation)
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation | None,
+        mask: Tensor | None = None,
+        cache: KeyValues | None = None,
+    ) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -93,16 +148,27 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d.width, kv_width, bias=bias)
         self.o_proj = nn.Linear(d.width, d.width, bias=bias)
 
-    def forward(self, hidden: Tensor, rotation: Rotation | None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation | None,
+        mask: Tensor | None = None,
+        cache: KeyValues | None = None,
+    ) -> Tensor:
         per_head = (-1, self.head_width)
         q = self.q_proj(hidden).unflatten(-1, per_head)  # [b, s, a, d]
         k = self.k_proj(hidden).unflatten(-1, per_head)  # [b, s, k, d]
         v = self.v_proj(hidden).unflatten(-1, per_head)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=self.grouped
-        )
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        causal, grouped = mask is None, self.grouped
+        if cache is not None:
+            k, v, mask, causal = cache.extend(k, v)
+        elif mask is not None and grouped:  # CUDA's kernel for masks knows no groups
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            grouped = False
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -141,14 +207,15 @@ def rotary_angles(positions: Tensor, head_width: int, theta: float, dtype: torch
     """Cosines and sines of position x frequency (Su et al. 2021, arXiv:2104.09864, eq. 34).
 
     Args:
-        positions: [s], integers.
+        positions: [s] or [b, s], integers.
         head_width: d, even. Pairs are (i, i + d/2), as in Hugging Face's checkpoints.
         theta: base of the wavelengths, theta^(2i/d).
         dtype: of the result; the angles themselves are computed in fp32, in fp64 for fp64.
     """
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=precise) / head_width
-    angles = torch.outer(positions.to(precise), 1.0 / theta**exponents).unsqueeze(1)  # [s, 1, d/2]
+    angles = positions.to(precise).unsqueeze(-1) * (1.0 / theta**exponents)
+    angles = angles.unsqueeze(-2)  # [s, 1, d/2] or [b, s, 1, d/2]
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -157,3 +224,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+d/2}) of [b, s, heads, d] by its position's angle."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to the scores [b, a, s, s] of packed documents: 0 within a document and back, else -inf.
+
+    Args:
+        positions: [b, s]; a document begins at every 0. A token always sees itself, so no row is empty.
+        dtype: of the queries: kernels take no other, and a mask of booleans would be converted by every block.
+    """
+    seen = same_document(positions)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)
+
+
+def same_document(positions: Tensor) -> Tensor:
+    """Which tokens see which, [b, 1, s, s] booleans, for positions [b, s]."""
+    document = (positions == 0).cumsum(-1)
+    return (document.unsqueeze(-1) == document.unsqueeze(-2)).tril().unsqueeze(1)

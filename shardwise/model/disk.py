@@ -62,15 +62,15 @@ class ScratchFile:
         self._pending: dict[int, list[Future[None]]] = {}
         self._writes: dict[int, Future[None]] = {}  # by offset: a later read of the same place waits for it
 
-    def submit(self, operation: Callable[..., None], tensor: Tensor, offset: int, slot: int) -> None:
-        """Read or write the bytes of a contiguous tensor at ``offset``, after what was last written there."""
+    def submit(self, part: Callable[..., int], tensor: Tensor, offset: int, slot: int) -> None:
+        """Read (preadv) or write (pwritev) a contiguous tensor at ``offset``, after what was last written there."""
         before = self._writes.pop(offset, None)
         if before is not None:
             self._result(before)
         view: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
-        future = self._threads.submit(operation, self._descriptor, view, offset)
+        future = self._threads.submit(_transfer, part, self._descriptor, view, offset)
         self._pending.setdefault(slot, []).append(future)
-        if operation is write_all:
+        if part is os.pwritev:
             self._writes[offset] = future
 
     def wait(self, slot: int | None = None) -> None:
@@ -110,19 +110,12 @@ class ScratchFile:
         )
 
 
-def read_all(descriptor: int, view: memoryview, offset: int) -> None:
+def _transfer(part: Callable[..., int], descriptor: int, view: memoryview, offset: int) -> None:
+    """Read or write all of a view: the system may do a part of it at a time."""
     while view:
-        count = os.preadv(descriptor, [view], offset)
+        count = part(descriptor, [view], offset)
         if count == 0:
             raise OSError(errno.EIO, "the file ends too early")
-        view, offset = view[count:], offset + count
-
-
-def write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    while view:
-        count = os.pwritev(descriptor, [view], offset)
-        if count == 0:
-            raise OSError(errno.EIO, "nothing was written")
         view, offset = view[count:], offset + count
 
 
@@ -144,11 +137,11 @@ def _reserve(anchor: Tensor, file: str, folder: str, size: int) -> None:
 
 
 def _read(into: Tensor, file: str, offset: int, slot: int) -> None:
-    _OPEN[file].submit(read_all, into, offset, slot)
+    _OPEN[file].submit(os.preadv, into, offset, slot)
 
 
 def _write(what: Tensor, file: str, offset: int, slot: int) -> None:
-    _OPEN[file].submit(write_all, what, offset, slot)
+    _OPEN[file].submit(os.pwritev, what, offset, slot)
 
 
 def _nothing(*_: object) -> None:

@@ -4,9 +4,12 @@
 ``(module, loss)`` or ``(module, loss, dataset)``:
 
     module   any nn.Module. If it has a method ``units()``, the modules that returns, in forward order, are
-             wrapped one by one; otherwise it is wrapped as a whole.
+             wrapped one by one; otherwise it is wrapped as a whole. If it has a method ``tensor_plan()``, it can be
+             split over ranks: that returns ways to split (model/split.py) by names of layers, with ``*`` for one part
+             of a name and, after a colon, into how many pieces at most: ``{"blocks.*.query": "column:12"}``.
     loss     called as loss(module, batch); returns (sum over the valid targets, int64 count of them), both
              scalar tensors, without waiting for the device.
+             Where batches are parts of sequences (sequence_parallel), batch["positions"] says of which tokens.
     dataset  map-style, of dicts of tensors; or a function without arguments that returns one, called outside
              the meta device. ``labels`` is one of the keys, and -100 in it is not a target. Without a dataset
              the recipe's text is read, and batches are those of a language model.
@@ -43,6 +46,7 @@ from shardwise.model.slices import (
     share,
     shared_names,
 )
+from shardwise.model.split import Split, TensorPlan
 
 LossFunction = Callable[[nn.Module, Batch], LossSum]
 
@@ -74,8 +78,27 @@ class FactoryModel(Blueprint):
             raise self._error("units() must return modules")
         return units
 
+    def tensor_plan(self, model: nn.Module) -> TensorPlan:
+        method = getattr(model, "tensor_plan", None)
+        if not callable(method):
+            return super().tensor_plan(model)
+        try:
+            return {name: Split.parsed(how) for name, how in dict(method()).items()}
+        except (TypeError, ValueError) as error:
+            raise self._error("tensor_plan() must return names and ways to split", why=str(error)) from error
+
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        return self._loss(model, batch)
+        if "positions" not in batch:
+            return self._loss(model, batch)
+        watched = _Watched(batch)
+        result = self._loss(model, watched)
+        if not watched.asked:
+            raise self._error(
+                "the loss does not read batch['positions']",
+                why="with sequence_parallel a batch is a part of its sequences, and positions say which",
+                fix="give them to the model, or set sequence_parallel to 1",
+            )
+        return result
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         if self._sample is None:
@@ -175,6 +198,20 @@ class FactoryModel(Blueprint):
 
     def _error(self, what: str, why: str = "", fix: str = "") -> RecipeError:
         return RecipeError(what, where=f"model.factory: {self.target}", why=why, fix=fix)
+
+
+class _Watched(dict[str, Tensor]):
+    """A batch that knows whether its positions have been asked for."""
+
+    asked = False
+
+    def __getitem__(self, key: str) -> Tensor:
+        self.asked |= key == "positions"
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked |= key == "positions"
+        return super().get(key, default)
 
 
 def _starter(module: nn.Module) -> Callable[[], object] | None:

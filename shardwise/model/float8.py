@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from shardwise.core.errors import RecipeError
+from shardwise.model.split import take_over
 
 ALIGNMENT = 16
 _SMALLEST = 1e-12
@@ -262,7 +263,8 @@ class Float8Linear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, how: Scaling) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.weight, self.bias, self.how = linear.weight, linear.bias, how
+        take_over(self, linear)
+        self.how = how
         self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:

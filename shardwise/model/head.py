@@ -15,6 +15,9 @@ weights, which for 8B at 8192 tokens is as much as the logits. Both are the plai
 and sums in fp32 (fp64 for fp64). Refused: torch's ``linear_cross_entropy``, new in 2.13, which has only the
 first way; and filtering small probabilities (Wijmans et al. 2024, "Cut Your Losses"), which is not exact.
 
+Where the vocabulary is divided over ranks, each computes the logits of its own classes, chunk by chunk as above, and
+they combine a few numbers per token (vocabulary.py): once for every chunk in fp32, once for all in 16 bits.
+
 ``LossHead`` takes the place of a model's output layer. Asked for a loss it returns that instead of logits, from
 within the model's own forward pass, so whatever gathers or casts the layer's weights does so as always.
 """
@@ -29,7 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.loss import IGNORED
+from shardwise.model.split import take_over
+from shardwise.model.vocabulary import IGNORED, WHOLE, Vocabulary
 
 CHUNKS = 20
 """Chunks of tokens where gradients are taken ahead: with a few numbers per token, below 1/16 of the logits."""
@@ -44,21 +48,21 @@ class LossHead(nn.Linear):
     def __init__(self, layer: nn.Linear) -> None:
         with torch.device("meta"):
             super().__init__(layer.in_features, layer.out_features, bias=False)
-        self.weight = layer.weight
-        self.bias = layer.bias
+        take_over(self, layer)
         self._labels: Tensor | None = None
+        self._vocabulary = WHOLE
         self._loss: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self._labels is None:
             return super().forward(hidden)
-        self._loss = linear_cross_entropy_sum(hidden, self.weight, self.bias, self._labels)
+        self._loss = linear_cross_entropy_sum(hidden, self.weight, self.bias, self._labels, self._vocabulary)
         return self._loss
 
     @contextmanager
-    def against(self, labels: Tensor) -> Iterator[None]:
+    def against(self, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> Iterator[None]:
         """Within it the layer returns the summed loss against ``labels``, a scalar."""
-        self._labels = labels
+        self._labels, self._vocabulary = labels, vocabulary
         try:
             yield
         finally:
@@ -84,7 +88,9 @@ def loss_head(model: nn.Module) -> LossHead | None:
     return next((module for module in model.modules() if isinstance(module, LossHead)), None)
 
 
-def linear_cross_entropy_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+def linear_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: Vocabulary = WHOLE
+) -> Tensor:
     """Summed cross-entropy of ``hidden @ weight.T + bias`` against ``labels``; -100 is not counted.
 
     Args:
@@ -92,22 +98,25 @@ def linear_cross_entropy_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None
         weight: [v, h], of the dtype of ``hidden``.
         bias: [v] or None.
         labels: int64 [...].
+        vocabulary: where it is divided, weight and bias are of this rank's classes.
 
     Returns a scalar in fp32 (fp64 for fp64 inputs).
     """
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.flatten()
     if not torch.is_grad_enabled():
-        return _sum_of_losses(rows, weight, bias, targets)[0]
+        return _sum_of_losses(rows, weight, bias, targets, vocabulary)[0]
     ahead = rows.dtype in (torch.float32, torch.float64)
     function = _GradientsAhead if ahead else _LogitsAgain
-    return function.apply(rows, weight, bias, targets)
+    return function.apply(rows, weight, bias, targets, vocabulary)
 
 
 class _GradientsAhead(torch.autograd.Function):
     """hidden [n, h], weight [v, h], bias [v] or None, labels [n]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: Vocabulary
+    ) -> Tensor:
         needed = ctx.needs_input_grad
         grads = [
             torch.empty_like(hidden) if needed[0] else None,
@@ -118,10 +127,11 @@ class _GradientsAhead(torch.autograd.Function):
         size = -(-hidden.shape[0] // CHUNKS)
         for start in range(0, hidden.shape[0], size):
             chunk = slice(start, start + size)
-            probability, losses, counted = _softmax(hidden[chunk], weight, bias, labels[chunk])
+            index, here = vocabulary.place(labels[chunk])
+            probability, losses = _softmax(hidden[chunk], weight, bias, labels[chunk], vocabulary)
             total += losses.sum()
             # In place of the probabilities: the gradient of the logits.
-            probability.scatter_add_(1, labels[chunk].clamp(min=0).unsqueeze(1), -counted.unsqueeze(1))
+            probability.scatter_add_(1, index.unsqueeze(1), -here.to(probability.dtype).unsqueeze(1))
             if grads[0] is not None:
                 torch.mm(probability, weight, out=grads[0][chunk])
             if grads[1] is not None:
@@ -134,7 +144,7 @@ class _GradientsAhead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(grad.mul_(grads[0]) if grad is not None else None for grad in _taken(ctx)), None)
+        return (*(grad.mul_(grads[0]) if grad is not None else None for grad in _taken(ctx)), None, None)
 
 
 def _taken(ctx: Any) -> list[Tensor | None]:
@@ -150,9 +160,12 @@ class _LogitsAgain(torch.autograd.Function):
     """hidden [n, h], weight [v, h], bias [v] or None, labels [n]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-        total, log_sums = _sum_of_losses(hidden, weight, bias, labels)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: Vocabulary
+    ) -> Tensor:
+        total, log_sums = _sum_of_losses(hidden, weight, bias, labels, vocabulary)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sums)
+        ctx.first = vocabulary.start
         return total
 
     @staticmethod
@@ -168,8 +181,9 @@ class _LogitsAgain(torch.autograd.Function):
             part = slice(start, min(start + size, weight.shape[0]))
             logits = nn.functional.linear(hidden, weight[part], None if bias is None else bias[part])
             gradient = logits.float().sub_(log_sums.unsqueeze(1)).exp_()
-            inside = (labels >= part.start) & (labels < part.stop)
-            index = (labels - part.start).clamp(0, part.stop - part.start - 1).unsqueeze(1)
+            first = ctx.first + start
+            inside = (labels >= first) & (labels < first + logits.shape[1])
+            index = (labels - first).clamp(0, logits.shape[1] - 1).unsqueeze(1)
             gradient.scatter_add_(1, index, -inside.to(torch.float32).unsqueeze(1)).mul_(scale)
             rounded = logits.copy_(gradient)
             if to_hidden is not None:
@@ -179,36 +193,48 @@ class _LogitsAgain(torch.autograd.Function):
             if to_bias is not None:
                 to_bias[part] = gradient.sum(0)
             del logits, gradient, rounded  # before the next piece is made
-        return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, to_bias, None
+        return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, to_bias, None, None
 
 
 def _sum_of_losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
     """(summed loss, log of the sum of exponentials [n]), both in fp32 (fp64 for fp64)."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    total, log_sums = hidden.new_zeros((), dtype=wide), []
+    total, log_sums, apart = hidden.new_zeros((), dtype=wide), [], []
     for rows, targets in zip(
         *(t.split(-(-t.shape[0] // FINE_CHUNKS)) for t in (hidden, labels)), strict=True
     ):
         logits = nn.functional.linear(rows, weight, bias)
-        picked = logits.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1).to(wide)
+        index, here = vocabulary.place(targets)
+        picked = logits.gather(1, index.unsqueeze(1)).squeeze(1).to(wide)
         log_sum, _ = _exponentials(logits.to(wide))
-        total += ((log_sum - picked) * (targets != IGNORED)).sum()
+        if vocabulary.divided:
+            apart.append(picked * here)
+        else:
+            total += ((log_sum - picked) * here).sum()
         log_sums.append(log_sum)
         del logits  # before the next chunk is made
-    return total, torch.cat(log_sums)
+    if not vocabulary.divided:
+        return total, torch.cat(log_sums)
+    whole, picks = vocabulary.combined(torch.cat(log_sums), torch.cat(apart))
+    return ((whole - picks) * (labels != IGNORED)).sum(), whole
 
 
 def _softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(probabilities [n, v] of counted tokens, else 0; loss of every token [n]; 1 where it counts, else 0 [n])."""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
+    """(probabilities [n, v] of counted tokens, else 0; loss of every token [n])."""
     logits = nn.functional.linear(hidden, weight, bias)
-    picked = logits.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    index, here = vocabulary.place(labels)
+    picked = logits.gather(1, index.unsqueeze(1)).squeeze(1)
     log_sum, sums = _exponentials(logits)
     counted = (labels != IGNORED).to(logits.dtype)
-    return logits.mul_(counted.unsqueeze(1) / sums), (log_sum - picked) * counted, counted
+    if vocabulary.divided:
+        whole, picked = vocabulary.combined(log_sum, picked * here)
+        sums = sums * (whole - log_sum).exp().unsqueeze(1)
+        log_sum = whole
+    return logits.mul_(counted.unsqueeze(1) / sums), (log_sum - picked) * counted
 
 
 def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:

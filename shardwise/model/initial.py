@@ -16,6 +16,7 @@ filling whole tensors on one rank and scattering them, which is what cannot be d
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ TILE = (32, 2048)
 """Rows and columns drawn from one seed. Changing it changes every model's initial values."""
 
 
-@torch.no_grad()
 def fill_normal(tensor: Tensor, std: float, seed: int, name: str) -> None:
     """Write this rank's part of a matrix of normal values with mean 0, in place.
 
@@ -36,6 +36,16 @@ def fill_normal(tensor: Tensor, std: float, seed: int, name: str) -> None:
         seed: the run's.
         name: the parameter's canonical name.
     """
+    _fill(tensor, lambda tile, chance: tile.normal_(0.0, std, generator=chance), seed, name)
+
+
+def fill_uniform(tensor: Tensor, bound: float, seed: int, name: str) -> None:
+    """As ``fill_normal``, of values that are uniform between ``-bound`` and ``bound``."""
+    _fill(tensor, lambda tile, chance: tile.uniform_(-bound, bound, generator=chance), seed, name)
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object], seed: int, name: str) -> None:
     rows, columns = local_slices(tensor)
     part = local_part(tensor)
     if part.numel() == 0:
@@ -45,7 +55,7 @@ def fill_normal(tensor: Tensor, std: float, seed: int, name: str) -> None:
     generator = torch.Generator(device="cpu")
     for i in _touched(rows, shape[0]):
         for j in _touched(columns, shape[1]):
-            tile.normal_(0.0, std, generator=generator.manual_seed(seed_of(seed, name, i, j)))
+            draw(tile, generator.manual_seed(seed_of(seed, name, i, j)))
             into_rows, from_rows = _overlap(rows, i, shape[0])
             into_columns, from_columns = _overlap(columns, j, shape[1])
             part[into_rows, into_columns] = tile[from_rows, from_columns].to(part)

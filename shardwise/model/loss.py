@@ -6,8 +6,10 @@ logits as they are and one number per token, and both passes work through the ro
 chunk to fp32 at a time: 4 bytes in bf16, 8 in fp32. The arithmetic is the same: maximum, exponentials and sums
 in fp32 (fp64 for fp64 logits), the gradient rounded to the logits' dtype once.
 
-Refused: never forming the logits at all (fusing the projection), which belongs to a technique that must also
-know how the head is sharded.
+Where the classes are divided over ranks, each has the logits of its own and no more; a few numbers per token are
+combined (vocabulary.py).
+
+Refused: never forming the logits at all (fusing the projection), which is a technique of its own (head.py).
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""Label of a target that does not count."""
+from shardwise.model.vocabulary import IGNORED, WHOLE, Vocabulary
+
+__all__ = ["IGNORED", "cross_entropy_sum"]
 
 CHUNKS = 16
 """Temporary memory is the logits' in fp32 divided by this."""
@@ -28,33 +31,38 @@ class _CrossEntropySum(torch.autograd.Function):
     """Sum over counted rows of -log softmax(logits)[label]. logits [n, v], labels [n]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        counted = labels != IGNORED
-        index = labels.clamp(min=0).unsqueeze(1)
+        index, here = vocabulary.place(labels)
+        counted = labels != IGNORED if vocabulary.divided else here
+        index = index.unsqueeze(1)
         rows = max(1, -(-logits.shape[0] // CHUNKS))
         log_sums = torch.cat([chunk.to(wide).logsumexp(1) for chunk in logits.split(rows)])
         picked = logits.gather(1, index).squeeze(1).to(wide)
-        ctx.save_for_backward(logits, index, counted, log_sums)
-        ctx.rows = rows
+        if vocabulary.divided:
+            log_sums, picked = vocabulary.combined(log_sums, picked * here)
+        ctx.save_for_backward(logits, index, counted, here, log_sums)
+        ctx.rows, ctx.divided = rows, vocabulary.divided
         return ((log_sums - picked) * counted).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        logits, index, counted, log_sums = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, index, counted, here, log_sums = ctx.saved_tensors
         scale = (grads[0] * counted).unsqueeze(1)
+        pull = (grads[0] * here).unsqueeze(1) if ctx.divided else scale
         gradient = torch.empty_like(logits)
-        pieces = (t.split(ctx.rows) for t in (logits, index, scale, log_sums.unsqueeze(1), gradient))
-        for chunk, label, weight, log_sum, out in zip(*pieces, strict=True):
+        pieces = (t.split(ctx.rows) for t in (logits, index, scale, pull, log_sums.unsqueeze(1), gradient))
+        for chunk, label, weight, own, log_sum, out in zip(*pieces, strict=True):
             probability = (chunk - log_sum).exp_()
-            probability.mul_(weight).scatter_add_(1, label, -weight)
+            probability.mul_(weight).scatter_add_(1, label, -own)
             out.copy_(probability)
-        return gradient, None
+        return gradient, None, None
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> Tensor:
     """Summed cross-entropy of ``logits`` [..., v] against ``labels`` [...]; -100 is not counted.
 
+    Where the ``vocabulary`` is divided, the logits are those of this rank's classes, and the sum is that of all.
     Returns a scalar in fp32 (fp64 for fp64 logits).
     """
-    return _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten())
+    return _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), vocabulary)

@@ -20,7 +20,11 @@ from shardwise.core.sections import ModelSpec
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, language_loss, token_shapes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initial import fill_normal
+from shardwise.model.layout import Layout
+from shardwise.model.native_layout import native_layout
+from shardwise.model.parts import Part, renumbered
 from shardwise.model.slices import local_part, named_parameters, share, shared_names
+from shardwise.model.split import Split, TensorPlan
 
 STD = 0.02
 _RESIDUAL = ("o_proj.weight", "down_proj.weight")
@@ -34,6 +38,7 @@ class NativeModel(Blueprint):
         self.name = name or f"{d.family}-{d.layers}x{d.width}"
         self.vocab = d.vocab
         self.depth = d.layers
+        self.width = d.width
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, sequence_length: int) -> Self:
@@ -51,21 +56,52 @@ class NativeModel(Blueprint):
     def build(self, depth: int | None = None) -> Decoder:
         return Decoder(self.dimensions, depth)
 
+    def part(self, part: Part) -> Decoder:
+        model = self.build(len(part.blocks))
+        model.keep(part.first, part.last)
+        renumbered(model.layers, part.blocks.start)
+        return model
+
     def units(self, model: nn.Module) -> list[nn.Module]:
         return list(cast("Decoder", model).layers)
 
     def head(self, model: nn.Module) -> list[nn.Module]:
         decoder = cast("Decoder", model)
-        return [] if self.dimensions.tied else [decoder.norm, decoder.lm_head]
+        after = [module for module in (decoder.norm, decoder.lm_head) if module is not None]
+        return [] if self.dimensions.tied else after
 
     def output(self, model: nn.Module) -> nn.Linear | None:
         return cast("Decoder", model).lm_head
 
+    def tensor_plan(self, model: nn.Module) -> TensorPlan:
+        d = self.dimensions
+        heads, kv_heads = Split("column", d.heads, "heads"), Split("column", d.kv_heads, "key/value heads")
+        return {
+            "embed_tokens": Split("vocabulary"),
+            "embed_positions": Split("positions"),
+            "layers.*.self_attn.q_proj": heads,
+            "layers.*.self_attn.k_proj": kv_heads,
+            "layers.*.self_attn.v_proj": kv_heads,
+            "layers.*.self_attn.o_proj": Split("row"),
+            "layers.*.mlp.gate_proj": Split("column"),
+            "layers.*.mlp.up_proj": Split("column"),
+            "layers.*.mlp.down_proj": Split("row"),
+            "lm_head": Split("logits"),
+        }
+
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         return language_loss(self, model, batch)
 
-    def logits(self, model: nn.Module, input_ids: Tensor) -> Tensor:
-        return cast("Tensor", model(input_ids))
+    def logits(self, model: nn.Module, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        return cast("Tensor", model(input_ids, positions))
+
+    def unpackable(self, model: nn.Module) -> str:
+        return ""
+
+    def layout(self) -> Layout:
+        with torch.device("meta"):
+            shapes = {name: tuple(p.shape) for name, p in named_parameters(self.build())}
+        return native_layout(self.dimensions, shapes)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return token_shapes(sequence_length)

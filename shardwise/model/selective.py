@@ -45,6 +45,7 @@ ATTENTION = (
     "aten::_flash_attention_forward",
     "aten::_efficient_attention_forward",
     "aten::_cudnn_attention_forward",
+    "shardwise::ring_attention",
 )
 """Beginnings of the names of attention's kernels, on all devices."""
 

@@ -23,8 +23,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 Slices = tuple[slice, ...]
 """One slice per dim, of the global tensor."""
 
-# What wrappers insert into names: activation checkpointing, torch.compile.
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")
+# What wrappers insert into names: activation checkpointing, torch.compile, the parts of a pipeline's rank.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_part\d+)\.")
 
 
 def canonical_name(name: str) -> str:

@@ -30,7 +30,7 @@ from shardwise.model.knapsack import Value as Weight
 from shardwise.model.selective import argument_of, is_attention, outside_autograd
 from shardwise.model.value import Given, Read, Recipe, States, Value, View, is_plain
 
-_SENT = ("c10d", "_c10d_functional", "fsdp")
+_SENT = ("c10d::", "_c10d_functional::", "fsdp::", "shardwise::ring_")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Tape(TorchDispatchMode):
         result = func(*args, **kwargs)
         noted = [_noted(leaf, value) for leaf, value in zip(leaves, read, strict=True)]
         recipe = Recipe(len(self._steps), func, noted, spec, states)
-        once = func.namespace in _SENT or "batch_norm" in func.name()
+        once = func.name().startswith(_SENT) or "batch_norm" in func.name()
         step = _Step(func.name(), [value for value in read if value], {}, once)
         results = list(tree_iter(result))
         self._overwrite(recipe, step, leaves, read, _written(func, args, kwargs))
@@ -159,13 +159,12 @@ class Tape(TorchDispatchMode):
 
     def _to_keep(self, step: _Step) -> Collection[int]:
         """Which of the values that an operation has written are kept at once."""
-        if step.once:
-            return step.writes
-        if self._kept is None or self.surprised:
-            return ()
-        name, keys = next(self._expected, ("", frozenset()))
-        self.surprised = name != step.name or not keys <= step.writes.keys()
-        return () if self.surprised else keys
+        keys: Collection[int] = ()
+        if self._kept is not None and not self.surprised:
+            name, expected = next(self._expected, ("", frozenset()))
+            self.surprised = name != step.name or not expected <= step.writes.keys()
+            keys = () if self.surprised else expected
+        return step.writes if step.once else keys
 
     # -- after the run ------------------------------------------------------------------------------
 

@@ -37,15 +37,17 @@ class WeightFiles:
     Raises CheckpointError, naming the file, when there are no weights or a file is missing or damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.kinds: dict[str, str] = {}  # dtypes, as safetensors calls them
         self._files: dict[str, Path] = {}
-        index = _read_index(folder)
-        for file in sorted(set(index.values())) if index else [SINGLE]:
+        index = _read_index(folder) if single == SINGLE else {}
+        for file in sorted(set(index.values())) if index else [single]:
             with _opened(folder / file) as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    self.kinds[name] = opened.get_slice(name).get_dtype()
                     self._files[name] = folder / file
         for name, file in index.items():
             if self._files.get(name) != folder / file:
@@ -56,10 +58,19 @@ class WeightFiles:
     def file_of(self, name: str) -> str:
         return str(self._files[name])
 
+    def stored_name(self, name: str) -> str:
+        """What a tensor is called in its file."""
+        return name
+
+    def metadata(self, file: str) -> dict[str, str]:
+        """What the header of a file says beside its tensors."""
+        with _opened(self.folder / file) as opened:
+            return dict(opened.metadata() or {})
+
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
         with _opened(self._files[name]) as opened:
-            return opened.get_tensor(name)
+            return opened.get_tensor(self.stored_name(name))
 
     @torch.no_grad()
     def read_into(self, tensor: Tensor, name: str) -> None:
@@ -78,9 +89,9 @@ class WeightFiles:
             return
         with _opened(self._files[name]) as opened:
             if not slices:
-                yield part, opened.get_tensor(name)
+                yield part, opened.get_tensor(self.stored_name(name))
                 return
-            source = opened.get_slice(name)
+            source = opened.get_slice(self.stored_name(name))
             for piece, wanted in _pieces(part, slices):
                 yield piece, source[wanted]
 

@@ -20,7 +20,8 @@ from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Setting, Strategy
 from shardwise.core.units import format_bytes
 from shardwise.model.blueprint import Blueprint
-from shardwise.plan.predict import Prediction, predict
+from shardwise.plan.predict import Prediction
+from shardwise.plan.stages import predict_worst
 from shardwise.technique import SETTINGS, broken_rules, native, one_line
 
 
@@ -28,7 +29,7 @@ def nearest_in_words(
     recipe: Recipe, blueprint: Blueprint, cluster: Cluster, strategy: Strategy, held_bytes: int
 ) -> str:
     """What to do about ``strategy``, which ran out when a rank held ``held_bytes`` (as a run's peak is measured)."""
-    failed = predict(recipe, blueprint, strategy, cluster)
+    failed = predict_worst(recipe, blueprint, strategy, cluster)
     # Beside what is measured the device holds what is only predicted; and less than all of it did not suffice.
     budget = min(failed.peak.bytes - 1, held_bytes + failed.peak.bytes - failed.allocated_bytes)
     least, seen = failed, {strategy}
@@ -61,4 +62,4 @@ def _predicted(
         if broken or not native(strategy, cluster.device):
             continue
         with suppress(RecipeError):  # what cannot be built here, for a package that is missing
-            yield predict(recipe, blueprint, strategy, cluster, quick=True)
+            yield predict_worst(recipe, blueprint, strategy, cluster, quick=True)

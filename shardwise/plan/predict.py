@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shardwise.core.allocator_options import VARIABLES, AllocatorOptions, options_in
 from shardwise.core.cluster import Cluster
 from shardwise.core.cost import StepCost
 from shardwise.core.ledger import Ledger, Peak
+from shardwise.core.pipeline_plan import PipelinePlan
 from shardwise.core.plan import StepEstimate
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Layout, Strategy
@@ -34,10 +36,14 @@ from shardwise.dryrun.replay import Replay
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.timing import mfu, step_time
-from shardwise.technique import layout_of
+from shardwise.technique import layout_of, micro_batches
+from shardwise.technique.base import Pipeline
 
 SHALLOW = 2
 """Blocks of the shallower model: prefetching needs a neighbour. Models of up to SHALLOW + 2 run whole."""
+
+FEW = 3
+"""Micro-batches in flight in a quick prediction of a pipeline in which more are."""
 
 EXPANDABLE = AllocatorOptions(expandable_segments=True)
 
@@ -53,6 +59,8 @@ class Prediction:
         disk_bytes: what it holds on a disk.
         limited: the replay under the budget, where the unlimited one does not stay within it.
         expanded: the same with expandable segments, where it fails without them.
+        pipeline: what its pipeline is played with, once all kinds of ranks have been looked at.
+        allocated_by_rank: ``allocated_bytes`` of all ranks that were looked at, where that was more than one.
     """
 
     strategy: Strategy
@@ -68,6 +76,8 @@ class Prediction:
     run: DryRun
     limited: Replay | None = None
     expanded: Replay | None = None
+    allocated_by_rank: Mapping[int, int] = field(default_factory=dict)
+    pipeline: PipelinePlan | None = None
 
     @property
     def sum_bytes(self) -> int:
@@ -187,8 +197,17 @@ def _full(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Clu
 
 def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
     depth, shallow, period = blueprint.depth, SHALLOW, 1
+    pipelined = layout_of(strategy, cluster.world_size).degree("pipeline") > 1
+
+    def run(blocks: int, **how: int) -> DryRun:
+        return dry_run(recipe, blueprint, strategy, cluster, rank=rank, depth=blocks, history=False, **how)
+
+    count = micro_batches(strategy, layout_of(strategy, cluster.world_size), recipe.batch_size)
+    place = run(1, seen=1).pipeline if pipelined and depth is not None else None
+    if place is not None:
+        depth = place.depth
     while depth is not None and depth > shallow + 1 + period:
-        first = dry_run(recipe, blueprint, strategy, cluster, rank=rank, depth=shallow, history=False)
+        first = _filled(partial(run, shallow), place, count)
         period = first.period
         if period == 0:
             break
@@ -198,13 +217,32 @@ def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cl
         if over := (depth - shallow) % period:
             shallow += over  # so that whole periods are missing from the model's own depth
             continue
-        second = dry_run(
-            recipe, blueprint, strategy, cluster, rank=rank, depth=shallow + period, history=False
-        )
+        second = _filled(partial(run, shallow + period), place, count)
         if _same_place(first, shallow, second, shallow + period):
             return _extrapolated(first, second, (depth - shallow) // period)
         shallow *= 2
     return _full(recipe, blueprint, strategy, cluster, rank)
+
+
+def _filled(run: Callable[..., DryRun], place: Pipeline | None, count: int) -> DryRun:
+    """A dry run with all micro-batches that are in flight, extrapolated where there are many.
+
+    Of a pipeline that is ever full, the same rank with fewer after it, which is full with fewer of them; of others
+    fewer micro-batches. Two such runs, which differ by one in flight, give what each of the others adds.
+    """
+    flying = None if place is None else place.in_flight(count)
+    if place is None or place.endless or flying is None or flying <= FEW:
+        return run()
+    shorter = place.shorter(FEW - 1).in_flight(count)
+    if shorter is not None and shorter < flying:
+        more, fewer, missing = run(after=FEW - 1), run(after=FEW - 2), flying - shorter
+    else:
+        more, fewer, missing = run(seen=FEW), run(seen=FEW - 1), flying - FEW
+    peaks = {
+        phase: Peak(fewer.peaks[phase].ledger.extrapolated(peak.ledger, 1 + missing), phase, peak.where)
+        for phase, peak in more.peaks.items()
+    }
+    return replace(more, peaks=peaks, pipeline=place)
 
 
 def _extrapolated(first: DryRun, second: DryRun, times: int) -> _Counts:

@@ -11,7 +11,8 @@ This is the search of a first version: it takes the first that fits instead of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -27,6 +28,7 @@ from shardwise.core.units import format_bytes, format_seconds
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.least import least_state_bytes
 from shardwise.plan.predict import Prediction, predict
+from shardwise.plan.stages import EVERY_RANK, predict_worst
 from shardwise.plan.timing import phases_beside_host
 from shardwise.technique import (
     MICRO_BATCH_SIZE,
@@ -47,10 +49,6 @@ RESERVE: Mapping[str, float] = {"cpu": 0.0, "cuda": 0.02, "rocm": 0.02}
 kernels take for the time they run (the fp32 sums of flash attention's backward pass: 128 MiB for 8,192 tokens of
 4,096 channels) and the spread of the context and communicators, which are from tables."""
 
-EVERY_RANK = 8
-"""Worlds up to this size are dry-run on every rank when shards are uneven; of larger ones only the first, which
-holds most: shards are cut from the front."""
-
 
 @dataclass
 class Search:
@@ -61,6 +59,7 @@ class Search:
     cluster: Cluster
     seen: dict[Strategy, Candidate] = field(default_factory=dict)
     replayed: dict[Strategy, bool] = field(default_factory=dict)
+    quick: dict[tuple[Strategy, int], Prediction] = field(default_factory=dict)
     tight: Prediction | None = None
 
     @property
@@ -131,6 +130,31 @@ class Search:
                 self.tight = self.tight or full
         return None
 
+    def tried(self, strategy: Strategy) -> Candidate:
+        """A strategy with the largest micro-batch that fits, by quick predictions, or else with the smallest."""
+        sizes = self._sizes(strategy)
+        trials = [strategy.with_values(micro_batch_size=size) for size in sizes]
+        if not self._may_fit(trials[-1]):
+            return self.seen[trials[-1]]
+
+        def fits(trial: Strategy) -> bool:
+            self._predict(trial, quick=True)
+            return self.seen[trial].verdict == "fits"
+
+        index = min(bisect_left(trials, True, key=fits), len(trials) - 1)
+        fits(trials[index])
+        return self.seen[trials[index]]
+
+    def confirmed(self, candidate: Candidate) -> Candidate:
+        """The same by a full dry run, with what the allocator loses; tight where it has to empty its cache for it."""
+        found = self._predict(candidate.strategy, quick=False)
+        confirmed = self.seen[candidate.strategy]
+        return (
+            replace(confirmed, verdict="tight")
+            if confirmed.verdict == "fits" and found.retries
+            else confirmed
+        )
+
     def _host_excess(self, found: Prediction) -> int:
         """Bytes that a rank's share of the host's memory is too small by; negative where there is room."""
         return found.host.total - self.cluster.host_capacity_bytes
@@ -139,7 +163,7 @@ class Search:
         """Whether the lower bound leaves room; records the candidate when it does not."""
         layout = layout_of(strategy, self.cluster.world_size)
         least = least_state_bytes(
-            self.blueprint.parameter_count(), strategy, layout, self.recipe, self.cluster
+            self.blueprint.parameter_counts(), strategy, layout, self.recipe, self.cluster
         )
         if least <= self.budget_bytes:
             return True
@@ -149,9 +173,18 @@ class Search:
 
     # -- what is remembered -------------------------------------------------------------------------
 
-    def _predict(self, strategy: Strategy, *, quick: bool) -> Prediction:
+    def _predict(self, strategy: Strategy, *, quick: bool, ranks: Sequence[int] | None = None) -> Prediction:
         budget = self.budget_bytes
-        found = predict(self.recipe, self.blueprint, strategy, self.cluster, quick=quick, budget=budget)
+        found = predict_worst(
+            self.recipe,
+            self.blueprint,
+            strategy,
+            self.cluster,
+            quick=quick,
+            budget=budget,
+            ranks=ranks,
+            seen=self.quick,
+        )
         over = found.peak.bytes - budget
         verdict, reason = "fits", found.in_words()
         if over > 0:
@@ -172,7 +205,7 @@ class Search:
     # -- the result ---------------------------------------------------------------------------------
 
     def _plan(self, chosen: Prediction) -> Plan:
-        self._look_at_neighbours(chosen.strategy)
+        self._look_at_neighbours(chosen)
         layout, strategy = chosen.layout, chosen.strategy
         candidates = [self._judged(c, chosen) for c in self.seen.values()]
         candidates.sort(
@@ -199,20 +232,29 @@ class Search:
             host=chosen.host,
             host_capacity_bytes=self.cluster.host_capacity_bytes,
             disk_bytes=chosen.disk_bytes,
+            layout=layout,
+            devices_per_node=self.cluster.devices_per_node,
+            pipeline=chosen.pipeline,
         )
 
     def _allocated(self, chosen: Prediction) -> dict[int, int]:
-        """Predicted peak by rank in the measurement's terms; rank 0 alone when all ranks hold the same."""
+        """Predicted peak by rank in the measurement's terms, of the first of those that hold the same."""
         world = self.cluster.world_size
-        predicted = {chosen.rank: chosen.allocated_bytes}
+        predicted = {chosen.rank: chosen.allocated_bytes, **chosen.allocated_by_rank}
         if not chosen.run.even and world <= EVERY_RANK:
-            for rank in range(1, world):
+            for rank in set(range(world)) - predicted.keys():
                 run = predict(self.recipe, self.blueprint, chosen.strategy, self.cluster, rank=rank)
                 predicted[rank] = run.allocated_bytes
         return predicted
 
-    def _look_at_neighbours(self, strategy: Strategy) -> None:
+    def _worst_of(self, strategy: Strategy, chosen: Prediction) -> list[int] | None:
+        """The rank to look at of a neighbour with the same ranks: the chosen one's worst."""
+        same = layout_of(strategy, self.cluster.world_size) == chosen.layout
+        return [chosen.rank] if same and chosen.run.pipeline is not None else None
+
+    def _look_at_neighbours(self, chosen: Prediction) -> None:
         """Predict what one change of one setting would cost."""
+        strategy = chosen.strategy
         size = strategy[MICRO_BATCH_SIZE]
         changes: list[Mapping[str, object]] = [
             {s.key: value} for s in SETTINGS for value in (*s.candidates, *s.compared) if value != strategy[s]
@@ -227,7 +269,7 @@ class Search:
             # One that cannot be built here, for a package that is missing, is not shown.
             with suppress(RecipeError):
                 if self._may_fit(neighbour):
-                    self._predict(neighbour, quick=True)
+                    self._predict(neighbour, quick=True, ranks=self._worst_of(neighbour, chosen))
 
     def _judged(self, candidate: Candidate, chosen: Prediction) -> Candidate:
         """The candidate with its final verdict, and a reason in comparison with the chosen one."""

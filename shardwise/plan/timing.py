@@ -4,7 +4,8 @@ A kernel takes the longer of its arithmetic and its memory traffic, at the fract
 profile gives, and no less than a launch. A collective takes a ring's time on the slowest link that its group
 crosses. On accelerators communication overlaps with compute as FSDP2 issues it: per layer the longer of the
 two counts, so what is exposed is what exceeds the compute of the pass, plus the first gathering, which nothing
-hides. On the CPU gloo blocks, so everything adds up.
+hides. Collectives between two operations that need each other's results (tensor parallelism's, and all-to-alls) are
+hidden by nothing. On the CPU gloo blocks, so everything adds up.
 
 Copies between a device and its host, one way and the other, reads and writes of a disk, and what the processor
 computes run beside the device: a phase takes the longest of these. The processor's kernels take their bytes at the
@@ -16,15 +17,19 @@ uneven over layers comes out too fast; a calibrated model with an event simulati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.core.cluster import Cluster
 from shardwise.core.cost import Collective, Kernel, StepCost, Transfer
 from shardwise.core.strategy import Layout
+from shardwise.technique.base import BLOCKING_AXES
 
 LAUNCH_SECONDS: Mapping[str, float] = {"cpu": 2e-6, "cuda": 5e-6, "rocm": 7e-6}
 """A floor per kernel in eager mode."""
+
+AWAITED = frozenset({"all_to_all"})
+"""Collectives whose result is computed with at once: nothing runs beside them."""
 
 OVERLAPS: Mapping[str, bool] = {"cpu": False, "cuda": True, "rocm": True}
 
@@ -45,16 +50,17 @@ def step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> StepTime:
         if not kernel.on_host:
             row = "matrix products" if kernel.flops else "memory-bound"
             compute[row] += kernel.calls * kernel_seconds(kernel, cluster)
-    sending = sum(collective_seconds(c, layout, cluster) for c in cost.collectives)
-    busy = sum(compute.values())
+    blocking = _sending([c for c in cost.collectives if _awaited(c)], layout, cluster)
+    beside = [c for c in cost.collectives if not _awaited(c)]
+    sending, busy = _sending(beside, layout, cluster), sum(compute.values())
     if OVERLAPS[device.kind]:
-        first = max((collective_seconds(c, layout, cluster) / c.calls for c in cost.collectives), default=0.0)
-        exposed = max(0.0, sending - busy) + min(first, sending)
+        first = max((collective_seconds(c, layout, cluster) / c.calls for c in beside), default=0.0)
+        exposed = blocking + max(0.0, sending - busy) + min(first, sending)
     else:
-        exposed = sending
+        exposed = blocking + sending
     split = {**compute, "exposed communication": exposed}
-    if beside := phases_beside_host(cost, cluster):
-        split["exposed offload"] = sum(phase.exposed for phase in beside)
+    if offloaded := phases_beside_host(cost, cluster):
+        split["exposed offload"] = sum(phase.exposed for phase in offloaded)
     return StepTime(sum(split.values()), split)
 
 
@@ -112,11 +118,35 @@ def kernel_seconds(kernel: Kernel, cluster: Cluster) -> float:
     return max(arithmetic, memory, LAUNCH_SECONDS[device.kind])
 
 
+def _awaited(collective: Collective) -> bool:
+    """Whether its result is computed with at once, so that nothing runs beside it."""
+    return collective.axis in BLOCKING_AXES or collective.kind in AWAITED
+
+
+def _sending(collectives: Sequence[Collective], layout: Layout, cluster: Cluster) -> float:
+    return sum(collective_seconds(c, layout, cluster) for c in collectives)
+
+
 def collective_seconds(collective: Collective, layout: Layout, cluster: Cluster) -> float:
-    """Ring time of all calls of one collective."""
-    stride = layout.stride(collective.axis) if collective.axis in layout.names else 1
-    link = cluster.link(collective.degree, stride)
-    return collective.calls * link.seconds(collective.bytes, collective.rounds)
+    """Time of all calls of one collective: a ring's, or what an all-to-all or a send takes."""
+    stride = layout.stride(collective.axis) if collective.axis in layout else 1
+    degree, size = collective.degree, collective.bytes
+    if collective.kind == "send":
+        return collective.calls * cluster.seconds_to_next(size, degree, stride)
+    if collective.kind == "all_to_all":
+        return collective.calls * cluster.seconds_to_all(size, degree, stride)
+    return collective.calls * cluster.link(degree, stride).seconds(size, collective.rounds)
+
+
+def phase_seconds(cost: StepCost, cluster: Cluster) -> dict[str, float]:
+    """What the device computes in every phase of a step."""
+    spent: dict[str, float] = {}
+    for kernel in cost.kernels:
+        if not kernel.on_host:
+            spent[kernel.phase] = spent.get(kernel.phase, 0.0) + kernel.calls * kernel_seconds(
+                kernel, cluster
+            )
+    return spent
 
 
 def mfu(cost: StepCost, seconds: float, dtype: str, cluster: Cluster) -> float:

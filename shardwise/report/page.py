@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 
 from shardwise.core.plan import Plan
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
+from shardwise.report.mesh import mesh
 from shardwise.report.notation import (
     COLOURS,
     by_size,
@@ -44,6 +45,7 @@ from shardwise.report.pictures import (
     peaks_by_rank,
     svg,
 )
+from shardwise.report.pipeline import held_in_words, planned_and_measured, side_by_side
 from shardwise.report.record import Outcome, RunRecord
 from shardwise.report.tables import peak_of
 
@@ -83,7 +85,7 @@ class Picture:
 
 
 def render_page(run: RunRecord) -> str:
-    """The page of a run, finished or not, as HTML."""
+    """The page of a run, finished or not, or of a plan alone, as HTML."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -115,6 +117,7 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "line": plan.line,
         "facts": list(_facts(run)),
         "unfinished": None if outcome else _progress(run),
+        "planned_only": run.planned_only,
         "cards": [_peak_card(plan, outcome), _speed_card(run), _loss_card(run), _mfu_card(run)],
         "peaks": _picture("Predicted and measured peak of every rank", lambda w: peaks_by_rank(ranks, w))
         if ranks
@@ -132,6 +135,10 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "ledger": _ledger_rows(plan),
         "timeline": _picture("Memory through one optimizer step", lambda w: memory_timeline(plan, w)),
         "has_timeline": bool(plan.timeline),
+        "mesh": _picture("Who holds what", lambda w: mesh(plan.layout, plan.devices_per_node, w))
+        if plan.world_size > 1
+        else None,
+        **_pipeline_pictures(run),
         "times": _time_rows(run),
         "split": _split_rows(plan),
         "traffic": _traffic_rows(plan),
@@ -167,6 +174,8 @@ def _facts(run: RunRecord) -> Iterator[str]:
 
 
 def _progress(run: RunRecord) -> str:
+    if run.planned_only:
+        return "A plan: nothing has been trained. Every figure is predicted."
     at = f"after step {run.steps[-1].step}" if run.steps else "before its first step has finished"
     return f"Read {at}: the run is going on, or ended early. What is measured at its end is not here yet."
 
@@ -256,6 +265,24 @@ def _ledger_rows(plan: Plan) -> list[Bar]:
         Bar(label(row), unit.write(size), share(size, peak), 100 * size / longest, COLOURS[row])
         for row, size in rows
     ]
+
+
+# -- pipelines ----------------------------------------------------------------------------------------
+
+
+def _pipeline_pictures(run: RunRecord) -> dict[str, Any]:
+    """The planned step and the measured one, and all schedules; None where the model is not cut into stages."""
+    pipeline, passes = run.plan.pipeline, run.outcome.passes if run.outcome else None
+    if pipeline is None:
+        return {"pipeline": None, "schedules": None, "measured_step": None, "held": ""}
+    return {
+        "pipeline": _picture(
+            "Passes of one step, rank by rank", lambda w: planned_and_measured(pipeline, passes, w)
+        ),
+        "schedules": _picture("All schedules", lambda w: side_by_side(pipeline, w)),
+        "measured_step": passes.step if passes else None,
+        "held": held_in_words(pipeline),
+    }
 
 
 # -- time ---------------------------------------------------------------------------------------------

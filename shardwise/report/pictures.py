@@ -58,7 +58,7 @@ _HOLLOW = {"marker": "o", "markersize": 5, "markerfacecolor": PAPER, "markeredge
 MOST_POINTS = 900
 """Points of a curve beyond which neighbours are merged into their extremes."""
 
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.size": 9.0,
     "font.family": ["DejaVu Sans"],
     "text.color": INK,
@@ -91,7 +91,7 @@ _STYLE: dict[str, Any] = {
 def png(figure: Figure, dots_per_inch: int = 160) -> bytes:
     """The figure on white."""
     stream = io.BytesIO()
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure.savefig(stream, format="png", dpi=dots_per_inch, facecolor=PAPER)
     return stream.getvalue()
 
@@ -104,7 +104,7 @@ def svg(figure: Figure, name: str) -> str:
     """
     stream = io.StringIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": f"{name} {figure.get_figwidth()}"}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"{name} {figure.get_figwidth()}"}):
         figure.savefig(stream, format="svg", transparent=True, metadata=metadata)
     text = stream.getvalue()
     text = text[text.index("<svg") :]
@@ -137,7 +137,7 @@ def _attribute(text: str) -> str:
 # -- loss ---------------------------------------------------------------------------------------------
 
 
-@matplotlib.rc_context(_STYLE)
+@matplotlib.rc_context(STYLE)
 def loss_curve(steps: Sequence[StepRecord], width: float = WIDE) -> Figure:
     """Training loss (each step, and smoothed where there are many), held-out loss, and the learning rate."""
     figure = Figure(figsize=(width, 4.3), layout="constrained")
@@ -215,7 +215,7 @@ def _mark(axes: Any, steps: Sequence[int], name: str, marker: str) -> None:
 # -- memory -------------------------------------------------------------------------------------------
 
 
-@matplotlib.rc_context(_STYLE)
+@matplotlib.rc_context(STYLE)
 def memory_timeline(plan: Plan, width: float = WIDE) -> Figure:
     """The worst rank's memory through one optimizer step by ledger row, its peak, and the capacity."""
     wide = width >= WIDE
@@ -300,7 +300,7 @@ def _draw_capacity(axes: Any, capacity: int, peak: int, unit: MemoryUnit) -> Non
         axes.text(0.005, 0.96, f"{words}, far above", transform=axes.transAxes, color=MUTED)
 
 
-@matplotlib.rc_context(_STYLE)
+@matplotlib.rc_context(STYLE)
 def peaks_by_rank(ranks: Sequence[RankMemory], width: float = WIDE) -> Figure:
     """Predicted and measured peak of every rank, and how far the one is from the other.
 
@@ -331,7 +331,7 @@ def peaks_by_rank(ranks: Sequence[RankMemory], width: float = WIDE) -> Figure:
     return figure
 
 
-@matplotlib.rc_context(_STYLE)
+@matplotlib.rc_context(STYLE)
 def ledger_bar(ledger: Ledger, capacity: int, width: float = WIDE) -> Figure:
     """The ledger as one bar, largest row first, and what the device has left."""
     figure = Figure(figsize=(width, 0.95), layout="constrained")
@@ -343,7 +343,7 @@ def ledger_bar(ledger: Ledger, capacity: int, width: float = WIDE) -> Figure:
         axes.barh([0], [length], 0.8, left=start, color=COLOURS[row], edgecolor=PAPER, linewidth=1)
         for text in _that_fits(f"{label(row)} {unit.write(size)}", label(row), inches=length / whole * width):
             axes.text(
-                start + length / 2, 0, text, ha="center", va="center", color=_on(COLOURS[row]), fontsize=8
+                start + length / 2, 0, text, ha="center", va="center", color=on(COLOURS[row]), fontsize=8
             )
         start += length
     if start < whole:
@@ -366,7 +366,7 @@ def _that_fits(long: str, short: str, inches: float) -> Iterator[str]:
     yield from [text for text in (long, short) if 0.072 * len(text) + 0.1 < inches][:1]
 
 
-def _on(colour: str) -> str:
+def on(colour: str) -> str:
     """Near-black or near-white, whichever reads better on ``colour`` in either scheme."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#101318" if 0.299 * red + 0.587 * green + 0.114 * blue > 135 else "#fdfdfd"

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shardwise.core.errors import DataError
+from shardwise.core.pipeline_schedule import Action, Kind, Played
 from shardwise.core.plan import Plan, plan_from
 
 Size = Annotated[int, Field(ge=0, lt=2**63)]
@@ -58,6 +59,33 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
+class RankPasses:
+    """The passes of one rank in one step: kind, stage, micro-batch, and seconds from the first pass of all ranks."""
+
+    rank: Size
+    spans: tuple[tuple[Kind, Size, Size, Seconds, Seconds], ...]
+
+
+@dataclass(frozen=True)
+class PassesRecord:
+    """What the ranks of one pipeline computed when, in one step, in their order."""
+
+    step: Size
+    ranks: Annotated[tuple[RankPasses, ...], Field(min_length=1)]
+
+    def played(self) -> Played:
+        return Played(
+            tuple(
+                tuple(
+                    (Action(kind, stage, number), begin, end)
+                    for kind, stage, number, begin, end in each.spans
+                )
+                for each in self.ranks
+            )
+        )
+
+
+@dataclass(frozen=True)
 class Outcome:
     """`report.json`: written once, when the run ends. ``seconds`` is None where no step was made."""
 
@@ -72,6 +100,7 @@ class Outcome:
     sample: str | None = None
     device: str = ""
     world_size: Size = 0
+    passes: PassesRecord | None = None
 
     @property
     def worst(self) -> RankMemory:
@@ -81,13 +110,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All that a run wrote. ``outcome`` is None while it trains, or when it did not reach its end."""
+    """All that a run wrote. ``outcome`` is None while it trains, or when it did not reach its end.
+
+    ``planned_only`` says that there is no run but a plan alone; ``folder`` then only names it.
+    """
 
     folder: Path
     recipe: str
     plan: Plan
     steps: tuple[StepRecord, ...]
     outcome: Outcome | None
+    planned_only: bool = False
 
     @property
     def name(self) -> str:
@@ -229,13 +262,26 @@ class _DiskShape(_Shape):
     bytes: Size
 
 
+class _PipelineShape(_Shape):
+    schedule: str
+    ranks: Annotated[int, Field(ge=1)]
+    stages_per_rank: Annotated[int, Field(ge=1)]
+    micro_batches: Annotated[int, Field(ge=1)]
+    forward: list[Seconds]
+    backward: list[Seconds]
+    place: Size
+    pass_bytes: Size
+
+
 class _PlanShape(_Shape):
     """What `Plan.as_dict` writes."""
 
     strategy: dict[str, Any]
     line: str
     world_size: Size
+    layout: dict[str, Annotated[int, Field(ge=1)]]
     cluster: str
+    devices_per_node: Annotated[int, Field(ge=1)]
     device: str
     capacity_bytes: Size
     reserve_bytes: Size
@@ -251,6 +297,7 @@ class _PlanShape(_Shape):
     reasons: list[str]
     assumptions: list[str]
     timeline: list[dict[str, Any]]
+    pipeline: _PipelineShape | None
 
 
 def _plan(path: Path) -> Plan:

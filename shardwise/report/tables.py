@@ -42,7 +42,13 @@ WIDEST = 100
 SHOWN_CANDIDATES = 12
 """Candidates shown unless more, or fewer, are asked for."""
 
-_VERDICT_STYLES = {"chosen": "bold green", "fits": "green", "does not fit": "red", "invalid": "dim"}
+VERDICT_STYLES = {
+    "chosen": "bold green",
+    "fits": "green",
+    "tight": "yellow",
+    "does not fit": "red",
+    "invalid": "dim",
+}
 _ASCII = str.maketrans("×·–−…≥•µ░█▉▊▋▌▍▎▏", "x|--~>*u.#####   ")
 
 
@@ -83,23 +89,23 @@ class PlanTable:
         plan = self.plan
         yield from headline(plan, width)
         device = _memory(plan.peak.ledger, plan.capacity_bytes, width)
-        yield from _section("Memory at the peak", _place(plan), device)
+        yield from section("Memory at the peak", _place(plan), device)
         if plan.disk_bytes:
             yield f"On the disk: {format_bytes(plan.disk_bytes)} of a rank"
         if plan.host.total:
             host = _memory(plan.host, plan.host_capacity_bytes, width)
-            yield from _section("Host memory", "of a rank, when it holds most", host)
-        yield from _section("Time of a step", seconds(plan.step.seconds), _time(plan, width))
+            yield from section("Host memory", "of a rank, when it holds most", host)
+        yield from section("Time of a step", seconds(plan.step.seconds), _time(plan, width))
         if any(plan.step.traffic_bytes.values()):
-            yield from _section("Sent by a rank in a step", "", _traffic(plan))
+            yield from section("Sent by a rank in a step", "", _traffic(plan))
         if plan.candidates and self.top:
             yield from ("", _candidates(plan.candidates[: self.top]))
             if len(plan.candidates) > self.top:
                 yield Text(f"  and {len(plan.candidates) - self.top} more; --top N shows N", "dim")
         if plan.reasons:
-            yield from _section("Why", "", _sentences(plan.reasons, ""))
+            yield from section("Why", "", sentences(plan.reasons, ""))
         if plan.assumptions:
-            yield from _section("Taken from tables, not counted", "", _sentences(plan.assumptions, "dim"))
+            yield from section("Taken from tables, not counted", "", sentences(plan.assumptions, "dim"))
 
 
 # -- the parts --------------------------------------------------------------------------------------
@@ -128,7 +134,7 @@ def headline(plan: Plan, width: int) -> Iterator[Text]:
     yield Text.assemble(verdict, (f" · {about} · {format_count(plan.step.tokens)} tokens per step", "dim"))
 
 
-def _section(title: str, note: str, body: RenderableType) -> Iterator[RenderableType]:
+def section(title: str, note: str, body: RenderableType) -> Iterator[RenderableType]:
     """A blank line, the title with a note beside it, and the body, indented."""
     yield ""
     yield Text.assemble((title, "bold"), (f"   {one_line(note)}" if note else "", "dim"))
@@ -148,7 +154,7 @@ def _memory(ledger: Ledger, capacity: int, width: int) -> Table:
     peak, free = ledger.total, capacity - ledger.total
     unit, cells, rows = unit_for(peak), _bar_cells(width), by_size(ledger)
     longest = rows[0][1] if rows else 0
-    table = _columns("left", "left", "right", "right")
+    table = columns("left", "left", "right", "right")
     for row, size in rows:
         bar = Text(_bar(size / longest, cells), COLOURS[row])
         table.add_row(label(row), bar, unit.write(size), Text(share(size, peak), "dim"))
@@ -160,7 +166,7 @@ def _memory(ledger: Ledger, capacity: int, width: int) -> Table:
 
 
 def _time(plan: Plan, width: int) -> Table:
-    table = _columns("left", "left", "right", "right")
+    table = columns("left", "left", "right", "right")
     whole, longest = sum(plan.step.split.values()), max(plan.step.split.values(), default=0.0)
     for part, spent in plan.step.split.items():
         bar = Text(_bar(spent / longest if longest else 0.0, _bar_cells(width)), "cyan")
@@ -170,7 +176,7 @@ def _time(plan: Plan, width: int) -> Table:
 
 def _traffic(plan: Plan) -> Table:
     """By mesh axis, in the ring convention; the rate is the step's average, to hold against the link."""
-    table = _columns("left", "right", "right")
+    table = columns("left", "right", "right")
     for axis, sent in sorted(plan.step.traffic_bytes.items(), key=lambda pair: -pair[1]):
         rate = f"{format_rate(sent / plan.step.seconds, 'B')} on average" if sent >= MiB else ""
         table.add_row(Text(f"{one_line(axis)} axis"), format_bytes(sent), Text(rate, "dim"))
@@ -178,9 +184,9 @@ def _traffic(plan: Plan) -> Table:
 
 
 def _candidates(candidates: Iterable[Candidate]) -> Table:
-    table = _columns("left", "right", "right", "left", titles=("Considered", "peak", "step", ""))
+    table = columns("left", "right", "right", "left", titles=("Considered", "peak", "step", ""))
     for candidate in candidates:
-        verdict = Text(one_line(candidate.verdict), _VERDICT_STYLES.get(candidate.verdict, ""))
+        verdict = Text(one_line(candidate.verdict), VERDICT_STYLES.get(candidate.verdict, ""))
         reason = f": {one_line(candidate.reason)}" if candidate.reason else ""
         line = Text(f"  {one_line(candidate.line)}", "bold" if candidate.verdict == "chosen" else "")
         took = seconds(candidate.step_seconds)
@@ -196,9 +202,10 @@ def peak_of(candidate: Candidate) -> str:
     return bound + format_bytes(candidate.peak_bytes)
 
 
-def _sentences(sentences: Iterable[str], style: str) -> Table:
-    table = _columns("left", "left")
-    for sentence in sentences:
+def sentences(listed: Iterable[str], style: str) -> Table:
+    """Sentences with a dot before each."""
+    table = columns("left", "left")
+    for sentence in listed:
         table.add_row(Text("•", "dim"), Text(one_line(sentence), style))
     return table
 
@@ -206,7 +213,7 @@ def _sentences(sentences: Iterable[str], style: str) -> Table:
 # -- the means --------------------------------------------------------------------------------------
 
 
-def _columns(*justify: str, titles: tuple[str, ...] = ()) -> Table:
+def columns(*justify: str, titles: tuple[str, ...] = ()) -> Table:
     """A table of columns two blanks apart, without lines. The last column wraps, the others do not."""
     table = Table(box=None, show_header=bool(titles), padding=(0, 2, 0, 0), pad_edge=False)
     names = titles or ("",) * len(justify)

@@ -10,6 +10,7 @@ words instead of being ignored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,16 +19,26 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy, Violation, complete, violations
 from shardwise.technique.activation_offload import ActivationOffload
-from shardwise.technique.base import AXES, Technique
+from shardwise.technique.adapter import Adapter
+from shardwise.technique.base import AXES, DATA_AXES, Technique
 from shardwise.technique.checkpointing import Checkpointing
 from shardwise.technique.float8 import Float8
 from shardwise.technique.in_backward import InBackward
+from shardwise.technique.ladder import LADDER as LADDER
+from shardwise.technique.ladder import WHOLE as WHOLE
 from shardwise.technique.loss import ChunkedLoss
+from shardwise.technique.pipeline import PIPELINE_PARALLEL, PipelineParallel, stages_per_rank
 from shardwise.technique.precision import PRECISION, Precision
+from shardwise.technique.sequence import SequenceParallel
 from shardwise.technique.state_offload import StateOffloading
+from shardwise.technique.tensor import Tensor
 from shardwise.technique.zero import Zero
 
 ORDER: tuple[Technique, ...] = (
+    Adapter(),
+    PipelineParallel(),
+    Tensor(),
+    SequenceParallel(),
     Checkpointing(),
     ActivationOffload(),
     ChunkedLoss(),
@@ -48,11 +59,6 @@ MICRO_BATCH_SIZE: Setting[int] = Setting(
 
 _LATER = "not in this version yet"
 RESERVED: tuple[Setting[Any], ...] = (
-    Setting("tensor_parallel", 1, "tensor-parallel degree", kind=int, choices=(1,), note=_LATER),
-    Setting("pipeline_parallel", 1, "pipeline stages", kind=int, choices=(1,), note=_LATER),
-    Setting("pipeline_schedule", "1f1b", "pipeline schedule", choices=("1f1b",), note=_LATER),
-    Setting("sequence_parallel", 1, "sequence-parallel degree", kind=int, choices=(1,), note=_LATER),
-    Setting("sequence_method", "ulysses", "how sequences are split", choices=("ulysses",), note=_LATER),
     Setting("compile", False, "torch.compile per block", kind=bool, choices=(False,), note=_LATER),
 )
 
@@ -72,7 +78,11 @@ def strategy_from(pinned: Mapping[str, object]) -> Strategy:
 
 def broken_rules(strategy: Strategy, world_size: int, recipe: Recipe) -> Iterator[Violation]:
     """What forbids this strategy on this many devices for this recipe."""
-    return violations(RULES, Case(strategy, world_size, recipe))
+    model_ranks = 1
+    for technique in ORDER:
+        for axis, degree in technique.degrees(strategy, world_size).items():
+            model_ranks *= 1 if axis in DATA_AXES else degree
+    return violations(RULES, Case(strategy, world_size, recipe, model_ranks))
 
 
 def refuse_broken(recipe: Recipe, world_size: int, where: Callable[[str], str]) -> None:
@@ -132,15 +142,18 @@ def precision_of(strategy: Strategy) -> str:
     return strategy[PRECISION]
 
 
+def stages_of(strategy: Strategy) -> int:
+    """Into how many stages the blocks of a model are cut, for whoever needs a model of as many."""
+    return strategy[PIPELINE_PARALLEL] * stages_per_rank(strategy)
+
+
 def layout_of(strategy: Strategy, world_size: int) -> Layout:
-    """The mesh that a valid strategy needs. ``shard`` takes what the other degrees leave of the world."""
-    degrees = {axis: 1 for axis in AXES if axis != "shard"}
+    """The mesh that a valid strategy needs. Each technique takes of what those before it have left of the world."""
+    degrees, left = dict.fromkeys(AXES, 1), world_size
     for technique in ORDER:
-        degrees.update(technique.degrees(strategy, world_size))
-    taken = 1
-    for axis, degree in degrees.items():
-        taken *= 1 if axis == "shard" else degree
-    degrees.setdefault("shard", world_size // taken)
+        taken = technique.degrees(strategy, left)
+        degrees.update(taken)
+        left //= math.prod(taken.values())
     return Layout(tuple((axis, degrees[axis]) for axis in AXES))
 
 

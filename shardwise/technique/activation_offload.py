@@ -21,7 +21,7 @@ from typing import Any
 from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
 from shardwise.technique.base import Site
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
-from shardwise.technique.offload import OFFLOAD, RULES, parts
+from shardwise.technique.offload import OFFLOAD, parts
 
 
 def _within_a_budget(case: Case) -> bool:
@@ -43,9 +43,9 @@ class ActivationOffload:
 
     name: str = "activation_offload"
     settings: Sequence[Setting[Any]] = (OFFLOAD,)
-    rules: Sequence[Rule] = (*RULES, WITHIN_A_BUDGET)
+    rules: Sequence[Rule] = (WITHIN_A_BUDGET,)
 
-    def degrees(self, strategy: Strategy, world_size: int) -> dict[str, int]:
+    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:

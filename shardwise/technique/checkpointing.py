@@ -54,7 +54,7 @@ class Checkpointing:
     settings: Sequence[Setting[Any]] = (ACTIVATION_CHECKPOINTING,)
     rules: Sequence[Rule] = ()
 
-    def degrees(self, strategy: Strategy, world_size: int) -> dict[str, int]:
+    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
@@ -66,7 +66,10 @@ class Checkpointing:
         if kind == "none":
             return
         names = {module: name for name, module in site.model.named_modules()}
-        for index, wrapped in enumerate(_wrapped(kind, site.units)):
+        # Segments end where a stage does: what runs next there is another micro-batch.
+        stretches = site.stretches if kind == "sqrt" else [site.units]
+        everything = [unit for units in stretches for unit in _wrapped(kind, units)]
+        for index, wrapped in enumerate(everything):
             if wrapped is not site.units[index]:
                 site.model.set_submodule(names[site.units[index]], wrapped)
                 site.units[index] = wrapped

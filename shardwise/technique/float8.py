@@ -85,7 +85,7 @@ class Float8:
     settings: Sequence[Setting[Any]] = (FP8_SCALING, FP8_LAYERS)
     rules: Sequence[Rule] = RULES
 
-    def degrees(self, strategy: Strategy, world_size: int) -> dict[str, int]:
+    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
@@ -96,13 +96,14 @@ class Float8:
         if site.strategy[PRECISION] != "fp8":
             return
         from shardwise.model.float8 import Float8Linear, scaling_named
+        from shardwise.model.slices import local_part
 
         scaling, every = site.strategy[FP8_SCALING], site.strategy[FP8_LAYERS] == "all"
         how = scaling_named({"tensor": "tensorwise", "row": "rowwise"}[scaling])
         found = taken = 0
         for parent, name, linear in list(_linear_layers(site.units)):
             found += 1
-            rows, columns = linear.weight.shape
+            rows, columns = local_part(linear.weight).shape  # of a split layer, what this rank multiplies
             if can_run(rows, columns) if every else gains(rows, columns, scaling):
                 taken += 1
                 setattr(parent, name, Float8Linear(linear, how))

@@ -57,7 +57,7 @@ class InBackward:
     settings: Sequence[Setting[Any]] = (OPTIMIZER_IN_BACKWARD,)
     rules: Sequence[Rule] = RULES
 
-    def degrees(self, strategy: Strategy, world_size: int) -> dict[str, int]:
+    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:

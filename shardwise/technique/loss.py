@@ -30,14 +30,14 @@ class ChunkedLoss:
     settings: Sequence[Setting[Any]] = (LOSS,)
     rules: Sequence[Rule] = ()
 
-    def degrees(self, strategy: Strategy, world_size: int) -> dict[str, int]:
+    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         return "chunked loss" if strategy[LOSS] == "chunked" else ""
 
     def apply(self, site: Site) -> None:
-        if site.strategy[LOSS] != "chunked":
+        if site.strategy[LOSS] != "chunked" or not site.has_end:
             return
         from shardwise.model.head import LossHead
 

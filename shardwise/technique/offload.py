@@ -8,7 +8,7 @@ lines of a recipe for one intent. The price is that the closed set names every c
 
 from __future__ import annotations
 
-from shardwise.core.strategy import FolderForm, Rule, Setting, Strategy
+from shardwise.core.strategy import FolderForm, Setting, Strategy
 
 NVME: tuple[FolderForm, ...] = tuple(
     FolderForm("+".join((*parts, "nvme")))
@@ -42,6 +42,3 @@ def parts(strategy: Strategy) -> frozenset[str]:
 def folder(strategy: Strategy) -> str | None:
     """The folder of the optimizer's files; None when it has none."""
     return next((path for form in NVME if (path := form.folder(strategy[OFFLOAD])) is not None), None)
-
-
-RULES: tuple[Rule, ...] = ()

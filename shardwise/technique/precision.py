@@ -20,10 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.core.strategy import Layout, Rule, Setting, Strategy
 from shardwise.technique.base import Dtypes, Site
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 PRECISION: Setting[str] = Setting(
     "precision",
@@ -93,7 +97,7 @@ class Precision:
     settings: Sequence[Setting[Any]] = (PRECISION, MASTER_WEIGHTS, REDUCE_DTYPE, BUFFER_DTYPE)
     rules: Sequence[Rule] = RULES
 
-    def degrees(self, strategy: Strategy, world_size: int) -> dict[str, int]:
+    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
@@ -131,8 +135,24 @@ class Precision:
                 "the weights were trained in bf16; activations may exceed fp16's range of 65,504: bf16 is safer"
             )
         site.model.to(storage)
+        if compute != storage:
+            _narrow_frozen(site.model, compute)
         table = wide if site.strategy[BUFFER_DTYPE] == "fp32" else compute
         for module in site.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(table))
+
+
+def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Store what is never updated in the dtype of compute: it needs no copy that is wider."""
+    from torch import nn
+
+    narrow: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.requires_grad or not parameter.is_floating_point():
+                continue
+            if parameter not in narrow:
+                narrow[parameter] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+            module._parameters[name] = narrow[parameter]

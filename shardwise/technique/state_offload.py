@@ -71,7 +71,7 @@ class StateOffloading:
     settings: Sequence[Setting[Any]] = (OFFLOAD_FRACTION,)
     rules: Sequence[Rule] = RULES
 
-    def degrees(self, strategy: Strategy, world_size: int) -> dict[str, int]:
+    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:

@@ -11,7 +11,8 @@ which it is copied. The stages differ only in what is kept gathered, and when gr
 
 in units of (N-1)/N * parameters per rank and optimizer step. Hybrid sharding sets ``replicate`` > 1: the
 stage's traffic then stays inside each group of ``shard`` ranks, and one all-reduce of the shards per step
-crosses the groups.
+crosses the groups. With sequence parallelism the axis of the shards (in stage 0, of the copies) is joined with that
+of the sequence.
 
 Chosen: every unit (block) is one FSDP group, the head (last norm and output layer) another, so that its gradient
 is reduced first and not held to the end of the backward pass, and the rest (the embedding; the head too where
@@ -24,7 +25,9 @@ own division is switched off.
 
 Every micro-batch's backward pass is finished before the next begins (FSDP2's ``set_is_last_backward`` is left
 alone): otherwise the last reduce-scatter's input, the gradient of the root group in fp32, is held through the next
-forward pass, 2 GiB for Llama-3-8B. The price is that this one reduction is not hidden.
+forward pass, 2 GiB for Llama-3-8B. The price is that this one reduction is not hidden. In a pipeline, where forward
+passes of others lie between a micro-batch's two passes, nothing is gathered while the loss is computed, and "last"
+above is the last backward pass of the rank.
 
 Refused: DistributedDataParallel for stage 0 (its C++ reducer does not run on fake tensors, so it could not
 be planned by the code that trains). The price is one copy of each layer's weights at a time, freed after
@@ -33,15 +36,17 @@ use, and a memory copy per layer and pass that is small against the layer's matr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
-from shardwise.technique.base import DATA_AXES, Site
+from shardwise.technique.base import DATA_AXES, Pipeline, Site
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
 ZERO_STAGE: Setting[int] = Setting(
@@ -67,11 +72,11 @@ def _divisor_at_most(number: int, limit: int) -> int:
 
 
 def _indivisible(case: Case) -> bool:
-    return case.world_size % case.strategy[REPLICATE] != 0
+    return case.data_ranks % case.strategy[REPLICATE] != 0
 
 
 def _nearest_replicate(case: Case) -> Mapping[str, object]:
-    return {"replicate": _divisor_at_most(case.world_size, case.strategy[REPLICATE])}
+    return {"replicate": _divisor_at_most(case.data_ranks, case.strategy[REPLICATE])}
 
 
 RULES: tuple[Rule, ...] = (
@@ -92,18 +97,17 @@ class Zero:
     settings: Sequence[Setting[Any]] = (ZERO_STAGE, REPLICATE)
     rules: Sequence[Rule] = RULES
 
-    def degrees(self, strategy: Strategy, world_size: int) -> dict[str, int]:
-        """``replicate`` only; ``shard`` is what all techniques leave. Stage 0 is a shard degree of 1."""
-        if strategy[ZERO_STAGE] == 0:
-            return {"replicate": world_size, "shard": 1}
-        return {"replicate": strategy[REPLICATE]}
+    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
+        """Both axes of the data, which take all that is left. Stage 0 is a shard degree of 1."""
+        replicate = left if strategy[ZERO_STAGE] == 0 else strategy[REPLICATE]
+        return {"replicate": replicate, "shard": left // replicate}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
-        shard, replicate = layout.degree("shard"), layout.degree("replicate")
+        shard, replicate, sequence = (layout.degree(axis) for axis in (*reversed(DATA_AXES), "sequence"))
         if strategy[ZERO_STAGE] == 0:
-            return f"zero0×{replicate}"
+            return f"zero0×{replicate * sequence}"
         copies = f"×{replicate} copies" if replicate > 1 else ""
-        return f"zero{strategy[ZERO_STAGE]}×{shard}{copies}"
+        return f"zero{strategy[ZERO_STAGE]}×{shard * sequence}{copies}"
 
     def apply(self, site: Site) -> None:
         from torch.distributed.fsdp import (
@@ -115,18 +119,18 @@ class Zero:
         )
 
         stage = site.strategy[ZERO_STAGE]
-        hybrid = site.layout.degree("replicate") > 1
-        # A one-dimensional mesh where there is nothing to replicate: FSDP2 would otherwise hold
-        # all-reduce buffers for a group of one.
-        mesh = site.mesh[DATA_AXES] if hybrid else site.mesh["shard"]
+        mesh = _mesh(site)
+        hybrid = mesh.ndim == 2
         policy = MixedPrecisionPolicy(
             param_dtype=site.dtypes.compute if site.dtypes.compute != site.dtypes.storage else None,
             reduce_dtype=site.dtypes.reduce,
         )
         pinned = site.mesh.device_type != "cpu"
         shards = CPUOffloadPolicy(pin_memory=pinned) if site.weights_on_host else OffloadPolicy()
-        # Stage 0 has nothing to gather over the wire: its layer copies are freed after use, as stage 3's.
-        reshard = stage in (0, 3)
+        # Stage 0 has nothing to gather over the wire: its layer copies are freed after use, as stage 3's. A backward
+        # pass in two halves needs them from the first half to the second.
+        halved = site.pipeline is not None and site.pipeline.halved
+        reshard = stage == 3 or (stage == 0 and not halved)
         groups: list[nn.Module | list[nn.Module]] = [
             *site.units,
             *([site.head] if site.head else []),
@@ -140,19 +144,82 @@ class Zero:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        root = cast("FSDPModule", site.model)
-        if stage == 3:
+        if site.pipeline is not None:
+            _gather_in_order(site, site.pipeline)
+        elif stage == 3:
             _gather_ahead(site)
 
-        def before_micro_batch(last: bool) -> None:
-            if stage in (0, 1):
-                root.set_requires_gradient_sync(last)
-            elif hybrid:
-                root.set_requires_all_reduce(last)
-            if stage in (1, 2):
-                root.set_reshard_after_backward(last)
+        members = _members(site)
+
+        def before_micro_batch(last: bool, part: int) -> None:
+            for module in members[part]:
+                if stage in (0, 1):
+                    module.set_requires_gradient_sync(last, recurse=False)
+                elif hybrid:
+                    module.set_requires_all_reduce(last, recurse=False)
+                if not reshard:
+                    module.set_reshard_after_backward(last, recurse=False)
 
         site.micro_batch_hooks.append(before_micro_batch)
+
+
+def _members(site: Site) -> list[list[FSDPModule]]:
+    """The modules that gather and reduce parameters of each of this rank's parts.
+
+    What lies before the first block or after the last one belongs to the root, which only one of the parts uses.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    def within(model: nn.Module) -> list[FSDPModule]:
+        return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    if site.pipeline is None:
+        return [within(site.model)]
+    root = cast("FSDPModule", site.model)
+    ends = [part.first or part.last for part in site.pipeline.held.values()]
+    return [within(model) + [root] * end for model, end in zip(site.parts, ends, strict=True)]
+
+
+def _gather_in_order(site: Site, pipeline: Pipeline) -> None:
+    """In every backward pass, gather a part's units one ahead.
+
+    FSDP2 does so by the order of the last forward pass, which in a pipeline is another micro-batch's. A module that
+    names itself gathers nothing ahead.
+    """
+    root = cast("FSDPModule", site.model)
+    root.set_modules_to_backward_prefetch([root])
+    for part, units in zip(pipeline.held.values(), site.stretches, strict=True):
+        mine = cast("list[FSDPModule]", units + (site.head[:1] if part.last else []))
+        for before, unit in zip([mine[0], *mine], mine, strict=False):
+            unit.set_modules_to_backward_prefetch([before])
+
+
+def _mesh(site: Site) -> DeviceMesh:
+    """The axes that FSDP2 copies over and shards over, in this order.
+
+    Ranks of the sequence axis have the same weights and sum gradients of other tokens, as data-parallel ranks do:
+    stage 0 copies over them, the others shard over them. One-dimensional where there is nothing to copy: FSDP2
+    would otherwise hold all-reduce buffers for a group of one.
+    """
+    copies, shards = DATA_AXES
+    if site.layout.degree("sequence") > 1:
+        if site.strategy[ZERO_STAGE] == 0:
+            copies = _joined(site, copies)
+        else:
+            shards = _joined(site, shards)
+    if site.layout.degree(copies) == 1:
+        return site.joined_axes.get(shards) or site.mesh[shards]
+    with warnings.catch_warnings():
+        # Of slicing by the name of joined axes; 2.11 has nothing else to put two meshes together.
+        warnings.simplefilter("ignore")
+        return site.mesh[copies, shards]
+
+
+def _joined(site: Site, axis: str) -> str:
+    """The name of an axis joined with that of the sequence."""
+    name = f"{axis}+sequence"
+    site.joined_axes[name] = site.mesh[axis, "sequence"]._flatten(name)
+    return name
 
 
 def _gather_ahead(site: Site) -> None:

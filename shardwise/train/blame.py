@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwise.engine.build import Run
 from shardwise.engine.optim.norm import local
+from shardwise.engine.phase import current_micro_batch, current_phase
 from shardwise.model.blueprint import Batch
 from shardwise.model.slices import canonical_name
 
@@ -37,10 +38,14 @@ _WORDS = ("output of", "", "gradient within", "gradient of")
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """Where something was not finite: micro-batch, stage of its pass, how manieth in it, rank, and the name."""
+    """Where something was not finite: micro-batch, stage of its pass, how manieth in it, rank, and the name.
+
+    ``place`` puts the ranks of a pipeline in the order in which a pass goes through them.
+    """
 
     micro_batch: int
     stage: int
+    place: int
     order: int
     rank: int
     name: str
@@ -52,12 +57,13 @@ class Finding:
 
 def first_non_finite(run: Run, batches: Sequence[Batch]) -> Finding | None:
     """Run a step's micro-batches without updating anything; the earliest fault of any rank, on all ranks."""
-    watch = _Watch(run.model)
+    watch = _Watch(run.model, 0 if run.pipeline is None else run.pipeline.rank)
     with watch.stack, warnings.catch_warnings(), suppress(RuntimeError):
         # Hooks for looking make views and come with warnings; a model that writes in place refuses them. What
         # was found until then is still true, and the run is at its end.
         warnings.simplefilter("ignore")
-        _run_again(run, batches, watch)
+        with run.update.held_off():
+            run.passes.forward_backward(run, [run.part_of(batch) for batch in batches], watch.loss)
     watch.look_at_gradients(len(batches) - 1)
     run.optimizer.zero_grad(set_to_none=True)
     every: list[Finding | None] = [None] * dist.get_world_size()
@@ -65,31 +71,17 @@ def first_non_finite(run: Run, batches: Sequence[Batch]) -> Finding | None:
     return min((finding for finding in every if finding is not None), default=None)
 
 
-def _run_again(run: Run, batches: Sequence[Batch], watch: _Watch) -> None:
-    """Forward and backward passes as a step's, except that no parameter is updated on the way."""
-    count = torch.stack([run.blueprint.count(batch) for batch in batches]).sum()
-    dist.all_reduce(count, group=run.data_group)
-    count.clamp_(min=1)
-    for index, batch in enumerate(batches):
-        for before_micro_batch in run.micro_batch_hooks:
-            before_micro_batch(index == len(batches) - 1)
-        watch.begin(index)
-        loss, _ = run.blueprint.loss(run.model, batch)
-        watch.backward(loss)
-        run.update.before_backward(run, loss.detach(), last=False)  # of several: nothing is updated
-        (loss / count * run.loss_scale.value).backward()
-
-
 @dataclass
 class _Watch:
     """Hooks on all modules of a model, and the first thing they found."""
 
     model: nn.Module
+    place: int
     found: Finding | None = None
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self._micro_batch, self._order, self._stage = 0, 0, FORWARD
+        self._at, self._order = (0, FORWARD), 0
         for name, module in self.model.named_modules():
             short = canonical_name(f"{name}.").removesuffix(".") or type(module).__name__
             handles = [module.register_forward_hook(self._forward_hook(short))]
@@ -98,43 +90,42 @@ class _Watch:
             for handle in handles:
                 self.stack.callback(handle.remove)
 
-    def begin(self, micro_batch: int) -> None:
-        self._micro_batch, self._order, self._stage = micro_batch, 0, FORWARD
-
-    def backward(self, loss: Tensor) -> None:
-        """The forward pass is over; it has yielded ``loss``."""
-        self._stage = LOSS
-        self._note("", [loss])
-        self._stage, self._order = BACKWARD, 0
+    def loss(self, loss: Tensor) -> None:
+        """A forward pass is over; it has yielded ``loss``."""
+        self._note(LOSS, "", [loss])
 
     def look_at_gradients(self, micro_batch: int) -> None:
         """The last look: at what the backward passes have left in the parameters."""
-        self._micro_batch, self._order, self._stage = micro_batch, 0, GRADIENT
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                self._note(canonical_name(name), [local(parameter.grad)])
+                self._note(GRADIENT, canonical_name(name), [local(parameter.grad)], micro_batch)
 
     def _forward_hook(self, name: str) -> Any:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            if self._stage == FORWARD:
-                self._note(name, tree_iter(output))
+            if current_phase() == "forward":
+                self._note(FORWARD, name, tree_iter(output))
 
         return look
 
     def _backward_hook(self, name: str) -> Any:
         def look(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            self._note(name, tree_iter((inputs, outputs)))
+            self._note(BACKWARD, name, tree_iter((inputs, outputs)))
 
         return look
 
     @torch.no_grad()  # else looking saves tensors, which a recomputation would then miss
-    def _note(self, name: str, values: Iterable[Any]) -> None:
-        """Remember the first of all places where a value is not finite."""
-        self._order += 1
-        if self.found is not None:
+    def _note(self, stage: int, name: str, values: Iterable[Any], micro_batch: int | None = None) -> None:
+        """Remember the first of all places where a value is not finite: the first micro-batch's, not in time."""
+        number = current_micro_batch() if micro_batch is None else micro_batch
+        assert number is not None, "modules run for a micro-batch"
+        self._order = self._order + 1 if self._at == (number, stage) else 1
+        self._at = number, stage
+        place = -self.place if stage == BACKWARD else self.place
+        here = Finding(number, stage, place, self._order, dist.get_rank(), name)
+        if self.found is not None and self.found < here:
             return
         if not all(value.isfinite().all() for value in values if _has_numbers(value)):
-            self.found = Finding(self._micro_batch, self._stage, self._order, dist.get_rank(), name)
+            self.found = here
 
 
 def _has_numbers(value: Any) -> bool:

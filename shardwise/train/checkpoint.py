@@ -23,7 +23,6 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -35,12 +34,15 @@ from shardwise.technique import precision_of, strategy_from
 from shardwise.train import commit
 from shardwise.train import manifest as manifests
 from shardwise.train.manifest import Damaged, Manifest
+from shardwise.train.planners import LoadPlanner, SavePlanner
 from shardwise.train.shards import DTYPES, DTYPES_BY_NAME, ShardFiles, ShardReader, ShardWriter
 from shardwise.train.start import candidates, require_steps_left
 from shardwise.train.state import TrainState
 
 T = TypeVar("T")
 Warn = Callable[[str], None]
+Kind = tuple[str, tuple[int, ...]]
+"""Dtype, as safetensors calls it, and shape of a tensor."""
 
 
 def to_stderr(line: str) -> None:
@@ -58,10 +60,9 @@ def save(run: Run, state: TrainState, folder: Path, keep: int, fingerprint: str 
     write; earlier checkpoints are then untouched, and so is the run.
     """
     writer = ShardWriter(folder, _description(run, state, fingerprint), keep)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with torch.no_grad():
-            dcp_save(tensors_of(run), storage_writer=writer, planner=planner)
+            dcp_save(tensors_of(run), storage_writer=writer, planner=SavePlanner())
     except CheckpointException as error:
         writer.abandon()
         raise _cause(error, "cannot save the checkpoint", folder) from error
@@ -100,12 +101,12 @@ def restore(run: Run, folder: Path, fingerprint: str = "", warn: Warn = to_stder
     when all are damaged or the newest whole one is of another model or sample order, DataError when it was
     trained on other data (an empty ``fingerprint`` is not compared); weights are then unchanged.
     """
-    _on_rank_0(lambda: commit.prepare(folder))
-    found = _newest_whole(_on_rank_0(lambda: manifests.committed(folder)), _or_delete(folder), warn)
+    on_rank_0(lambda: commit.prepare(folder))
+    found = _newest_whole(on_rank_0(lambda: manifests.committed(folder)), _or_delete(folder), warn)
     if found is None:
         return None
     checkpoint, manifest = found
-    _on_rank_0(lambda: _set_aside(folder, checkpoint))
+    on_rank_0(lambda: _set_aside(folder, checkpoint))
     _warn_of_range(run, manifest, warn)
     return _load(run, checkpoint, manifest, fingerprint)
 
@@ -117,7 +118,7 @@ def start(run: Run, source: Path, fingerprint: str = "", warn: Warn = to_stderr)
     the last of this run. Raises CheckpointError, DataError or RecipeError; weights are then unchanged.
     """
     fix = "start from another checkpoint, or bring back a copy"
-    found = _newest_whole(_on_rank_0(lambda: candidates(source)), fix, warn)
+    found = _newest_whole(on_rank_0(lambda: candidates(source)), fix, warn)
     assert found is not None, "there are candidates"
     checkpoint, manifest = found
     require_steps_left(run.recipe, checkpoint, manifest)
@@ -133,18 +134,18 @@ def restore_before(
     For a run that goes back: later checkpoints are of a branch that is abandoned, and are deleted once this one is
     loaded. Raises as ``restore``.
     """
-    earlier = _on_rank_0(lambda: [p for p in manifests.committed(folder) if _steps(p) <= step])
+    earlier = on_rank_0(lambda: [p for p in manifests.committed(folder) if _steps(p) <= step])
     found = _newest_whole(earlier, _or_delete(folder), warn)
     if found is None:
         return None
     state = _load(run, *found, fingerprint)
-    _on_rank_0(lambda: commit.retire_after(folder, _steps(found[0])))
+    on_rank_0(lambda: commit.retire_after(folder, _steps(found[0])))
     return state
 
 
 def has_before(folder: Path, step: int) -> bool:
     """Whether there is a checkpoint, whole or not, of at most ``step`` steps; the same answer on every rank."""
-    return _on_rank_0(lambda: any(_steps(path) <= step for path in manifests.committed(folder)))
+    return on_rank_0(lambda: any(_steps(path) <= step for path in manifests.committed(folder)))
 
 
 def _steps(checkpoint: Path) -> int:
@@ -155,11 +156,10 @@ def _load(run: Run, checkpoint: Path, manifest: Manifest, fingerprint: str) -> T
     """Load a checkpoint whose files have been verified, when it is of this model and this order of samples."""
     _require_same_samples(run, manifest, fingerprint, checkpoint)
     tensors = tensors_of(run)
-    _require_same_tensors(tensors, manifest, checkpoint)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    _require_same_tensors(_of_all_stages(run, tensors), manifest, checkpoint)
     try:
         with torch.no_grad():
-            dcp_load(tensors, storage_reader=ShardReader(checkpoint, manifest), planner=planner)
+            dcp_load(tensors, storage_reader=ShardReader(checkpoint, manifest), planner=LoadPlanner())
     except CheckpointException as error:
         raise _cause(error, "cannot load the checkpoint", checkpoint) from error
     return manifest.state
@@ -215,7 +215,7 @@ def _set_aside(folder: Path, whole: Path) -> None:
 
 def _verified(checkpoint: Path) -> Manifest:
     """Rank 0 reads the manifest, the ranks divide the files among them. Raises Damaged on every rank."""
-    manifest = _on_rank_0(lambda: manifests.read(checkpoint))
+    manifest = on_rank_0(lambda: manifests.read(checkpoint))
     verdict = None
     for name in sorted(manifest.files)[_rank() :: _world_size()]:
         try:
@@ -246,8 +246,17 @@ def _require_same_samples(run: Run, manifest: Manifest, fingerprint: str, checkp
         )
 
 
-def _require_same_tensors(tensors: dict[str, Tensor], manifest: Manifest, checkpoint: Path) -> None:
-    expected = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+def _of_all_stages(run: Run, tensors: dict[str, Tensor]) -> dict[str, Kind]:
+    """Dtype and shape of every tensor of the run, by name: of a pipeline each rank holds those of its stages."""
+    mine = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    if run.pipeline is None:
+        return mine
+    every = [mine] * run.pipeline.ranks
+    dist.all_gather_object(every, mine, group=run.pipeline.group)
+    return {name: kind for held in every for name, kind in held.items()}
+
+
+def _require_same_tensors(expected: dict[str, Kind], manifest: Manifest, checkpoint: Path) -> None:
     found = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
     different = {name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)}
     if different:
@@ -260,37 +269,55 @@ def _require_same_tensors(tensors: dict[str, Tensor], manifest: Manifest, checkp
         )
 
 
-def _shown(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+def _shown(tensor: Kind | None) -> str:
     return f"{tensor[0]}{list(tensor[1])}" if tensor else "absent"
 
 
 # ---- weights for one process ------------------------------------------------------------------------------
 
 
-def stream_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """The whole weights and buffers of one checkpoint, tensor by tensor, on the CPU.
+class SavedWeights:
+    """The whole weights and buffers of one checkpoint by name, for one process; a shared tensor under its first name.
 
-    Verifies the files they are in first, and does not touch the optimizer's. A shared tensor comes once,
-    under its first name. Raises CheckpointError.
+    Verifies the files they are in first, and does not touch the optimizer's. Files are mapped for one tensor at a time:
+    what is read through a map counts as memory until the map is gone. Raises CheckpointError.
     """
-    try:
-        manifest = manifests.read(checkpoint)
-        tensors = {name: t for name, t in manifest.tensors.items() if not name.startswith(OPTIMIZER)}
-        for file in sorted({piece.file for entry in tensors.values() for piece in entry.pieces}):
-            manifests.verify(checkpoint, file, manifest.files[file])
-    except Damaged as damage:
-        raise CheckpointError(
-            "the checkpoint is damaged", where=str(damage.path), why=damage.reason
-        ) from None
-    files = ShardFiles(checkpoint)
-    for name, entry in tensors.items():
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        try:
+            manifest = manifests.read(checkpoint)
+            self.strategy = strategy_from(manifest.strategy)
+            self._tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith(OPTIMIZER)}
+            for file in sorted({piece.file for entry in self._tensors.values() for piece in entry.pieces}):
+                manifests.verify(checkpoint, file, manifest.files[file])
+        except Damaged as damage:
+            raise CheckpointError(
+                "the checkpoint is damaged", where=str(damage.path), why=damage.reason
+            ) from None
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of every tensor, in the checkpoint's order."""
+        return {name: DTYPES_BY_NAME[entry.dtype] for name, entry in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor, on the CPU."""
+        entry, files = self._tensors[name], ShardFiles(self.checkpoint)
         whole = torch.empty(entry.shape, dtype=DTYPES_BY_NAME[entry.dtype])
         for piece in entry.pieces:
             ends = zip(piece.offsets, piece.sizes, strict=True)
             target = tuple(slice(start, start + size) for start, size in ends)
             everything = tuple(slice(0, size) for size in piece.sizes)
             whole[target] = files.block(name, piece, everything)
-        yield name, whole
+        return whole
+
+
+def stream_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """The whole weights and buffers of one checkpoint, tensor by tensor (see ``SavedWeights``)."""
+    weights = SavedWeights(checkpoint)
+    for name in weights.dtypes:
+        yield name, weights.read(name)
 
 
 def load_weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -309,7 +336,7 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _on_rank_0(action: Callable[[], T]) -> T:
+def on_rank_0(action: Callable[[], T]) -> T:
     """What ``action`` returns or raises on rank 0, on every rank."""
     box: list[tuple[T | None, Exception | None]] = [(None, None)]
     if _rank() == 0:

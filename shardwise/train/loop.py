@@ -28,6 +28,7 @@ from shardwise.technique import MICRO_BATCH_SIZE, micro_batches
 from shardwise.train.checkpoint import restore, save, start
 from shardwise.train.data import Data, open_data
 from shardwise.train.evaluate import evaluate
+from shardwise.train.export import leave
 from shardwise.train.meter import EXACT_STEPS, MemoryMeter, return_large_frees
 from shardwise.train.metrics import MetricsFile, StepMetrics, typical_seconds
 from shardwise.train.progress import Progressing
@@ -35,6 +36,7 @@ from shardwise.train.recovery import Observed, Recovery, Rewound
 from shardwise.train.shortage import is_shortage, remember
 from shardwise.train.state import TrainState
 from shardwise.train.stop import StopRequest
+from shardwise.train.stopwatch import Stopwatch
 from shardwise.train.survival import Standing, Survival, agree, exhausted, shortage_of
 from shardwise.train.warm import warm_kernels
 
@@ -84,7 +86,8 @@ class Trainer:
         self.checkpoints = job.folder / "checkpoints"
         self.state = self._first_state()
         self.recovery = Recovery(self.run, self.data, job.folder, self._at, _warn)
-        self.survival = Survival(self.run, job.folder)
+        self.survival = Survival(self.run)
+        self.stopwatch = Stopwatch()
         self.pending: _Pending | None = None
         self.save_owed = False
         self.first = self.state.step
@@ -135,17 +138,25 @@ class Trainer:
             self._pause(left, stop=False)  # an evaluation broke off
         for index in range(self.state.step + (self.pending is not None), recipe.steps):
             rate = learning_rate(recipe, index)
-            seed_step(recipe.seed, index, self.rank)
+            seed_step(recipe.seed, index, self.run.random_rank)
             self.survival.alarm.enter()
-            result = step(self.run, self._at(self.state.position(index)), rate)
+            ahead = self.run.passes.reads(index, recipe.steps)
+            batches = [batch for read in ahead for batch in self._at(self.state.position(read))]
+            with self.stopwatch.over(self.run, index, self.first):
+                result = step(self.run, batches, rate)
             part = self.survival.alarm.part
-            now = _Pending(index, result, part, self.stopping.agreed(), rate, self._lap())
+            now = _Pending(index, result, part, self._asked_to_stop(index), rate, self._lap())
             before, self.pending = self.pending, now
             self.run.update.begun = False
             stop = self._finish(before)
             self._measure(index - self.first)
             if stop or self._pauses(index):
                 self._pause(now, stop)
+
+    def _asked_to_stop(self, index: int) -> Tensor:
+        """1 where some rank was asked to. Ranks that are not in one step ask each other only where the run pauses."""
+        together = self.run.passes.in_step or self._pauses(index)
+        return self.stopping.agreed() if together else torch.zeros(())
 
     def _back_at(self, state: TrainState) -> None:
         """The run stands where it stood before; a result that has not been read is of what was undone."""
@@ -188,17 +199,14 @@ class Trainer:
         if self.pending is not None:
             self.pending.part = 0  # of before the new alarm's first
         position = self.state.position(short.step - 1)
+        back = ""
         if not agree(everyone):
             self._go_back([each.copy for each in everyone])
+            back = f"; in the midst of an update, so the run goes back to step {self.state.step}"
         self.first = self.state.step + (self.pending is not None)
         sizes = {"micro_batch_size": short.micro_batch_size, "to_step": self.first}
         self.recovery.log("out of memory", short.step - 1, [position], rank=short.rank, **sizes)
         passes = micro_batches(strategy, self.run.layout, self.job.recipe.batch_size)
-        back = (
-            ""
-            if agree(everyone)
-            else f"; in the midst of an update, so the run goes back to step {self.first}"
-        )
         _say(
             self.rank,
             f"out of memory on rank {short.rank} in step {short.step}: micro_batch_size is now"
@@ -298,6 +306,7 @@ class Trainer:
         self.pending = None
         if self._saves(index, stop):
             save(self.run, self.state, self.checkpoints, recipe.checkpoint.keep, self.data.fingerprint)
+            leave(self.run, self.job.folder)
         if stop and index + 1 < recipe.steps:
             again = "run the same command to go on"
             _say(self.rank, f"stopped on request: saved step {index + 1}; {again}")
@@ -323,6 +332,7 @@ class Trainer:
         """Predicted beside measured, for every rank."""
         peaks: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
         dist.all_gather_object(peaks, (self.meter.peak.allocated, self.meter.peak.reserved))
+        passes = self.stopwatch.collect(self.run)
         if self.rank != 0:
             return
         self.progress.close()
@@ -349,6 +359,7 @@ class Trainer:
             "sample": None,
             "device": plan.device,
             "world_size": plan.world_size,
+            "passes": passes,
         }
         (self.job.folder / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
 

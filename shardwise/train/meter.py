@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +84,16 @@ def return_large_frees(enabled: bool) -> None:
         return
     libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024 if enabled else 32 * 1024 * 1024)
     libc.mallopt(_M_TRIM_THRESHOLD, 0 if enabled else 512 * 1024 * 1024)
+
+
+@contextmanager
+def frees_returned() -> Iterator[None]:
+    """Within it large frees are returned at once: for what passes many large tensors through memory, one by one."""
+    return_large_frees(True)
+    try:
+        yield
+    finally:
+        return_large_frees(False)
 
 
 def _status(key: str) -> int:

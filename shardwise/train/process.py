@@ -74,8 +74,7 @@ def join(device_type: str | None = None) -> Iterator[World]:
 def meet_again(store: Store, rank: int, world_size: int, device: torch.device) -> None:
     """Leave all process groups, whatever became of them, and make a new default one with the same ranks.
 
-    ``store`` is one that has not been used for this before. Raises
-    RankError when the ranks do not meet.
+    ``store`` is one that has not been used for this before. Raises RankError when the ranks do not meet.
     """
     if dist.is_initialized():
         c10d._abort_process_group()

@@ -53,11 +53,7 @@ def train_reference(
     """Train ``model`` in place on one list of micro-batches per optimizer step; yields what each step saw."""
     spec = scaled(recipe)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = _optimizer([g for g in groups if g["params"]], spec)
+    optimizer = _optimizer(_groups(blueprint, model, spec), spec)
     limit = NormLimit(spec.clip_norm, spec.adaptive_clip, torch.device("cpu"))
     for index, batches in enumerate(batches_of):
         total, count = 0.0, 0
@@ -72,10 +68,23 @@ def train_reference(
         norm = torch.nn.utils.clip_grad_norm_(parameters, float(limit.value()), foreach=False)
         limit.update(norm, limit.value(), torch.zeros(()))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe, index)
+            group["lr"] = group["rate_ratio"] * learning_rate(recipe, index)
         optimizer.step()
         optimizer.zero_grad()
         yield Observed(total / max(1, count), float(norm))
+
+
+def _groups(blueprint: Blueprint, model: nn.Module, spec: OptimizerSpec) -> list[dict[str, Any]]:
+    """A group for every parameter that is trained: matrices decay, vectors do not."""
+    return [
+        {
+            "params": [parameter],
+            "weight_decay": spec.weight_decay if parameter.ndim >= 2 else 0.0,
+            "rate_ratio": blueprint.rate_ratio(name),
+        }
+        for name, parameter in named_parameters(model)
+        if parameter.requires_grad
+    ]
 
 
 def _optimizer(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:

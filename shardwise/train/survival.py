@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -64,8 +63,8 @@ class Standing:
 class Survival:
     """Watches over the parts of a run, and builds it anew when one of them broke off for want of memory."""
 
-    def __init__(self, run: Run, folder: Path) -> None:
-        self._run, self._folder = run, folder
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._store = c10d._get_default_store()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._watch()

@@ -11,6 +11,7 @@ not compared (see reference.GradientScale).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +121,12 @@ def run_strategy(recipe: Recipe, strategy: Strategy, folder: Path, device: torch
     expected = [Observed(**s) for s in left["steps"]]
     loss = norm = 0.0
     for index, reference in enumerate(expected):
-        seed_step(recipe.seed, index, dist.get_rank())
-        batches = data.micro_batches(index, run.data_rank, run.data_degree, strategy[MICRO_BATCH_SIZE])
+        seed_step(recipe.seed, index, run.random_rank)
+        batches = [
+            batch
+            for read in run.passes.reads(index, len(expected))
+            for batch in data.micro_batches(read, run.data_rank, run.data_degree, strategy[MICRO_BATCH_SIZE])
+        ]
         placed = [{k: v.to(device) for k, v in batch.items()} for batch in batches]
         result = step(run, placed, learning_rate(recipe, index))
         loss = max(loss, _relative(float(result.loss), reference.loss))
@@ -152,22 +157,27 @@ def _relative(value: float, reference: float) -> float:
 
 def parameter_difference(run: Run, weights: Path, ignored: tuple[str, ...] = ()) -> tuple[float, str]:
     """The largest relative L2 difference of a parameter from the file's, and its name; equal on all ranks."""
-    names: list[str] = []
-    rows: list[torch.Tensor] = []
-    sizes: list[int] = []
+    counted = set(run.own_parameters())
     with safe_open(weights, framework="pt") as file:
+        names: list[str] = sorted(file.keys())
+        slices = {name: file.get_slice(name) for name in names}
+        sizes = [math.prod(held.get_shape()) for held in slices.values()]
+        # Packed weights are bytes, whose magnitude says nothing of the model's.
+        counts = [size * (slices[name].get_dtype() != "U8") for name, size in zip(names, sizes, strict=True)]
+        # A rank of a pipeline holds some of them; each row is the sum over those who do.
+        sums = torch.zeros((len(names), 2), dtype=torch.float64, device=run.device)
         for name, parameter in named_parameters(run.model):
+            if parameter not in counted:
+                continue
             mine = local_part(parameter).double()
-            slices = local_slices(parameter)
-            reference = torch.as_tensor(file.get_slice(name)[slices] if slices else file.get_tensor(name))
+            place = local_slices(parameter)
+            reference = torch.as_tensor(file.get_slice(name)[place] if place else file.get_tensor(name))
             theirs = reference.to(mine.device).double()
-            copies = holders(parameter, dist.get_world_size())
-            rows.append(torch.stack([(mine - theirs).square().sum(), theirs.square().sum()]) / copies)
-            names.append(name)
-            sizes.append(parameter.numel())
-    sums = torch.stack(rows)
+            row = torch.stack([(mine - theirs).square().sum(), theirs.square().sum()])
+            sums[names.index(name)] = row / holders(parameter, run.stage_ranks)
     dist.all_reduce(sums)
-    mean_square = float(sums[:, 1].sum()) / sum(sizes)
+    real = torch.tensor([count > 0 for count in counts], device=run.device)
+    mean_square = float(sums[real, 1].sum()) / sum(counts)
     worst, worst_name = 0.0, ""
     for name, size, (difference, norm) in zip(names, sizes, sums.tolist(), strict=True):
         if name in ignored:

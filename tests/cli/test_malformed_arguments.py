@@ -28,6 +28,12 @@ CASES: tuple[tuple[list[str], int, str], ...] = (
     (["plan", "{recipe}", "strategy.zero=3"], 2, "strategy.zero"),
     (["plan", "{recipe}", "strategy.replicate=3", "cluster.devices_per_node=4"], 2, "strategy.replicate"),
     (["plan", "{recipe}", "strategy.tensor_parallel=2"], 2, "strategy.tensor_parallel"),
+    (["plan", "{recipe}", "strategy.sequence_parallel=3"], 2, "is sequence_parallel: 1"),
+    (
+        ["plan", "{recipe}", "strategy.sequence_parallel=8", "cluster.devices_per_node=8"],
+        2,
+        "is sequence_parallel: 4",
+    ),
     (["plan", "{recipe}", "strategy.precision=fp4"], 2, "is not one of fp32, bf16"),
     (["plan", "{recipe}", "cluster.preset=8xH1000"], 2, "cluster.preset"),
     (["plan", "{recipe}", "model.preset=lama-3-8b"], 2, "model.preset"),

@@ -196,6 +196,19 @@ def test_groups_that_straddle_nodes_are_not_taken_for_local() -> None:
     assert cluster_of(Request(device="h100", devices_per_node=6)).link(4).nodes == 1
 
 
+def test_rings_and_all_to_alls_cross_nodes_by_single_adapters() -> None:
+    """An all-gather's ring is cut into as many as there are adapters; a block for one rank is not."""
+    size = 1e12  # so much that latency does not count
+    one, two = made("8xH100-80GB"), made("16xH100-80GB")
+    link, adapter = one.link(8).bandwidth, one.network_bandwidth * one.device.efficiency.network
+    assert one.seconds_to_next(size, 8) == pytest.approx(size / link, rel=1e-3)
+    assert two.seconds_to_next(size, 16) == pytest.approx(size / adapter, rel=1e-3)
+    assert one.seconds_to_all(size, 8) == pytest.approx(7 / 8 * size / link, rel=1e-3)
+    assert two.seconds_to_all(size, 16) == pytest.approx(8 / 16 * size / adapter, rel=1e-3)
+    assert two.seconds_to_all(size, 2, 8) == pytest.approx(size / 2 / adapter, rel=1e-3)
+    assert one.seconds_to_next(size, 1) == one.seconds_to_all(size, 1) == 0
+
+
 def test_a_mesh_gives_small_groups_only_their_own_links() -> None:
     cluster = made("8xMI300X")
     assert cluster.link(8).bandwidth == pytest.approx(7 * 48e9)

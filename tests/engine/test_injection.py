@@ -70,7 +70,7 @@ def fault(run: Run, row: Row) -> Iterator[None]:
     def hit() -> bool:
         return seen[0] == row["micro_batch"]
 
-    def count(last: bool) -> None:
+    def count(last: bool, part: int) -> None:
         seen[0] += 1
 
     def in_batch(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:

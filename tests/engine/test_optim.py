@@ -162,14 +162,27 @@ def test_stochastic_rounding_keeps_the_mean() -> None:
     for fraction in (0.01, 0.3, 0.5, 0.77):
         low, unit = 1.5, 2.0**-7
         value = torch.full((10**6,), low + fraction * unit)
-        rounded = to_bf16(value, random_bits(torch.arange(10**6), torch.tensor(7))).float()
+        rounded = to_bf16(
+            value, random_bits(torch.arange(1000), torch.arange(1000), torch.tensor(7)).flatten()
+        ).float()
         assert set(rounded.unique().tolist()) <= {low, low + unit}
         assert abs(float(rounded.double().mean()) - float(value[0])) < 0.01 * unit
 
 
+def test_random_bits_are_alike_in_no_direction() -> None:
+    """Every row and column has the mean of fair draws within 5 of its deviations, and neighbours do not correlate."""
+    bits = random_bits(torch.arange(1000), torch.arange(1000), torch.tensor(7)).double()
+    assert bits.min() >= 0 and bits.max() < 2**16
+    fair = (bits - (2**16 - 1) / 2) / (2**16 / math.sqrt(12))
+    for dim in (0, 1):
+        assert fair.mean(dim).abs().max() < 5 / math.sqrt(1000)
+        product = fair.narrow(dim, 0, 999) * fair.narrow(dim, 1, 999)
+        assert product.mean().abs() < 5 / math.sqrt(999_000)
+
+
 def test_rounding_passes_what_is_no_number() -> None:
     value = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
-    rounded = to_bf16(value, random_bits(torch.arange(5), torch.tensor(1)))
+    rounded = to_bf16(value, random_bits(torch.arange(1), torch.arange(5), torch.tensor(1))[0])
     assert rounded[:2].tolist() == [math.inf, -math.inf] and rounded[2].isnan() and (rounded[3:] == 0).all()
 
 

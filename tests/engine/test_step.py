@@ -47,7 +47,7 @@ def gradients(settings: dict[str, Any]) -> tuple[float, float, dict[str, tuple[A
     rows = torch.arange(ROWS).view(-1, run.data_degree, size)[:, run.data_rank]
     batches = [{name: tensor[part] for name, tensor in whole.items()} for part in rows]
     _, loss = forward_backward(run, batches)
-    norm = global_norm(run.model.parameters(), run.device)
+    norm = global_norm(run.model.parameters(), run.device, run.stage_ranks)
     pieces = {
         n: (local_slices(p), local(p.grad).clone())
         for n, p in run.model.named_parameters()
@@ -90,7 +90,7 @@ def clipped() -> tuple[float, float]:
     for parameter in run.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
     before, _ = AfterBackward().clip(run, torch.zeros(()))
-    return float(before), float(global_norm(run.model.parameters(), run.device))
+    return float(before), float(global_norm(run.model.parameters(), run.device, run.stage_ranks))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -91,7 +91,7 @@ def gathered() -> Callable[..., dict[str, Tensor]]:
                 wrap(blueprint, model, mesh)
                 model.to_empty(device="cpu")
                 for parameter in model.parameters():
-                    local_part(parameter).fill_(float("nan"))
+                    local_part(parameter).fill_(float("nan") if parameter.is_floating_point() else 255)
                 blueprint.fill(model, seed)
                 for name, parameter in named_parameters(model):
                     full[name][local_slices(parameter)] = local_part(parameter)

@@ -207,3 +207,14 @@ def test_nothing_lives_on(share: float) -> None:
             assert [reference() for reference in alive] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_choice_is_followed_past_what_is_computed_once() -> None:
+    """Statistics of a batch norm, or a collective: kept whatever the choice, and a step of the run like others."""
+    blocks = [
+        nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Tanh()) for _ in "ab"
+    ]
+    first, second = within_budget(blocks, 0.5)
+    second(first(torch.randn(8, 16, requires_grad=True))).sum().backward()
+    assert isinstance(second, Budgeted) and isinstance(first, Budgeted)
+    assert first._own and not second._own

@@ -41,7 +41,30 @@ def test_bound_is_below_what_is_held_and_near_it(
     recipe, strategy = recipe_of(values, SETTINGS), strategy_from({**settings, "zero_stage": stage})
     run = dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
     layout = layout_of(strategy, 4)
-    least = least_state_bytes(run.parameters, strategy, layout, recipe, cluster_of(recipe.cluster))
+    counts = blueprint_of(recipe).parameter_counts()
+    least = least_state_bytes(counts, strategy, layout, recipe, cluster_of(recipe.cluster))
     held = min(s.ledger.parameters + s.ledger.master_weights + s.ledger.optimizer_state for s in run.timeline)
     assert 0.9 * held <= least <= held
     assert least * layout.degree("shard") / run.parameters == pytest.approx(bytes_per_parameter, rel=0.04)
+
+
+@pytest.mark.parametrize(("quantize", "bytes_per_weight"), [("none", 2), ("int8", 1), ("nf4", 0.516)])
+def test_bound_of_frozen_weights(quantize: str, bytes_per_weight: float) -> None:
+    """What is frozen is stored in the dtype of compute, of blocks packed, and has no optimizer state."""
+    values = {
+        "model": MODEL | {"layers": 4},
+        "data": {"sequence_length": 8},
+        "steps": 1,
+        "batch_size": 1,
+        "adapter": {"rank": 2, "quantize": quantize},
+    }
+    recipe, strategy = recipe_of(values, SETTINGS), strategy_from({"precision": "bf16"})
+    blueprint, cluster = blueprint_of(recipe), cluster_of(recipe.cluster)
+    run, counts = dry_run(recipe, blueprint, strategy, cluster), blueprint.parameter_counts()
+    least = least_state_bytes(counts, strategy, layout_of(strategy, 1), recipe, cluster)
+    held = min(s.ledger.parameters + s.ledger.master_weights + s.ledger.optimizer_state for s in run.timeline)
+    assert sum(counts) == run.parameters
+    assert 0.85 * held <= least <= held
+    outside = blueprint.parameter_counts(depth=0)[1]
+    frozen = 2 * outside + bytes_per_weight * (counts[1] - outside)
+    assert held - 12 * counts[0] == pytest.approx(frozen, rel=0.04)

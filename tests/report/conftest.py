@@ -12,10 +12,11 @@ import pytest
 
 from shardwise.core.ledger import Ledger, Peak
 from shardwise.core.plan import Candidate, Plan, StepEstimate, TimelinePoint
-from shardwise.core.strategy import Strategy
+from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.units import GiB, MiB
 
 STRATEGY = Strategy({"precision": "bf16", "zero_stage": 3, "micro_batch_size": 1})
+LAYOUT = Layout((("pipeline", 1), ("replicate", 1), ("shard", 8), ("sequence", 1), ("tensor", 1)))
 
 PEAK = Ledger(
     parameters=2420 * MiB,
@@ -82,6 +83,8 @@ def plan() -> Plan:
         reasons=("micro_batch_size 1, because micro_batch_size 2 needs 107.4 GiB",),
         assumptions=("seconds are a roofline over the profile's peaks",),
         timeline=_timeline(),
+        layout=LAYOUT,
+        devices_per_node=8,
     )
 
 

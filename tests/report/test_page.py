@@ -186,7 +186,8 @@ def test_writes_page_and_pictures_and_nothing_else(plan: Plan, make_run: MakeRun
     before = {path.name for path in folder.iterdir()}
     for _ in range(2):
         assert write_report(folder) == folder / "report.html"
-        assert {path.name for path in folder.iterdir()} - before == {"report.html", "loss.png", "memory.png"}
+        pictures = {"loss.png", "memory.png", "mesh.png"}
+        assert {path.name for path in folder.iterdir()} - before == {"report.html", *pictures}
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.core.errors import DataError
+from shardwise.core.pipeline_plan import PipelinePlan
 from shardwise.core.plan import Plan
 from shardwise.report.record import read_run
 
@@ -125,11 +127,20 @@ def _damaged(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{key}.{inner}", values | {key: {**value, inner: wrong}}
 
 
-def test_no_damage_to_a_plan_gets_through(plan: Plan, make_run: MakeRun) -> None:
+PIPELINE = PipelinePlan("1f1b", 2, 1, 4, (1.0, 1.5), (2.0, 2.5), place=1, pass_bytes=1000)
+
+
+@pytest.mark.parametrize("pipeline", [None, PIPELINE], ids=["alone", "pipeline"])
+def test_no_damage_to_a_plan_gets_through(
+    pipeline: PipelinePlan | None, plan: Plan, make_run: MakeRun
+) -> None:
+    plan = replace(plan, pipeline=pipeline)
     folder = make_run(plan)
     # These follow from the rest, and a strategy's values may be anything.
     harmless = ("fits", "host.bytes", "step.tokens_per_second", "strategy.")
     for what, values in _damaged(json.loads(plan.to_json())):
+        if pipeline is not None and values.get("pipeline", "missing") is None:
+            continue  # a plan without one
         (folder / "plan.json").write_text(json.dumps(values))
         try:
             read_run(folder)

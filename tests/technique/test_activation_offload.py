@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from pool import Pool
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.core.cluster import cluster_of
 from shardwise.core.recipe import Recipe, recipe_of
@@ -32,51 +30,8 @@ from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, str
 # -- the same gradients -------------------------------------------------------------------------------
 
 
-class Residual(nn.Module):
-    """A block that drops, with attention that drops too. Its tensors are large enough to be moved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (2, 32)).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2, is_causal=True)
-        x = x + mixed.transpose(1, 2).flatten(2)
-        return x + F.dropout(self.down(F.dropout(F.gelu(self.up(x * scale)), 0.3)), 0.1)
-
-
-class Dropped(nn.Module):
-    def __init__(self, frozen: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual() for _ in range(6))
-        if frozen:
-            for block in self.blocks[:3]:
-                block.requires_grad_(False)
-            self.blocks[4].down.requires_grad_(False)
-
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = torch.linspace(0.5, 1.5, 64, dtype=x.dtype)
-        for block in self.blocks:
-            x = block(x, scale)
-        return x
-
-
-def dropped(frozen: bool = False) -> Any:
-    """A factory: model and loss."""
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        dtype = next(model.parameters()).dtype
-        x = batch["input_ids"].to(dtype).unsqueeze(-1).expand(-1, -1, 64) / 64
-        return model(x).square().sum().float(), (batch["labels"] != -100).sum()
-
-    return Dropped(frozen), loss
-
-
-FACTORY: dict[str, Any] = {"factory": f"{Path(__file__).stem}:dropped"}
+SHAPE = {"blocks": 6, "width": 64}  # tensors that are large enough to be moved
+FACTORY: dict[str, Any] = {"factory": "dropping:dropped", "arguments": SHAPE}
 NATIVE = {"layers": 6, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 512, "context": 128}
 
 
@@ -87,7 +42,6 @@ def recipe(model: dict[str, Any], length: int = 128, batch_size: int = 4, **valu
 
 def gradients(model: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
     """Of two micro-batches, with the generator's state after them; and the bytes copied to the host."""
-    sys.path.insert(0, str(Path(__file__).parent))
     copied: list[int] = []
     take = Lanes.take
 
@@ -113,18 +67,16 @@ def gradients(model: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str
 
 
 @functools.cache
-def plain(
-    world: int, model: tuple[tuple[str, Any], ...], settings: tuple[tuple[str, Any], ...], pool: Pool
-) -> list[tuple[dict[str, Tensor], int]]:
-    return pool.run(world, gradients, dict(model), dict(settings))
+def plain(world: int, model: str, settings: str, pool: Pool) -> list[tuple[dict[str, Tensor], int]]:
+    """Without offload; the model and the settings as JSON."""
+    return pool.run(world, gradients, json.loads(model), json.loads(settings))
 
 
 def check(world: int, model: dict[str, Any], settings: dict[str, Any], kind: str, pool: Pool) -> None:
     """Every rank's gradients, and that anything was moved at all."""
     offloaded = settings | {"offload": "activations", "activation_checkpointing": kind}
     again = pool.run(world, gradients, model, offloaded)
-    key = tuple((k, tuple(v.items()) if isinstance(v, dict) else v) for k, v in model.items())
-    theirs = plain(world, key, tuple(settings.items()), pool)
+    theirs = plain(world, json.dumps(model), json.dumps(settings), pool)
     for (mine, copied), (expected, without) in zip(again, theirs, strict=True):
         assert copied > 0 == without
         assert mine.keys() == expected.keys()
@@ -152,7 +104,7 @@ def test_gradients_are_bit_identical_with_dropout(
 
 
 def test_frozen_weights(pool: Pool) -> None:
-    frozen = FACTORY | {"arguments": {"frozen": True}}
+    frozen = FACTORY | {"arguments": {**SHAPE, "frozen": True}}
     again = pool.run(2, gradients, frozen, {"zero_stage": 3, "offload": "activations"})
     without = pool.run(2, gradients, frozen, {"zero_stage": 3})
     for (mine, copied), (theirs, _) in zip(again, without, strict=True):

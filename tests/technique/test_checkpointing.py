@@ -6,13 +6,11 @@ What each value keeps and costs is in test_checkpointing_costs.py.
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from dropping import Dropped
 from pool import Pool
 from torch import Tensor, nn
 
@@ -29,54 +27,6 @@ from shardwise.technique.base import Site
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, Checkpointing
 
 
-class Residual(nn.Module):
-    """A block with dropout, which must drop the same elements when it runs again, and attention that drops too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2, is_causal=True)
-        x = x + mixed.transpose(1, 2).flatten(2)
-        return x + F.dropout(self.down(F.dropout(F.gelu(self.up(x * scale)), 0.3)), 0.1)
-
-
-class Dropped(nn.Module):
-    """Five blocks: two segments of two and one of one."""
-
-    def __init__(self, frozen: bool, between: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual() for _ in range(5))
-        self.between = between
-        if frozen:
-            for block in self.blocks[:3]:
-                block.requires_grad_(False)
-            self.blocks[4].down.requires_grad_(False)
-
-    def units(self) -> list[nn.Module]:
-        return list(self.blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = torch.linspace(0.5, 1.5, 16, dtype=x.dtype)
-        for block in self.blocks:
-            x = block(x, scale)
-            x = x * 1.5 if self.between else x
-        return x
-
-
-def dropped(frozen: bool = False, between: bool = False) -> Any:
-    """A factory: model and loss."""
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        dtype = next(model.parameters()).dtype
-        x = batch["input_ids"].to(dtype).unsqueeze(-1).expand(-1, -1, 16) / 8
-        return model(x).square().sum().float(), (batch["labels"] != -100).sum()
-
-    return Dropped(frozen, between), loss
-
-
 def recipe(model: dict[str, Any], **values: Any) -> Recipe:
     return recipe_of(
         {"model": model, "data": {"sequence_length": 32}, "steps": 1, "batch_size": 4, **values}, SETTINGS
@@ -85,8 +35,7 @@ def recipe(model: dict[str, Any], **values: Any) -> Recipe:
 
 def gradients(settings: dict[str, Any], frozen: bool = False) -> dict[str, Tensor]:
     """Of two micro-batches, and the generator's state after them."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    model = {"factory": f"{Path(__file__).stem}:dropped", "arguments": {"frozen": frozen}}
+    model = {"factory": "dropping:dropped", "arguments": {"frozen": frozen}}
     asked = recipe(model, optimizer={"clip_norm": None})
     blueprint = blueprint_of(asked)
     run = build(asked, blueprint, strategy_from(settings), torch.device("cpu"))
@@ -183,12 +132,12 @@ def unsharded(model: nn.Module, units: list[nn.Module], kind: str) -> Site:
     """A site on which nothing but checkpointing is built."""
     nothing: Any = None
     strategy = strategy_from({"activation_checkpointing": kind})
-    return Site(model, units, [], None, strategy, nothing, nothing, nothing, nothing)
+    return Site(model, units, [], None, strategy, *([nothing] * 6))
 
 
 @pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING.examples)
 def test_names_stay_and_units_are_what_the_model_holds(kind: str) -> None:
-    model = Dropped(frozen=False, between=False)
+    model = Dropped()
     names = [name for name, _ in model.named_parameters()]
     site = unsharded(model, model.units(), kind)
     Checkpointing().apply(site)
@@ -223,7 +172,7 @@ def test_a_kept_result_that_is_written_to_is_computed_again() -> None:
 
 
 def test_segments_refuse_a_model_that_computes_between_its_blocks() -> None:
-    model = Dropped(frozen=False, between=True)
+    model = Dropped(between=True)
     Checkpointing().apply(unsharded(model, model.units(), "sqrt"))
     with pytest.raises(RecipeError, match="Residual is not called with what the one before has returned"):
         model(torch.ones(1, 4, 16))
@@ -231,7 +180,7 @@ def test_segments_refuse_a_model_that_computes_between_its_blocks() -> None:
 
 def test_segments_may_be_run_and_thrown_away() -> None:
     """Without gradients, and with a graph that nobody goes through."""
-    model = Dropped(frozen=False, between=False)
+    model = Dropped()
     Checkpointing().apply(unsharded(model, model.units(), "sqrt"))
     x = torch.ones(1, 4, 16)
     with torch.no_grad():

@@ -127,15 +127,15 @@ def test_trains_as_without_offload(world_size: int, pool: Pool, tmp_path: Path) 
 # ---- what is held -----------------------------------------------------------------------------------------
 
 
+def plain_row(name: str, stage: int) -> dict[str, Any]:
+    """AdamW on bf16 weights after the backward pass."""
+    plain = {"weights": "bf16", "optimizer": "adamw", "optimizer_in_backward": False}
+    return {"offload": name, "stage": stage, **plain}
+
+
 def held(name: str, stage: int, folder: Path) -> dict[str, int]:
     """Bytes of a real run after a step: state and weights in memory, the file as the system sees it."""
-    row = {
-        "offload": name,
-        "stage": stage,
-        "weights": "bf16",
-        "optimizer": "adamw",
-        "optimizer_in_backward": False,
-    }
+    row = plain_row(name, stage)
     with apart_of(row):
         run = make_run(stage, settings=settings_of(row, folder), **sections_of(row))
         train(run, range(1))
@@ -160,13 +160,7 @@ def held(name: str, stage: int, folder: Path) -> dict[str, int]:
 
 
 def planned(name: str, stage: int, device: str = "h100") -> DryRun:
-    row = {
-        "offload": name,
-        "stage": stage,
-        "weights": "bf16",
-        "optimizer": "adamw",
-        "optimizer_in_backward": False,
-    }
+    row = plain_row(name, stage)
     values = {"model": MODEL, "data": {"sequence_length": 8}, "steps": 10, "batch_size": 4} | sections_of(row)
     recipe = recipe_of(values)
     strategy = strategy_from({**settings_of(row, "/not/here"), "zero_stage": stage, "micro_batch_size": 2})

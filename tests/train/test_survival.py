@@ -287,6 +287,23 @@ def test_every_part_of_a_run(trained: Trained, case: Case, sizes: list[int]) -> 
     assert lines(folder / "metrics.jsonl")[-1]["held_out_loss"] > 0
 
 
+def test_a_pipeline(trained: Trained) -> None:
+    """Memory runs out on the last stage while the first waits for a gradient."""
+    settings = (("precision", "fp64"), ("pipeline_parallel", 2))
+    (ranks, folder), (others, elsewhere) = (
+        trained(case)
+        for case in (Case(1, (1,), where="loss", settings=settings), Case(size=2, settings=settings))
+    )
+    assert [[size for _, size, _ in rank["read"]] for rank in ranks] == [[4, 4, *[2] * (STEPS - 1)]] * 2
+    for rank, other in zip(ranks, others, strict=True):
+        assert rank["run"].keys() == other["run"].keys()
+        for name, tensor in other["run"].items():
+            assert_close(rank["run"][name], tensor, rtol=1e-10, atol=1e-10 * float(tensor.abs().max()))
+    assert ranks[0]["run"].keys() != ranks[1]["run"].keys()
+    mine, theirs = lines(folder / "metrics.jsonl"), lines(elsewhere / "metrics.jsonl")
+    assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], rel=1e-10)
+
+
 def test_the_optimizer_in_the_backward_pass(trained: Trained) -> None:
     """Its update is torn when the last backward pass breaks off: all go back, here to the start."""
     settings = (("zero_stage", 3), ("precision", "fp64"), ("optimizer_in_backward", True))

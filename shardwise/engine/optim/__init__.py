@@ -13,6 +13,9 @@ device, which is what the guard and loss scaling need.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,6 +26,7 @@ from shardwise.engine.optim.moments import EightBit, Wide
 from shardwise.engine.optim.offloaded import HostOptimizer, OffloadedOptimizer, share_of
 from shardwise.engine.optim.optimizer import Optimizer, UpdateRule
 from shardwise.model.host import apart, host_memory
+from shardwise.model.slices import named_parameters
 from shardwise.technique.base import StateOffload
 
 
@@ -32,18 +36,16 @@ def build_optimizer(
     seed: int = 0,
     offload: StateOffload | None = None,
     hosted: bool = False,
+    rate_ratio: Callable[[str], float] = lambda name: 1.0,
 ) -> Optimizer:
     """The recipe's optimizer over the trainable parameters of a materialised model.
 
     Matrices decay; norms, biases and other vectors do not. ``seed`` is of stochastic rounding. ``hosted`` says
-    that the parameters lie in host memory, apart from the device's.
+    that the parameters lie in host memory, apart from the device's. ``rate_ratio`` is the learning rate of a
+    parameter, by name, over the schedule's.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = groups_of(model, spec.weight_decay, rate_ratio)
     rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in trainable)
     device = trainable[0].device if trainable else torch.device("cpu")
     if offload is not None and trainable and (hosted or apart(device) or offload.folder is not None):
@@ -55,6 +57,18 @@ def build_optimizer(
         chosen, staged = share_of(trainable, offload.fraction), apart(device) and not hosted
         return OffloadedOptimizer(groups, rule, host_rule, chosen, offload.folder, staged)
     return Optimizer(groups, _rule(spec, seed, device, rounded))
+
+
+def groups_of(
+    model: nn.Module, weight_decay: float, rate_ratio: Callable[[str], float]
+) -> list[dict[str, Any]]:
+    """The trainable parameters in groups of one weight decay and one ratio of learning rates."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named_parameters(model):
+        if parameter.requires_grad:
+            key = (weight_decay if parameter.ndim >= 2 else 0.0, rate_ratio(name))
+            groups.setdefault(key, []).append(parameter)
+    return [{"params": held, "weight_decay": k[0], "rate_ratio": k[1]} for k, held in groups.items()]
 
 
 def _rule(spec: OptimizerSpec, seed: int, device: torch.device, rounded: bool) -> UpdateRule:

@@ -103,16 +103,16 @@ class ChunkedRule:
             return value.to(piece.weight.dtype)
         assert piece.step is not None
         seed = (piece.step.to(torch.int64) << 40) + self.seed * 1_000_003
-        return to_bf16(value, random_bits(_indices(piece), seed))
+        return to_bf16(value, random_bits(*_place(piece), seed))
 
 
-def _indices(piece: Piece) -> Tensor:
-    """The index of every element of a piece in the whole parameter, [rows, rest], int64."""
+def _place(piece: Piece) -> tuple[Tensor, Tensor]:
+    """The rows and the columns of a piece's elements in the whole parameter seen as [rows, rest], int64."""
     parameter, rows = piece.parameter, piece.rows
     first, *rest = local_slices(parameter) or (slice(0, 1),)
-    device, whole = piece.weight.device, parameter.shape[1:].numel()
+    device = piece.weight.device
     row = torch.arange(first.start + rows.start, first.start + rows.stop, device=device)
     column = torch.zeros(1, dtype=torch.int64, device=device)
     for span, size in zip(rest, parameter.shape[1:], strict=True):
         column = (column[:, None] * size + torch.arange(span.start, span.stop, device=device)).flatten()
-    return row[:, None] * whole + column
+    return row, column

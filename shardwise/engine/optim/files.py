@@ -63,7 +63,9 @@ class StateFile:
             self._regions[parameter] = regions
             spans = chunks(*as_rows(parameter).shape)
             largest = max([largest, *(_room(regions, span) for span in spans)])
-        self._buffers = [host_bytes(largest, torch.device("cpu")) for _ in range(SLOTS)]
+        # Written at once: a page is memory only from then on, and which slots the largest piece meets is a matter
+        # of turns.
+        self._buffers = [host_bytes(largest, torch.device("cpu")).zero_() for _ in range(SLOTS)]
         disk.reserve(self._buffers[0], self._name, folder, end)
         weakref.finalize(self, disk.close, self._name)
         for parameter in parameters:

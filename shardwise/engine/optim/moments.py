@@ -10,11 +10,11 @@ Adam's second moment is stored as its square root, and rounds to zero only where
 it is, which loses it for every gradient below 3e-4 of its block's largest while the first moment is still there:
 such a value is then divided by epsilon alone. The rows of rare tokens in an embedding are of that kind.
 
-Blocks lie within rows of the first dim, so codes and scales are sharded on it exactly as the parameter is: a
-checkpoint may be read on another number of ranks, and replicas agree. Chosen over torchao's optimizers, which
-this follows in their block-wise scheme: those compile the update per shape (no eager path, so none for fake
-tensors) and cannot skip it on the device. The price is that each chunk is decoded and encoded by some ten
-eager operations instead of one kernel.
+Blocks lie within rows of the first dim, so codes and scales are sharded exactly as the parameter is, on rows wherever
+they are cut, and on columns where whole blocks are: a checkpoint may be read on another number of ranks, and replicas
+agree. Chosen over torchao's optimizers, which this follows in their block-wise scheme: those compile the update per
+shape (no eager path, so none for fake tensors) and cannot skip it on the device. The price is that each chunk is
+decoded and encoded by some ten eager operations instead of one kernel.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.errors import RecipeError
 from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.piece import as_rows, distributed_as
 
@@ -76,7 +77,7 @@ class EightBit:
             return self._wide.state(parameter, name)
         zero = code_values(_signed(name)).index(0.0)
         codes = torch.full_like(parameter, zero, dtype=torch.uint8, requires_grad=False)
-        return {name: codes, f"{name}_scale": _rows_like(parameter, -(-_columns(parameter) // BLOCK))}
+        return {name: codes, f"{name}_scale": _scales_of(parameter)}
 
     def read(self, state: dict[str, Tensor], name: str, rows: slice) -> Tensor:
         if f"{name}_scale" not in state:
@@ -121,12 +122,23 @@ def _columns(tensor: Tensor) -> int:
     return tensor.shape[1:].numel()
 
 
-def _rows_like(parameter: nn.Parameter, columns: int) -> Tensor:
-    """fp32 zeros [rows of ``parameter``, columns], sharded on the first dim as the parameter is."""
+def _scales_of(parameter: nn.Parameter) -> Tensor:
+    """fp32 zeros [rows of ``parameter``, blocks of a row], sharded as the parameter is.
+
+    Raises RecipeError where a row is cut (by tensor parallelism) within a block.
+    """
     piece = local(parameter)
+    columns, whole = _columns(piece), _columns(parameter)
+    if columns % BLOCK and columns != whole:
+        raise RecipeError(
+            "adamw_8bit cannot keep this model's moments",
+            where="strategy.tensor_parallel",
+            why=f"{BLOCK} neighbours in a row share a scale, and rows of {whole} are cut into {columns}",
+            fix="use another degree, or optimizer.name: adamw",
+        )
     rows = piece.shape[0] if piece.numel() else 0
-    zeros = torch.zeros((rows, columns), dtype=torch.float32, device=piece.device)
-    return distributed_as(parameter, zeros, columns)
+    zeros = torch.zeros((rows, -(-columns // BLOCK)), dtype=torch.float32, device=piece.device)
+    return distributed_as(parameter, zeros, -(-whole // BLOCK))
 
 
 def _spread(scale: Tensor, columns: int) -> Tensor:

@@ -51,10 +51,10 @@ class Rate:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Updates parameters by one rule. Groups differ in weight decay."""
+    """Updates parameters by one rule. Groups differ in weight decay, and in how their rate follows the schedule."""
 
     def __init__(self, groups: list[dict[str, Any]], rule: UpdateRule) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "rate_ratio": 1.0})
         self._rule = rule
         self._group_of: dict[nn.Parameter, dict[str, Any]] = {}
         for group in self.param_groups:
@@ -76,7 +76,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["rate_ratio"]
 
     def step(self, closure: Any = None, *, skip: Tensor | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""

@@ -39,7 +39,7 @@ class Piece:
 def as_rows(tensor: Tensor) -> Tensor:
     """The local piece of a tensor as [rows, rest]; a vector is one column, a scalar one value. A view."""
     piece = local(tensor.detach())
-    return piece.view(piece.shape[0] if piece.ndim else 1, tensor.shape[1:].numel())
+    return piece.view(piece.shape[0] if piece.ndim else 1, piece.shape[1:].numel())
 
 
 def chunks(rows: int, columns: int) -> Iterator[slice]:

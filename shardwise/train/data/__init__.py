@@ -1,6 +1,9 @@
 """Data: from what the recipe names to the micro-batches of a rank.
 
-    source ──readers──▶ pieces ──tokenizer──▶ token cache ──split──▶ sequences ──order, slots──▶ micro-batches
+    source ─readers─▶ pieces ──tokenizer──▶ token cache ──split──▶ sequences ──order, slots──▶ micro-batches
+               └────▶ records ──encoding──▶ token cache ─packing─▶    ┘
+
+The upper line is plain text; the lower one is records that say what is to be completed, such as chats (`formats`).
 
 `open_data` walks that line once, before the first step, and finds everything that is wrong with the data on
 the way; `Data` then answers for any step at once. `check_data` walks the part that needs no torch. Importing

@@ -14,6 +14,9 @@ and a damaged cache is built again.
 Chosen over shards and an index per source file: one file is one mapping and one slice per sample. The price:
 a source that grew is tokenized again from its beginning; the content is not hashed again at each opening, so
 a bit that flips on the disk later is not found here; and nothing is ever evicted (delete the folder at will).
+
+Of records with completions there is a third file, `trained.bin`: a byte per token, 1 where it is trained on
+(`example_cache`).
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import filelock
 import numpy as np
@@ -45,6 +48,10 @@ FORMAT = 1
 DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
 """`end`: the position in `tokens.bin` after the document's separator. `hash`: xxh3-64 of its UTF-8 text."""
 
+EXAMPLE = np.dtype([*DOCUMENT.descr, ("first", "<u8")])
+"""Of a record with a completion. `hash`: of its tokens and what is trained on. `first`: where in it the first token
+stands that is trained on and has one before it."""
+
 _BATCH_BYTES = 1 << 22
 _BATCH_PIECES = 4096
 
@@ -53,7 +60,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Header:
-    """What `header.json` says. `source` and `tokenizer` are for people; `digest` is of the two data files."""
+    """What `header.json` says. `source` and `tokenizer` are for people; `digest` is of the data files.
+
+    `trained_tokens` is None for plain text, which has no `trained.bin`.
+    """
 
     format: int
     source: str
@@ -63,6 +73,17 @@ class Header:
     documents: int
     empty_documents: int
     digest: str
+    trained_tokens: int | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each data file."""
+        plain = self.trained_tokens is None
+        sizes = {
+            "tokens.bin": self.tokens * np.dtype(self.dtype).itemsize,
+            "documents.bin": self.documents * (DOCUMENT if plain else EXAMPLE).itemsize,
+        }
+        return sizes if plain else {**sizes, "trained.bin": self.tokens}
 
 
 class TokenCache:
@@ -71,18 +92,27 @@ class TokenCache:
     Attributes:
         header: its counts and digest.
         tokens: all tokens, [header.tokens], mapped read-only.
+        trained: of each whether it is trained on, [header.tokens] bytes, mapped; of plain text empty.
     """
 
     def __init__(self, folder: Path, header: Header) -> None:
         self.header = header
         self._folder = folder
-        with (folder / "tokens.bin").open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.tokens: Tokens = np.frombuffer(self._map, dtype=header.dtype)
+        self._maps: list[mmap.mmap] = []
+        self.tokens: Tokens = np.frombuffer(self._mapped("tokens.bin"), dtype=header.dtype)
+        self.trained: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        if header.trained_tokens is not None:
+            self.trained = np.frombuffer(self._mapped("trained.bin"), dtype=np.bool_)
+
+    def _mapped(self, name: str) -> mmap.mmap:
+        with (self._folder / name).open("rb") as file:
+            self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return self._maps[-1]
 
     def documents(self) -> npt.NDArray[np.void]:
-        """A record of type `DOCUMENT` per document, read into memory (16 bytes each)."""
-        return np.fromfile(self._folder / "documents.bin", dtype=DOCUMENT)
+        """A record of type `DOCUMENT` or `EXAMPLE` per document, read into memory (16 or 24 bytes each)."""
+        plain = self.header.trained_tokens is None
+        return np.fromfile(self._folder / "documents.bin", dtype=DOCUMENT if plain else EXAMPLE)
 
     def release(self) -> None:
         """Unmaps the pages that were touched; they stay in the system's page cache.
@@ -90,7 +120,8 @@ class TokenCache:
         Mapped pages count as this process's memory in its high-water mark, which must speak of training.
         """
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+            for mapped in self._maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def default_root() -> Path:
@@ -112,7 +143,14 @@ def open_cache(source: Source, tokenizer: Tokenizer, root: Path) -> TokenCache:
         DataError: the source is malformed or holds no text.
         ResourceError: `root` cannot be written, or the disk is full.
     """
-    key = xxhash.xxh3_128_hexdigest(json.dumps([FORMAT, tokenizer.fingerprint, source.identity()]).encode())
+    parts = [FORMAT, tokenizer.fingerprint, source.identity()]
+    log_as = f"{source.name} with {tokenizer.name}"
+    return cached(parts, root, log_as, lambda work: _write(source, tokenizer, work))
+
+
+def cached(parts: object, root: Path, what: str, write: Callable[[Path], Header]) -> TokenCache:
+    """The cache that `parts` are the key of; unless it is there, `write` writes its data files into a folder."""
+    key = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
     folder = root / key
     if found := _load(folder):
         return found
@@ -121,8 +159,8 @@ def open_cache(source: Source, tokenizer: Tokenizer, root: Path) -> TokenCache:
     with _locked(root / f"{key}.lock"):
         if found := _load(folder):
             return found
-        log.info("tokenizing %s with %s into %s", source.name, tokenizer.name, folder)
-        _build(source, tokenizer, folder)
+        log.info("tokenizing %s into %s", what, folder)
+        _build(write, folder)
         if built := _load(folder):
             return built
     raise ResourceError("the token cache vanished", where=str(folder), why="something else removed it")
@@ -132,11 +170,7 @@ def _load(folder: Path) -> TokenCache | None:
     """The cache in `folder`, or None when there is none or it is damaged."""
     try:
         header = Header(**json.loads((folder / "header.json").read_text(encoding="utf-8")))
-        sizes = {
-            "tokens.bin": header.tokens * np.dtype(header.dtype).itemsize,
-            "documents.bin": header.documents * DOCUMENT.itemsize,
-        }
-        if all((folder / name).stat().st_size == size for name, size in sizes.items()):
+        if all((folder / name).stat().st_size == size for name, size in header.sizes.items()):
             return TokenCache(folder, header)
     except (OSError, ValueError, TypeError):
         pass  # absent, or not what `_build` writes
@@ -158,17 +192,18 @@ def _locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+def _build(write: Callable[[Path], Header], folder: Path) -> None:
     """Writes the cache to a temporary folder and renames it to `folder`; the caller holds the lock."""
     with _disk(folder):
         for left_over in folder.parent.glob(f"{folder.name}.*.tmp"):
             shutil.rmtree(left_over)
         work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
-        header = _write(source, tokenizer, work)
+        header = write(work)
         with _disk(folder):
             with (work / "header.json").open("wb") as file:
-                file.write(json.dumps(asdict(header), indent=1).encode())
+                said = {key: value for key, value in asdict(header).items() if value is not None}
+                file.write(json.dumps(said, indent=1).encode())
                 _sync(file)
             _sync_folder(work)
             if folder.exists():  # damaged: `_load` refused it
@@ -181,18 +216,10 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
 
 def _write(source: Source, tokenizer: Tokenizer, work: Path) -> Header:
     """Tokenizes `source` into the two data files of `work`; its header."""
-    with _disk(work):
-        files = [(work / name).open("wb") for name in ("tokens.bin", "documents.bin")]
-    try:
-        writer = _Writer(tokenizer, *files)
+    with data_files(work, ("tokens.bin", "documents.bin")) as outputs:
+        writer = _Writer(tokenizer, outputs)
         for pieces in _batches(source.pieces()):
             writer.write(pieces)
-        with _disk(work):
-            for file in files:
-                _sync(file)
-    finally:
-        for file in files:
-            _close(file)
     if not writer.documents:
         raise DataError(
             "no text in the data source",
@@ -208,25 +235,54 @@ def _write(source: Source, tokenizer: Tokenizer, work: Path) -> Header:
         tokens=writer.tokens,
         documents=writer.documents,
         empty_documents=writer.empty_documents,
-        digest=writer.digest,
+        digest=outputs.digest,
     )
 
 
-class _Writer:
-    """Appends documents to the two data files, counting and hashing what it writes."""
+class Outputs:
+    """Data files that are written and hashed together."""
 
-    def __init__(self, tokenizer: Tokenizer, tokens_file: IO[bytes], documents_file: IO[bytes]) -> None:
+    def __init__(self, files: Sequence[IO[bytes]]) -> None:
+        self._outputs = [(file, xxhash.xxh3_128()) for file in files]
+
+    @property
+    def digest(self) -> str:
+        """Of all that was written to all of them."""
+        return xxhash.xxh3_128_hexdigest("".join(digest.hexdigest() for _, digest in self._outputs).encode())
+
+    def append(self, *chunks: npt.NDArray[Any]) -> None:
+        """One chunk to each file."""
+        for (file, digest), chunk in zip(self._outputs, chunks, strict=True):
+            digest.update(chunk.tobytes())
+            with _disk(Path(file.name)):
+                file.write(chunk.tobytes())
+
+
+@contextmanager
+def data_files(work: Path, names: Sequence[str]) -> Iterator[Outputs]:
+    """Files of the folder `work` to write to, synced at the end. Raises ResourceError where the disk is full."""
+    with _disk(work):
+        files = [(work / name).open("wb") for name in names]
+    try:
+        yield Outputs(files)
+        with _disk(work):
+            for file in files:
+                _sync(file)
+    finally:
+        for file in files:
+            _close(file)
+
+
+class _Writer:
+    """Appends documents to the two data files, and counts them."""
+
+    def __init__(self, tokenizer: Tokenizer, outputs: Outputs) -> None:
         self.tokens = self.documents = self.empty_documents = 0
-        self._tokenizer = tokenizer
+        self._tokenizer, self._outputs = tokenizer, outputs
         self._dtype = tokenizer.dtype.newbyteorder("<")
         self._separator = np.array([tokenizer.separator], dtype=self._dtype)
         self._start = 0  # of the document that is being written
         self._text = xxhash.xxh3_64()
-        self._outputs = [(tokens_file, xxhash.xxh3_128()), (documents_file, xxhash.xxh3_128())]
-
-    @property
-    def digest(self) -> str:
-        return xxhash.xxh3_128_hexdigest("".join(digest.hexdigest() for _, digest in self._outputs).encode())
 
     def write(self, pieces: list[Piece]) -> None:
         tokens: list[Tokens] = []
@@ -247,11 +303,8 @@ class _Writer:
             self._start = self.tokens
             self._text.reset()
         self.documents += len(records)
-        chunks = np.concatenate(tokens).astype(self._dtype, copy=False), np.array(records, dtype=DOCUMENT)
-        for (file, digest), chunk in zip(self._outputs, chunks, strict=True):
-            digest.update(chunk.tobytes())
-            with _disk(Path(file.name)):
-                file.write(chunk.tobytes())
+        joined = np.concatenate(tokens).astype(self._dtype, copy=False)
+        self._outputs.append(joined, np.array(records, dtype=DOCUMENT))
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

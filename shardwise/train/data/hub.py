@@ -10,12 +10,12 @@ is the disk space. A dataset that needs Python code of its own to load is refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import DataError
-from shardwise.train.data.readers import Piece, checked, missing_key, pieces
+from shardwise.train.data.readers import Piece, Record, checked, missing_key, pieces
 
 _ROWS = 256
 """Rows read at a time."""
@@ -84,6 +84,16 @@ def pieces_of_rows(name: str, rows: Any, text_key: str) -> Iterator[Piece]:
         for value in batch[text_key]:
             number += 1
             yield from pieces(checked(value, text_key, f"{name}: row {number}"))
+
+
+def records_of_rows(name: str, rows: Any, keys: Sequence[str]) -> Iterator[Record]:
+    """The rows of a `datasets.Dataset` with those of the features `keys` that it has, or else with all."""
+    names = [key for key in rows.column_names if key in keys] or rows.column_names
+    number = 0
+    for batch in rows.select_columns(names).iter(batch_size=_ROWS):
+        for values in zip(*(batch[key] for key in names), strict=True):
+            number += 1
+            yield Record(dict(zip(names, values, strict=True)), f"{name}: row {number}")
 
 
 def _import(name: str) -> Any:

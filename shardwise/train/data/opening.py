@@ -1,4 +1,4 @@
-"""Opening data for training: text through the token cache, or a factory's own dataset."""
+"""Opening data for training: text and records through the token cache, or a factory's own dataset."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwise.core.errors import DataError
 from shardwise.core.recipe import Recipe
 from shardwise.train.data.batches import Data
 from shardwise.train.data.cache import default_root
-from shardwise.train.data.samples import DatasetSamples, Samples, TokenSamples, fingerprint_of
-from shardwise.train.data.text import open_text
+from shardwise.train.data.samples import DatasetSamples, ExampleSamples, Samples, TokenSamples, fingerprint_of
+from shardwise.train.data.text import Examples, Text, open_tokens
 from shardwise.train.data.tokenizer import Tokenizer, open_tokenizer
 
 
@@ -49,11 +49,24 @@ def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path |
 
 
 def _of_text(recipe: Recipe, tokenizer: Tokenizer, root: Path) -> tuple[Samples, Samples, str]:
-    cache, train, held_out = open_text(recipe.data, tokenizer, root)
+    spec = recipe.data
+    opened = open_tokens(spec, tokenizer, root)
     # Not the tokenizer: equal tokens are equal data, whatever version of it made them.
-    parts = [cache.header.digest, recipe.data.sequence_length, recipe.data.held_out]
+    parts: list[object] = [opened.cache.header.digest, spec.sequence_length, spec.held_out]
+    if isinstance(opened, Examples):
+        parts += ["packed" if spec.packing else "padded"]
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
-    return TokenSamples(train, cache, tokenizer), TokenSamples(held_out, cache, tokenizer), fingerprint
+    train, held_out = _samples(opened, tokenizer, spec.packing)
+    return train, held_out, fingerprint
+
+
+def _samples(opened: Text | Examples, tokenizer: Tokenizer, packing: bool) -> tuple[Samples, Samples]:
+    if isinstance(opened, Examples):
+        sides = opened.divided.train, opened.divided.held_out
+        train, held_out = (ExampleSamples(side, tokenizer, packing) for side in sides)
+        return train, held_out
+    cache = opened.cache
+    return TokenSamples(opened.train, cache, tokenizer), TokenSamples(opened.held_out, cache, tokenizer)
 
 
 def _of_dataset(dataset: Dataset[Any], fraction: float) -> tuple[Samples, Samples, str]:

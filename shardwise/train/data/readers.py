@@ -9,6 +9,8 @@ in text it is damage: a hole in a sparse file, UTF-16, a binary). The first malf
 the run with its place: file:line, byte. Refused: to skip what is malformed, or to replace it by U+FFFD. Both
 train on less than the recipe says without anyone noticing; the price is that one bad line in a terabyte stops
 the first pass over it, which is before the first step, since the whole source is tokenized first.
+
+*Records* are the same lines and rows with all their fields, for data that says what is to be completed (`formats`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -40,6 +43,14 @@ class Piece:
     ends: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A JSON object, or a row, and where it stands."""
+
+    fields: Mapping[str, object]
+    place: str
+
+
 def is_data_file(path: Path) -> bool:
     """Whether the name of `path` says that `read_file` reads it."""
     return path.name.lower().endswith(SUFFIXES)
@@ -51,6 +62,41 @@ def read_file(path: Path, text_key: str) -> Iterator[Piece]:
     Raises:
         DataError: the file is unreadable, empty, or malformed somewhere.
     """
+    with _readable(path):
+        kind = _kind_of(path)
+        if kind == "parquet":
+            yield from _read_parquet(path, text_key)
+        elif kind == "jsonl":
+            yield from _read_jsonl(path, text_key)
+        else:
+            yield from _read_text(path)
+
+
+def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+    """The records of a jsonl or parquet file; of a parquet file the columns of `keys` that it has.
+
+    Raises:
+        DataError: the file is unreadable, empty, malformed somewhere, or text.
+    """
+    with _readable(path):
+        kind = _kind_of(path)
+        if kind == "parquet":
+            yield from _records_of_parquet(path, keys)
+        elif kind == "jsonl":
+            for row, place in _rows_of_jsonl(path):
+                yield Record(_object(row, place, "write one JSON object a line"), place)
+        else:
+            raise DataError(
+                "no records in a text file",
+                where=str(path),
+                why="only .jsonl and .parquet have records with fields",
+                fix="name those as data.source, or write data.format: text",
+            )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turns what goes wrong in reading `path` into DataErrors."""
     try:
         if path.stat().st_size == 0:
             raise DataError(
@@ -59,13 +105,7 @@ def read_file(path: Path, text_key: str) -> Iterator[Piece]:
                 why="0 bytes, as an interrupted copy leaves it",
                 fix="restore or remove it",
             )
-        name = path.name.lower().removesuffix(".gz")
-        if name.endswith(".parquet"):
-            yield from _read_parquet(path, text_key)
-        elif name.endswith(".jsonl"):
-            yield from _read_jsonl(path, text_key)
-        else:
-            yield from _read_text(path)
+        yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
             "damaged gzip file", where=str(path), why=str(error), fix="restore it, or remove it"
@@ -74,6 +114,11 @@ def read_file(path: Path, text_key: str) -> Iterator[Piece]:
         raise DataError(
             "cannot read data file", where=str(path), why=error.strerror or str(error), fix="check the file"
         ) from None
+
+
+def _kind_of(path: Path) -> str:
+    name = path.name.lower().removesuffix(".gz")
+    return next((kind for kind in ("parquet", "jsonl") if name.endswith(f".{kind}")), "txt")
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -145,6 +190,12 @@ def _place(path: Path, line: int, byte: int) -> str:
 
 
 def _read_jsonl(path: Path, text_key: str) -> Iterator[Piece]:
+    for row, place in _rows_of_jsonl(path):
+        yield from pieces(_text_of(row, text_key, place))
+
+
+def _rows_of_jsonl(path: Path) -> Iterator[tuple[object, str]]:
+    """What each line holds, and its place."""
     number, offset = 0, 0
     with _open(path) as file:
         while line := file.readline(LONGEST_LINE_BYTES + 1):
@@ -160,7 +211,7 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[Piece]:
             _check_text(line, path, number, offset)
             bare = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
             if bare := bare.strip():
-                yield from pieces(_text_of(_parse(bare, place), text_key, place))
+                yield _parse(bare, place), place
             offset += len(line)
 
 
@@ -176,16 +227,18 @@ def _parse(line: bytes, place: str) -> object:
 
 def _text_of(row: object, text_key: str, place: str) -> bytes:
     """The checked text of one JSON object."""
+    fields = _object(row, place, f'write {{"{text_key}": "..."}} on every line')
+    if text_key not in fields:
+        raise missing_key(text_key, list(fields), place)
+    return checked(fields[text_key], text_key, place)
+
+
+def _object(row: object, place: str, fix: str) -> dict[str, object]:
     if not isinstance(row, dict):
         raise DataError(
-            "line is not a JSON object",
-            where=place,
-            why=f"it is of type {_kind(row)}",
-            fix=f'write {{"{text_key}": "..."}} on every line',
+            "line is not a JSON object", where=place, why=f"it is of type {kind_of(row)}", fix=fix
         )
-    if text_key not in row:
-        raise missing_key(text_key, [str(key) for key in row], place)
-    return checked(row[text_key], text_key, place)
+    return row
 
 
 # -- values, also those of parquet and datasets
@@ -201,14 +254,19 @@ def missing_key(text_key: str, present: list[str], place: str) -> DataError:
     )
 
 
-def checked(value: object, text_key: str, place: str) -> bytes:
+def checked(
+    value: object,
+    text_key: str,
+    place: str,
+    fix: str = "make it a string, or name another key as data.text_key",
+) -> bytes:
     """`value` as UTF-8, or a DataError at `place`: no string, or one that holds NUL or half a character."""
     if not isinstance(value, str):
         raise DataError(
             f"'{text_key}' is not text",
             where=place,
-            why=f"it is of type {_kind(value)}",
-            fix="make it a string, or name another key as data.text_key",
+            why=f"it is of type {kind_of(value)}",
+            fix=fix,
         )
     if "\0" in value:
         raise DataError(
@@ -221,7 +279,8 @@ def checked(value: object, text_key: str, place: str) -> bytes:
         raise DataError("text is not Unicode", where=place, why=why, fix="remove it") from None
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """What JSON calls the type of `value`."""
     return _JSON_NAMES.get(type(value), type(value).__name__)
 
 
@@ -229,6 +288,43 @@ def _kind(value: object) -> str:
 
 
 def _read_parquet(path: Path, text_key: str) -> Iterator[Piece]:
+    with _parquet(path) as rows:
+        if text_key not in rows.names:
+            raise missing_key(text_key, rows.names, str(path))
+        for value in rows.values(text_key):
+            yield from pieces(checked(value, text_key, f"{path}: row {rows.number}"))
+
+
+def _records_of_parquet(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+    with _parquet(path) as rows:
+        names = [name for name in rows.names if name in keys]
+        for fields in rows.fields(names or rows.names):
+            yield Record(fields, f"{path}: row {rows.number}")
+
+
+class _Rows:
+    """An open parquet file; `number` is of the row that was read last, from 1."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.names: list[str] = list(file.schema_arrow.names)
+        self.number = 0
+
+    def values(self, name: str) -> Iterator[object]:
+        for batch in self._file.iter_batches(batch_size=256, columns=[name]):
+            for value in _values(batch.column(0)):
+                self.number += 1
+                yield value
+
+    def fields(self, names: Sequence[str]) -> Iterator[dict[str, object]]:
+        for batch in self._file.iter_batches(batch_size=256, columns=list(names)):
+            for row in range(batch.num_rows):
+                self.number += 1
+                yield {name: batch.column(name)[row].as_py() for name in names}
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[_Rows]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -239,22 +335,18 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[Piece]:
             why="the package pyarrow is not installed",
             fix="pip install 'shardwise[hf]'",
         ) from None
-    row = 0
+    rows: _Rows | None = None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if text_key not in file.schema_arrow.names:
-                raise missing_key(text_key, list(file.schema_arrow.names), str(path))
-            for batch in file.iter_batches(batch_size=256, columns=[text_key]):
-                for value in _values(batch.column(0)):
-                    row += 1
-                    yield from pieces(checked(value, text_key, f"{path}: row {row}"))
+            rows = _Rows(file)
+            yield rows
     except UnicodeDecodeError as error:
-        place = f"{path}: row {row + 1}, byte {error.start}"
+        place = f"{path}: row {rows.number + 1 if rows else 1}, byte {error.start}"
         raise DataError("text is not UTF-8", where=place, why=error.reason, fix="rewrite the file") from None
     except pyarrow.ArrowException as error:
         raise DataError(
             "unreadable parquet file",
-            where=f"{path}: after row {row}" if row else str(path),
+            where=f"{path}: after row {rows.number}" if rows and rows.number else str(path),
             why=str(error),
             fix="restore it from its origin, or remove it",
         ) from None

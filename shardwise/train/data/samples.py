@@ -1,6 +1,6 @@
-"""Samples by number, as batches: packed sequences of tokens, or the items of a user's own dataset.
+"""Samples by number, as batches: sequences of tokens or of records, or the items of a user's own dataset.
 
-Two kinds behind one face, so that the order, the slots and the trainer know nothing of either. A row may be
+Three kinds behind one face, so that the order, the slots and the trainer know nothing of them. A row may be
 *padding*: its labels are all -100, which no loss counts, so that every rank has the same number of equally
 shaped micro-batches whatever the batch size. For tokens that is a row of separators. For a user's dataset it
 is the dataset's item 0 with every tensor named `labels` or `label` filled with -100; **a factory's loss must
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, default_collate
 
 from shardwise.core.errors import DataError
 from shardwise.train.data.cache import TokenCache
+from shardwise.train.data.examples import Sequences
 from shardwise.train.data.split import Stream
 from shardwise.train.data.tokenizer import Tokenizer
 
@@ -70,6 +71,33 @@ class TokenSamples(Samples):
 
     def text(self, sample: int) -> str:
         return self._tokenizer.decode(self._stream.sequence(sample)[:-1].tolist())
+
+
+class ExampleSamples(Samples):
+    """Sequences of records: `input_ids` and `labels`, packed also `positions`, all [b, s] int64, labels shifted."""
+
+    def __init__(self, examples: Sequences, tokenizer: Tokenizer, packed: bool) -> None:
+        self._examples, self._tokenizer, self._packed = examples, tokenizer, packed
+
+    def __len__(self) -> int:
+        return self._examples.sequences
+
+    def batch(self, samples: Sequence[int | None]) -> Batch:
+        shape = (len(samples), self._examples.length)
+        inputs = np.full(shape, self._tokenizer.separator, dtype=np.int64)
+        labels = np.full(shape, NOT_COUNTED, dtype=np.int64)
+        positions = np.broadcast_to(np.arange(shape[1]), shape).copy()
+        for row, sample in enumerate(samples):
+            if sample is not None:
+                found = self._examples.sequence(sample)
+                inputs[row], labels[row], positions[row] = found.inputs, found.labels, found.positions
+        self._examples.cache.release()
+        batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        return {**batch, "positions": torch.from_numpy(positions)} if self._packed else batch
+
+    def text(self, sample: int) -> str:
+        found = self._examples.sequence(sample)
+        return self._tokenizer.decode(found.inputs[: found.filled].tolist())
 
 
 class DatasetSamples(Samples):

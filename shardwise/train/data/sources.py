@@ -18,12 +18,19 @@ import re
 import stat
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from shardwise.core.errors import DataError
-from shardwise.train.data.hub import is_saved_dataset, pieces_of_rows, rows_of_hub, rows_of_saved, split_of
-from shardwise.train.data.readers import SUFFIXES, Piece, is_data_file, read_file
+from shardwise.train.data.hub import (
+    is_saved_dataset,
+    pieces_of_rows,
+    records_of_rows,
+    rows_of_hub,
+    rows_of_saved,
+    split_of,
+)
+from shardwise.train.data.readers import SUFFIXES, Piece, Record, is_data_file, read_file, read_records
 
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
@@ -51,6 +58,14 @@ class Source(ABC):
     def pieces(self) -> Iterator[Piece]:
         """The documents, in a fixed order. Raises DataError at the first one that is malformed."""
 
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        """The records, in a fixed order, with the fields `keys` at least. Raises DataError at a malformed one."""
+        raise DataError("no records in this source", where=self.name, why="it is plain text")
+
+    def fields(self) -> frozenset[str]:
+        """The fields of the first record; none where the source begins with plain text, or something malformed."""
+        return frozenset()
+
 
 class FileSource(Source):
     """Data files, each read by its suffix."""
@@ -68,6 +83,14 @@ class FileSource(Source):
         for path in self._files:
             yield from read_file(path, self._text_key)
         self._check_unchanged()
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        for path in self._files:
+            yield from read_records(path, keys)
+        self._check_unchanged()
+
+    def fields(self) -> frozenset[str]:
+        return _first(read_records(self._files[0], ()))
 
     def _check_unchanged(self) -> None:
         for path, state in zip(self._files, self._states, strict=True):
@@ -104,6 +127,12 @@ class StandardLibrary(FileSource):
             if b"\0" not in data:
                 yield Piece(data, ends=True)
 
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        return Source.records(self, keys)
+
+    def fields(self) -> frozenset[str]:
+        return Source.fields(self)
+
 
 class SavedDataset(FileSource):
     """A folder written by `datasets`' `save_to_disk`: known by its files, read through the library."""
@@ -120,6 +149,14 @@ class SavedDataset(FileSource):
         yield from pieces_of_rows(self.name, rows, self._text_key)
         self._check_unchanged()
 
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        rows = rows_of_saved(self.name, self._folder, self._split)
+        yield from records_of_rows(self.name, rows, keys)
+        self._check_unchanged()
+
+    def fields(self) -> frozenset[str]:
+        return frozenset(rows_of_saved(self.name, self._folder, self._split).column_names)
+
 
 class HubDataset(Source):
     """A split of a dataset on the Hugging Face hub, downloaded when it is opened."""
@@ -135,6 +172,12 @@ class HubDataset(Source):
 
     def pieces(self) -> Iterator[Piece]:
         return pieces_of_rows(self.name, self._rows, self._text_key)
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        return records_of_rows(self.name, self._rows, keys)
+
+    def fields(self) -> frozenset[str]:
+        return frozenset(self._rows.column_names)
 
 
 def open_source(name: str, text_key: str) -> Source:
@@ -180,6 +223,14 @@ def _local(name: str, path: Path, split: str | None, text_key: str) -> Source:
             fix=f"leave out '#{split}'",
         )
     return FileSource(name, _files_in(path) if path.is_dir() else [_named_file(path)], text_key)
+
+
+def _first(records: Iterator[Record]) -> frozenset[str]:
+    """The fields of the first of `records`; what is malformed is reported by whoever reads them all."""
+    try:
+        return next((frozenset(record.fields) for record in records), frozenset())
+    except DataError:
+        return frozenset()
 
 
 def _library_files(root: Path) -> Iterator[Path]:

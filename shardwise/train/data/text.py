@@ -1,25 +1,112 @@
-"""Text as sequences of tokens, cut and split. No torch: the command line checks data before it is loaded."""
+"""What the recipe's `data:` names, cut into tokens and sequences, and what can be said of it.
+
+No torch: the command line checks data before it is loaded, and shows it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.core.errors import DataError
 from shardwise.core.recipe import Recipe
 from shardwise.core.sections import DataSpec
 from shardwise.train.data.cache import TokenCache, default_root, open_cache
-from shardwise.train.data.sources import open_source
+from shardwise.train.data.encoding import Encoder
+from shardwise.train.data.example_cache import open_example_cache
+from shardwise.train.data.examples import Divided, Sequences, divide
+from shardwise.train.data.formats import format_of
+from shardwise.train.data.sources import Source, open_source
 from shardwise.train.data.split import Stream, split
 from shardwise.train.data.tokenizer import Tokenizer, open_tokenizer
 
+Document = list[tuple[int, bool]]
+"""Tokens, and of each whether it is trained on."""
 
-def open_text(spec: DataSpec, tokenizer: Tokenizer, root: Path) -> tuple[TokenCache, Stream, Stream]:
-    """The token cache of a source, its training and its held-out sequences.
+
+@dataclass(frozen=True)
+class Text:
+    """Plain text: its token cache, its training and its held-out sequences."""
+
+    cache: TokenCache
+    train: Stream
+    held_out: Stream
+
+    def documents(self, sample: int) -> list[Document]:
+        """A training sequence, in which documents are not told apart."""
+        return [[(token, at > 0) for at, token in enumerate(self.train.sequence(sample).tolist())]]
+
+    def sentences(self, spec: DataSpec) -> list[str]:
+        """What there is to say of it."""
+        header = self.cache.header
+        return [
+            f"{spec.source}: plain text, {header.documents:,} documents, {header.tokens:,} tokens",
+            f"{self.train.sequences:,} sequences of {spec.sequence_length:,} tokens to train on and"
+            f" {self.held_out.sequences:,} held out, end to end: every token is trained on",
+        ]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Records with completions: their token cache, how they were cut, and their sequences."""
+
+    cache: TokenCache
+    encoder: Encoder
+    divided: Divided
+
+    def documents(self, sample: int) -> list[Document]:
+        """The records of a training sequence."""
+        return [
+            [
+                (token, trained and at > 0)
+                for at, (token, trained) in enumerate(zip(tokens, chosen, strict=True))
+            ]
+            for tokens, chosen in self.divided.train.records(sample)
+        ]
+
+    @property
+    def train(self) -> Sequences:
+        return self.divided.train
+
+    def sentences(self, spec: DataSpec) -> list[str]:
+        """What there is to say of them."""
+        header, divided, name = self.cache.header, self.divided, self.encoder.format
+        how = "detected" if spec.format == "auto" else "as data.format says"
+        found = self.encoder.template.way if self.encoder.template and spec.train_on != "all" else ""
+        sides = (divided.train, divided.held_out)
+        filled = sum(side.filled * side.sequences for side in sides) / max(
+            1, sum(side.sequences for side in sides)
+        )
+        said = [
+            f"{spec.source}: format {name} ({how}), {header.documents:,} records, {header.tokens:,} tokens,"
+            f" {divided.share:.1%} of the targets trained on" + (f", found by {found}" if found else ""),
+            f"{divided.train.sequences:,} sequences of {spec.sequence_length:,} tokens to train on and"
+            f" {divided.held_out.sequences:,} held out, {'packed' if spec.packing else 'one record each'}:"
+            f" {filled:.1%} filled",
+        ]
+        if divided.truncated or divided.dropped:
+            said.append(
+                f"too long for a sequence: {divided.truncated:,} records cut at their end,"
+                f" {divided.dropped:,} left out, in which nothing trained on comes so early"
+            )
+        return said
+
+
+def open_tokens(spec: DataSpec, tokenizer: Tokenizer, root: Path) -> Text | Examples:
+    """The sequences of a source.
 
     Raises DataError when the source is malformed or too little for one sequence, ResourceError when the cache
     cannot be written.
     """
-    cache = open_cache(open_source(spec.source, spec.text_key), tokenizer, root)
+    source = open_source(spec.source, spec.text_key)
+    name = format_of(spec, source)
+    if name == "text":
+        return _open_text(source, spec, tokenizer, root)
+    return _open_examples(source, Encoder(spec, name, tokenizer), spec, root)
+
+
+def _open_text(source: Source, spec: DataSpec, tokenizer: Tokenizer, root: Path) -> Text:
+    cache = open_cache(source, tokenizer, root)
     train, held_out = split(cache.tokens, cache.documents(), spec.held_out, spec.sequence_length)
     if not train.sequences:
         raise DataError(
@@ -28,13 +115,30 @@ def open_text(spec: DataSpec, tokenizer: Tokenizer, root: Path) -> tuple[TokenCa
             why=f"{cache.header.tokens:,} tokens; a sequence of {spec.sequence_length:,} takes one more",
             fix="give more data or a smaller data.sequence_length",
         )
-    return cache, train, held_out
+    return Text(cache, train, held_out)
 
 
-def check_data(recipe: Recipe) -> None:
-    """Find what is wrong with a recipe's text before anything else is started; it stays in the token cache.
+def _open_examples(source: Source, encoder: Encoder, spec: DataSpec, root: Path) -> Examples:
+    cache = open_example_cache(source, encoder, root)
+    padding = encoder.tokenizer.separator
+    divided = divide(cache, spec.held_out, spec.sequence_length, spec.packing, padding)
+    if not divided.train.sequences:
+        raise DataError(
+            "no completion within a sequence",
+            where=spec.source,
+            why=f"of {cache.header.documents:,} records none has a trained token in its first"
+            f" {spec.sequence_length + 1:,}",
+            fix="raise data.sequence_length",
+        )
+    return Examples(cache, encoder, divided)
 
-    A factory's data is its own business and is opened with it.
+
+def check_data(recipe: Recipe) -> list[str]:
+    """Find what is wrong with a recipe's data before anything else is started; it stays in the token cache.
+
+    What to say of records with completions, in sentences. A factory's data is its own business and is opened with it.
     """
-    if recipe.model.factory is None:
-        open_text(recipe.data, open_tokenizer(recipe.data.tokenizer), default_root())
+    if recipe.model.factory is not None:
+        return []
+    opened = open_tokens(recipe.data, open_tokenizer(recipe.data.tokenizer), default_root())
+    return opened.sentences(recipe.data) if isinstance(opened, Examples) else []

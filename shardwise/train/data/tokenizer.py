@@ -27,6 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from shardwise.core.errors import DataError
+from shardwise.train.data.chat import ChatTemplate, beside, template_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -47,12 +48,14 @@ class Tokenizer(ABC):
         vocab: the number of token ids; every id is below it.
         separator: the token between documents.
         fingerprint: equal for two tokenizers exactly when they cut text alike.
+        chat: its own template of chats, if it brings one.
     """
 
     name: str
     vocab: int
     separator: int
     fingerprint: str
+    chat: ChatTemplate | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -66,6 +69,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`; separators are left out, and incomplete characters become U+FFFD."""
+
+    @abstractmethod
+    def shown(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens` with the names of special ones, for people."""
 
     @abstractmethod
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
@@ -98,6 +105,10 @@ class ByteTokenizer(Tokenizer):
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token != self.separator).decode("utf-8", errors="replace")
 
+    def shown(self, tokens: Sequence[int]) -> str:
+        text = bytes(tokens).decode("utf-8", errors="replace")
+        return text.replace(chr(self.separator), "<end>")
+
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
         return [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
 
@@ -105,11 +116,13 @@ class ByteTokenizer(Tokenizer):
 class BackendTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` and the token that ends a text."""
 
-    def __init__(self, name: str, backend: tokenizers.Tokenizer, separator: int) -> None:
+    def __init__(
+        self, name: str, backend: tokenizers.Tokenizer, separator: int, chat: ChatTemplate | None = None
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.name = name
-        self.separator = separator
+        self.separator, self.chat = separator, chat
         # Ids may have holes, so the largest id counts and not the number of entries.
         self.vocab = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = xxhash.xxh3_128_hexdigest(f"{separator} {backend.to_str()}".encode())
@@ -120,6 +133,9 @@ class BackendTokenizer(Tokenizer):
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._backend.decode(list(tokens), skip_special_tokens=True))
+
+    def shown(self, tokens: Sequence[int]) -> str:
+        return str(self._backend.decode(list(tokens), skip_special_tokens=False))
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
         texts = [piece.decode("utf-8") for piece in pieces]
@@ -166,7 +182,7 @@ def _from_file(name: str, path: Path) -> Tokenizer:
             why=f"{type(error).__name__}: {error}",
             fix="give a tokenizer.json as the tokenizers library saves it",
         ) from None
-    return BackendTokenizer(name, backend, _separator(backend, path))
+    return BackendTokenizer(name, backend, _separator(backend, path), beside(path))
 
 
 def _separator(backend: tokenizers.Tokenizer, path: Path) -> int:
@@ -211,7 +227,9 @@ def _through_transformers(name: str, place: str) -> Tokenizer:
             where="data.tokenizer",
             fix="convert it to tokenizer.json" if backend is None else "set its eos_token",
         )
-    return BackendTokenizer(name, backend, int(separator))
+    special = {key: str(value) for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
+    chat = template_of(getattr(loaded, "chat_template", None), special)
+    return BackendTokenizer(name, backend, int(separator), chat)
 
 
 def _not_installed(package: str) -> DataError:

@@ -1,0 +1,60 @@
+"""``shardwise data``: what a recipe trains on, as the model sees it. Needs neither torch nor the model.
+
+A sample is shown with the tokens that are trained on in colour. Where there is no colour, as in a file, they stand
+between ``[[`` and ``]]``. What is marked is the token itself, not the one before it, where its label lies. Of packed
+records each begins on a line of its own.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.common import Overrides, RecipeArgument, read
+
+if TYPE_CHECKING:
+    from rich.text import Text as Shown
+
+    from shardwise.train.data.text import Document
+    from shardwise.train.data.tokenizer import Tokenizer
+
+
+def command(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(help="how many samples to show", min=0)] = 3,
+) -> None:
+    """Show what is trained on: the format found, counts, and samples with trained tokens coloured."""
+    from rich.console import Console
+
+    from shardwise.core.errors import RecipeError
+    from shardwise.train.data.cache import default_root
+    from shardwise.train.data.text import open_tokens
+    from shardwise.train.data.tokenizer import open_tokenizer
+
+    asked, _ = read(recipe, overrides)
+    if asked.model.factory is not None:
+        what, why = "a factory's data cannot be shown", "it may bring its own, in tensors of its own"
+        raise RecipeError(what, where="model.factory", why=why)
+    tokenizer = open_tokenizer(asked.data.tokenizer)
+    opened = open_tokens(asked.data, tokenizer, default_root())
+    console = Console(highlight=False)
+    for sentence in opened.sentences(asked.data):
+        console.print(sentence, markup=False, soft_wrap=True)
+    for sample in range(min(samples, opened.train.sequences)):
+        console.print(f"\nsample {sample}", style="bold", markup=False)
+        for document in opened.documents(sample):
+            console.print(_shown(document, tokenizer, console.is_terminal), soft_wrap=True)
+
+
+def _shown(document: Document, tokenizer: Tokenizer, coloured: bool) -> Shown:
+    """One document, by stretches of tokens that are trained on and that are not."""
+    from rich.text import Text as Shown
+
+    shown = Shown()
+    for trained, pairs in groupby(document, key=lambda pair: pair[1]):
+        text = tokenizer.shown([token for token, _ in pairs])
+        shown.append(f"[[{text}]]" if trained and not coloured else text, style="green" if trained else "")
+    return shown

@@ -1,0 +1,59 @@
+"""``shardwise export``: what was trained, as a folder that transformers loads."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from shardwise.train.export_run import Merge
+    from shardwise.train.model_folder import Written
+
+
+class Dtype(StrEnum):
+    """What weights may be written in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="folder of a run", metavar="RUN")],
+    out: Annotated[Path | None, typer.Argument(help="folder to write", metavar="OUT")] = None,
+    to: Annotated[Path | None, typer.Option(help="another way to give OUT", metavar="OUT")] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="fp32, bf16 or fp16, of the weights; without, what the run computed in"),
+    ] = None,
+) -> None:
+    """Write the newest checkpoint of a run as a Hugging Face folder, with its adapters merged where it has some."""
+    from shardwise.core.errors import RecipeError
+
+    if (out is not None and to is not None) or (target := out or to) is None:
+        raise RecipeError("give one folder to write", where="command line", fix="shardwise export RUN OUT")
+    from shardwise.train.export_run import export_run
+
+    written, merged = export_run(run, target, dtype.value if dtype else None)
+    typer.echo(told_of_writing(written))
+    if merged is not None:
+        typer.echo(told_of_merge(merged))
+
+
+def told_of_writing(written: Written) -> str:
+    from shardwise.core.units import format_bytes
+
+    files = f"{written.files} files" if written.files > 1 else "1 file"
+    size = f"{written.tensors} tensors, {format_bytes(written.bytes)}"
+    return f"{written.folder}: {size} in {files}, read back and compared"
+
+
+def told_of_merge(merge: Merge) -> str:
+    packed = f", {' and '.join(merge.unpacked)} weights unpacked for good" if merge.unpacked else ""
+    return (
+        f"{merge.layers} layers merged{packed}: the greatest difference between the logits of the adapted and of the"
+        f" merged model is {merge.difference:.2e}, the greatest logit {merge.logit:.3g}"
+    )

@@ -1,0 +1,79 @@
+"""Weights of earlier steps, for passes of micro-batches that have begun with them (weight stashing).
+
+An asynchronous pipeline updates a stage's weights while micro-batches are under way, and the backward pass of each
+needs the weights of its forward pass (Harlap et al. 2018, arXiv:1806.03377, section 3.3). The newest weights are the
+model's own. Older ones lie in buffers that are made with the run, as many as are ever needed at once; a pass that needs
+them has them exchanged with the model's, tensor by tensor, and exchanged back afterwards.
+
+A version is the number of updates before it. Of M micro-batches a step, micro-batch m (from the first of the run) uses
+the version max(0, m - lag) // M, where ``lag`` is how many micro-batches a forward pass is ahead of the backward pass
+that its rank does next: of the stage itself, or with vertical sync of the first stage, so that all stages use the same.
+
+Chosen: exchanging values, which works for whatever gathers and casts them. Refused: models that point to other storages
+for a pass (FSDP2 keeps views of its shards in several places); the price is three copies of a stage's shard for each
+pass that uses old weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.slices import local_part
+
+
+class Stash:
+    """Older versions of some parameters. ``lag`` and ``per_step`` are in micro-batches."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], lag: int, per_step: int) -> None:
+        self._live, self._lag, self._per_step = parameters, lag, per_step
+        self._free = [
+            [torch.empty_like(local_part(p)) for p in parameters] for _ in range(-(-lag // per_step))
+        ]
+        self._kept: dict[int, list[Tensor]] = {}
+        self.newest = 0
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [tensor for each in (*self._free, *self._kept.values()) for tensor in each]
+
+    def version_of(self, micro_batch: int) -> int:
+        return max(0, micro_batch - self._lag) // self._per_step
+
+    @contextmanager
+    def weights_of(self, micro_batch: int) -> Iterator[None]:
+        """Within it the model has the weights that this micro-batch began with."""
+        version = self.version_of(micro_batch)
+        if version != self.newest:
+            self._exchange(self._kept[version])
+        try:
+            yield
+        finally:
+            if version != self.newest:
+                self._exchange(self._kept[version])
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """All passes of a step are done, and the weights are about to change."""
+        done = (self.newest + 1) * self._per_step
+        for version in [v for v in self._kept if self._last_of(v) < done]:
+            self._free.append(self._kept.pop(version))
+        if self._last_of(self.newest) >= done:
+            self._kept[self.newest] = self._free.pop()
+            for kept, live in zip(self._kept[self.newest], self._live, strict=True):
+                kept.copy_(local_part(live))
+        self.newest += 1
+
+    def _last_of(self, version: int) -> int:
+        """The last micro-batch that uses a version."""
+        return (version + 1) * self._per_step + self._lag - 1
+
+    @torch.no_grad()
+    def _exchange(self, others: Sequence[Tensor]) -> None:
+        for live, other in zip(self._live, others, strict=True):
+            mine = local_part(live).clone()
+            local_part(live).copy_(other)
+            other.copy_(mine)

@@ -1,0 +1,107 @@
+"""An adapter added into the weights beside which it was trained, and taken out of them again, a tensor at a time.
+
+    lora   W' = W + scale · B A                  W = W' - scale · B A
+    dora   W' = m / n · (W + scale · B A)        W = n / m · W' - scale · B A        n: the norms of the rows of the sum
+
+in fp32, in fp64 where the weights are, and rounded by whoever writes them. A merged layer is a plain one, so its
+forward pass costs what the base's does. Packed weights are unpacked, merged and stay unpacked: packing the sum again
+would round the adapter away.
+
+The norms of DoRA are lost in its result (every row of W' has the norm m), so whoever wants to come back keeps them. A
+row with m = 0 does not come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import CheckpointError
+from shardwise.model.lora import MAGNITUDE, PACKED, A, B, FrozenLinear, LoraLinear
+
+Read = Callable[[str], Tensor]
+"""A whole tensor by canonical name."""
+
+
+class Merged:
+    """The tensors of a plain model, made of those of one with adapters.
+
+    Args:
+        adapted: the model with its adapters, on the meta device; without any, tensors are given as they are.
+        read: gives the tensors that it has, adapters included.
+
+    ``norms`` collects those of DoRA by the path of their layer, as layers are read.
+    """
+
+    def __init__(self, adapted: nn.Module, read: Read) -> None:
+        self._read = read
+        self.norms: dict[str, Tensor] = {}
+        self._frozen = {path: m for path, m in adapted.named_modules() if isinstance(m, FrozenLinear)}
+
+    @property
+    def layers(self) -> list[str]:
+        """Paths of the layers that have adapters."""
+        return [path for path, layer in self._frozen.items() if isinstance(layer, LoraLinear)]
+
+    @property
+    def packings(self) -> set[str]:
+        """How weights are packed: nf4, int8."""
+        return {layer.packing.kind for layer in self._frozen.values() if layer.packing is not None}
+
+    @torch.no_grad()
+    def read(self, name: str) -> Tensor:
+        path, _, last = name.rpartition(".")
+        layer = self._frozen.get(path) if last == "weight" else None
+        if layer is None:
+            return self._read(name)
+        if layer.packing is not None:
+            weight = layer.packing.unpack(self._read(f"{path}.{PACKED}"), torch.float32)
+        else:
+            stored = self._read(name)
+            weight = wide(stored.t() if layer.transposed else stored)
+        if isinstance(layer, LoraLinear):
+            weight = weight + product(layer, path, self._read).to(weight.dtype)
+            if layer.lora_magnitude_vector is not None:
+                norms = self.norms[path] = torch.linalg.vector_norm(weight, dim=1)
+                weight = weight * (self._read(f"{path}.{MAGNITUDE}").to(norms) / norms).unsqueeze(1)
+        return weight.t() if layer.transposed else weight
+
+
+class Unmerged:
+    """The tensors of the base, made of those of the merged model and the adapter. ``norms`` are those of ``Merged``."""
+
+    def __init__(self, adapted: nn.Module, read: Read, norms: Mapping[str, Tensor]) -> None:
+        self._read, self._norms = read, norms
+        self._layers = {path: m for path, m in adapted.named_modules() if isinstance(m, LoraLinear)}
+
+    @torch.no_grad()
+    def read(self, name: str) -> Tensor:
+        path, _, last = name.rpartition(".")
+        layer = self._layers.get(path) if last == "weight" else None
+        stored = self._read(name)
+        if layer is None:
+            return stored
+        weight = wide(stored.t() if layer.transposed else stored)
+        if layer.lora_magnitude_vector is not None:
+            magnitude = self._read(f"{path}.{MAGNITUDE}").to(weight)
+            if not magnitude.all():
+                raise CheckpointError(
+                    "the base cannot be brought back",
+                    where=f"{path}.{MAGNITUDE}",
+                    why="a row's magnitude is zero, and so is all of the merged row",
+                )
+            weight = weight * (self._norms[path].to(weight) / magnitude).unsqueeze(1)
+        weight = weight - product(layer, path, self._read).to(weight.dtype)
+        return weight.t() if layer.transposed else weight
+
+
+def product(layer: LoraLinear, path: str, read: Read) -> Tensor:
+    """scale · B A, [o, i]."""
+    a, b = wide(read(f"{path}.{A}.weight")), wide(read(f"{path}.{B}.weight"))
+    return (b @ a) * layer.scale
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

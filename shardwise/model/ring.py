@@ -1,0 +1,181 @@
+"""Ring attention: every rank keeps its queries, and keys and values travel from rank to rank (Liu et al. 2023,
+arXiv:2310.01889).
+
+A rank attends to the keys that are with it while the next ones arrive, and merges what it gets by the logarithms of
+the sums of exponentials, in fp32 (fp64 for fp64). In the backward pass keys and values travel again, and their
+gradients one step behind, in the dtype of the sums; after the last step they are home. So a rank holds two blocks of
+keys and values at a time, whatever the length of the sequence.
+
+Balanced for causal attention: of 2n chunks rank r has chunks r and 2n-1-r. Towards the keys of an earlier rank all of
+its queries look at the first chunk, towards those of a later one its second chunk looks at both: half the products
+of a full block in every step, on every rank. Its own block is causal as it stands.
+
+For n ranks, s/n tokens on each and k key/value heads of width d, each rank sends n-1 blocks of 2 s/n k d elements in
+the forward pass and as many in the backward pass, and n-1 of gradients, in fp32 or wider. The gradient of the own
+block waits at home instead of travelling: with two ranks that halves them.
+
+The ring is an operator of the dispatcher: whoever keeps the results of attention (model/selective.py,
+model/tape.py) keeps the merged one, and a second run of a block sends nothing. A dry run sees its parts.
+
+Refused: torch's ``context_parallel``, experimental and private, without a kernel for the CPU, and with DTensor
+between a model and its attention; gathering all keys and values at once, which holds them for the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.model.attention_kernels import kernels_for, padding_for
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
+    """Causal attention of the tokens of this rank to all of the group's. q [b, a, s/n, d]; k, v [b, k, s/n, d]."""
+    width = q.shape[-1]
+    if pad := padding_for(q):
+        q, k, v = (F.pad(x, (0, pad)) for x in (q, k, v))
+    out: Tensor = _Ring.apply(q, k, v, scale, group.group_name)
+    return out[..., :width] if pad else out
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, group: str) -> Tensor:
+        out, logarithms = torch.ops.shardwise.ring_attention(q, k, v, scale, group)
+        ctx.save_for_backward(q, k, v, out, logarithms)
+        ctx.scale, ctx.group = scale, group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk, dv = torch.ops.shardwise.ring_attention_backward(
+            grads[0], *ctx.saved_tensors, ctx.scale, ctx.group
+        )
+        return dq, dk, dv, None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, group_name: str) -> tuple[Tensor, Tensor]:
+    group, kernels = _group(group_name), kernels_for(q)
+    rank, ranks, half = dist.get_rank(group), group.size(), q.shape[2] // 2
+    here = torch.stack((k, v))  # [2, b, k, s/n, d]
+    coming = _Passing(here, group)
+    out, logarithms = kernels.forward(q, k, v, True, scale)
+    out, logarithms = out.to(_wide(q)), logarithms.contiguous()
+    for step in range(1, ranks):
+        here = coming.wait()
+        if step + 1 < ranks:
+            coming = _Passing(here, group)
+        keys, values = here
+        if step <= rank:  # these keys are of an earlier rank
+            more = kernels.forward(q, keys[:, :, :half], values[:, :, :half], False, scale)
+            _merge(out, logarithms, *more)
+        else:
+            more = kernels.forward(q[:, :, half:], keys, values, False, scale)
+            _merge(out[:, :, half:], logarithms[:, :, half:], *more)
+        del more, keys, values
+    return out.to(q.dtype), logarithms
+
+
+def _merge(out: Tensor, logarithms: Tensor, more: Tensor, more_logarithms: Tensor) -> None:
+    """Attention over two parts of the keys, in the place of that over the first."""
+    share = torch.sigmoid(more_logarithms - logarithms).unsqueeze(-1)
+    out.lerp_(more.to(out.dtype), share)
+    logarithms.copy_(torch.logaddexp(logarithms, more_logarithms))
+
+
+def _backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logarithms: Tensor,
+    scale: float,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    group, kernels, wide = _group(group_name), kernels_for(q), _wide(q)
+    rank, ranks, half = dist.get_rank(group), group.size(), q.shape[2] // 2
+    here = torch.stack((k, v))
+    coming = _Passing(here, group)
+    dq, *own = kernels.backward(gradient, q, k, v, out, logarithms, causal=True, scale=scale)
+    dq, at_home = dq.to(wide), torch.stack(own).to(wide)
+    del own
+    later = [x[:, :, half:] for x in (gradient, q, out, logarithms)]
+    behind: _Passing | None = None  # the gradients of the block that is here, so far
+    for step in range(1, ranks):
+        here = coming.wait()
+        if step + 1 < ranks:
+            coming = _Passing(here, group)
+        if step <= rank:
+            first = here[:, :, :, :half]
+            more = kernels.backward(gradient, q, *first, out, logarithms, causal=False, scale=scale)
+        else:
+            more = kernels.backward(*later[:2], *here, *later[2:], causal=False, scale=scale)
+        sums = torch.zeros_like(here, dtype=wide) if behind is None else behind.wait()
+        if step <= rank:
+            dq += more[0]
+            _add(sums[:, :, :, :half], more[1:])
+        else:
+            dq[:, :, half:] += more[0]
+            _add(sums, more[1:])
+        del more
+        behind = _Passing(sums, group)
+    if behind is not None:
+        at_home += behind.wait()
+    dk, dv = at_home.to(q.dtype)
+    return dq.to(q.dtype), dk, dv
+
+
+def _add(sums: Tensor, more: tuple[Tensor, ...]) -> None:
+    for total, part in zip(sums, more, strict=True):
+        total += part
+
+
+class _Passing:
+    """A tensor on its way to the next rank, and the one that arrives in exchange."""
+
+    def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
+        rank, ranks = dist.get_rank(group), group.size()
+        self._sent = sent
+        self._arriving = torch.empty_like(sent)
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks),
+                dist.P2POp(dist.irecv, self._arriving, group=group, group_peer=(rank - 1) % ranks),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        del self._sent
+        return self._arriving
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """What is summed in."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    found: dist.ProcessGroup = resolve(name)
+    return found
+
+
+PARTS: Mapping[str, Callable[..., Any]] = {"ring_attention": _forward, "ring_attention_backward": _backward}
+"""What the operators are made of, by name in the namespace ``shardwise``; a dry run looks into them."""
+
+_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
+_LIBRARY.define("ring_attention(Tensor q, Tensor k, Tensor v, float scale, str group) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "ring_attention_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logarithms,"
+    " float scale, str group) -> (Tensor, Tensor, Tensor)"
+)
+for _name, _function in PARTS.items():
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")

@@ -1,0 +1,91 @@
+"""The mesh as a picture of who holds what: one box per rank, in the order in which ranks lie in nodes.
+
+A box says which part of the model a rank holds (its pipeline stage and tensor slice), which share of that state it
+keeps (its shard), and what it reads (its samples, and its part of each sequence). Boxes of one colour hold the same
+layers; ranks whose box says the same in its last line read the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from shardwise.core.strategy import Layout
+from shardwise.report.pictures import LINE, MUTED, STYLE, WIDE, on
+
+SHOWN_ROWS = 4
+"""Rows of a picture; of more, the first of the first and of the last pipeline stages."""
+
+HUES = ("#47639c", "#eda83e", "#1f8a5b", "#a777d8", "#6cc8ee", "#bd2f3d", "#93cc9c", "#727882")
+"""Of pipeline stages, by turns."""
+
+
+def held(layout: Layout, rank: int) -> list[str]:
+    """What a rank holds and reads, a line each; axes of degree 1 are left out."""
+
+    def place(axis: str, name: str) -> Iterator[str]:
+        if layout.degree(axis) > 1:
+            yield f"{name} {layout.coordinate(rank, axis) + 1}/{layout.degree(axis)}"
+
+    names = {
+        "pipeline": "stage",
+        "tensor": "slice",
+        "shard": "shard",
+        "replicate": "copy",
+        "sequence": "tokens",
+    }
+    return [line for axis, name in names.items() for line in place(axis, name)] or ["everything"]
+
+
+@matplotlib.rc_context(STYLE)
+def mesh(layout: Layout, devices_per_node: int, width: float = WIDE) -> Figure:
+    """Who holds what, a row of boxes for each node (or part of one)."""
+    columns = min(devices_per_node, layout.world_size, 8 if width >= WIDE else 2)
+    rows = _shown(layout, columns)
+    ranks = [rank for row in rows for rank in row]
+    tall = 0.4 + 0.15 * max(len(held(layout, rank)) for rank in ranks)
+    figure = Figure(figsize=(width, 0.35 + tall * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for row, members in enumerate(rows):
+        node = members[0] // devices_per_node
+        axes.text(-0.06, row + 0.45, f"node {node:,}", ha="right", va="center", color=MUTED, fontsize=8)
+        for rank in members:
+            _box(axes, layout, rank, rank % columns, row)
+    missing = layout.world_size - len(ranks)
+    if missing:
+        axes.text(0, len(rows) + 0.2, f"and {missing:,} more ranks", color=MUTED, fontsize=8)
+    axes.set_xlim(-0.5, columns)
+    axes.set_ylim(len(rows) + (0.4 if missing else 0), -0.1)
+    axes.set_axis_off()
+    return figure
+
+
+def _shown(layout: Layout, columns: int) -> list[list[int]]:
+    """Rows of neighbouring ranks."""
+    world, stages, stride = layout.world_size, layout.degree("pipeline"), layout.stride("pipeline")
+    each = range(0, stride, columns)[: max(1, SHOWN_ROWS // stages)]
+    starts = [stage * stride + start for stage in range(stages) for start in each]
+    if len(starts) > SHOWN_ROWS:
+        half = SHOWN_ROWS // 2
+        starts = [*starts[:half], *starts[-half:]]
+    return [list(range(start, min(start + columns, world))) for start in starts]
+
+
+def _box(axes: Any, layout: Layout, rank: int, column: int, row: int) -> None:
+    colour = HUES[layout.coordinate(rank, "pipeline") % len(HUES)]
+    shape = FancyBboxPatch(
+        (column + 0.04, row + 0.04),
+        0.92,
+        0.86,
+        boxstyle="round,pad=0,rounding_size=0.06",
+        facecolor=colour,
+        edgecolor=LINE,
+        linewidth=0.8,
+    )
+    axes.add_patch(shape)
+    text = "\n".join([f"rank {rank}", *held(layout, rank)])
+    axes.text(column + 0.5, row + 0.47, text, ha="center", va="center", color=on(colour), fontsize=7)

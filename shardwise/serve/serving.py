@@ -1,0 +1,217 @@
+"""A model and its adapters, answering requests in batches.
+
+Requests are taken in the order in which they come, so many at once, whatever adapters they name. Who is done leaves the
+batch, and the next ones come when it is empty. What a request is answered depends on nothing but itself, but for
+rounding in the model: its seed is its own, and so is the part of its text that the model still reads. That part begins
+anew, with the last half of the context, whenever the context is full; the texts of the batch are then read once more.
+
+Refused: letting the next request in as soon as one leaves, which needs pages of cache that are not aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwise.core.errors import RecipeError
+from shardwise.serve.adapters import open_adapter
+from shardwise.serve.bank import BASE, Bank
+from shardwise.serve.opening import OWN, Opened, open_model, require_base
+from shardwise.serve.readers import Reader, reader_of
+from shardwise.serve.requests import Request
+from shardwise.serve.sampling import Sampling, choose
+from shardwise.serve.writing import Writer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+LENGTH, STOP, END = "length", "stop", "end of text"
+"""Why an answer ended: as many tokens as asked for, a stop text, or the tokenizer's end of a text."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text of an answer. ``end`` says why there is no more; it is empty while there may be."""
+
+    request: int
+    text: str
+    end: str = ""
+
+
+class ServedModel:
+    """A base and its adapters in memory.
+
+    ``adapters`` are their names; ``base`` is none of them, and ``own`` that of a run which trained one.
+    """
+
+    def __init__(self, opened: Opened, adapters: Mapping[str, str | Path] | None = None) -> None:
+        """Raises CheckpointError for an adapter that is damaged or for another base, RecipeError for its name."""
+        found = [open_adapter(name, Path(folder)) for name, folder in (adapters or {}).items()]
+        require_base(opened.model, found)
+        self._opened = opened
+        self.bank = Bank(opened.model, opened.dtype, [*opened.own, *found])
+        self._as_it_is = OWN if opened.own else BASE
+
+    @property
+    def model(self) -> nn.Module:
+        """The base."""
+        return self._opened.model
+
+    @property
+    def adapters(self) -> list[str]:
+        return [*self.bank.names, BASE]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the base and of all adapters."""
+        tensors = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
+        return sum(tensor.nbytes for tensor in tensors.values()) + self.bank.nbytes
+
+    def generate(
+        self, requests: Sequence[Request], *, batch: int = 8, cached: bool = True
+    ) -> Iterator[Piece]:
+        """Answer requests, ``batch`` at once; pieces of text as they come, the last of each with its ``end``.
+
+        All requests are checked before the first is answered. ``cached=False`` reads everything again for every token.
+
+        Raises RecipeError for an adapter that is not there or a prompt longer than the context, DataError for one that
+        cannot be tokens.
+        """
+        answers = [self._answer(place, request) for place, request in enumerate(requests)]
+        return self._pieces(answers, batch, cached)
+
+    def complete(self, requests: Sequence[Request], *, batch: int = 8) -> list[str]:
+        """The whole answers."""
+        texts = [""] * len(requests)
+        for piece in self.generate(requests, batch=batch):
+            texts[piece.request] += piece.text
+        return texts
+
+    def _pieces(self, answers: list[_Answer], batch: int, cached: bool) -> Iterator[Piece]:
+        vocab = self._opened.tokenizer.vocab
+        try:
+            for first in range(0, len(answers), batch):
+                reader = reader_of(self._opened.blueprint, self.model, self.bank, cached)
+                yield from _answered(answers[first : first + batch], reader, vocab)
+        finally:
+            self.bank.select(())
+
+    def _answer(self, place: int, request: Request) -> _Answer:
+        where = request.where or f"request {place + 1}"
+        adapter = self._as_it_is if request.adapter is None else request.adapter
+        self.bank.require(adapter, where)
+        tokenizer, context = self._opened.tokenizer, self._opened.context
+        # An empty prompt is the beginning of a document.
+        ids = tokenizer.encode(request.prompt) or [tokenizer.separator]
+        if context is not None and len(ids) > context:
+            raise RecipeError(
+                "the prompt is longer than the model's context",
+                where=where,
+                why=f"it is {len(ids)} tokens, and the model reads {context}",
+                fix="shorten it",
+            )
+        return _Answer(place, request.sampling, adapter, ids, self._opened)
+
+
+class _Answer:
+    """One request on its way."""
+
+    def __init__(self, place: int, how: Sampling, adapter: str, ids: list[int], opened: Opened) -> None:
+        self.place, self.how, self.adapter = place, how, adapter
+        self._ids, self._context = ids, opened.context
+        self._separator = opened.tokenizer.separator
+        self._writer = Writer(opened.tokenizer, ids, how.stop)
+        self._begin, self._left = 0, self.how.tokens
+        self._generator = torch.Generator().manual_seed(self.how.seed)
+
+    @property
+    def read(self) -> list[int]:
+        """The part of the text that the model reads."""
+        return self._ids[self._begin :]
+
+    @property
+    def left(self) -> int:
+        """How many tokens it may still get before it must be read from another place."""
+        return self._left if self._context is None else min(self._left, self._context - len(self.read))
+
+    def move(self) -> bool:
+        """Where the context is full, read on with its last half; whether it was."""
+        if self._context is None or len(self.read) <= self._context:
+            return False
+        self._begin = len(self._ids) - max(1, self._context // 2)
+        return True
+
+    def take(self, logits: torch.Tensor) -> tuple[int, Piece]:
+        """Choose a token, and write it."""
+        token = choose(logits, self._ids, self.how, self._generator)
+        self._left -= 1
+        self._ids.append(token)
+        if token == self._separator and not self.how.past_end:
+            return token, Piece(self.place, self._writer.rest(), END)
+        text = self._writer.push(token)
+        if self._writer.stopped:
+            return token, Piece(self.place, text, STOP)
+        if self._left == 0:
+            return token, Piece(self.place, text + self._writer.rest(), LENGTH)
+        return token, Piece(self.place, text)
+
+
+def _answered(answers: list[_Answer], reader: Reader, vocab: int) -> Iterator[Piece]:
+    """Answer one batch. Ids from ``vocab`` on mean nothing to the tokenizer: a model's vocabulary is often padded."""
+    logits = _begun(answers, reader)
+    while True:
+        rows, left, tokens = logits[:, :vocab].float().cpu(), [], []
+        for row, answer in enumerate(answers):
+            token, piece = answer.take(rows[row])
+            if not piece.end:
+                left.append(row)
+                tokens.append(token)
+            if piece.text or piece.end:
+                yield piece
+        if not left:
+            return
+        if len(left) < len(answers):
+            answers = [answers[row] for row in left]
+            reader.keep(left)
+        # All of them are asked: any() of a generator would stop at the first.
+        moved = [answer.move() for answer in answers]
+        logits = _begun(answers, reader) if any(moved) else _followed(reader, tokens)
+
+
+@torch.no_grad()
+def _begun(answers: list[_Answer], reader: Reader) -> torch.Tensor:
+    texts = [answer.read for answer in answers]
+    return reader.begin(texts, [answer.adapter for answer in answers], max(a.left for a in answers))
+
+
+@torch.no_grad()
+def _followed(reader: Reader, tokens: list[int]) -> torch.Tensor:
+    return reader.follow(tokens)
+
+
+def load_model(
+    folder: str | Path,
+    adapters: Mapping[str, str | Path] | None = None,
+    *,
+    tokenizer: str | None = None,
+    precision: str = "fp32",
+    device: str = "cpu",
+) -> ServedModel:
+    """Read a run's folder, or a model's in Hugging Face's format, and adapters by name.
+
+    Raises CheckpointError for what is missing, damaged or of another base, DataError for the tokenizer, RecipeError for
+    the rest.
+    """
+    if precision not in DTYPES:
+        raise RecipeError(
+            f"precision is {precision!r}", where="precision", fix=f"take one of {', '.join(DTYPES)}"
+        )
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise RecipeError(f"no device {device!r}", where="device", why=str(error).splitlines()[0]) from error
+    return ServedModel(open_model(Path(folder), tokenizer, DTYPES[precision], place), adapters)

@@ -1,0 +1,69 @@
+"""A disk that fails under the command ``train``: one line, the right exit code, and the last checkpoint still there.
+
+The disk is full for whoever may not write files beyond some size: to the run it is the same error of the same call.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = 100 * 2**10
+"""Bytes of the largest file, which holds the run's records but not the state of its optimizer."""
+
+RECIPE = """
+model: {layers: 2, width: 64, heads: 2, kv_heads: 2, ffn: 128, vocab: 256, context: 32}
+data: {source: corpus.txt, sequence_length: 32}
+steps: 4
+batch_size: 2
+checkpoint: {every: 2}
+cluster: {device: cpu, devices_per_node: 1}
+strategy: {precision: fp32, zero_stage: 1, activation_checkpointing: none, micro_batch_size: 2}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "corpus.txt").write_text("one two three four five six seven eight nine ten. " * 200)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "state").mkdir()
+    return tmp_path
+
+
+def train(folder: Path, *overrides: str, largest: int | None = None) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        if largest is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+
+    words = [sys.executable, "-m", "shardwise", "train", "recipe.yaml", *overrides, "--out", "run"]
+    return subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, check=False, timeout=300, preexec_fn=limit
+    )
+
+
+def test_a_full_disk_ends_the_run_with_7_and_the_run_goes_on_when_there_is_room(folder: Path) -> None:
+    assert train(folder, "steps=2").returncode == 0
+    kept = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
+
+    full = train(folder, "strategy.offload=nvme:state", largest=SMALL)
+    assert full.returncode == 7, full.stderr
+    assert full.stderr.startswith("error: cannot reserve the file of offloaded state (offload: nvme:state): ")
+    assert full.stderr.count("\n") == 1 and "free some space or name another folder" in full.stderr
+    assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == kept
+    assert list((folder / "state").iterdir()) == []
+
+    again = train(folder, "strategy.offload=nvme:state")
+    assert again.returncode == 0, again.stderr
+    steps = [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_a_folder_that_is_missing_is_refused(folder: Path) -> None:
+    missing = train(folder, "strategy.offload=nvme:nowhere")
+    assert missing.returncode == 2 and missing.stderr.count("\n") == 1, missing.stderr
+    assert "nvme:nowhere" in missing.stderr and "there is no such folder" in missing.stderr

@@ -1,0 +1,105 @@
+"""Pictures of pipelines and meshes show every pass where it lies, and every rank for what it holds."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from shardwise.core.pipeline_schedule import SCHEDULES, orders, play, steps
+from shardwise.core.strategy import Layout
+from shardwise.report.gantt import PASSES, SHOWN_LANES, Chart, gantt
+from shardwise.report.mesh import SHOWN_ROWS, held, mesh
+from shardwise.report.pictures import NARROW, WIDE, png, svg
+
+SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def chart(schedule: str, ranks: int = 4, count: int = 8) -> Chart:
+    lists = orders(schedule, ranks, 2 if schedule == "interleaved" else 1, count)
+    return Chart(schedule, play(lists, lambda action: SLOTS[action.kind]), count)
+
+
+def texts(figure: Figure) -> list[str]:
+    """All words in a figure, as its SVG has them."""
+    return re.findall(r"<text[^>]*>([^<]*)<", svg(figure, "words"))
+
+
+def bars(axes: Any) -> list[tuple[str, float, float, float]]:
+    """(colour, lane, start, length) of every bar that is a pass."""
+    colours = {colour for _, colour in PASSES.values()}
+    shapes = [
+        (to_hex(p.get_facecolor()), p.get_y() + p.get_height() / 2, p.get_x(), p.get_width())
+        for p in axes.patches
+    ]
+    return [shape for shape in shapes if shape[0] in colours]
+
+
+def rounded(bars: list[tuple[str, float, float, float]]) -> list[tuple[str, float, float, float]]:
+    return sorted(
+        (colour, round(lane, 6), round(start, 6), round(length, 6)) for colour, lane, start, length in bars
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_bar_for_every_pass_where_it_lies(schedule: str) -> None:
+    shown = chart(schedule)
+    drawn = bars(gantt([shown], "slots").axes[0])
+    wanted = [
+        (PASSES[action.kind][1], lane, start, end - start)
+        for lane, spans in enumerate(shown.played.spans)
+        for action, start, end in spans
+    ]
+    assert rounded(drawn) == rounded(wanted)
+
+
+def test_schedules_side_by_side_share_one_scale() -> None:
+    charts = [chart(name) for name in ("gpipe", "zero_bubble")]
+    figure = gantt(charts, "slots")
+    assert {axes.get_xlim() for axes in figure.axes} == {(0.0, charts[0].played.end)}
+    words = texts(figure)
+    assert {"gpipe", "zero_bubble", "stage 0", "stage 3", "slots", "backward, weights"} <= set(words)
+
+
+def test_numbers_begin_again_with_every_step() -> None:
+    lists = steps(orders("1f1b", 2, 1, 3), 2, 3)
+    figure = gantt([Chart("1f1b", play(lists, lambda action: SLOTS[action.kind]), 3)], "slots")
+    numbers = [text.get_text() for text in figure.axes[0].texts]
+    assert set(numbers) == {"1", "2", "3"}
+    assert len(numbers) == 2 * 2 * 2 * 3  # ranks, kinds, steps, micro-batches
+
+
+def test_many_ranks_show_the_first_and_the_last() -> None:
+    words = texts(gantt([chart("1f1b", ranks=24, count=2)], "slots"))
+    lanes = [word for word in words if word.startswith("stage")]
+    assert len(lanes) == SHOWN_LANES
+    assert (lanes[0], lanes[-1]) == ("stage 0", "stage 23")
+
+
+LAYOUT = Layout((("pipeline", 2), ("replicate", 1), ("shard", 2), ("sequence", 2), ("tensor", 2)))
+
+
+def test_a_box_says_what_its_rank_holds() -> None:
+    assert held(LAYOUT, 0) == ["stage 1/2", "slice 1/2", "shard 1/2", "tokens 1/2"]
+    assert held(LAYOUT, 13) == ["stage 2/2", "slice 2/2", "shard 2/2", "tokens 1/2"]
+    assert held(Layout(tuple((axis, 1) for axis in LAYOUT.names)), 0) == ["everything"]
+    assert len({tuple(held(LAYOUT, rank)) for rank in range(16)}) == 16
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_every_rank_of_a_small_mesh_is_drawn(width: float) -> None:
+    columns = 8 if width == WIDE else 2
+    words = texts(mesh(LAYOUT, 8, width))
+    ranks = [word for word in words if word.startswith("rank")]
+    assert len(ranks) == min(16, columns * SHOWN_ROWS)
+    assert ("node 1" in words) and ("node 0" in words)
+
+
+def test_a_large_mesh_shows_its_first_and_last_stages() -> None:
+    layout = Layout((("pipeline", 16), ("replicate", 1), ("shard", 128), ("sequence", 1), ("tensor", 8)))
+    words = texts(mesh(layout, 8))
+    assert {"rank 0", "rank 1024", "rank 15360", "node 1,920", "and 16,352 more ranks"} <= set(words)
+    assert png(mesh(layout, 8)).startswith(b"\x89PNG")

@@ -1,0 +1,164 @@
+"""Records with completions train as one plain process does, packed or not, and packed they take the memory planned."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+
+from shardwise.core.cluster import cluster_of
+from shardwise.core.errors import RecipeError
+from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.dryrun.run import dry_run
+from shardwise.engine.build import build
+from shardwise.engine.step import step
+from shardwise.model.blueprint import batch_shapes, blueprint_of
+from shardwise.technique import SETTINGS, refuse_broken, strategy_from
+from shardwise.train.meter import MemoryMeter
+from shardwise.train.verify import Verdict, run_reference, run_strategy
+from shardwise.train.warm import warm_kernels
+
+SMALL = {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 44, "vocab": 257, "context": 64}
+
+STEPS = 3
+
+ASKED: dict[str, dict[str, Any]] = {
+    "zero 3, selective": {"zero_stage": 3, "activation_checkpointing": "selective", "micro_batch_size": 2},
+    "zero 2, a budget": {"zero_stage": 2, "activation_checkpointing": "budget:0.5"},
+    "zero 1, offload": {"zero_stage": 1, "offload": "activations", "loss": "chunked"},
+    "tensor in shares": {"tensor_parallel": 2, "tensor_sequence_parallel": "gathered"},
+    "pipeline": {"pipeline_parallel": 2, "activation_checkpointing": "full", "zero_stage": 0},
+}
+
+
+def records(folder: Path) -> str:
+    draw = random.Random(0)
+    path = folder / "records.jsonl"
+    lines = (
+        {"prompt": f"{n} is " * draw.randint(1, 3), "completion": "so " * draw.randint(1, 5)}
+        for n in range(90)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def small(folder: Path, packing: bool, model: dict[str, Any], **sections: Any) -> Recipe:
+    data = {"source": records(folder), "sequence_length": 48, "packing": packing}
+    values = {"model": model, "data": data, "steps": STEPS, "batch_size": 5}
+    return recipe_of(values | sections, SETTINGS)
+
+
+def verified(recipe: Recipe, precision: str, asked: list[dict[str, Any]], folder: Path) -> list[Verdict]:
+    """One plain process on rank 0, then several strategies one after the other."""
+    if dist.get_rank() == 0:
+        run_reference(recipe, strategy_from({"precision": precision, "micro_batch_size": 5}), folder)
+    dist.barrier()
+    each = (strategy_from({"precision": precision, **settings}) for settings in asked)
+    return [run_strategy(recipe, strategy, folder, torch.device("cpu")) for strategy in each]
+
+
+def agree(pool: Pool, recipe: Recipe, precision: str, asked: list[dict[str, Any]], folder: Path) -> None:
+    for verdicts in pool.run(2, verified, recipe, precision, asked, folder, timeout=240):
+        for settings, verdict in zip(asked, verdicts, strict=True):
+            assert verdict.steps == STEPS
+            assert verdict.passed, (settings, verdict)
+            assert verdict.tolerance == {"fp64": 1e-10, "fp32": 1e-5}[precision]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+
+
+def test_packed_records_train_on_two_ranks_as_on_one(pool: Pool, tmp_path: Path) -> None:
+    agree(pool, small(tmp_path, True, SMALL), "fp64", list(ASKED.values()), tmp_path)
+
+
+def test_padded_records_train_on_two_ranks_as_on_one(pool: Pool, tmp_path: Path) -> None:
+    asked = [ASKED["tensor in shares"], ASKED["pipeline"]]
+    agree(pool, small(tmp_path, False, SMALL), "fp64", asked, tmp_path)
+
+
+def test_learned_positions_in_shares(pool: Pool, tmp_path: Path) -> None:
+    """Each rank looks up the positions of its share, of which every sequence has its own."""
+    model = {**{k: v for k, v in SMALL.items() if k != "kv_heads"}, "family": "gpt2"}
+    agree(
+        pool, small(tmp_path, True, model), "fp64", [ASKED["tensor in shares"], ASKED["pipeline"]], tmp_path
+    )
+
+
+def test_a_hugging_face_model_trains_as_one(pool: Pool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=44, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    recipe = small(tmp_path, True, {"hf": str(tmp_path / "model")})
+    agree(pool, recipe, "fp32", [ASKED["pipeline"]], tmp_path)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+LONG = {"layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 512, "context": 4096}
+
+
+def measured(recipe: Recipe, settings: dict[str, Any]) -> int:
+    """Real steps on packed sequences; the peak above the level before the model."""
+    device, strategy = torch.device("cpu"), strategy_from(settings)
+    blueprint = blueprint_of(recipe)
+    warm_kernels(device, strategy)
+    meter = MemoryMeter(device)
+    run = build(recipe, blueprint, strategy, device)
+    for _ in range(2):
+        shapes = batch_shapes(blueprint, recipe.data)
+        batch = {name: torch.zeros((2, *shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        batch["positions"] += torch.arange(2048) % 300
+        step(run, [batch], 1e-4)
+        meter.sample()
+    return meter.peak.allocated
+
+
+def test_packed_sequences_take_the_memory_that_was_planned(pool: Pool) -> None:
+    """Of it the mask: 16 MiB in fp32 for a sequence of 2,048 tokens."""
+    values = {"model": LONG, "steps": 3, "batch_size": 2, "cluster": {"devices_per_node": 1}}
+    recipes = [
+        recipe_of(
+            {**values, "data": {"source": "a.jsonl", "sequence_length": 2048, "packing": packing}}, SETTINGS
+        )
+        for packing in (True, False)
+    ]
+    cluster, two = cluster_of(recipes[0].cluster), {"micro_batch_size": 2}
+    packed, plain = (dry_run(r, blueprint_of(r), strategy_from(two), cluster).peak.bytes for r in recipes)
+    assert packed - plain >= 2 * 2048 * 2048 * 4
+    peak = pool.run(1, measured, recipes[0], two, timeout=120)[0]
+    error = (packed + cluster.device.overhead.workspace_bytes) / peak - 1
+    assert abs(error) <= 0.05, f"predicted {packed:,}, measured {peak:,}, {error:+.1%}"
+
+
+# ---- what cannot be ---------------------------------------------------------------------------------------
+
+
+def test_divided_sequences_take_no_mask(tmp_path: Path) -> None:
+    recipe = small(tmp_path, True, SMALL, strategy={"sequence_parallel": 2})
+    with pytest.raises(RecipeError) as caught:
+        refuse_broken(recipe, 2, lambda key: f"strategy.{key}")
+    assert "data.packing" in caught.value.line()
+    assert "the nearest that works is sequence_parallel: 1" in caught.value.line()
+
+
+def test_a_model_that_cannot_keep_documents_apart_is_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MambaConfig(vocab_size=257, hidden_size=32, num_hidden_layers=2, state_size=4)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    recipe = small(tmp_path, True, {"hf": str(tmp_path / "model")})
+    with pytest.raises(RecipeError) as caught:
+        dry_run(recipe, blueprint_of(recipe), strategy_from({}), cluster_of(recipe.cluster))
+    assert "data.packing" in caught.value.line()
+    assert "MambaForCausalLM" in caught.value.line()
