@@ -206,7 +206,8 @@ class Tracker(TorchDispatchMode):
         name = func.name()
         if name == "_c10d_functional::wait_tensor":
             return args[0]  # as on a device; the kernel for fake tensors makes another tensor
-        out = func(*args, **kwargs)
+        into = kwargs.get("out") if func.namespace == "_c10d_functional" else None  # likewise
+        out = func(*args, **kwargs) if into is None else into
         if self._muted:
             return out
         for tensor in tree_iter(out):
