@@ -54,24 +54,45 @@ Zen 5 (avx512_bf16), 33 shapes: 0.51 to 0.70 MiB, mean 0.565, whatever the shape
 tiles (AMX) it compiles more, 0.64 to 0.66 MiB over 43 shapes; fp16 (avx512_fp16) 0.45 to 0.54 MiB."""
 
 
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+_ATTENTION_KERNEL = 384 * 1024
+"""Bytes of one that attention's backward pass has compiled: 2 to 3 MiB for the seven of a ring, Sapphire Rapids."""
+
+
 @cache
 def _compiled() -> Mapping[torch.dtype, int]:
-    """Bytes of a compiled product by dtype, of those that oneDNN multiplies on this processor.
+    """Bytes of a compiled product by dtype, of those that oneDNN compiles for each shape on this processor.
 
-    fp32 products call MKL, and what the processor has no instructions for ATen; neither compiles anything.
+    fp32 products call MKL, and what the processor has no instructions for ATen or one kernel for all shapes, which
+    oneDNN has for bf16 where AVX512 lacks it.
     """
     supported = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
-    has = torch.backends.mkldnn.is_available()
+    if not torch.backends.mkldnn.is_available() or not torch.cpu._is_avx512_bf16_supported():
+        return {}
     size = {torch.bfloat16: _AMX_KERNEL if torch.cpu._is_amx_tile_supported() else _ONEDNN_KERNEL}
-    return {dtype: size.get(dtype, _ONEDNN_KERNEL) for dtype, known in supported.items() if has and known()}
+    return {dtype: size.get(dtype, _ONEDNN_KERNEL) for dtype, known in supported.items() if known()}
 
 
 def _onednn_kernels(operation: str, result: Any) -> int:
     """oneDNN compiles a matrix product in 16 bits for each of its shapes and keeps it for good."""
+    if operation == _ATTENTION:
+        return _attention_products(*result[:2]) * _ATTENTION_KERNEL if result[0].dtype in _compiled() else 0
     return _compiled().get(result.dtype, 0) if operation.startswith(_PRODUCTS) else 0
+
+
+def _attention_products(to_queries: Tensor, to_keys: Tensor) -> int:
+    """Three of each pair of block sizes of queries and keys (ATen's FlashAttentionKernel.cpp), [..., s, d]."""
+    queries, keys = to_queries.shape[-2], to_keys.shape[-2]
+    step = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    return 3 * _block_sizes(queries, step) * _block_sizes(keys, 512)
+
+
+def _block_sizes(length: int, step: int) -> int:
+    """How many there are when so much is cut in steps: whole ones and what is left over."""
+    return (length >= step) + (length % step > 0)
 
 
 def _nothing_kept(operation: str, result: Any) -> int:

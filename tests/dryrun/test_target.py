@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.dryrun import target
 from shardwise.dryrun.target import TARGETS
 
 
@@ -88,8 +93,45 @@ def test_gloo_copies_and_nccl_does_not() -> None:
     assert TARGETS["cuda"].workspace("all_gather", 100) == 0
 
 
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor for which oneDNN compiles 16-bit products."""
+    monkeypatch.setattr(target, "_compiled", lambda: {torch.bfloat16: 560 * 1024})
+
+
+@pytest.mark.usefixtures("compiling")
 def test_onednn_keeps_one_compiled_product_a_shape_in_bf16() -> None:
     cpu, half = TARGETS["cpu"].kept, torch.empty(3, 5, dtype=torch.bfloat16)
     assert cpu("aten::mm", half) == cpu("aten::mm", half.repeat(2, 2)) > 0
     assert cpu("aten::mm", half.float()) == cpu("aten::add.Tensor", half) == 0
     assert TARGETS["cuda"].kept("aten::mm", half) == 0
+
+
+ATTEND = """
+import sys, torch
+for length in map(int, sys.argv[1:]):
+    q, k, v = (torch.randn(1, length, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+    out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    print("backward of", length, flush=True)
+    out.backward(torch.ones_like(out))
+"""
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies nothing in bf16 here"
+)
+@pytest.mark.usefixtures("compiling")
+def test_attention_has_onednn_compile_three_products_for_each_pair_of_block_sizes() -> None:
+    lengths = (48, 192, 800)
+    said = subprocess.run(
+        [sys.executable, "-c", ATTEND, *map(str, lengths)],
+        env={**os.environ, "ONEDNN_VERBOSE": "profile_create"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("backward of")[1:]
+    kernel = target._ATTENTION_KERNEL
+    for length, part in zip(lengths, said, strict=True):
+        grad = torch.empty(1, 2, length, 64, dtype=torch.bfloat16)
+        counted = TARGETS["cpu"].kept(target._ATTENTION, (grad, grad, grad)) // kernel
+        assert counted == part.count("create:cache_miss")
