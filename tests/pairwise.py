@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+import numpy as np
+
 Row = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
@@ -23,19 +25,33 @@ def covering_rows(
 ) -> list[Row]:
     """Rows that ``allowed`` accepts, covering every possible pair; deterministic. Defaults come first in factors."""
     generator = random.Random(0)
-    missing = dict.fromkeys(_all_pairs(factors))
+    index, numbers = _numbered(factors), list(combinations(range(len(factors)), 2))
+    missing = np.zeros((len(index), len(index)), dtype=bool)
+    pairs = dict.fromkeys(_all_pairs(factors))
+    for first, second in pairs:
+        missing[index[first], index[second]] = True
     chosen: list[Row] = []
-    while missing:
-        pair = next(iter(missing))
-        rows = [row for row in _completions(pair, factors, generator) if allowed(row)]
-        if not rows:
-            del missing[pair]
+    while pairs:
+        pair = next(iter(pairs))
+        rows = list(_completions(pair, factors, generator))
+        values = np.array([[index[value] for value in row.items()] for row in rows])
+        covered = sum(missing[values[:, a], values[:, b]].astype(int) for a, b in numbers)
+        # Most rows are refused slowly: ask of the best first, of equals of the earliest.
+        best = next((rows[i] for i in np.argsort(-covered, kind="stable") if allowed(rows[i])), None)
+        if best is None:
+            del pairs[pair]
+            missing[index[pair[0]], index[pair[1]]] = False
             continue
-        best = max(rows, key=lambda row: sum(p in missing for p in _pairs(row)))
         chosen.append(best)
-        for covered in _pairs(best):
-            missing.pop(covered, None)
+        for first, second in _pairs(best):
+            pairs.pop((first, second), None)
+            missing[index[first], index[second]] = False
     return chosen
+
+
+def _numbered(factors: Mapping[str, Sequence[Any]]) -> dict[tuple[str, Any], int]:
+    values = [(name, value) for name, values in factors.items() for value in values]
+    return {value: number for number, value in enumerate(values)}
 
 
 def _all_pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[Pair]:
