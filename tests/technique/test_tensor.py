@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from corpora import write_words
 from pool import Pool
 from small_run import make_run, train
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.cluster import cluster_of
 from shardwise.core.cost import Collective, StepCost
@@ -20,6 +22,7 @@ from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.persistent import tensors_of
 from shardwise.model.blueprint import blueprint_of
+from shardwise.model.exchange import Ranks
 from shardwise.model.slices import local_part, local_slices
 from shardwise.plan.timing import collective_seconds, step_time
 from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
@@ -278,6 +281,33 @@ def test_activations_per_layer_are_the_papers_to_the_byte(how: str, degree: int)
     }
     statistics = 2 * 2 * 2 * s * b / (1 if how == "none" else t)
     assert kept[1] - kept[0] == papers[how] + statistics
+
+
+class _Sent(TorchDispatchMode):
+    """Notes the names of what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def gathering_rank() -> tuple[set[str], list[float]]:
+    ranks = Ranks.of(dist.group.WORLD)
+    with _Sent() as sent:
+        whole = ranks.whole(torch.full((1, 2, 1), float(ranks.rank)))
+    return sent.names, whole.flatten().tolist()
+
+
+def test_gathering_spares_the_collective_whose_name_corrupts_the_heap(pool: Pool) -> None:
+    """It crashed once in thousands of runs with two of it on their way: see ``Ranks.send_shares``."""
+    for names, whole in pool.run(2, gathering_rank):
+        assert whole == [0.0, 0.0, 1.0, 1.0]
+        assert names == {"_c10d_functional::all_gather_into_tensor_out", "_c10d_functional::wait_tensor"}
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------
