@@ -95,7 +95,7 @@ def _short(number: float) -> str:
 
 def keys_of(model: Any) -> str:
     """The keys of one section of the recipe, or those of the recipe that are no sections."""
-    properties = model.model_json_schema()["properties"]
+    properties, meanings = model.model_json_schema()["properties"], model.meanings()
 
     def rows() -> Iterator[Sequence[object]]:
         for key, field in model.model_fields.items():
@@ -104,7 +104,7 @@ def keys_of(model: Any) -> str:
             default = field.get_default(call_default_factory=True)
             shown = list(default) if isinstance(default, tuple) else default
             given = "**required**" if field.is_required() else code(shown)
-            yield code(key), kind_of(properties[key]), given, field.description
+            yield code(key), kind_of(properties[key]), given, meanings[key]
 
     return table(("key", "values", "default", "meaning"), rows())
 
