@@ -85,6 +85,8 @@ def collective_of(
     # Gathered output or scattered input: the payload is the largest tensor of the call.
     payload = max(tensors, key=lambda t: t.numel())
     elements = payload.numel()
+    if func.namespace == "_c10d_functional" and kind == "all_gather" and "out" not in kwargs:
+        elements *= group.size()
     axis = CONTROL_AXIS if elements == 1 else axis_of.get(group.group_name, "world")
     return Collective(kind, axis, group.size(), 0, elements, elements * payload.element_size())
 

@@ -57,8 +57,8 @@ class Ranks:
         """Begin to gather all ranks' tensors of one shape, [ranks, ...]: not to be read before ``arrived``.
 
         Into a tensor made here: the collective that makes its own corrupts the heap while anything else is on its way.
-        gloo's threads note what each has done in one string, unguarded (``lastCompletedWorkName``, torch 2.11 to 2.13),
-        which holds 15 letters in place and frees what is longer; and that one is called ALLGATHER_COALESCED.
+        gloo's threads note what each has done in one string, unguarded (``lastCompletedWorkName``; seen with torch
+        2.13), which holds 15 letters in place and frees what is longer; and that one is called ALLGATHER_COALESCED.
         """
         whole = share.new_empty(self.size, *share.shape)
         name = self.group.group_name
