@@ -260,8 +260,8 @@ def known_difference(row: Row) -> str:
     ring, split = row.get("sequence", "").startswith("ring"), row.get("tensor", "").startswith("regathered")
     if ring and split and row["zero_stage"] == 0 and row["precision"] == "bf16":
         return (
-            "4 to 6 % short of 89 MB where oneDNN compiles nothing, 7.6 % of 98 MB on Intel Sapphire Rapids, before those"
-            " compiled within attention were counted; tensors agree to the byte"
+            "4 to 6 % short of 89 MB where oneDNN compiles nothing, 7.6 % of 98 MB on Intel Sapphire Rapids, before"
+            " those compiled within attention were counted; tensors agree to the byte"
         )
     return ""
 
