@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,27 +79,19 @@ def test_one_line_and_the_right_code(
     assert len(lines[0]) <= 300
 
 
-def test_from_the_shell_in_half_a_second_of_processor_time(recipe: Path) -> None:
-    """The whole command, started cold: exit code, one line, nothing of torch loaded. The best of three: others only
-    add to what a processor's time is charged for."""
+def test_from_the_shell_little_is_loaded(recipe: Path) -> None:
+    """The whole command, started cold: exit code, one line, nothing of torch and not 600 modules in all."""
     code = (
-        "import sys, resource\n"
+        "import sys\n"
         "from shardwise.cli.main import run\n"
         f"code = run(['plan', {str(recipe)!r}, 'modl.layers=3'])\n"
-        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
         "assert 'torch' not in sys.modules\n"
-        "print(used.ru_utime + used.ru_stime)\n"
+        "assert len(sys.modules) < 600, sorted(sys.modules)\n"
         "sys.exit(code)"
     )
-    seconds = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ
-        )
-        assert done.returncode == 2, done.stderr
-        assert done.stderr.count("\n") == 1 and "did you mean" in done.stderr
-        seconds.append(float(done.stdout))
-    assert min(seconds) < 0.5
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and "did you mean" in done.stderr
 
 
 def test_bad_data_is_found_before_torch_is_loaded(recipe: Path) -> None:

@@ -2,7 +2,6 @@
 
 import pickle
 import random
-import resource
 import string
 import subprocess
 import sys
@@ -297,8 +296,11 @@ def test_damaged_text_is_read_or_refused_in_one_line() -> None:
     assert refused > 200
 
 
-def test_the_first_error_of_a_process_costs_little(tmp_path: Path) -> None:
-    """Processor time of a whole interpreter that imports the reader and fails, well below half a second."""
+def test_a_first_error_loads_little(tmp_path: Path) -> None:
+    """Importing is nearly all that it costs: neither torch nor numpy, and not 300 modules in all.
+
+    Seconds depend on what else a machine does, and are measured by benchmarks/first_error.py.
+    """
     program = """
 import sys
 from shardwise.core.recipe import load_recipe
@@ -306,20 +308,15 @@ try:
     load_recipe("recipe.yaml", [], [])
 finally:
     assert "torch" not in sys.modules and "numpy" not in sys.modules
+    assert len(sys.modules) < 300, sorted(sys.modules)
 """
     (tmp_path / "recipe.yaml").write_text(CONTRACT.replace("width", "widht"))
-    seconds = []
-    for _ in range(3):  # the best of three: others only add to what a processor's time is charged for
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        child = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={"PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert "RecipeError: unknown key 'widht' (recipe.yaml:3: model.widht)" in child.stderr
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 0.5
+    child = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert "RecipeError: unknown key 'widht' (recipe.yaml:3: model.widht)" in child.stderr
