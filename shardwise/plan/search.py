@@ -49,6 +49,9 @@ RESERVE: Mapping[str, float] = {"cpu": 0.0, "cuda": 0.02, "rocm": 0.02}
 kernels take for the time they run (the fp32 sums of flash attention's backward pass: 128 MiB for 8,192 tokens of
 4,096 channels) and the spread of the context and communicators, which are from tables."""
 
+MOST_PER_PARAMETER = 64
+"""Bytes of weights and optimizer state that nothing takes for a parameter: where even they fit, no bound is counted."""
+
 
 @dataclass
 class Search:
@@ -161,10 +164,10 @@ class Search:
 
     def _may_fit(self, strategy: Strategy) -> bool:
         """Whether the lower bound leaves room; records the candidate when it does not."""
-        layout = layout_of(strategy, self.cluster.world_size)
-        least = least_state_bytes(
-            self.blueprint.parameter_counts(), strategy, layout, self.recipe, self.cluster
-        )
+        layout, counts = layout_of(strategy, self.cluster.world_size), self.blueprint.parameter_counts()
+        if sum(counts) * MOST_PER_PARAMETER <= self.budget_bytes:
+            return True
+        least = least_state_bytes(counts, strategy, layout, self.recipe, self.cluster)
         if least <= self.budget_bytes:
             return True
         reason = f"weights and optimizer state alone take at least {format_bytes(least)}"
