@@ -35,12 +35,12 @@ def read(recipe_file: Path, overrides: list[str] | None) -> tuple[Recipe, Cluste
     return recipe, cluster
 
 
-def make_plan(recipe: Recipe, cluster: Cluster) -> Plan:
-    """Plan; loads torch."""
+def make_plan(recipe: Recipe, cluster: Cluster, *, compare: bool = False) -> Plan:
+    """Plan; loads torch. Without ``compare``, what trains waits for nothing but its own strategy."""
     from shardwise.model.blueprint import blueprint_of
     from shardwise.plan.search import plan_for
 
-    return plan_for(recipe, blueprint_of(recipe), cluster)
+    return plan_for(recipe, blueprint_of(recipe), cluster, compare=compare)
 
 
 def refuse_unfit(plan: Plan, ladder: Ladder | None = None) -> None:

@@ -26,7 +26,7 @@ def command(
     What does not fit is explained without being asked.
     """
     asked, cluster = read(recipe, overrides)
-    plan = make_plan(asked, cluster)
+    plan = make_plan(asked, cluster, compare=True)
     from shardwise.plan.ladder import climb  # loads torch
 
     ladder = climb(asked, cluster) if explain or not plan.fits else None

@@ -55,11 +55,16 @@ MOST_PER_PARAMETER = 64
 
 @dataclass
 class Search:
-    """One search: what is asked, and everything that was looked at on the way."""
+    """One search: what is asked, and everything that was looked at on the way.
+
+    Attributes:
+        compare: whether to predict what one change of the chosen strategy would cost, which takes most of the time.
+    """
 
     recipe: Recipe
     blueprint: Blueprint
     cluster: Cluster
+    compare: bool = True
     seen: dict[Strategy, Candidate] = field(default_factory=dict)
     replayed: dict[Strategy, bool] = field(default_factory=dict)
     quick: dict[tuple[Strategy, int], Prediction] = field(default_factory=dict)
@@ -208,7 +213,8 @@ class Search:
     # -- the result ---------------------------------------------------------------------------------
 
     def _plan(self, chosen: Prediction) -> Plan:
-        self._look_at_neighbours(chosen)
+        if self.compare:
+            self._look_at_neighbours(chosen)
         layout, strategy = chosen.layout, chosen.strategy
         candidates = [self._judged(c, chosen) for c in self.seen.values()]
         candidates.sort(
@@ -369,10 +375,12 @@ def assumptions(cluster: Cluster) -> Iterator[str]:
     yield f"seconds are a roofline over the profile's peaks ({cluster.device.name}), not a measurement"
 
 
-def plan_for(recipe: Recipe, blueprint: Blueprint, cluster: Cluster) -> Plan:
+def plan_for(recipe: Recipe, blueprint: Blueprint, cluster: Cluster, *, compare: bool = True) -> Plan:
     """Check what the recipe pins and choose the rest.
+
+    With ``compare`` the plan's candidates hold what one change of the chosen strategy would cost, too.
 
     Raises:
         RecipeError: when pinned settings break a rule.
     """
-    return Search(recipe, blueprint, cluster).run()
+    return Search(recipe, blueprint, cluster, compare).run()

@@ -144,7 +144,10 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "traffic": _traffic_rows(plan),
         "loss": _picture("Loss and learning rate", lambda w: loss_curve(run.steps, w)),
         "sample": outcome.sample if outcome else None,
-        "candidates": [(c, peak_of(c), seconds(c.step_seconds)) for c in plan.candidates],
+        # A run is planned without comparing, and then nothing else may have been looked at.
+        "candidates": [
+            (c, peak_of(c), seconds(c.step_seconds)) for c in plan.candidates if len(plan.candidates) > 1
+        ],
         "reasons": plan.reasons,
         "assumptions": plan.assumptions,
         "recipe": run.recipe,

@@ -35,8 +35,8 @@ def recipe(memory_mib: float | None = None, batch_size: int = 32, **strategy: An
     return recipe_of(values, SETTINGS)
 
 
-def planned(asked: Recipe) -> Plan:
-    return plan_for(asked, blueprint_of(asked), cluster_of(asked.cluster))
+def planned(asked: Recipe, *, compare: bool = False) -> Plan:
+    return plan_for(asked, blueprint_of(asked), cluster_of(asked.cluster), compare=compare)
 
 
 def needed_mib(stage: int, size: int) -> float:
@@ -50,6 +50,7 @@ def test_with_room_to_spare_it_replicates_in_one_pass() -> None:
     plan = planned(recipe())
     assert plan.fits and plan.strategy[ZERO_STAGE] == 0 and plan.strategy[MICRO_BATCH_SIZE] == 8
     assert plan.micro_batches == 1
+    assert {c.strategy for c in plan.candidates} == {plan.strategy}, "nothing else was asked for"
     assert [c.verdict for c in plan.candidates].count("chosen") == 1
 
 
@@ -68,7 +69,7 @@ def test_it_takes_the_smallest_stage_and_the_largest_micro_batch_that_fit() -> N
 
 
 def test_what_is_pinned_is_kept() -> None:
-    plan = planned(recipe(zero_stage=3, micro_batch_size=2))
+    plan = planned(recipe(zero_stage=3, micro_batch_size=2), compare=True)
     assert plan.strategy[ZERO_STAGE] == 3 and plan.strategy[MICRO_BATCH_SIZE] == 2
     assert plan.micro_batches == 4
     neighbours = {c.line: c.reason for c in plan.candidates if c.verdict == "fits"}

@@ -123,7 +123,7 @@ def test_nothing_from_a_run_becomes_markup(plan: Plan, make_run: MakeRun) -> Non
         cluster=bad,
         peak=replace(plan.peak, phase=bad, where=bad),
         step=replace(plan.step, traffic_bytes={bad: 1}, split={bad: 1.0}),
-        candidates=(replace(plan.candidates[0], line=bad, verdict=bad, reason=bad),),
+        candidates=tuple(replace(c, line=bad, verdict=bad, reason=bad) for c in plan.candidates[:2]),
         reasons=(bad,),
         assumptions=(bad,),
     )
@@ -133,7 +133,7 @@ def test_nothing_from_a_run_becomes_markup(plan: Plan, make_run: MakeRun) -> Non
     reader = Reader(page)
     assert "script" not in reader.tags
     assert not reader.faults
-    assert reader.text.count("<script>alert(1)</script>") == 13
+    assert reader.text.count("<script>alert(1)</script>") == 16
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u202a-\u202e\ud800-\udfff]", page)
 
 

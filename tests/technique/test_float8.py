@@ -287,7 +287,7 @@ def test_devices_without_units_are_refused_before_torch_is_loaded_and_the_cpu_em
     for device in ("H100-80GB", "L4-24GB", "MI300X-192GB"):
         refuse_unsupported({"precision": "fp8"}, PROFILES[device], lambda key: key)
     recipe = a_recipe(strategy={"precision": "fp8", "zero_stage": 0, "micro_batch_size": 1})
-    plan = plan_for(recipe, blueprint_of(recipe), cluster_of(recipe.cluster))
+    plan = plan_for(recipe, blueprint_of(recipe), cluster_of(recipe.cluster), compare=False)
     assert any("precision fp8 is emulated on" in sentence for sentence in plan.assumptions)
     assert any("fp8 changes nothing" in sentence for sentence in plan.reasons)
 

@@ -330,7 +330,7 @@ def test_a_quick_prediction_of_a_stage_is_the_full_one(schedule: str) -> None:
 
 def test_a_plan_shows_the_worst_stage_and_predicts_all_of_them() -> None:
     recipe = small(4, pipeline_parallel=2)
-    plan = plan_for(recipe, blueprint_of(recipe), cluster_of(recipe.cluster))
+    plan = plan_for(recipe, blueprint_of(recipe), cluster_of(recipe.cluster), compare=False)
     assert plan.allocated_bytes.keys() == {0, 1}
     assert plan.worst_rank == max(plan.allocated_bytes, key=lambda rank: plan.allocated_bytes[rank])
     assert "pp2 1f1b" in plan.line
