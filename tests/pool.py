@@ -43,8 +43,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+# What ranks import, besides what these import; each second here is one that every rank of every run would take.
 _PRELOADED = (
     "pytest",
+    "ranks",
     "shardwise.model.native",
     "shardwise.train.checkpoint",
     "torch._dynamo",
@@ -52,6 +54,8 @@ _PRELOADED = (
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "torchao.optim",
+    "torchao.quantization",
 )
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
