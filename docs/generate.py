@@ -405,7 +405,7 @@ def shown_plan() -> str:
     from shardwise.cli.common import make_plan, read
     from shardwise.report.tables import plan_text
 
-    return plan_block(plan_text(make_plan(*read(ROOT / SHOWN_RECIPE, [])), SHOWN_WIDTH))
+    return plan_block(plan_text(make_plan(*read(ROOT / SHOWN_RECIPE, []), compare=True), SHOWN_WIDTH))
 
 
 def recomputation() -> str:

@@ -36,7 +36,7 @@ FACTORS: dict[str, list[Any]] = {
     "tensor": [1, 2],
     "shares": ["none", "gathered", "regathered"],
     "sequence": ["none", "ulysses", "ring"],
-    "schedule": ["none", "naive", "gpipe", "1f1b", "interleaved", "zero_bubble"],
+    "schedule": ["none", "1f1b", "interleaved", "zero_bubble"],
     "micro_batches": [2, 3],
     "precision": ["fp64", "fp32", "bf16", "fp16"],
     "activation_checkpointing": ["none", "full", "selective", "budget:0.4"],
@@ -143,6 +143,16 @@ FURTHER: list[tuple[int, dict[str, Any], str, str]] = [
         (8, HYBRID | ON_HOST | {"pipeline_parallel": 2, "pipeline_schedule": schedule}, "adamw", "llama")
         for schedule in ("naive", "gpipe", "1f1b", "zero_bubble")
     ),
+    (8, HYBRID | {"pipeline_parallel": 2, "pipeline_schedule": "interleaved"}, "adamw", "llama"),
+    *(
+        (4, {"zero_stage": 1, "pipeline_parallel": 2, "pipeline_schedule": schedule}, "adamw", "tied")
+        for schedule in ("naive", "gpipe")
+    ),
+    *(
+        (4, SHARES | {"pipeline_parallel": 2, "pipeline_schedule": schedule}, "adamw", "grouped")
+        for schedule in ("naive", "gpipe")
+    ),
+    (4, HYBRID | {"activation_checkpointing": "sqrt"}, "adamw", "llama"),
     (2, ON_HOST | {"pipeline_parallel": 2, "pipeline_schedule": "interleaved"}, "adamw", "llama"),
     (1, ON_HOST | {"activation_checkpointing": "budget:0.4"}, "adamw", "llama"),
     (1, HALF_ON_HOST, "adamw", "llama"),

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.dryrun.tracker import asked_device
 from shardwise.model.attention_kernels import kernels_as
 from shardwise.model.float8 import EMULATED
 from shardwise.model.ring import PARTS
@@ -196,6 +197,8 @@ class _Parts(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
         made_of = self._parts.get(func.name().removeprefix("shardwise::"))
         return (made_of or func)(*args, **(kwargs or {}))
 

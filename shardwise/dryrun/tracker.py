@@ -83,6 +83,13 @@ class Origin:
     gathered: bool = False
 
 
+def asked_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
+    """The device of a fake tensor, where that is all that is asked: more than half of what is dispatched."""
+    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    return None
+
+
 class Tracker(TorchDispatchMode):
     """Records what one rank does between ``start`` and the end of the ``with`` block.
 
@@ -200,6 +207,8 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
