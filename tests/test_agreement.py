@@ -58,17 +58,23 @@ for name, (method, degree, values) in METHODS.items():
 for key in ("pipeline_stages_per_rank", "pipeline_vertical_sync"):
     del FACTORS[key]
 FACTORS["optimizer"] = ["adamw", "sgd", "adamw_8bit"]
-# Memory is measured on a larger model, which takes its time: what differs least in what is held shares a factor or a
-# few rows. How 8 bits are scaled goes with which layers have them; a pipeline that is filled and emptied holds one
-# micro-batch or all, whatever else a strategy has.
+# Memory is measured on a larger model, which takes its time: what is held as something else is has rows of its own,
+# sharded and not. fp16 is held as bf16 is and fp64 as fp32, segments are blocks that are recomputed, a pipeline that is
+# filled and emptied holds one micro-batch or all, and how 8 bits are scaled goes with which layers have them.
 LEDGER_FACTORS = {
-    key: values for key, values in FACTORS.items() if key not in ("fp8_scaling", "fp8_layers")
-} | {
+    **{key: values for key, values in FACTORS.items() if key not in ("fp8_scaling", "fp8_layers")},
+    "activation_checkpointing": ["none", "full", "selective", "budget:0.4"],
+    "precision": ["fp32", "bf16", "fp8"],
     "fp8": ["tensor large", "row all"],
     "pipeline": ["1f1b 1", "1f1b 2", "interleaved 2", "zero_bubble 2"],
     "accumulate": [1, 2],
 }
-FILLED_AND_EMPTIED = {"pipeline": ["naive 2", "gpipe 2"], "zero_stage": [0, 3], "accumulate": [1]}
+SHARDED: dict[str, list[Any]] = {"zero_stage": [0, 3], "accumulate": [1]}
+LEDGER_ALONE: list[dict[str, list[Any]]] = [
+    SHARDED | {"activation_checkpointing": ["every:2", "sqrt"]},
+    SHARDED | {"precision": ["fp16", "fp64"]},
+    SHARDED | {"pipeline": ["naive 2", "gpipe 2"]},
+]
 PARITY_FACTORS = {
     **FACTORS,
     "world_size": [1, 2, 4],
@@ -284,7 +290,7 @@ def known_difference(row: Row) -> str:
 
 LEDGER_ROWS = [
     *covering_rows(LEDGER_FACTORS, valid),
-    *covering_rows(FILLED_AND_EMPTIED, valid),
+    *(row for factors in LEDGER_ALONE for row in covering_rows(factors, valid)),
     *covering_rows(ADAPTER_LEDGER_FACTORS, valid),
 ]
 
