@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test check lint types docs benchmark clean
+.PHONY: quickstart test test-all check lint types docs benchmark clean
 
 quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
 	$(BIN)/shardwise plan recipes/quickstart.yaml
@@ -15,6 +15,9 @@ quickstart: $(READY)  ## plan and train a small model on the standard library's 
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest tests
+
+test-all: $(READY)  ## and those that try every pair of settings, an hour more
+	$(BIN)/python -m pytest tests -m ""
 
 check: lint types test  ## lint, types and tests
 

@@ -49,6 +49,21 @@ def covering_rows(
     return chosen
 
 
+def few_of(rows: Sequence[Row], beside: str = "") -> list[Row]:
+    """Few of ``rows`` that hold each value of theirs, and each that occurs there beside each of the factor named."""
+    held = [
+        {((name, value), (name, value)) for name, value in row.items()}
+        | {pair for pair in _pairs(row) if beside in (pair[0][0], pair[1][0])}
+        for row in rows
+    ]
+    missing, chosen = set().union(*held), set[int]()
+    while missing:
+        best = max(range(len(rows)), key=lambda index: len(held[index] & missing))
+        chosen.add(best)
+        missing -= held[best]
+    return [rows[index] for index in sorted(chosen)]
+
+
 def _numbered(factors: Mapping[str, Sequence[Any]]) -> dict[tuple[str, Any], int]:
     values = [(name, value) for name, values in factors.items() for value in values]
     return {value: number for number, value in enumerate(values)}
