@@ -152,6 +152,10 @@ FURTHER: list[tuple[int, dict[str, Any], str, str]] = [
         (4, SHARES | {"pipeline_parallel": 2, "pipeline_schedule": schedule}, "adamw", "grouped")
         for schedule in ("naive", "gpipe")
     ),
+    *(
+        (2, {"pipeline_parallel": 2, "pipeline_schedule": "interleaved", **some}, "adamw", "llama")
+        for some in ({"activation_checkpointing": "every:2"}, {"activation_checkpointing": "sqrt"})
+    ),
     (4, HYBRID | {"activation_checkpointing": "sqrt"}, "adamw", "llama"),
     (2, ON_HOST | {"pipeline_parallel": 2, "pipeline_schedule": "interleaved"}, "adamw", "llama"),
     (1, ON_HOST | {"activation_checkpointing": "budget:0.4"}, "adamw", "llama"),
