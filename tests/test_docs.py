@@ -211,8 +211,10 @@ def test_the_readme_shows_todays_plan() -> None:
     from shardwise.report.tables import plan_text
 
     plan = make_plan(*read(ROOT / generate.SHOWN_RECIPE, []))  # comparing dry-runs a dozen more
-    planned, _, _ = plan_text(plan, generate.SHOWN_WIDTH).partition("\nConsidered")
-    assert planned in (ROOT / "README.md").read_text(encoding="utf-8"), "run `make docs`"
+    planned, considered, _ = generate.plan_block(plan_text(plan, generate.SHOWN_WIDTH)).partition(
+        "Considered"
+    )
+    assert considered and planned in (ROOT / "README.md").read_text(encoding="utf-8"), "run `make docs`"
     keys = _keys_under(ROOT / "docs" / "reference" / "files.md", "`plan.json`")
     assert keys == set(plan.as_dict())
 
