@@ -13,10 +13,10 @@ quickstart: $(READY)  ## plan and train a small model on the standard library's 
 	@$(BIN)/python -m webbrowser -t "file://$(CURDIR)/runs/quickstart/report.html" >/dev/null 2>&1 || true
 	@echo "the report: runs/quickstart/report.html"
 
-test: $(READY)  ## all tests
+test: $(READY)  ## all tests but long ones, which are most pairs of settings
 	$(BIN)/python -m pytest tests
 
-test-all: $(READY)  ## and those that try every pair of settings, an hour more
+test-all: $(READY)  ## all tests
 	$(BIN)/python -m pytest tests -m ""
 
 check: lint types test  ## lint, types and tests

@@ -264,8 +264,8 @@ PARITY_ROWS = [*covering_rows(PARITY_FACTORS, valid), *covering_rows(ADAPTER_PAR
 
 def known_difference(row: Row) -> str:
     """Why a plan is known to differ by more than 5 % from what was measured, and has not been mended; "" of others."""
-    small = row.get("precision") == "bf16" and row.get("reduce_dtype") == "compute"
-    if small and row.get("tensor", "").startswith("regathered"):
+    small = {"precision": "bf16", "reduce_dtype": "compute", "optimizer": "sgd"}.items() <= row.items()
+    if small and row["tensor"].startswith("regathered"):
         return (
             "4 to 6 % short of 67 to 89 MB where oneDNN compiles nothing: 1 MB more is resident after each step, and"
             " tensors agree to the byte; 7.6 % on Intel Sapphire Rapids, before what is compiled for attention counted"
@@ -278,7 +278,7 @@ def cases(rows: list[Row], few: list[Row]) -> list[Any]:
 
     def marks(row: Row) -> Iterator[pytest.MarkDecorator]:
         if row not in few:
-            yield pytest.mark.all_pairs
+            yield pytest.mark.long
         if "world_size" not in row and (reason := known_difference(row)):
             yield pytest.mark.xfail(reason=reason, raises=AssertionError)
 
@@ -320,7 +320,10 @@ LEDGER_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", cases(LEDGER_ROWS, few_of(LEDGER_ROWS)))
+# None of those few is one that may fail.
+@pytest.mark.parametrize(
+    "row", cases(LEDGER_ROWS, few_of([row for row in LEDGER_ROWS if not known_difference(row)]))
+)
 def test_takes_the_memory_it_was_planned(row: Row, pool: Pool) -> None:
     """Predicted peak against the operating system's figure, every rank: 5 %."""
     world_size = ledger_world(row)

@@ -371,7 +371,7 @@ OVERRIDES = [
 ]  # fmt: skip
 
 CASES = [*FILES, *SYNTAX, *KEYS, *TYPES, *LIMITS, *TOGETHER, *OVERRIDES]
-# Of Python and C functions, as how long they take depends on what else the machine does: about a quarter of a second.
+# Of Python and C functions, as how long they take depends on what else the machine does.
 # 20,000 open brackets take 2.5 million, everything else less than a tenth of that. Seconds: benchmarks/first_error.py.
 MOST_CALLS = 3_000_000
 

@@ -297,7 +297,7 @@ def test_damaged_text_is_read_or_refused_in_one_line() -> None:
 
 
 def test_a_first_error_loads_little(tmp_path: Path) -> None:
-    """Importing is nearly all that it costs: neither torch nor numpy, and not 300 modules in all.
+    """Importing is nearly all that it costs: neither torch nor numpy, and not 350 modules in all.
 
     Seconds depend on what else a machine does, and are measured by benchmarks/first_error.py.
     """
@@ -308,7 +308,7 @@ try:
     load_recipe("recipe.yaml", [], [])
 finally:
     assert "torch" not in sys.modules and "numpy" not in sys.modules
-    assert len(sys.modules) < 300, sorted(sys.modules)
+    assert len(sys.modules) < 350, sorted(sys.modules)
 """
     (tmp_path / "recipe.yaml").write_text(CONTRACT.replace("width", "widht"))
     child = subprocess.run(
