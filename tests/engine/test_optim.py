@@ -16,7 +16,7 @@ from shardwise.core.recipe import recipe_of
 from shardwise.core.sections import OptimizerSpec
 from shardwise.dryrun.run import dry_run
 from shardwise.engine.optim import build_optimizer
-from shardwise.engine.optim.moments import BLOCK, EightBit, code_values
+from shardwise.engine.optim.moments import BLOCK, DynamicCode, EightBit, code_values
 from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.rounding import random_bits, to_bf16
 from shardwise.engine.step import step
@@ -100,6 +100,23 @@ def test_the_code_has_256_values() -> None:
         values = code_values(signed)
         assert len(set(values)) == 256 and max(values) == 1.0 and 0.0 in values
         assert min(values) == (pytest.approx(-0.993, abs=1e-3) if signed else 0.0)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_table_finds_what_a_search_among_the_borders_does(signed: bool) -> None:
+    """On every border, on the floats beside it, and at both ends of every cell of the table."""
+    values = torch.tensor(code_values(signed))
+    borders = (values[:-1] + values[1:]) / 2
+    if not signed:
+        borders[0] = 0.0
+    beside = [torch.nextafter(borders, torch.tensor(end)) for end in (-2.0, 2.0)]
+    cells = torch.arange(2**16, dtype=torch.int32) << 16
+    ends = torch.cat([cells, cells | 0xFFFF]).view(torch.float32)
+    unit = torch.cat([values, borders, *beside, ends[ends.abs() <= 1]])
+    unit = (unit if signed else unit[unit >= 0]).unsqueeze(0)
+    code = DynamicCode(signed, torch.device("cpu"))
+    assert torch.equal(code.encoded(unit).long(), torch.bucketize(unit, borders))
+    assert torch.equal(code.decoded(code.encoded(values)), values)
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
