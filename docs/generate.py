@@ -442,7 +442,7 @@ def activation_offload() -> str:
     blueprint = blueprint_of(asked)
 
     def rows() -> Iterator[Sequence[object]]:
-        for kind in ("none", "selective", "full"):
+        for kind in ("none", "selective", "budget:0.4", "full"):
             for offload in ("none", "activations"):
                 pins = {
                     **asked.strategy,

@@ -26,25 +26,25 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.utils._pytree import tree_iter
 
 from shardwise.model.knapsack import Graph, best
-from shardwise.model.tape import Kept, Tape
+from shardwise.model.tape import Choice, Tape
 
 
 def within_budget(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
     """Wrappers of the blocks, each of which keeps at most this share of its activations; 0 <= share <= 1."""
     if share == 1:
         return list(blocks)
-    shared: dict[Any, Kept] = {}
+    shared: dict[Any, Choice] = {}
     return [Budgeted(block, share, shared) for block in blocks]
 
 
 class Budgeted(ActivationWrapper):
     """One block, and what it keeps when it is called with given shapes."""
 
-    def __init__(self, block: nn.Module, share: float, shared: dict[Any, Kept]) -> None:
+    def __init__(self, block: nn.Module, share: float, shared: dict[Any, Choice]) -> None:
         super().__init__(block)
         self.share = share
         self._shared = shared
-        self._own: dict[Any, Kept | None] = {}
+        self._own: dict[Any, Choice | None] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module

@@ -152,14 +152,15 @@ def _saving(group: _Group) -> Iterator[None]:
     global _running
     before, _running = _running, group
     try:
-        with saved_tensors_hooks(group.pack, _unpack):
+        with saved_tensors_hooks(group.pack, unpack):
             yield
     finally:
         _running = before
     group.home.finished(group)
 
 
-def _unpack(kept: Kept) -> Tensor:
+def unpack(kept: Kept) -> Tensor:
+    """What autograd has saved, as it was; RuntimeError where it was written to since."""
     value = kept.value()
     if value is None:
         raise RuntimeError(

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter
 
 from shardwise.model.flops import bytes_of, flops_of
+from shardwise.model.kept import Kept, keep, unpack
 from shardwise.model.knapsack import Graph, Operation
 from shardwise.model.knapsack import Value as Weight
 from shardwise.model.selective import argument_of, is_attention, outside_autograd
@@ -34,7 +35,7 @@ _SENT = ("c10d::", "_c10d_functional::", "fsdp::", "shardwise::ring_")
 
 
 @dataclass(frozen=True)
-class Kept:
+class Choice:
     """What a run is to keep: of every operation its name, and which of the values that it writes."""
 
     results: tuple[tuple[str, frozenset[int]], ...]
@@ -68,7 +69,7 @@ class Tape(TorchDispatchMode):
         surprised: whether the run was not the one that ``kept`` is for. From there on nothing more is kept.
     """
 
-    def __init__(self, kept: Kept | None) -> None:
+    def __init__(self, kept: Choice | None) -> None:
         super().__init__()
         self.surprised = False
         self._kept = kept
@@ -78,10 +79,10 @@ class Tape(TorchDispatchMode):
 
     # -- autograd saves -----------------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor) -> Tensor | _Handle:
+    def pack(self, tensor: Tensor) -> Kept | _Handle:
         value = self._value_of(tensor)
         if value is None:
-            return tensor
+            return keep(tensor)
         value.uses += 1
         value.saved = True
         if self._kept is None and value.tensor is None:
@@ -89,8 +90,8 @@ class Tape(TorchDispatchMode):
         return _Handle(value, View.of(tensor))
 
     @staticmethod
-    def unpack(packed: Tensor | _Handle) -> Tensor:
-        return packed.view.on(packed.value.get()) if isinstance(packed, _Handle) else packed
+    def unpack(packed: Kept | _Handle) -> Tensor:
+        return packed.view.on(packed.value.get()) if isinstance(packed, _Handle) else unpack(packed)
 
     # -- operations ---------------------------------------------------------------------------------
 
@@ -112,7 +113,7 @@ class Tape(TorchDispatchMode):
         step = _Step(func.name(), [value for value in read if value], {}, once)
         results = list(tree_iter(result))
         self._overwrite(recipe, step, leaves, read, _written(func, args, kwargs))
-        self._return(recipe, step, results)
+        self._return(recipe, step, leaves, results)
         if not step.writes:
             return result  # a view in all but name, or a change outside
         if self._kept is None:
@@ -138,9 +139,13 @@ class Tape(TorchDispatchMode):
             after = step.writes[-1 - number] = Value(before.size)
             recipe.written.append((number, self._meet(leaf, after, recipe)))
 
-    def _return(self, recipe: Recipe, step: _Step, results: list[Any]) -> None:
+    def _return(self, recipe: Recipe, step: _Step, leaves: list[Any], results: list[Any]) -> None:
+        """A result is new unless its storage is that of a value, or of an argument from outside."""
+        given = {leaf.untyped_storage()._cdata for leaf in leaves if is_plain(leaf)}
         for number, tensor in enumerate(results):
-            if is_plain(tensor) and self._value_of(tensor) is None and not recipe.is_given(tensor):
+            if not is_plain(tensor) or tensor.untyped_storage()._cdata in given:
+                continue
+            if self._value_of(tensor) is None:
                 value = step.writes[number] = Value(tensor.untyped_storage().nbytes())
                 recipe.returned.append((number, self._meet(tensor, value, recipe)))
 
@@ -168,7 +173,7 @@ class Tape(TorchDispatchMode):
 
     # -- after the run ------------------------------------------------------------------------------
 
-    def finish(self, result: Any, choose: Callable[[Graph], Collection[int]]) -> Kept | None:
+    def finish(self, result: Any, choose: Callable[[Graph], Collection[int]]) -> Choice | None:
         """Hold what is kept and no more; what to keep of a run like this, where it was not known before.
 
         Results of the block that autograd has saved in it are held in any case, and by others too.
@@ -181,26 +186,25 @@ class Tape(TorchDispatchMode):
         elif next(self._expected, None) is not None:
             self.surprised = True
         for tensor, value in returned:
-            value.put(outside_autograd(tensor))
+            value.keep(outside_autograd(tensor))
         for value in values:
             if value.tensor is not None:
-                value.put(
+                value.keep(
                     value.tensor
-                )  # at its version of now: in-place operations count theirs up when they end
-                value.recipe = None
+                )  # at its version of now: in-place operations count theirs up at their end
         self._steps, self._values = [], {}
         return chosen
 
     def _choose(
         self, values: list[Value], free: set[int], choose: Callable[[Graph], Collection[int]]
-    ) -> Kept:
+    ) -> Choice:
         graph = self._graph(values, free)
         held = choose(graph.of_required())  # the others are gone by now
         for number, value in enumerate(values):
             if number not in held and not graph.values[number].free:
                 value.tensor = None
         kept, numbers = choose(graph), iter(range(len(values)))
-        return Kept(
+        return Choice(
             tuple(
                 (step.name, frozenset(key for key in step.writes if next(numbers) in kept))
                 for step in self._steps
@@ -226,7 +230,7 @@ def _noted(leaf: Any, value: Value | None) -> Any:
         value.uses += 1
         return Read(value, View.of(leaf))
     if isinstance(leaf, Tensor):
-        return Given(leaf if leaf.is_leaf else outside_autograd(leaf), leaf._version)
+        return Given(keep(leaf if leaf.is_leaf else outside_autograd(leaf)))
     return leaf
 
 

@@ -2,7 +2,8 @@
 
 What lives is left to reference counting. A value (one storage's content at one time) is held by autograd's handles and
 by the recipes that read it; a recipe is held by the values that it writes, and lets go of what it reads once it has
-run. So memory is freed as autograd frees what it saves.
+run. So memory is freed as autograd frees what it saves. What is kept when the block ends is kept as autograd's own
+saves are in that block (model/kept.py): on the device, or in host memory until the backward pass asks for it.
 
 An operation that draws random numbers runs again from the state that its generator had. One that writes in place
 writes to a copy, unless nothing else reads what it writes over. It runs below autograd and autocast, on the arguments
@@ -23,6 +24,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_iter, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
+
+from shardwise.model.kept import Kept, keep
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -57,14 +60,15 @@ class View:
 
 
 class Value:
-    """A storage's content at one time: the tensor where it is there, else what it is computed by."""
+    """A storage's content at one time: the tensor where it is there or kept, else what it is computed by."""
 
-    __slots__ = ("__weakref__", "keepable", "recipe", "saved", "size", "tensor", "uses", "version")
+    __slots__ = ("__weakref__", "keepable", "kept", "recipe", "saved", "size", "tensor", "uses", "version")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.recipe: Recipe | None = None
         self.tensor: Tensor | None = None
+        self.kept: Kept | None = None
         self.version = 0
         self.uses = 0  # by recipes and handles, ever
         self.saved = False  # by autograd
@@ -73,14 +77,25 @@ class Value:
     def put(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, tensor._version
 
+    def keep(self, tensor: Tensor) -> None:
+        """Hold it until the backward pass, wherever the block's own saves are."""
+        self.kept, self.tensor, self.recipe = keep(tensor), None, None
+
     def get(self) -> Tensor:
-        """The tensor, computed now if need be."""
-        if self.tensor is None:
+        """The tensor, fetched or computed now if need be."""
+        if self.kept is not None:
+            if (fetched := self.kept.value()) is not None:
+                self.put(fetched)
+            self.kept = None
+        elif self.tensor is None:
             for recipe in self._missing():
                 recipe.run()
         if self.tensor is None or self.tensor._version != self.version:
             raise RuntimeError("a result of a block was written to before the backward pass has read it")
         return self.tensor
+
+    def is_there(self) -> bool:
+        return self.tensor is not None or self.kept is not None
 
     def _missing(self) -> list[Recipe]:
         """What has to run, in the order in which it ran first."""
@@ -89,7 +104,7 @@ class Value:
         while open_values:
             value = open_values.pop()
             recipe = value.recipe
-            if value.tensor is None and recipe is not None and recipe.number not in found:
+            if not value.is_there() and recipe is not None and recipe.number not in found:
                 found[recipe.number] = recipe
                 open_values += [leaf.value for leaf in recipe.leaves if isinstance(leaf, Read)]
         return [found[number] for number in sorted(found)]
@@ -107,8 +122,7 @@ class Read:
 class Given:
     """Stands for an argument from outside: an input, a weight."""
 
-    tensor: Tensor
-    version: int
+    kept: Kept
 
 
 class Recipe:
@@ -124,12 +138,6 @@ class Recipe:
         self.states = states
         self.written: list[tuple[int, weakref.ref[Value]]] = []  # by number of the leaf that is written over
         self.returned: list[tuple[int, weakref.ref[Value]]] = []  # by number of the result
-
-    def is_given(self, tensor: Tensor) -> bool:
-        """Whether a result is no new storage but that of an argument from outside."""
-        key = tensor.untyped_storage()._cdata
-        given = (leaf.tensor for leaf in self.leaves if isinstance(leaf, Given) and is_plain(leaf.tensor))
-        return any(tensor.untyped_storage()._cdata == key for tensor in given)
 
     def run(self) -> None:
         """Fill every value that somebody waits for."""
@@ -148,9 +156,9 @@ class Recipe:
         if isinstance(leaf, Read):
             return leaf.view.on(copies[number] if number in copies else leaf.value.get())
         if isinstance(leaf, Given):
-            if leaf.tensor._version != leaf.version:
+            if (tensor := leaf.kept.value()) is None:
                 raise RuntimeError("an input of a block was written to before the block could be run again")
-            return leaf.tensor
+            return tensor
         return leaf
 
     def _copy(self, value: Value) -> Tensor:
@@ -159,7 +167,7 @@ class Recipe:
 
 
 def _fill(reference: weakref.ref[Value], tensor: Tensor) -> None:
-    if (value := reference()) is not None and value.tensor is None:
+    if (value := reference()) is not None and not value.is_there():
         value.put(tensor)
 
 

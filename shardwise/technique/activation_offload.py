@@ -3,7 +3,7 @@
 The mechanism is model/kept.py: two blocks' activations lie on the device, copies run on a stream beside the blocks
 that compute. Whether they are hidden is a matter of the block's arithmetic against its bytes and of the link to the
 host; the plan says so, from counted copies and the device's profile. With checkpointing, what is left to keep is what
-is moved: the blocks' inputs under ``full``, products and attention under ``selective``.
+is moved: the blocks' inputs under ``full``, products and attention under ``selective``, what was chosen under a budget.
 
 After checkpointing in the order, so that it sees what checkpointing keeps, and before sharding, so that weights are
 gathered when a block begins and are told from activations. Hooks on the blocks, not wrappers: names stay. On a CPU
@@ -18,23 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
+from shardwise.core.strategy import Layout, Rule, Setting, Strategy
 from shardwise.technique.base import Site
-from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
 from shardwise.technique.offload import OFFLOAD, parts
-
-
-def _within_a_budget(case: Case) -> bool:
-    budget = BUDGET.number(case.strategy[ACTIVATION_CHECKPOINTING]) is not None
-    return budget and "activations" in parts(case.strategy)
-
-
-WITHIN_A_BUDGET = Rule(
-    key="offload",
-    reason="what a budget of activations keeps is not offloaded in this version yet",
-    broken=_within_a_budget,
-    nearest=lambda case: {"activation_checkpointing": "selective"},
-)
 
 
 @dataclass(frozen=True)
@@ -43,7 +29,7 @@ class ActivationOffload:
 
     name: str = "activation_offload"
     settings: Sequence[Setting[Any]] = (OFFLOAD,)
-    rules: Sequence[Rule] = (WITHIN_A_BUDGET,)
+    rules: Sequence[Rule] = ()
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {}
