@@ -188,10 +188,9 @@ class Tape(TorchDispatchMode):
         for tensor, value in returned:
             value.keep(outside_autograd(tensor))
         for value in values:
+            # In its version of now: in-place operations count theirs up when they end.
             if value.tensor is not None:
-                value.keep(
-                    value.tensor
-                )  # at its version of now: in-place operations count theirs up at their end
+                value.keep(value.tensor)
         self._steps, self._values = [], {}
         return chosen
 
