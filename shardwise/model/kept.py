@@ -56,6 +56,16 @@ _running: _Group | None = None
 """The group of the block that runs forward: of the module, for there is one step at a time in a process."""
 
 
+def outside_autograd(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that autograd knows nothing of, with the version counter of this one.
+
+    A plain ``detach`` below autograd, in a dispatch mode, has a counter of its own, which no later write raises.
+    """
+    guard: Any = torch._C._SetExcludeDispatchKeyGuard
+    with guard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def keep(tensor: Tensor) -> Kept:
     """Keep a tensor for the backward pass as autograd does in the block that runs."""
     return _Here(tensor, None) if _running is None else _running.pack(tensor)
@@ -189,7 +199,7 @@ class _Group:
 
     def pack(self, tensor: Tensor) -> Kept:
         self._saves = True
-        tensor = tensor.detach()  # a result's node would hold itself by what it saves
+        tensor = outside_autograd(tensor)  # a result's node would hold itself by what it saves
         if _is_made_of_others(tensor):
             return _Wrapped(tensor, self)
         if not self._is_movable(tensor):
@@ -201,9 +211,11 @@ class _Group:
             storage = _Storage(tensor, self)
             self.home.remember(tensor, storage)
             self._storages.append(weakref.ref(storage))
-        elif storage.owner is not self:
-            storage.saved_again(tensor, self)
-            self._storages.append(weakref.ref(storage))
+        else:
+            if storage.owner is not self:
+                storage.saved_again(tensor, self)
+                self._storages.append(weakref.ref(storage))
+            storage.watch(tensor)
         return _View(storage, tensor, self)
 
     def _is_movable(self, tensor: Tensor) -> bool:
@@ -249,6 +261,8 @@ class _Storage:
         self._home = owner.home
         self._in_host: Tensor | None = None
         self._version = tensor._version
+        self._watched: list[tuple[Tensor, int]] = []
+        self.watch(tensor)
         self._original = weakref.ref(tensor.untyped_storage())
 
     def __del__(self) -> None:
@@ -256,10 +270,16 @@ class _Storage:
         if self.on_device is not None:
             self._home.lanes.arrived()  # where nobody has used what is still being copied
 
+    def watch(self, tensor: Tensor) -> None:
+        """A tensor over it, which may count its versions apart from the others; while it is on the device."""
+        if self.on_device is not None:
+            self._watched.append((tensor, tensor._version))
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether this is the storage of ``tensor``, with the values that it has now."""
         self._look()
-        return self._original() is not None and not self.written and self._version == tensor._version
+        unchanged = self.on_device is not None or tensor._version == self._version
+        return self._original() is not None and not self.written and unchanged
 
     def saved_again(self, tensor: Tensor, group: _Group) -> None:
         """A later group keeps it too: it leaves with that one, or stays where it had left in vain."""
@@ -291,12 +311,13 @@ class _Storage:
         if self.owner is owner and self._in_host is not None:
             self._look()
             self.on_device = None
+            self._watched.clear()
 
     def copy_to_device(self, room: Tensor) -> None:
         assert self._in_host is not None
         room.copy_(self._in_host[: self.size], non_blocking=True)
-        self.on_device, self._version = room, room._version
-        self.owner = None
+        self.on_device, self.owner = room, None
+        self.watch(room)
         self._give_back()  # the next copy into it comes after this one, on the same stream
 
     def as_tensor(self) -> Tensor | None:
@@ -308,7 +329,7 @@ class _Storage:
         return None if self.written or self.on_device is None else _bytes_of(self.on_device)
 
     def _look(self) -> None:
-        if self.on_device is not None and self.on_device._version != self._version:
+        if any(tensor._version != version for tensor, version in self._watched):
             self.written = True
 
     def _give_back(self) -> None:

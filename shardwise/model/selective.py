@@ -12,23 +12,24 @@ that something has written to in place is of no use, and its operation runs agai
 
 Refused: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, which keeps by operation as well but ends
 the run at the first kept result that was written to in place, as PyTorch's own unfused attention does with its
-mask. The price is this file.
+mask. The price is this file. A write is known by the storage that it goes to while the block runs, afterwards by the
+version counters of all tensors over it: what ``_unsafe_view`` makes of a product has a counter of its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from shardwise.model.kept import Kept, keep
+from shardwise.model.kept import Kept, keep, outside_autograd
+from shardwise.model.value import is_plain
 
 BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
 PRODUCTS = BATCHED | {
@@ -73,13 +74,14 @@ class _WrittenTo(Exception):
 
 @dataclass(frozen=True)
 class _Result:
-    """One tensor of a result, kept where the block's other activations are."""
+    """One tensor of a result, kept where the block's other activations are, and other tensors over its memory."""
 
     kept: Kept
+    others: list[Kept] = field(default_factory=list)
 
     def take(self) -> Tensor:
         tensor = self.kept.value()
-        if tensor is None:
+        if tensor is None or any(other.value() is None for other in self.others):
             raise _WrittenTo
         return outside_autograd(tensor)
 
@@ -89,11 +91,34 @@ class _Kept:
 
     def __init__(self) -> None:
         self._results: dict[tuple[Any, int], Any] = {}
+        self._by_storage: dict[int, tuple[tuple[Any, int], _Result]] = {}  # while the block runs
 
     def put(self, call: tuple[Any, int], result: Any) -> None:
-        self._results[call] = tree_map_only(
-            Tensor, lambda tensor: _Result(keep(outside_autograd(tensor))), result
-        )
+        def kept(tensor: Tensor) -> _Result:
+            found = _Result(keep(outside_autograd(tensor)))
+            if is_plain(tensor):
+                self._by_storage[tensor.untyped_storage()._cdata] = call, found
+            return found
+
+        self._results[call] = tree_map_only(Tensor, kept, result)
+
+    def meet(self, tensors: Iterable[Any]) -> None:
+        """Results that are no views, though they may lie in the memory of what is kept."""
+        for tensor in filter(is_plain, tensors):
+            _, found = self._by_storage.get(tensor.untyped_storage()._cdata, (None, None))
+            if found is not None:
+                found.others.append(keep(outside_autograd(tensor)))
+
+    def forget(self, tensors: Iterable[Any]) -> None:
+        """These are written to."""
+        for tensor in filter(is_plain, tensors):
+            call, _ = self._by_storage.pop(tensor.untyped_storage()._cdata, (None, None))
+            if call is not None:
+                self._results.pop(call, None)
+
+    def ended(self) -> None:
+        """The block has run. Its storages may leave the device, and others come to lie where they were."""
+        self._by_storage.clear()
 
     def take(self, call: tuple[Any, int]) -> Any:
         """The result as it was, once; None when it was not kept or has been written to since."""
@@ -116,10 +141,17 @@ class _Keeping(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self._kept.forget(written_by(func, args, kwargs))
         if is_kept(func, args, kwargs, result):
             self._kept.put((func, self._calls[func]), result)
+        elif not func.is_view:
+            self._kept.meet(tree_iter(result))
         self._calls[func] += 1
         return result
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._kept.ended()
 
 
 class _Returning(TorchDispatchMode):
@@ -164,8 +196,12 @@ def argument_of(
     return {**dict(zip(names, args, strict=False)), **kwargs}.get(name, default)
 
 
-def outside_autograd(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that autograd knows nothing of yet, so that it can be a result once more."""
-    guard: Any = torch._C._SetExcludeDispatchKeyGuard
-    with guard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
+def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes in place."""
+    found: list[Tensor] = []
+    if operation._schema.is_mutable:
+        for position, argument in enumerate(operation._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                found += (leaf for leaf in tree_iter(given) if isinstance(leaf, Tensor))
+    return found

@@ -5,7 +5,9 @@ block is exchanged for a handle. Opened in the backward pass, a handle runs what
 else, from kept results and the block's inputs (model/value.py). Python does not run the block again: no hook fires,
 nothing that nobody reads is computed, and of a block whose middle was kept the second half is there and gone before
 the first half is computed. An operation that changes what lies outside the block (the statistics of a batch norm), or
-that sends, is not run again: its results are kept.
+that sends, is not run again: its results are kept. So is memory that something fills which is no operation, a kernel
+of Triton or numpy. What such a thing writes into any other tensor cannot be seen: blocks that do that need another
+policy.
 
 Refused: running the block a second time under modes that skip what was kept, as model/selective.py does, where all
 that is not kept runs, needed or not. The price is the host's time for noting each operation in the forward pass.
@@ -25,11 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter
 
 from shardwise.model.flops import bytes_of, flops_of
-from shardwise.model.kept import Kept, keep, unpack
+from shardwise.model.kept import Kept, keep, outside_autograd, unpack
 from shardwise.model.knapsack import Graph, Operation
 from shardwise.model.knapsack import Value as Weight
-from shardwise.model.selective import argument_of, is_attention, outside_autograd
+from shardwise.model.selective import argument_of, is_attention, written_by
 from shardwise.model.value import Given, Read, Recipe, States, Value, View, is_plain
+
+_UNFILLED = ("aten::empty", "aten::new_empty")
+"""Beginnings of the names of operations that leave what they return to whoever fills it."""
 
 _SENT = ("c10d::", "_c10d_functional::", "fsdp::", "shardwise::ring_")
 
@@ -83,6 +88,7 @@ class Tape(TorchDispatchMode):
         value = self._value_of(tensor)
         if value is None:
             return keep(tensor)
+        self._seen(value, tensor)
         value.uses += 1
         value.saved = True
         if self._kept is None and value.tensor is None:
@@ -106,13 +112,15 @@ class Tape(TorchDispatchMode):
         leaves, spec = tree_flatten((args, kwargs))
         read = [self._value_of(leaf) for leaf in leaves]
         states = States.now(leaves) if _draws(func, args, kwargs) else None
+        written = {id(tensor) for tensor in written_by(func, args, kwargs)}
+        self._before(leaves, read, written)
         result = func(*args, **kwargs)
         noted = [_noted(leaf, value) for leaf, value in zip(leaves, read, strict=True)]
         recipe = Recipe(len(self._steps), func, noted, spec, states)
         once = func.name().startswith(_SENT) or "batch_norm" in func.name()
         step = _Step(func.name(), [value for value in read if value], {}, once)
         results = list(tree_iter(result))
-        self._overwrite(recipe, step, leaves, read, _written(func, args, kwargs))
+        self._overwrite(recipe, step, leaves, read, written)
         self._return(recipe, step, leaves, results)
         if not step.writes:
             return result  # a view in all but name, or a change outside
@@ -123,6 +131,28 @@ class Tape(TorchDispatchMode):
             step.writes[key].put(outside_autograd(results[key] if key >= 0 else leaves[-1 - key]))
         self._steps.append(step)
         return result
+
+    def _before(self, leaves: list[Any], read: list[Value | None], written: set[int]) -> None:
+        """Hold what an operation is about to read or to write over, and what no recipe could give again."""
+        for leaf, value in zip(leaves, read, strict=True):
+            if value is None:
+                continue
+            if id(leaf) not in written:
+                self._seen(value, leaf)
+            elif self._step_of(value).once:
+                value.put(_whole(leaf))
+
+    def _seen(self, value: Value, tensor: Tensor) -> None:
+        """Memory that is read before an operation has written it was filled by something else."""
+        step = self._step_of(value)
+        if step.name.startswith(_UNFILLED) and not step.once:
+            step.once = True
+            value.put(outside_autograd(tensor))
+
+    def _step_of(self, value: Value) -> _Step:
+        """Which has written it."""
+        assert value.recipe is not None, "until the block ends"
+        return self._steps[value.recipe.number]
 
     def _overwrite(
         self, recipe: Recipe, step: _Step, leaves: list[Any], read: list[Value | None], written: set[int]
@@ -135,7 +165,8 @@ class Tape(TorchDispatchMode):
             if before is None:
                 step.once = True  # it changes what lies outside
                 continue
-            before.keepable, before.tensor = False, None
+            if not self._step_of(before).once:
+                before.keepable, before.tensor = False, None
             after = step.writes[-1 - number] = Value(before.size)
             recipe.written.append((number, self._meet(leaf, after, recipe)))
 
@@ -179,14 +210,16 @@ class Tape(TorchDispatchMode):
         Results of the block that autograd has saved in it are held in any case, and by others too.
         """
         values = [value for step in self._steps for value in step.writes.values()]
-        returned = [(t, v) for t in tree_iter(result) if (v := self._value_of(t)) is not None and v.saved]
+        returned = [(t, v) for t in tree_iter(result) if (v := self._value_of(t)) is not None]
         chosen = None
         if self._kept is None:
-            chosen = self._choose(values, {id(value) for _, value in returned}, choose)
+            chosen = self._choose(values, {id(value) for _, value in returned if value.saved}, choose)
         elif next(self._expected, None) is not None:
             self.surprised = True
         for tensor, value in returned:
-            value.keep(outside_autograd(tensor))
+            # By the version counter of what the caller gets: he may write to it.
+            if value.saved or value.tensor is not None:
+                value.keep(outside_autograd(tensor))
         for value in values:
             # In its version of now: in-place operations count theirs up when they end.
             if value.tensor is not None:
@@ -224,6 +257,12 @@ class Tape(TorchDispatchMode):
         )
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    """A copy of all of a tensor's storage."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return outside_autograd(tensor).as_strided((elements,), (1,), 0).clone()
+
+
 def _noted(leaf: Any, value: Value | None) -> Any:
     if value is not None:
         value.uses += 1
@@ -238,15 +277,3 @@ def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     return not is_attention(operation) or bool(argument_of("dropout_p", operation, args, kwargs, 0.0))
-
-
-def _written(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """The tensors, by id, that an operation writes in place."""
-    if not operation._schema.is_mutable:
-        return set()
-    found: set[int] = set()
-    for position, argument in enumerate(operation._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            found |= {id(leaf) for leaf in tree_iter(given) if isinstance(leaf, Tensor)}
-    return found

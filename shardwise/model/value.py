@@ -173,15 +173,20 @@ def _fill(reference: weakref.ref[Value], tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class States:
-    """What the generators of some devices were at."""
+    """What the generators of some devices were at, and what generators an operation was given."""
 
     cpu: Tensor
     devices: Sequence[int]
     of_devices: Sequence[Tensor]
+    given: Sequence[tuple[torch.Generator, Tensor]]
 
     @classmethod
     def now(cls, leaves: Sequence[Any]) -> States:
-        return cls(torch.get_rng_state(), *get_device_states(*leaves))
+        """Of an operation with these arguments: of the devices of its tensors, and of one that it is told."""
+        devices = {leaf for leaf in leaves if isinstance(leaf, torch.device)}
+        on_them = [torch.empty(0, device=device) for device in devices]
+        given = [(leaf, leaf.get_state()) for leaf in leaves if isinstance(leaf, torch.Generator)]
+        return cls(torch.get_rng_state(), *get_device_states(*leaves, *on_them), given)
 
 
 @contextmanager
@@ -190,8 +195,15 @@ def _restored(states: States | None) -> Iterator[None]:
     if states is None:
         yield
         return
+    now = [(generator, generator.get_state()) for generator, _ in states.given]
     with torch.random.fork_rng(devices=states.devices):
         torch.set_rng_state(states.cpu)
         if states.devices:
             set_device_states(states.devices, states.of_devices)
-        yield
+        for generator, state in states.given:
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            for generator, state in now:
+                generator.set_state(state)

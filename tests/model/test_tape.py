@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,28 @@ class Cubed(torch.autograd.Function):
         return gradients[0] * (3 * square + 0 * (result + x))
 
 
+class FilledByNumpy(torch.autograd.Function):
+    """As a kernel that no dispatcher sees: it fills what ``empty_like`` gave."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = torch.empty_like(x)
+        result.detach().numpy()[...] = np.exp(x.detach().numpy())
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * ctx.saved_tensors[0]
+
+
+GENERATOR = torch.Generator()
+
+
+def by_its_own_generator(x: Tensor) -> Tensor:
+    return x * torch.rand(x.shape, generator=GENERATOR) + x * torch.empty_like(x).normal_(generator=GENERATOR)
+
+
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: F.relu(x, inplace=True),
     "dropout": lambda x: F.dropout(F.silu(F.dropout(x, 0.5)), 0.5),
@@ -84,6 +107,8 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda x: F.layer_norm(x, (16,)).softmax(-1),
     "sorted": lambda x: x.sort(-1).values.cumsum(-1).tanh(),
     "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3, is_causal=True),
+    "generator": by_its_own_generator,
+    "by numpy": lambda x: FilledByNumpy.apply(x).sin() * FilledByNumpy.apply(x.cos()),
     "constant": lambda x: x * torch.tensor(2.0) + torch.full((16,), 0.5).exp(),
 }
 
@@ -91,6 +116,7 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
 def gradients(blocks: list[nn.Module], steps: int = 2, length: int = 5) -> list[Tensor]:
     """Of some steps: the first is the one in which a block measures itself."""
     torch.manual_seed(3)
+    GENERATOR.manual_seed(4)
     found: list[Tensor] = []
     for _ in range(steps):
         x = torch.randn(2, length, 8, requires_grad=True)
@@ -102,7 +128,7 @@ def gradients(blocks: list[nn.Module], steps: int = 2, length: int = 5) -> list[
             found.append(torch.zeros(()) if parameter.grad is None else parameter.grad.clone())
             parameter.grad = None
         found += [y.detach(), x.grad if x.grad is not None else torch.zeros(())]
-    return [*found, torch.get_rng_state()]
+    return [*found, torch.get_rng_state(), GENERATOR.get_state()]
 
 
 def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -177,6 +203,63 @@ def test_statistics_are_counted_once() -> None:
     norm.reset_running_stats()
     assert same(gradients(within_budget([block], 0.0), 3), plain)
     assert all(torch.equal(a, b) for a, b in zip(norm.buffers(), statistics, strict=True))
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_what_is_computed_once_and_written_over_is_not_computed_again(share: float) -> None:
+    """By blocks of one shape, of which the second one's choice is of the first one's operations."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(16), nn.BatchNorm1d(16)]
+    blocks: list[nn.Module] = [
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), norms[0], nn.ReLU(inplace=True), nn.Linear(16, 8)),
+        nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), norms[1], nn.ReLU(inplace=True), nn.Linear(16, 8)),
+    ]
+
+    def found(blocks: list[nn.Module]) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 40).view(5, 8).requires_grad_()
+        for _ in range(2):
+            y = x
+            for block in blocks:
+                y = block(y)
+            y.square().sum().backward()
+        assert x.grad is not None
+        statistics = [b.clone() for norm in norms for b in norm.buffers()]
+        for norm in norms:
+            norm.reset_running_stats()
+        return [x.grad, *statistics]
+
+    assert same(found(within_budget(blocks, share)), found(blocks))
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_result_that_the_caller_writes_to_is_an_error_or_changes_nothing(share: float) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.linear(x)
+            return y, (y + 1).sin() * (y + 2).cos()
+
+    def gradient(block: nn.Module) -> Tensor:
+        x = torch.linspace(-1, 1, 80).view(2, 5, 8).requires_grad_()
+        y, z = block(x)
+        y.add_(z)
+        y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    torch.manual_seed(0)
+    block = Twice()
+    (wrapped,) = within_budget([block], share)
+    for _ in range(2):
+        try:
+            found = gradient(wrapped)
+        except RuntimeError as error:
+            assert "written to" in str(error)
+        else:
+            assert torch.equal(found, gradient(block))
 
 
 @pytest.mark.parametrize("calls", [1, 2])

@@ -21,6 +21,8 @@ from shardwise.engine.build import build
 from shardwise.engine.optim.norm import local
 from shardwise.engine.step import forward_backward
 from shardwise.model.blueprint import blueprint_of
+from shardwise.model.host import memories_apart
+from shardwise.model.kept import OffloadedBlocks
 from shardwise.model.slices import named_parameters
 from shardwise.technique import SETTINGS, strategy_from
 from shardwise.technique.base import Site
@@ -146,29 +148,53 @@ def test_names_stay_and_units_are_what_the_model_holds(kind: str) -> None:
 
 
 class Overwriting(nn.Module):
-    """Writes to the result of a product, within the block and after it."""
+    """Writes to results of products: one block to the first before anybody has saved it, the caller to the second."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)) for _ in "12"
-        )
+        self.up, self.down = nn.Linear(64, 64, bias=bias), nn.Linear(64, 64, bias=bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        product = self.up(x)
+        product.add_(1)
+        result = self.down(product.sin() * product.detach())
+        return result, result.exp()
+
+
+class Chain(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Overwriting(bias) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x).add_(x).sigmoid()
+            result, exponential = block(x)
+            x = result.add_(exponential).sigmoid()
         return x
 
 
-def test_a_kept_result_that_is_written_to_is_computed_again() -> None:
+@pytest.mark.parametrize("shape", [(512, 64), (4, 128, 64)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_kept_result_that_is_written_to_is_computed_again(
+    offloaded: bool, bias: bool, shape: tuple[int, ...]
+) -> None:
+    """Three dimensions without a bias: a view of the product that counts its versions apart."""
+
     def once(kind: str) -> list[Tensor]:
         torch.manual_seed(0)
-        model = Overwriting()
-        Checkpointing().apply(unsharded(model, list(model.blocks), kind))
-        model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum().backward()
+        model = Chain(bias)
+        site = unsharded(model, list(model.blocks), kind)
+        with memories_apart(offloaded):
+            Checkpointing().apply(site)
+            if offloaded and kind != "none":
+                OffloadedBlocks(model, site.units)
+            model(torch.linspace(-1, 1, 512 * 64).view(shape)).square().sum().backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
-    assert all(torch.equal(a, b) for a, b in zip(once("none"), once("selective"), strict=True))
+    plain = once("none")
+    for kind in ("selective", "full"):
+        assert all(torch.equal(a, b) for a, b in zip(plain, once(kind), strict=True)), kind
 
 
 def test_segments_refuse_a_model_that_computes_between_its_blocks() -> None:
