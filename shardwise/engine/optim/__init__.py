@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardwise.core.sections import OptimizerSpec
-from shardwise.engine.optim.chunked import ChunkedRule, adamw_formula, sgd_formula
+from shardwise.engine.optim.chunked import ChunkedRule
 from shardwise.engine.optim.fused import FusedAdamW, FusedSGD
 from shardwise.engine.optim.moments import EightBit, Wide
 from shardwise.engine.optim.offloaded import HostOptimizer, OffloadedOptimizer, share_of
@@ -73,10 +73,11 @@ def groups_of(
 
 def _rule(spec: OptimizerSpec, seed: int, device: torch.device, rounded: bool) -> UpdateRule:
     """The rule by name: torch's kernel, or chunks where weights are ``rounded`` to 16 bits or moments to 8."""
+    fused: UpdateRule = FusedAdamW(spec.betas, spec.epsilon)
+    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    if spec.name == "sgd":
+        fused, names = FusedSGD(spec.momentum), ("momentum",) if spec.momentum else ()
     eight_bit = spec.name == "adamw_8bit"
     if not rounded and not eight_bit:
-        return FusedSGD(spec.momentum) if spec.name == "sgd" else FusedAdamW(spec.betas, spec.epsilon)
-    moments = EightBit(device) if eight_bit else Wide()
-    if spec.name == "sgd":
-        return ChunkedRule(sgd_formula(spec), ("momentum",), moments, seed)
-    return ChunkedRule(adamw_formula(spec), ("exp_avg", "exp_avg_sq"), moments, seed)
+        return fused
+    return ChunkedRule(fused, names, EightBit(device) if eight_bit else Wide(), seed)

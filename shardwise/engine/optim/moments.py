@@ -25,6 +25,7 @@ decoded and encoded by some ten eager operations instead of one kernel.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,23 +34,23 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.engine.optim.norm import local
-from shardwise.engine.optim.piece import as_rows, distributed_as
+from shardwise.engine.optim.piece import distributed_as
 
 BLOCK = 128
 """Values that share a scale."""
 
 
 class Moments(Protocol):
-    """Storage of moments, read and written by rows of a parameter seen as [rows, rest]."""
+    """Storage of moments. Read and written are those of a piece, some rows of a parameter seen as [rows, rest]."""
 
     def state(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]: ...
 
-    def read(self, state: dict[str, Tensor], name: str, rows: slice) -> Tensor:
-        """Rows of a moment, [rows, rest] in fp32."""
+    def read(self, state: dict[str, Tensor], name: str) -> Tensor:
+        """A piece's moment, [rows, rest], to be updated in place."""
         ...
 
-    def write(self, state: dict[str, Tensor], name: str, rows: slice, value: Tensor, skip: Tensor) -> None:
-        """Store rows of a moment, but where ``skip``, a bool scalar, leave them as they are."""
+    def write(self, state: dict[str, Tensor], name: str, value: Tensor, skip: Tensor) -> None:
+        """Store what ``read`` gave, updated, and use it up; where ``skip``, a bool scalar, leave what is stored."""
         ...
 
 
@@ -61,12 +62,11 @@ class Wide:
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         return {name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False)}
 
-    def read(self, state: dict[str, Tensor], name: str, rows: slice) -> Tensor:
-        return as_rows(state[name])[rows]
+    def read(self, state: dict[str, Tensor], name: str) -> Tensor:
+        return state[name]
 
-    def write(self, state: dict[str, Tensor], name: str, rows: slice, value: Tensor, skip: Tensor) -> None:
-        kept = as_rows(state[name])[rows]
-        kept.copy_(torch.where(skip, kept, value))
+    def write(self, state: dict[str, Tensor], name: str, value: Tensor, skip: Tensor) -> None:
+        """It is what is stored."""
 
 
 class EightBit:
@@ -83,23 +83,26 @@ class EightBit:
         codes = torch.full_like(parameter, zero, dtype=torch.uint8, requires_grad=False)
         return {name: codes, f"{name}_scale": _scales_of(parameter)}
 
-    def read(self, state: dict[str, Tensor], name: str, rows: slice) -> Tensor:
+    def read(self, state: dict[str, Tensor], name: str) -> Tensor:
         if f"{name}_scale" not in state:
-            return self._wide.read(state, name, rows)
-        codes, scale = as_rows(state[name])[rows], as_rows(state[f"{name}_scale"])[rows]
-        value = self._codes[_signed(name)].decoded(codes) * _spread(scale, codes.shape[1])
+            return self._wide.read(state, name)
+        codes, scale = state[name], state[f"{name}_scale"]
+        value = self._codes[_signed(name)].decoded(codes)
+        for block, its in _blocks(value, scale):
+            block.mul_(its)
         return value if _signed(name) else value.square_()
 
-    def write(self, state: dict[str, Tensor], name: str, rows: slice, value: Tensor, skip: Tensor) -> None:
+    def write(self, state: dict[str, Tensor], name: str, value: Tensor, skip: Tensor) -> None:
         if f"{name}_scale" not in state:
-            self._wide.write(state, name, rows, value, skip)
             return
-        codes, scale = as_rows(state[name])[rows], as_rows(state[f"{name}_scale"])[rows]
+        codes, scale = state[name], state[f"{name}_scale"]
         value = value.to(torch.float32)
-        value = value if _signed(name) else value.sqrt()
-        largest = _largest(value)
-        unit = value / _spread(largest.clamp(min=torch.finfo(torch.float32).tiny), value.shape[1])
-        codes.copy_(torch.where(skip, codes, self._codes[_signed(name)].encoded(unit)))
+        value = value if _signed(name) else value.sqrt_()
+        largest = torch.empty_like(scale)
+        for block, its in _blocks(value, largest):
+            its.copy_(torch.maximum(block.amax(-1, keepdim=True), -block.amin(-1, keepdim=True)))
+            block.div_(its.clamp(min=torch.finfo(torch.float32).tiny))
+        codes.copy_(torch.where(skip, codes, self._codes[_signed(name)].encoded(value)))
         scale.copy_(torch.where(skip, scale, largest))
 
 
@@ -176,13 +179,13 @@ def _scales_of(parameter: nn.Parameter) -> Tensor:
     return distributed_as(parameter, zeros, -(-whole // BLOCK))
 
 
-def _spread(scale: Tensor, columns: int) -> Tensor:
-    """A scale per block, [rows, blocks], as one per value, [rows, columns]."""
-    return scale.repeat_interleave(BLOCK, 1)[:, :columns]
+def _blocks(value: Tensor, scale: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views of the whole blocks of [rows, columns] as [rows, blocks, BLOCK], and of a shorter last one.
 
-
-def _largest(value: Tensor) -> Tensor:
-    """The largest magnitude of every block: [rows, columns] to [rows, blocks]."""
-    columns = value.shape[1]
-    padded = nn.functional.pad(value.abs(), (0, -columns % BLOCK))
-    return padded.view(value.shape[0], -(-columns // BLOCK), BLOCK).amax(-1)
+    Each with its part of the scales, [rows, blocks, 1].
+    """
+    whole, left = divmod(value.shape[1], BLOCK)
+    if whole:
+        yield value[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)), scale[:, :whole, None]
+    if left:
+        yield value[:, None, whole * BLOCK :], scale[:, whole:, None]

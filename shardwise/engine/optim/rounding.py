@@ -27,7 +27,9 @@ def random_bits(rows: Tensor, columns: Tensor, seed: Tensor) -> Tensor:
         seed: int64 scalar.
     """
     x = _keys(2 * rows + seed)[:, None] ^ _keys(2 * columns + 1 + seed)
-    x.mul_(_MIX[0]).bitwise_xor_(x >> 13).mul_(_MIX[1]).bitwise_xor_(x >> 15)
+    shifted = x.mul_(_MIX[0]) >> 13
+    x.bitwise_xor_(shifted).mul_(_MIX[1])
+    x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=shifted))
     return x.bitwise_right_shift_(8).bitwise_and_(0xFFFF)
 
 
