@@ -225,8 +225,11 @@ class CachingAllocator:
         return address
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back an unsplit block of this pool that is large enough, or several, largest first."""
-        if self.options.max_split_size == math.inf:
+        """Give back an unsplit block of this pool that is large enough, or several, largest first.
+
+        Never of expandable segments, of which no block is a segment.
+        """
+        if self.options.max_split_size == math.inf or self.options.expandable_segments:
             return False
         needed = max(size, int(self.options.max_split_size))
         index = bisect_left(pool.blocks, (needed,))

@@ -212,6 +212,18 @@ def test_expandable_segments_do_not_find_that_room_either_where_pieces_are_pinne
     assert roomy.allocate(20 * MiB).address == 84 * MiB
 
 
+def test_max_split_size_gives_back_nothing_of_expandable_segments() -> None:
+    """No block of theirs is a segment (release_available_cached_blocks): the whole cache is emptied instead."""
+    allocator = CachingAllocator(
+        options_from("expandable_segments:True,max_split_size_mb:100"), limit=250 * MiB
+    )
+    large, small = allocator.allocate(200 * MiB), allocator.allocate(20 * MiB)
+    allocator.free(large)
+    allocator.allocate(90 * MiB)
+    assert allocator.retries == 1
+    allocator.free(small)
+
+
 def test_max_split_size_gives_back_one_oversize_block_before_all() -> None:
     """Limit 300 MiB, with 120 and 150 free and 128 asked. No retry: 120 stay cached.
 
