@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,13 +114,14 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a block was called with, and the generators' states then."""
+    """What a block was called with, and the states of generators and of autocast then."""
 
     leaves: list[Any]
     spec: TreeSpec
     cpu_state: Tensor
     devices: Sequence[int]
     device_states: Sequence[Tensor]
+    autocast: Sequence[dict[str, Any]]
 
     def arguments(self, returned: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = [_opened(leaf, returned) for leaf in self.leaves]
@@ -130,6 +132,13 @@ class _Call:
         torch.set_rng_state(self.cpu_state)
         if self.devices:
             set_device_states(self.devices, self.device_states)
+
+    @contextmanager
+    def under_autocast(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for settings in self.autocast:
+                stack.enter_context(torch.autocast(**settings))
+            yield
 
 
 @dataclass
@@ -158,7 +167,7 @@ class _Pass:
         if self.calls and not any(isinstance(leaf, _Returned) for leaf in kept):
             raise _refusal(f"{name} is not called with what the one before has returned")
         devices, states = get_device_states(*leaves)
-        return _Call(kept, spec, torch.get_rng_state(), devices, states)
+        return _Call(kept, spec, torch.get_rng_state(), devices, states, _autocast(leaves))
 
     def _kept(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -190,7 +199,8 @@ class _Pass:
                     args, kwargs = call.arguments(returned)
                     call.restore_generators()
                     # Through the module's hooks: FSDP2 gathers the block's weights in them.
-                    result = member(*args, **kwargs)
+                    with call.under_autocast():
+                        result = member(*args, **kwargs)
                     if second.filled == len(self.holders):
                         return
                     returned = list(_tensors(result))
@@ -199,6 +209,21 @@ class _Pass:
         raise RuntimeError(
             f"the second run of a block saved {second.filled} tensors, the first {len(self.holders)}"
         )
+
+
+def _autocast(leaves: Sequence[Any]) -> list[dict[str, Any]]:
+    """``torch.autocast``'s arguments as they are in force, for the devices of some tensors and the host's."""
+    kinds = {"cpu", *(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))}
+    return [
+        {
+            "device_type": kind,
+            "enabled": torch.is_autocast_enabled(kind),
+            "dtype": torch.get_autocast_dtype(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for kind in sorted(kinds)
+        if torch.amp.is_autocast_available(kind)
+    ]
 
 
 class _Enough(Exception):

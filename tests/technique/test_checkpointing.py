@@ -204,6 +204,28 @@ def test_segments_refuse_a_model_that_computes_between_its_blocks() -> None:
         model(torch.ones(1, 4, 16))
 
 
+class UnderAutocast(Dropped):
+    """A model that chooses its own precision, around its blocks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING.examples[1:])
+def test_autocast_around_the_blocks_is_that_of_the_second_run(kind: str) -> None:
+    def once(kind: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = UnderAutocast()
+        Checkpointing().apply(unsharded(model, model.units(), kind))
+        torch.manual_seed(1)
+        model(torch.linspace(-1, 1, 512).view(2, 16, 16)).float().square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    found = once(kind)
+    assert found and all(torch.equal(a, b) for a, b in zip(once("none"), found, strict=True))
+
+
 def test_segments_may_be_run_and_thrown_away() -> None:
     """Without gradients, and with a graph that nobody goes through."""
     model = Dropped()
