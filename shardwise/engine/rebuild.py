@@ -6,10 +6,10 @@ the run, everything else is let go of, and ``build`` makes the rest again. ``Run
 holds it need not be told.
 
 On an accelerator what was taken out waits in host memory, because a second copy of it on the device is what does not
-fit. On the CPU it stays where it is and is freed tensor by tensor as it is copied; the new optimizer state is zeros
-that take no memory until they are written, so what comes on top is about one copy of the weights, less than the
-gradients that were dropped. Refused: handing the old storages to the new modules, which FSDP pads as it pleases. The
-price is that initial values are made once more and overwritten.
+fit. On the CPU it stays where it is and is freed tensor by tensor as it is copied, so for a moment weights and state
+are there twice. State in a file is in two files until it is copied: their disk needs room for both. Refused: handing
+the old storages to the new modules, which FSDP pads as it pleases. The price is that initial values are made once more
+and overwritten.
 """
 
 from __future__ import annotations

@@ -173,7 +173,10 @@ class Trainer:
             ahead, pending, self.pending = True, None, None
         own = alarm.own
         short = own is not None and alarm.spoils(own.part) and not alarm.spoils(own.part - 1)
-        if self.run.device.type == "cuda" and update.voidable and not short:
+        together = (
+            self.run.passes.in_step
+        )  # else other stages may have finished an update that cannot be held off
+        if self.run.device.type == "cuda" and update.voidable and together and not short:
             ahead = False
         return Standing(
             step=self.state.step + (pending is not None),

@@ -90,8 +90,8 @@ class Survival:
     def again(self, everyone: list[Standing], short: Shortage) -> Strategy:
         """Build the run with the micro-batch that ``short`` says. Where the ranks differ, with initial weights."""
         strategy = self._run.strategy.with_values(micro_batch_size=short.micro_batch_size)
-        kept, self._kept = self._kept, {}
-        rebuild(self._run, strategy, kept if agree(everyone) else None)
+        kept, self._kept = self._kept if agree(everyone) else None, {}
+        rebuild(self._run, strategy, kept)
         self._share_what_is_equal(next(rank for rank, each in enumerate(everyone) if each.short))
         self._watch()
         return strategy

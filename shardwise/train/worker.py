@@ -7,6 +7,7 @@ recipe and the plan from the run folder and trains exactly that plan; it never p
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import traceback
@@ -85,11 +86,21 @@ def attempt(action: Callable[[], None], reword: Callable[[int, str], str] | None
     except ShardwiseError as error:
         return _failed(error, reword)
     except Exception as error:
-        if not is_shortage(error):
+        if (short := _shortage(error)) is None:
             raise
-        why, fix = str(error).split(". ")[0], "shard more, or a smaller micro-batch"
-        return _failed(ResourceError("out of memory", where="the device", why=why, fix=fix), reword)
+        return _failed(short, reword)
     return 0
+
+
+def _shortage(error: Exception) -> ResourceError | None:
+    """What to say of memory or a disk that ran out where nobody else has said it; None for any other error."""
+    if is_shortage(error):
+        why, fix = str(error).split(". ")[0], "shard more, or a smaller micro-batch"
+        return ResourceError("out of memory", where="the device", why=why, fix=fix)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        where, fix = str(error.filename or "the run's folder"), "free some space or raise the quota"
+        return ResourceError("cannot write", where=where, why=error.strerror, fix=f"{fix}, and go on")
+    return None
 
 
 def _failed(error: ShardwiseError, reword: Callable[[int, str], str] | None) -> int:

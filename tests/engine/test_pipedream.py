@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.cluster import cluster_of
 from shardwise.core.errors import RecipeError
@@ -20,6 +21,7 @@ from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import Run, build
 from shardwise.engine.pipeline.pipedream import PipeDream
+from shardwise.engine.pipeline.stash import Stash
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch, blueprint_of
@@ -351,3 +353,32 @@ def test_stages_that_share_a_table_are_refused() -> None:
     )
     with pytest.raises(RecipeError, match="its first and last stage share"):
         dry(tied, 0)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names |= {func.name()} if not func.is_view else set()
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_exchange_of_weights_allocates_nothing() -> None:
+    """Where memory runs out in a pass, all weights go back to where they were."""
+    weights = [
+        nn.Parameter(torch.full((3, 5), 1.0)),
+        nn.Parameter(torch.full((7,), 2.0, dtype=torch.bfloat16)),
+    ]
+    stash = Stash(weights, lag=1, per_step=1)
+    stash.before_update()
+    with torch.no_grad():
+        for weight in weights:
+            weight.add_(10)
+    with Operations() as operations, pytest.raises(MemoryError), stash.weights_of(1):
+        assert [weight[..., 0].flatten()[0].item() for weight in weights] == [1.0, 2.0]
+        operations.names.clear()
+        raise MemoryError
+    assert operations.names == {"aten::copy_"}
+    assert all((weight == 10 + number).all() for number, weight in enumerate(weights, 1))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
-from shardwise.core.errors import DataError
+from shardwise.core.errors import DataError, ResourceError
 from shardwise.technique import strategy_from
 from shardwise.train.shortage import Shortage, asked_for, is_shortage, remember, remembered
+from shardwise.train.worker import attempt
 
 SHORT = Shortage(dict(strategy_from({"micro_batch_size": 4}).values), 2, 2, 1, 17, 1 << 30, 2 << 30)
 
@@ -58,3 +62,23 @@ def test_a_memory_is_of_one_strategy_on_so_many_ranks(tmp_path: Path) -> None:
     assert replace(SHORT, micro_batch_size=0).speaks_of(strategy, 2)
     (tmp_path / "shortage.json").write_text('{"strategy": {}', encoding="utf-8")
     assert remembered(tmp_path) is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_full_disk_is_one_line_wherever_it_is_met(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """As when this file, or a line of metrics, cannot be written."""
+
+    def write() -> None:
+        raise OSError(number, os.strerror(number), "run/metrics.jsonl")
+
+    assert attempt(write) == ResourceError.exit_code == 7
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "run/metrics.jsonl" in last and os.strerror(number) in last
+
+
+def test_any_other_error_of_the_system_is_raised() -> None:
+    def read() -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such file", "run/plan.json")
+
+    with pytest.raises(FileNotFoundError):
+        attempt(read)

@@ -16,6 +16,7 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from shardwise.model.blueprint import Batch
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, strategy_from
 from shardwise.train.folder import prepare
 from shardwise.train.loop import Job, Trainer
-from shardwise.train.meter import return_large_frees
+from shardwise.train.meter import Measured, return_large_frees
 from shardwise.train.shortage import remembered
 
 MODEL = {"layers": 2, "width": 16, "heads": 2, "kv_heads": 2, "ffn": 32, "vocab": 1021, "context": 256}
@@ -342,6 +343,24 @@ def test_a_micro_batch_of_one_ends_the_run(trained: Trained, pool: Pool, corpus:
     again = train(pool, without_fault(case, 1), corpus, folder)
     assert [position for position, _, _ in again[0]["read"]] == [2, 3, 4, 5]
     assert [line["step"] for line in lines(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_only_an_update_in_which_all_ranks_are_can_be_held_off(in_step: bool) -> None:
+    """On CUDA a rank's verdict holds off its peers' updates, but not those of another stage of PipeDream."""
+    stands: Any = SimpleNamespace(
+        survival=SimpleNamespace(alarm=SimpleNamespace(own=None, spoils=lambda part: True)),
+        run=SimpleNamespace(
+            device=torch.device("cuda"),
+            passes=SimpleNamespace(in_step=in_step),
+            update=SimpleNamespace(begun=False, voidable=True),
+        ),
+        pending=SimpleNamespace(part=7),
+        state=SimpleNamespace(step=3, rewinds=0),
+        recovery=SimpleNamespace(newest_copy=lambda step: None),
+        meter=SimpleNamespace(reached=lambda: Measured(0, 0)),
+    )
+    assert Trainer._standing(stands).ahead == (not in_step)
 
 
 def test_alone(trained: Trained) -> None:

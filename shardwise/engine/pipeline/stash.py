@@ -11,7 +11,7 @@ that its rank does next: of the stage itself, or with vertical sync of the first
 
 Chosen: exchanging values, which works for whatever gathers and casts them. Refused: models that point to other storages
 for a pass (FSDP2 keeps views of its shards in several places); the price is three copies of a stage's shard for each
-pass that uses old weights.
+pass that uses old weights. Nothing is allocated for an exchange: where memory runs out in a pass, it is undone whole.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class Stash:
         self._free = [
             [torch.empty_like(local_part(p)) for p in parameters] for _ in range(-(-lag // per_step))
         ]
+        largest = max((local_part(p).nbytes for p in parameters), default=0) if self._free else 0
+        self._scratch = torch.empty(
+            largest, dtype=torch.uint8, device=parameters[0].device if largest else None
+        )
         self._kept: dict[int, list[Tensor]] = {}
         self.newest = 0
 
@@ -74,6 +78,7 @@ class Stash:
     @torch.no_grad()
     def _exchange(self, others: Sequence[Tensor]) -> None:
         for live, other in zip(self._live, others, strict=True):
-            mine = local_part(live).clone()
+            mine = self._scratch[: other.nbytes].view(other.dtype).view(other.shape)
+            mine.copy_(local_part(live))
             local_part(live).copy_(other)
             other.copy_(mine)
