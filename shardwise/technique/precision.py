@@ -2,7 +2,8 @@
 
 16-bit compute keeps fp32 master weights: they are what is sharded and updated; the 16-bit copy exists only
 while a layer is gathered (Micikevicius et al. 2018, with FSDP2's mixed-precision policy as the mechanism).
-Gradients are summed over ranks and micro-batches in fp32, the loss is computed in fp32 by the model's
+Gradients are summed over ranks and micro-batches in fp32 (with bf16 weights alone and ZeRO 2 or 3, over micro-batches
+in bf16, in which FSDP2 stores them), the loss is computed in fp32 by the model's
 blueprint, norms of layers compute in fp32 within their kernels. fp16 has the range of neither gradients nor
 sums, so its loss is scaled (engine/control.py).
 
