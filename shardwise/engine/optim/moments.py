@@ -16,7 +16,7 @@ agree.
 
 A value's code is found by a table: the upper 16 bits of a float, of which 2^16 exist, leave at most one border between
 two codes, so a code is read off and one comparison follows. A binary search among 255 borders gives the same codes and
-takes six times as long on a CPU, where it was most of the update. The price is 320 KiB for each kind of moment.
+takes several times as long on a CPU (benchmarks/updates.py). The price is 320 KiB for each kind of moment.
 
 Chosen over torchao's optimizers, which this follows in their block-wise scheme: those compile the update per
 shape (no eager path, so none for fake tensors) and cannot skip it on the device. The price is that each chunk is
