@@ -28,11 +28,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 from shardwise.model.host import apart
 from shardwise.model.lanes import Lanes
+from shardwise.model.storages import (
+    Storages,
+    bytes_of_storage,
+    is_made_of_others,
+    outside_autograd,
+    storage_keys,
+    storages_in,
+)
 
 ON_DEVICE = 2
 """Groups that lie on the device: one in use, one on its way."""
@@ -49,21 +55,8 @@ class Kept(Protocol):
         ...
 
 
-Given = dict[int, weakref.ref[torch.UntypedStorage]]
-"""Storages that a block is called with, by key. Weak: a key alone may be another storage's by now."""
-
 _running: _Group | None = None
 """The group of the block that runs forward: of the module, for there is one step at a time in a process."""
-
-
-def outside_autograd(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that autograd knows nothing of, with the version counter of this one.
-
-    A plain ``detach`` below autograd, in a dispatch mode, has a counter of its own, which no later write raises.
-    """
-    guard: Any = torch._C._SetExcludeDispatchKeyGuard
-    with guard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
 
 
 def keep(tensor: Tensor) -> Kept:
@@ -99,11 +92,11 @@ class OffloadedBlocks:
             # Not in a second run, within the backward pass: what that keeps is used at once.
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 tensors = (tensor for owner in fixed for tensor in owner.values() if tensor is not None)
-                given = _storages_in((args, kwargs))
+                given = storages_in((args, kwargs))
                 if first:
                     self._newest = self._ended = None
                 self._send(given)
-                self._newest = _Group(self, self._newest, leaves, given, set(_storage_keys(tensors)))
+                self._newest = _Group(self, self._newest, leaves, given, set(storage_keys(tensors)))
                 stack.enter_context(_saving(self._newest))
 
         def after(*_: object) -> None:
@@ -131,7 +124,7 @@ class OffloadedBlocks:
             self._leaving = None
 
     @torch.no_grad()
-    def _send(self, given: Given) -> None:
+    def _send(self, given: Storages) -> None:
         """A block begins, called with this: send what the one before has kept on its way."""
         group, self._ended = self._ended, None
         if group is None or not group.leaves:
@@ -183,7 +176,7 @@ class _Group:
     """What one call of a block keeps. ``leaves`` says that it goes to the host, ``given`` what it was called with."""
 
     def __init__(
-        self, home: OffloadedBlocks, previous: _Group | None, leaves: bool, given: Given, fixed: set[int]
+        self, home: OffloadedBlocks, previous: _Group | None, leaves: bool, given: Storages, fixed: set[int]
     ) -> None:
         self.home = home
         self.leaves = leaves
@@ -200,7 +193,7 @@ class _Group:
     def pack(self, tensor: Tensor) -> Kept:
         self._saves = True
         tensor = outside_autograd(tensor)  # a result's node would hold itself by what it saves
-        if _is_made_of_others(tensor):
+        if is_made_of_others(tensor):
             return _Wrapped(tensor, self)
         if not self._is_movable(tensor):
             return _Here(tensor, self)
@@ -289,7 +282,7 @@ class _Storage:
         elif self.owner is not None:
             self.owner = group
 
-    def stay_if_in(self, *calls: Given) -> None:
+    def stay_if_in(self, *calls: Storages) -> None:
         """Several blocks in a row are called with it: whoever calls them holds it."""
         original = self._original()
         if original is not None and all(
@@ -304,7 +297,7 @@ class _Storage:
     def copy_to_host(self) -> None:
         assert self.on_device is not None
         self._in_host = self._home.lanes.take(self.size, self.device)
-        self._in_host[: self.size].copy_(_bytes_of(self.on_device), non_blocking=True)
+        self._in_host[: self.size].copy_(bytes_of_storage(self.on_device), non_blocking=True)
 
     def let_go(self, owner: _Group) -> None:
         """Leave the device, if it has not become another group's."""
@@ -326,7 +319,7 @@ class _Storage:
         if self.on_device is None and not self.written:
             self._home.fetch([self])
             self._home.lanes.arrived()
-        return None if self.written or self.on_device is None else _bytes_of(self.on_device)
+        return None if self.written or self.on_device is None else bytes_of_storage(self.on_device)
 
     def _look(self) -> None:
         if any(tensor._version != version for tensor, version in self._watched):
@@ -383,30 +376,3 @@ class _Wrapped:
             return None
         whole: Tensor = self._kind.__tensor_unflatten__(parts, self._context, *self._shape)
         return whole
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor's storage."""
-    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.as_strided((elements,), (1,), 0).view(torch.uint8)
-
-
-def _storages_in(tree: Any) -> Given:
-    """Storages of the plain tensors in a block's arguments."""
-    tensors = (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
-    storages = [t.untyped_storage() for t in tensors if not _is_made_of_others(t)]
-    return {storage._cdata: weakref.ref(storage) for storage in storages}
-
-
-def _is_made_of_others(tensor: Any) -> bool:
-    return is_traceable_wrapper_subclass(tensor)
-
-
-def _storage_keys(tensors: Iterable[Any]) -> Iterator[int]:
-    """Which storages some weights lie in, as they are at the moment."""
-    for tensor in tensors:
-        if _is_made_of_others(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            yield from _storage_keys(getattr(tensor, name) for name in names)
-        else:
-            yield tensor.untyped_storage()._cdata

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from shardwise.model.kept import Kept, keep, outside_autograd
-from shardwise.model.value import is_plain
+from shardwise.model.kept import Kept, keep
+from shardwise.model.storages import is_plain, outside_autograd
 
 BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
 PRODUCTS = BATCHED | {

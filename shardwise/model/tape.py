@@ -27,11 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter
 
 from shardwise.model.flops import bytes_of, flops_of
-from shardwise.model.kept import Kept, keep, outside_autograd, unpack
+from shardwise.model.kept import Kept, keep, unpack
 from shardwise.model.knapsack import Graph, Operation
 from shardwise.model.knapsack import Value as Weight
 from shardwise.model.selective import argument_of, is_attention, written_by
-from shardwise.model.value import Given, Read, Recipe, States, Value, View, is_plain
+from shardwise.model.storages import copy_of_storage, is_plain, outside_autograd
+from shardwise.model.value import Given, Read, Recipe, States, Value, View
 
 _UNFILLED = ("aten::empty", "aten::new_empty")
 """Beginnings of the names of operations that leave what they return to whoever fills it."""
@@ -140,7 +141,7 @@ class Tape(TorchDispatchMode):
             if id(leaf) not in written:
                 self._seen(value, leaf)
             elif self._step_of(value).once:
-                value.put(_whole(leaf))
+                value.put(copy_of_storage(leaf))
 
     def _seen(self, value: Value, tensor: Tensor) -> None:
         """Memory that is read before an operation has written it was filled by something else."""
@@ -255,12 +256,6 @@ class Tape(TorchDispatchMode):
             ),
             tuple(Weight(v.size, v.saved, v.keepable, id(v) in free) for v in values),
         )
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A copy of all of a tensor's storage."""
-    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return outside_autograd(tensor).as_strided((elements,), (1,), 0).clone()
 
 
 def _noted(leaf: Any, value: Value | None) -> Any:

@@ -21,18 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_iter, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from shardwise.model.kept import Kept, keep
-
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-
-
-def is_plain(leaf: Any) -> bool:
-    """Whether this is a tensor of which the place in its storage says everything."""
-    return type(leaf) in _PLAIN and leaf.layout == torch.strided and not leaf.is_conj() and not leaf.is_neg()
 
 
 @dataclass(frozen=True)
