@@ -293,17 +293,18 @@ class PipelineParallel:
 
 
 def _channels(site: Site, ranks: int, each: int) -> dict[Channel, ProcessGroup]:
-    """A group for every channel that the schedule uses: hidden states take the mesh's own."""
-    from torch.distributed.device_mesh import init_device_mesh
+    """A group for every channel that the schedule uses: hidden states take the mesh's own.
+
+    Not another mesh's: of a pipeline that is the whole world every mesh has the one default group.
+    """
+    import torch.distributed as dist
 
     channels = {(True, False): site.mesh["pipeline"].get_group()}
-    shape = (
-        ranks,
-        site.layout.world_size // ranks,
-    )  # the slowest axis: ranks of a pipeline lie that far apart
+    stride = site.layout.stride("pipeline")
     for channel in ((False, False), *(((True, True), (False, True)) if each > 1 else ())):
-        mesh = init_device_mesh(site.mesh.device_type, shape, mesh_dim_names=("pipeline", "beside"))
-        channels[channel] = mesh["pipeline"].get_group()
+        lines = [[place + stage * stride for stage in range(ranks)] for place in range(stride)]
+        groups = [dist.new_group(line) for line in lines]  # made by all ranks together
+        channels[channel] = groups[dist.get_rank() % stride]
     return channels
 
 

@@ -187,6 +187,19 @@ def test_a_run_holds_p_minus_s_micro_batches_with_1f1b_and_all_with_gpipe(pool: 
     assert pool.run(4, held_in_flight, small(6, pipeline_parallel=4, pipeline_schedule="gpipe"), 6) == [6] * 4
 
 
+def channels_of(recipe: Recipe) -> set[str]:
+    pipeline = made(recipe).pipeline
+    return {group.group_name for group in pipeline.channels.values()}
+
+
+@pytest.mark.parametrize(("schedule", "channels"), [("1f1b", 2), ("interleaved", 4)])
+def test_every_direction_has_a_communicator_of_its_own(schedule: str, channels: int, pool: Pool) -> None:
+    """Also where the pipeline is the whole world, and so the default group."""
+    for ranks, more in ((2, {}), (4, {"zero_stage": 1})):
+        asked = small(4, pipeline_parallel=2, pipeline_schedule=schedule, **more)
+        assert all(len(names) == channels for names in pool.run(ranks, channels_of, asked))
+
+
 def evaluated(recipe: Recipe) -> float:
     return evaluate(made(recipe), batches(3))
 

@@ -111,7 +111,13 @@ class Pipelined(Passes):
             return
         for name, parameter in named_parameters(run.model):
             if name in self._pipeline.tied and parameter.grad is not None:
-                dist.all_reduce(local(parameter.grad), group=self._pipeline.tied_group)
+                mine = local(parameter.grad)
+                both = mine.to(
+                    run.device
+                )  # from the host's memory, where offloaded weights have their gradients
+                dist.all_reduce(both, group=self._pipeline.tied_group)
+                if both is not mine:
+                    mine.copy_(both)
 
     def _mail(self, run: Run, count: int, forward_only: bool = False) -> Mail:
         pipeline = self._pipeline
