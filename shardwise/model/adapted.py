@@ -106,7 +106,7 @@ class AdaptedModel(Blueprint):
         """Every split layer's adapter is split with it: its own side as the layer, the other is on every rank."""
         plan = dict(self.base.tensor_plan(model))
         for path, how in list(plan.items()):
-            if how.how == "column":
+            if how.how in ("column", "logits"):
                 plan |= {f"{path}.{A}": Split("summed"), f"{path}.{B}": Split("rows")}
             elif how.how == "row":
                 plan |= {f"{path}.{A}": Split("columns"), f"{path}.{B}": Split("summed")}

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.split import Split, TensorPlan
+from shardwise.model.split import Split, TensorPlan, matching
 
 _STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed"}
 
@@ -36,7 +36,25 @@ def tensor_plan_of(model: nn.Module, config: Any) -> TensorPlan:
         if style not in _STYLES:
             raise _refused(f"its plan splits {pattern} by {style!r}, which is not known here")
         plan[prefix + pattern] = Split(_STYLES[style], *heads)
+    _require_named(model, plan)
     return {**plan, paths[embedding]: Split("vocabulary"), paths[output]: Split("logits")}
+
+
+def _require_named(model: nn.Module, plan: TensorPlan) -> None:
+    """Refuse a model with weights of its own among the split layers of a block that its plan does not name.
+
+    Between a column and a row layer a rank has a part of the channels, so its gradient of a weight that all ranks share
+    is a part of the sum. transformers' plans are for inference and leave such weights out: Apertus' activation
+    function, Phi's norms of queries and keys.
+    """
+    among: dict[str, set[str]] = {}
+    for path, _ in model.named_modules():
+        if (how := matching(path, plan)) is not None:
+            among.setdefault(path.rpartition(".")[0], set()).add(how.how)
+    for path, module in model.named_modules():
+        mixed = {"column", "row"} <= among.get(path.rpartition(".")[0], set())
+        if mixed and matching(path, plan) is None and next(module.parameters(), None) is not None:
+            raise _refused(f"transformers' plan does not say what becomes of {path}")
 
 
 def _prefix(model: nn.Module) -> str:

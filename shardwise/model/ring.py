@@ -31,11 +31,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.core.errors import RecipeError
 from shardwise.model.attention_kernels import kernels_for, padding_for
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention of the tokens of this rank to all of the group's. q [b, a, s/n, d]; k, v [b, k, s/n, d]."""
+    """Causal attention of the tokens of this rank to all of the group's. q [b, a, s/n, d]; k, v [b, k, s/n, d].
+
+    Raises RecipeError where keys and values are of two widths: they travel as one tensor.
+    """
+    if k.shape != v.shape:
+        raise RecipeError(
+            "this model's attention cannot go around a ring",
+            where="strategy.sequence_method",
+            why=f"its keys have {k.shape[-1]} channels and its values {v.shape[-1]}",
+            fix="set it to ulysses",
+        )
     width = q.shape[-1]
     if pad := padding_for(q):
         q, k, v = (F.pad(x, (0, pad)) for x in (q, k, v))

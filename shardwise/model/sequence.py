@@ -52,8 +52,11 @@ class Share:
         return {**divided, "positions": self.part(positions, 0)}
 
     def part(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor along one dim; a view where it is contiguous."""
-        chunks = tensor.chunk(2 * self.ranks if self.balanced else self.ranks, dim)
+        """This rank's part of a tensor along one dim; a view where it is contiguous. Raises RecipeError."""
+        pieces = 2 * self.ranks if self.balanced else self.ranks
+        if tensor.shape[dim] % pieces:
+            raise refusal(f"a sample has {tensor.shape[dim]} tokens, which {pieces} does not divide")
+        chunks = tensor.chunk(pieces, dim)
         if not self.balanced:
             return chunks[self.rank]
         return torch.cat((chunks[self.rank], chunks[-1 - self.rank]), dim)

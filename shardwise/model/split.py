@@ -80,7 +80,7 @@ def split(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, shares: bool, ag
     """
     ranks = Ranks.of(mesh.get_group())
     named = dict(model.named_modules())
-    chosen = {path: how for path in named if (how := _matching(path, plan)) is not None}
+    chosen = {path: how for path in named if (how := matching(path, plan)) is not None}
     _require_pieces(chosen.values(), ranks.size)
     cut: dict[nn.Parameter, nn.Parameter] = {}
     siblings = Counter(_parent(path) for path, how in chosen.items() if how.how in _ENTERED)
@@ -113,7 +113,8 @@ def take_over(new: nn.Linear, old: nn.Module) -> None:
         getattr(new, name).update(getattr(old, name))
 
 
-def _matching(path: str, plan: TensorPlan) -> Split | None:
+def matching(path: str, plan: TensorPlan) -> Split | None:
+    """How a plan splits the module at a path; None where it does not name it."""
     for pattern, how in plan.items():
         if re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), path):
             return how

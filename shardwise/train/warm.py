@@ -39,7 +39,7 @@ def _tiny(layout: Layout, layers: int) -> Recipe:
         "ffn": 128,
         "vocab": 256,
     }
-    data = {"sequence_length": math.lcm(32, 2 * layout.degree("sequence"), layout.degree("tensor"))}
+    data = {"sequence_length": math.lcm(32, 2 * layout.degree("sequence") * layout.degree("tensor"))}
     return recipe_of({"model": model, "data": data, "steps": 2, "batch_size": 1})
 
 

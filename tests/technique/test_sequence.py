@@ -20,6 +20,7 @@ from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.step import forward_backward
 from shardwise.model.attention_kernels import _OnCPU, _Products
 from shardwise.model.blueprint import blueprint_of
+from shardwise.model.ring import ring_attention
 from shardwise.model.sequence import Share
 from shardwise.model.slices import named_parameters
 from shardwise.plan.timing import step_time
@@ -30,6 +31,7 @@ from shardwise.train.checkpoint import restore, save
 from shardwise.train.evaluate import evaluate
 from shardwise.train.state import TrainState
 from shardwise.train.verify import Verdict, run_reference, run_strategy
+from shardwise.train.warm import _tiny
 
 METHODS = ("ulysses", "ring")
 SMALL = {"layers": 2, "width": 32, "heads": 4, "ffn": 44, "vocab": 257, "context": 64}
@@ -186,6 +188,28 @@ def test_tokens_keep_their_positions_and_targets(balanced: bool) -> None:
         assert torch.equal(part["input_ids"], tokens[:, part["positions"]])
     positions = torch.cat([part["positions"] for part in parts])
     assert torch.equal(positions.sort().values, torch.arange(24))
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_sample_that_cannot_be_divided_evenly_is_refused(balanced: bool) -> None:
+    """As a factory's own dataset may hold: the recipe's sequence_length says nothing of it."""
+    tokens = torch.zeros(1, 126, dtype=torch.int64)
+    with pytest.raises(RecipeError, match="a sample has 126 tokens"):
+        Share(0, 4, balanced).of({"input_ids": tokens, "labels": tokens})
+
+
+def test_keys_and_values_of_two_widths_do_not_go_around_a_ring() -> None:
+    q, v = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 24)
+    group: Any = None
+    with pytest.raises(RecipeError, match="its keys have 16 channels and its values 24"):
+        ring_attention(q, q, v, 1.0, group)
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), [(3, 3), (8, 8), (2, 1), (1, 2), (4, 2)])
+def test_the_model_that_warms_kernels_can_be_divided(tensor: int, sequence: int) -> None:
+    strategy = strategy_from({"tensor_parallel": tensor, "sequence_parallel": sequence})
+    length = _tiny(layout_of(strategy, tensor * sequence), 2).data.sequence_length
+    assert length % (2 * sequence * tensor) == 0
 
 
 def test_the_ring_s_parts_have_equal_work() -> None:

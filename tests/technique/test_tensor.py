@@ -23,6 +23,7 @@ from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.persistent import tensors_of
 from shardwise.model.blueprint import blueprint_of
 from shardwise.model.exchange import Ranks
+from shardwise.model.hf_split import tensor_plan_of
 from shardwise.model.slices import local_part, local_slices
 from shardwise.plan.timing import collective_seconds, step_time
 from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
@@ -149,6 +150,21 @@ def test_a_model_of_transformers_by_its_own_plan(pool: Pool, corpus: Path, tmp_p
     settings = {"tensor_parallel": 2, "micro_batch_size": 2}
     verdict = pool.run(2, strategy_rank, recipe, settings, tmp_path, timeout=240)[0]
     assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    ("family", "left_out"), [("Apertus", "layers.0.mlp.act_fn"), ("Phi", "layers.0.self_attn.q_layernorm")]
+)
+def test_a_plan_of_transformers_that_leaves_weights_out_is_refused(family: str, left_out: str) -> None:
+    """Each rank would have a part of their gradients."""
+    transformers = pytest.importorskip("transformers")
+    more = {"qk_layernorm": True} if family == "Phi" else {}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(transformers, f"{family}Config")(vocab_size=64, **sizes, **more)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(RecipeError, match=f"does not say what becomes of .*{left_out}"):
+        tensor_plan_of(model, config)
 
 
 # ---- what it sends ----------------------------------------------------------------------------------------
