@@ -43,6 +43,9 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 """Keys of a config whose other values ask for what is not done here, and their neutral values."""
 
+_OTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Beginnings of values of ``init_lora_weights`` with which PEFT trains beside a base that it has changed."""
+
 
 class AdapterFiles(WeightFiles):
     """An adapter's folder. Raises CheckpointError, naming the file, for what is missing, damaged or of another kind."""
@@ -137,6 +140,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
             raise CheckpointError(
                 "the adapter asks for what is not done here", where=str(path), why=f"{key} is {config[key]}"
             )
+    if str(initial := config.get("init_lora_weights")).lower().startswith(_OTHER_BASE):
+        raise CheckpointError(
+            "the adapter is of a base that PEFT has changed",
+            where=str(path),
+            why=f"init_lora_weights is {initial}",
+            fix="save it with path_initial_model_for_weight_conversion, as PEFT's documentation says",
+        )
     return config
 
 

@@ -19,8 +19,10 @@ SAMPLE_TOKENS = (100, 300)
 
 
 def record_sample(folder: Path) -> None:
-    """Put a sample into the run's report.json, if it is a small model of text."""
+    """Put a sample into the run's report.json, if it is a small model of text and the run has come to a report."""
     path = folder / REPORT
+    if not path.exists():
+        return
     report = json.loads(path.read_text(encoding="utf-8"))
     recipe, _ = read_job(folder)
     shortest, longest = SAMPLE_TOKENS

@@ -35,7 +35,9 @@ class Request:
 def read_requests(path: Path, sampling: Sampling) -> list[Request]:
     """The requests of a file. Raises DataError, naming the line, for a file that is missing or malformed."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split(
+            "\n"
+        )  # JSON's strings may hold what str.splitlines cuts at
     except (OSError, UnicodeDecodeError) as error:
         raise DataError("the requests cannot be read", where=str(path), why=str(error)) from error
     found = list(_requests(path, lines, sampling))

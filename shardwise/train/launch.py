@@ -37,6 +37,9 @@ from shardwise.train.placement import LAUNCHER, LOOPBACK, STORE_SOCKET, launched
 __all__ = ["launch", "launched_by"]
 
 WORKER = "shardwise.train.worker"
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What asks a run to save and stop, whether the launcher gets it or a rank."""
+
 GRACE_SECONDS = 5.0
 """Between SIGTERM and SIGKILL, for the ranks that are left when one has failed."""
 
@@ -213,7 +216,7 @@ def _pass_through(descriptor: int, log: Path) -> None:
 
 @contextlib.contextmanager
 def _forwarding(ranks: list[_Rank]) -> Iterator[list[int]]:
-    """Pass SIGTERM and SIGINT on to the ranks; yields the list of those that came."""
+    """Pass on to the ranks what asks a run to save and stop; yields the list of what came."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield came
@@ -224,7 +227,7 @@ def _forwarding(ranks: list[_Rank]) -> Iterator[list[int]]:
         for rank in ranks:
             _signal(rank, signal.Signals(number))
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, forward) for number in STOPPING}
     try:
         yield came
     finally:

@@ -204,7 +204,7 @@ class Trainer:
         position = self.state.position(short.step - 1)
         back = ""
         if not agree(everyone):
-            self._go_back([each.copy for each in everyone])
+            self._go_back(everyone)
             back = f"; in the midst of an update, so the run goes back to step {self.state.step}"
         self.first = self.state.step + (self.pending is not None)
         sizes = {"micro_batch_size": short.micro_batch_size, "to_step": self.first}
@@ -218,14 +218,17 @@ class Trainer:
         self.meter.begin_again()
         self._lap()
 
-    def _go_back(self, copies: list[int | None]) -> None:
+    def _go_back(self, everyone: list[Standing]) -> None:
         """To the newest snapshot that all ranks have, else to where a resume would start."""
-        steps = [copy for copy in copies if copy is not None]
-        if len(steps) == len(copies):
+        steps = [each.copy for each in everyone if each.copy is not None]
+        if len(steps) == len(everyone):
             state = self.recovery.restore_copy(min(steps))
         else:
             state = self._first_state()
             self.recovery.begin_again(state)
+        if len({each.rewinds for each in everyone}) == 1:
+            # What the guard has left out since stays so: the copy knows nothing of it.
+            state = replace(state, rewinds=self.state.rewinds, left_out=self.state.left_out)
         self._back_at(state)
         if self.rank == 0:
             seconds = self.metrics.seconds
@@ -379,7 +382,7 @@ def _warn(line: str) -> None:
 
 def seed_step(seed: int, index: int, rank: int) -> None:
     """Seed dropout and the like from (seed, step, rank): nothing of the generator needs to be saved."""
-    torch.manual_seed((seed * 1_000_003 + index) * 65_537 + rank)
+    torch.manual_seed(((seed * 1_000_003 + index) * 65_537 + rank) % 2**63)
 
 
 def _require_vocabulary(blueprint: Blueprint, data: Data) -> None:

@@ -1,4 +1,8 @@
-"""Which checkpoint of another run a new one starts from (``checkpoint.start_from``), before torch is loaded.
+"""Where a run starts, before torch is loaded: in its own folder, or from another run (``checkpoint.start_from``).
+
+A folder that has a checkpoint goes on as the run that it is. What must not change is compared with the folder's own
+recipe before that is written anew: settings such as the number of heads or an adapter's alpha leave every tensor's
+shape as it was, and the run would go on, or be exported, as another model.
 
 The path is a checkpoint, or the folder that holds a run's; then the newest whole one is meant. That folder is
 somebody else's, perhaps of a run that still trains: nothing in it is made, renamed or deleted, whatever is
@@ -9,21 +13,28 @@ the same command starts and resumes.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from shardwise.core.errors import CheckpointError, RecipeError
-from shardwise.core.recipe import Recipe
+from shardwise.core.errors import CheckpointError, RecipeError, ShardwiseError
+from shardwise.core.recipe import Recipe, load_recipe
+from shardwise.technique import SETTINGS
 from shardwise.train import manifest as manifests
+from shardwise.train.folder import RECIPE
 from shardwise.train.manifest import Damaged, Manifest
 
 _KEY = "checkpoint.start_from"
 
 
 def check_start(recipe: Recipe, run_folder: Path) -> None:
-    """Refuse, before anything is planned, a ``start_from`` that names nothing or leaves no step to do.
+    """Refuse, before anything is planned, another model than the folder's, and a ``start_from`` that is of no use.
 
-    Reads one manifest and no tensors; what is wrong with those is found when they are loaded.
+    Reads the folder's recipe, one manifest and no tensors; what is wrong with those is found when they are loaded.
+    Raises CheckpointError and RecipeError.
     """
-    if recipe.checkpoint.start_from is None or manifests.committed(run_folder / "checkpoints"):
+    if manifests.committed(run_folder / "checkpoints"):
+        _require_same_model(recipe, run_folder / RECIPE)
+        return
+    if recipe.checkpoint.start_from is None:
         return
     newest = candidates(Path(recipe.checkpoint.start_from))[0]
     try:
@@ -31,6 +42,32 @@ def check_start(recipe: Recipe, run_folder: Path) -> None:
     except Damaged:
         return
     require_steps_left(recipe, newest, manifest)
+
+
+def _require_same_model(recipe: Recipe, path: Path) -> None:
+    """Raise CheckpointError where the model is not that of the recipe at ``path``, if one can be read there."""
+    try:
+        before = load_recipe(path, [], SETTINGS)
+    except (OSError, ShardwiseError):
+        return
+    was, now = _model_of(before), _model_of(recipe)
+    for key in sorted(was.keys() | now.keys()):
+        if was.get(key) != now.get(key):
+            raise CheckpointError(
+                "the checkpoint is of another run",
+                where=str(path.parent),
+                why=f"{key} was {was.get(key)}, now {now.get(key)}",
+                fix=f"set {key} back, or train into another folder",
+            )
+
+
+def _model_of(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe says of the function that is trained; not where its weights lay."""
+    found = {f"model.{key}": value for key, value in recipe.model.model_dump(exclude={"hf"}).items()}
+    if recipe.adapter is not None:
+        kept = recipe.adapter.model_dump(include={"name", "rank", "alpha", "targets", "rank_stabilized"})
+        found |= {f"adapter.{key}": value for key, value in kept.items()}
+    return found
 
 
 def candidates(source: Path) -> list[Path]:

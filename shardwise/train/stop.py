@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from shardwise.train.launch import STOPPING
 
 
 class StopRequest:
@@ -24,7 +24,7 @@ class StopRequest:
         self._device = device
         self._asked = False
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in STOPPING:
                 signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:

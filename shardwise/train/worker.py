@@ -99,7 +99,9 @@ def _shortage(error: Exception) -> ResourceError | None:
         return ResourceError("out of memory", where="the device", why=why, fix=fix)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         where, fix = str(error.filename or "the run's folder"), "free some space or raise the quota"
-        return ResourceError("cannot write", where=where, why=error.strerror, fix=f"{fix}, and go on")
+        return ResourceError(
+            "cannot write", where=where, why=error.strerror or str(error), fix=f"{fix}, and go on"
+        )
     return None
 
 

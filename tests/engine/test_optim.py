@@ -23,6 +23,7 @@ from shardwise.engine.step import step
 from shardwise.model.blueprint import blueprint_of
 from shardwise.model.slices import local_slices
 from shardwise.technique import strategy_from
+from shardwise.train.loop import seed_step
 
 RULES = [
     ("adamw", torch.float32),
@@ -299,3 +300,18 @@ def test_gradients_of_one_unit_live_at_a_time(world: int, stage: int) -> None:
     run = dry_run(recipe, blueprint, strategy, cluster)
     peak = max(sample.ledger.gradients for sample in run.timeline)
     assert max(unit, head) <= peak <= max(unit, head) + 2048, (peak, unit, head)
+
+
+@pytest.mark.parametrize("seed", [0, 1_234_567_890, 2**63 - 1])
+def test_every_seed_of_a_recipe_will_do(seed: int) -> None:
+    state = torch.get_rng_state()
+    try:
+        seed_step(seed, 10**6, 16_383)
+    finally:
+        torch.set_rng_state(state)
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = build_optimizer(nn.ParameterList([weight]), OptimizerSpec(), seed=seed)
+    weight.grad = torch.ones_like(weight)
+    optimizer.set_learning_rate(0.1)
+    optimizer.step()
+    assert (weight < 1).all()

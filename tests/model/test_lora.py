@@ -334,8 +334,23 @@ def test_an_adapter_of_another_base(folder: Path, whole: Any) -> None:
         (lambda folder: edit(folder, peft_type="IA3"), "peft_type is IA3"),
         (lambda folder: edit(folder, modules_to_save=["lm_head"]), "modules_to_save is ['lm_head']"),
         (lambda folder: edit(folder, rank_pattern={"q_proj": 2}), "rank_pattern is"),
+        (
+            lambda folder: edit(folder, init_lora_weights="pissa_niter_4"),
+            "init_lora_weights is pissa_niter_4",
+        ),
+        (lambda folder: edit(folder, init_lora_weights="OLoRA"), "of a base that PEFT has changed"),
     ],
-    ids=["truncated", "no tensors", "no config", "no json", "another kind", "whole modules", "other ranks"],
+    ids=[
+        "truncated",
+        "no tensors",
+        "no config",
+        "no json",
+        "another kind",
+        "whole modules",
+        "other ranks",
+        "PiSSA",
+        "OLoRA",
+    ],
 )
 def test_a_damaged_folder(damage: Any, message: str, folder: Path) -> None:
     damage(folder)

@@ -29,6 +29,7 @@ from shardwise.model.peft import CONFIG, TENSORS, write_adapter
 from shardwise.model.slices import local_part, named_parameters
 from shardwise.serve.opening import Opened, open_model
 from shardwise.serve.readers import Again, Native, Transformers, reader_of
+from shardwise.serve.report import record_sample
 from shardwise.serve.requests import Request, read_requests
 from shardwise.serve.sampling import Sampling
 from shardwise.serve.serving import ServedModel, load_model
@@ -416,6 +417,19 @@ def test_the_page_runs(
     requests = read_requests(Path("asked.jsonl"), Sampling(tokens=3))
     assert [request.adapter for request in requests] == ["python", "stories", "base"]
     assert len(names["model"].complete(requests)) == 3
+
+
+def test_a_prompt_may_hold_every_line_end_of_unicode(tmp_path: Path) -> None:
+    prompt = "one\u2028two\u2029three\u0085four"
+    (tmp_path / "asked.jsonl").write_text(f'{{"prompt": "{prompt}"}}\n\n', encoding="utf-8")
+    [request] = read_requests(tmp_path / "asked.jsonl", Sampling())
+    assert request.prompt == prompt
+
+
+def test_a_run_without_a_report_gets_no_sample(tmp_path: Path) -> None:
+    """One that had nothing left to do, as it was killed after its last checkpoint."""
+    record_sample(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ actions = {
     "wait": lambda: time.sleep(0.3),
     "victim": lost_peer,
     "exit-3": lambda: sys.exit(3),
-    "stop": lambda: [signal.signal(n, save_and_stop) for n in (signal.SIGTERM, signal.SIGINT)],
+    "stop": lambda: [signal.signal(n, save_and_stop) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
     "deaf": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     "many-lines": lambda: print("x" * 100_000),
 }
@@ -216,7 +216,7 @@ def send_when_ready(folder: Path, ranks: int, number: signal.Signals) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_passed_on_and_75_comes_back(tmp_path: Path, number: signal.Signals) -> None:
     send_when_ready(tmp_path, 2, number)
     assert run(tmp_path, "stop,sleep", "stop,sleep") == 75

@@ -15,7 +15,7 @@ from small_run import MODEL, equal, flip, full, make_run, names, saved, train, u
 from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, RecipeError, ShardwiseError
-from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.core.recipe import Recipe, dump_recipe, recipe_of
 from shardwise.train.checkpoint import restore, save, start
 from shardwise.train.start import candidates, check_start
 from shardwise.train.state import TrainState
@@ -136,6 +136,31 @@ def test_a_run_that_has_its_own_checkpoint_does_not_look(tmp_path: Path) -> None
         check_start(recipe, tmp_path)
     (mine / "manifest.json").touch()
     check_start(recipe, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"model": {**MODEL, "rope_theta": 500.0}}, "model.rope_theta"),
+        ({"model": {**MODEL, "kv_heads": MODEL["heads"]}}, "model.kv_heads"),
+        ({"adapter": {"rank": 4, "alpha": 64}}, "adapter.alpha"),
+        ({"adapter": {"rank": 4, "alpha": 8, "rank_stabilized": True}}, "adapter.rank_stabilized"),
+        ({"adapter": None}, "adapter.alpha"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_run_goes_on_as_the_model_that_it_is(change: dict[str, Any], key: str, tmp_path: Path) -> None:
+    """Of changes that no tensor's shape tells; the folder's recipe is not touched."""
+    adapter = {"rank": 4, "alpha": 8}
+    values = {"model": MODEL, "steps": 10, "batch_size": 4, "adapter": adapter}
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-1" / "manifest.json").touch()
+    check_start(recipe_of(values), tmp_path)  # a folder without a recipe
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe_of(values)), encoding="utf-8")
+    check_start(recipe_of({**values, "steps": 20, "adapter": {**adapter, "dropout": 0.1}}), tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{key} was .*set {key} back") as caught:
+        check_start(recipe_of(values | change), tmp_path)
+    assert caught.value.exit_code == 4
 
 
 def recipe_from(source: Path, **more: Any) -> Recipe:

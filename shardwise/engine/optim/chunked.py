@@ -71,7 +71,7 @@ class ChunkedRule:
         if piece.weight.dtype != torch.bfloat16:
             return value.to(piece.weight.dtype)
         assert piece.step is not None, "in every state that is made here"
-        seed = (piece.step.to(torch.int64) << 40) + self.seed * 1_000_003
+        seed = (piece.step.to(torch.int64) << 40) + self.seed * 1_000_003 % 2**62
         return to_bf16(value, random_bits(*_place(piece), seed))
 
 

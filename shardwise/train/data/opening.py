@@ -82,4 +82,5 @@ def _of_dataset(dataset: Dataset[Any], fraction: float) -> tuple[Samples, Sample
         raise DataError("empty dataset", where=type(dataset).__name__, fix="check the factory")
     held = min(max(1, round(fraction * count)), count - 1) if fraction else 0
     train, held_out = DatasetSamples(dataset, 0, count - held), DatasetSamples(dataset, count - held, held)
-    return train, held_out, fingerprint_of(dataset, count)
+    parts = [fingerprint_of(dataset, count), held]
+    return train, held_out, xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())

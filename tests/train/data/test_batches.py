@@ -201,6 +201,8 @@ def test_the_fingerprint_of_a_dataset(opened: Opener) -> None:
     ]
     assert len({of(dataset) for dataset in different}) == 4
     assert of(Points(40)) == of(Points(40))
+    shares = [opened(dataset=Points(40), held_out=share).fingerprint for share in (0.0, 0.1, 0.2)]
+    assert len(set(shares)) == 3  # which items are trained on
     assert of(Points(40, x=lambda i: torch.randn(3, generator=torch.Generator().manual_seed(0)).bfloat16()))
 
 
