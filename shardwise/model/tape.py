@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter
@@ -144,9 +145,12 @@ class Tape(TorchDispatchMode):
                 value.put(copy_of_storage(leaf))
 
     def _seen(self, value: Value, tensor: Tensor) -> None:
-        """Memory that is read before an operation has written it was filled by something else."""
+        """Memory that is read before an operation has written it was filled by something else.
+
+        Not in a dry run: nothing fills a fake tensor, and whole kernels are stood in for by what they return.
+        """
         step = self._step_of(value)
-        if step.name.startswith(_UNFILLED) and not step.once:
+        if step.name.startswith(_UNFILLED) and not step.once and not isinstance(tensor, FakeTensor):
             step.once = True
             value.put(outside_autograd(tensor))
 

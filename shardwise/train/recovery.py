@@ -96,6 +96,9 @@ class Recovery:
 
         Raises Rewound when the run has been taken back, NumericsError when it is to end.
         """
+        if not self._run.passes.in_step:
+            # Of PipeDream's stages each has a norm and a verdict of its own, and only the loss is everybody's.
+            seen = replace(seen, norm=1.0, skipped=not math.isfinite(seen.loss))
         final = seen.index + 1 == self._run.recipe.steps
         overflow = self._is_overflow(seen)
         memory, verdict = judge(
@@ -183,9 +186,10 @@ class Recovery:
 
     def _give_up(self, state: TrainState, index: int, why: str, finite: bool) -> None:
         """Find the module to blame and raise NumericsError."""
-        position = state.position(index)
-        with torch.enable_grad():
-            finding = first_non_finite(self._run, self._batches_at(position))
+        position, finding = state.position(index), None
+        if self._run.passes.in_step:  # else ranks have read ahead, and cannot run one step by itself
+            with torch.enable_grad():
+                finding = first_non_finite(self._run, self._batches_at(position))
         words = _accusation(finding, finite)
         self.log("gave up", index, [position], why=why, blame=words)
         raise NumericsError(

@@ -6,15 +6,20 @@ import json
 import math
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.core.recipe import recipe_of
 from shardwise.core.sections import GuardSpec
 from shardwise.train.guard import LONGEST, Action, Burst, Memory, Seen, Verdict, judge
+from shardwise.train.recovery import Observed, Recovery
 from shardwise.train.state import TrainState, merged
 
 SPEC = GuardSpec(window=16)
@@ -200,3 +205,22 @@ def test_merging_keeps_the_positions(pairs: list[tuple[int, int]]) -> None:
     found = merged(given_spans)
     assert {p for a, b in given_spans for p in range(a, b)} == {p for a, b in found for p in range(a, b)}
     assert all(a[1] < b[0] for a, b in pairwise(found))
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_stages_at_different_steps_are_judged_by_what_all_of_them_know(in_step: bool, tmp_path: Path) -> None:
+    """PipeDream's stages have norms of their own, and must pause, save and give up together."""
+    recipe = recipe_of({"model": {"preset": "tiny"}, "data": {}, "steps": 200, "batch_size": 4})
+    run: Any = SimpleNamespace(
+        recipe=recipe, passes=SimpleNamespace(in_step=in_step), loss_scale=SimpleNamespace(active=False)
+    )
+    nothing: Any = None
+    recovery, state = Recovery(run, nothing, tmp_path, nothing, print), TrainState()
+    for index in range(100):
+        seen = Observed(index, 2 + 0.01 * (index % 7), 1 + 0.01 * (index % 5), False, 1.0)
+        state = recovery.see(replace(state, step=index), seen)
+    for norm, skipped in ((50.0, False), (math.inf, True)):
+        after = recovery.see(state, Observed(100, 2.0, norm, skipped, 1.0))
+        assert (after.guard.burst is None and not after.guard.skips) == (not in_step)
+    after = recovery.see(state, Observed(100, 50.0, 1.0, False, 1.0))
+    assert after.guard.burst is not None
