@@ -536,6 +536,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "activation-memory": partial(measured, "activation-memory-cpu"),
     "loss": partial(measured, "loss-cpu"),
     "pipelines": partial(measured, "pipelines-cpu"),
+    "updates": partial(measured, "updates-cpu"),
     "largest-model": partial(measured, "largest-model-cpu"),
     "plan": shown_plan,
     "recomputation": recomputation,
