@@ -5,7 +5,7 @@ CPU, one sequence of 128 tokens at a time). The deepest that fits is then really
 ``shardwise train``, and the run's own report says what it took. On a CPU the host's memory is the device's: offload to
 the host moves nothing there, and its row says so.
 
-Give it the machine for itself: it takes all of the budget, and as much of the disk again for the last row. Two hours on
+Give it the machine for itself: it takes all of the budget, and as much of the disk again for the last row. Hours on
 two cores. Writes benchmarks/results/largest-model-cpu.json after each row, and goes on from what that file holds.
 """
 
@@ -37,8 +37,8 @@ WIDTH = {"width": 2048, "heads": 16, "kv_heads": 8, "ffn": 5632, "vocab": 8192}
 BATCH, LENGTH, STEPS = 1, 128, 3
 DEEPEST = 4096
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Of torch's allocator on Linux. Touching fresh memory by pages of 4 KiB is a third of an 8-bit update while the peak
-is taken; all large tensors here are whole huge pages (2 MiB), so the measure stays what it was."""
+"""Of torch's allocator on Linux. Touching fresh memory by pages of 4 KiB takes much of an 8-bit update while the peak
+is taken (updates.py); all large tensors here are whole huge pages (2 MiB), so the measure stays what it was."""
 
 
 @dataclass(frozen=True)

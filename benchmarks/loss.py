@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import described
+from machine import described, synchronise
 from torch import Tensor, nn
 
 from shardwise.model.head import linear_cross_entropy_sum
@@ -47,11 +47,6 @@ def seconds(function: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> fl
     (function(hidden, weight, None, labels) / len(labels)).backward()
     synchronise(hidden.device)
     return time.perf_counter() - start
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def compared(vocab: int, dtype: torch.dtype, rows: int, width: int, device: torch.device) -> dict[str, float]:

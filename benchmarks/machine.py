@@ -1,4 +1,4 @@
-"""The machine a figure was measured on, for the head of every results file."""
+"""The machine a figure was measured on, for the head of every results file, and when it is done."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ def described() -> dict[str, Any]:
         "torch": torch.__version__,
         "day": datetime.now(UTC).date().isoformat(),
     }
+
+
+def synchronise(device: torch.device) -> None:
+    """Until the device has done what it was given: a clock is read before and after."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()

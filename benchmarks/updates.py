@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import described
+from machine import described, synchronise
 from torch import Tensor, nn
 
 from shardwise.core.sections import OptimizerSpec
@@ -62,11 +62,6 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
     function()
     synchronise(device)
     return time.perf_counter() - start
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def compared(functions: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:

@@ -173,10 +173,9 @@ class Trainer:
             ahead, pending, self.pending = True, None, None
         own = alarm.own
         short = own is not None and alarm.spoils(own.part) and not alarm.spoils(own.part - 1)
-        together = (
-            self.run.passes.in_step
-        )  # else other stages may have finished an update that cannot be held off
-        if self.run.device.type == "cuda" and update.voidable and together and not short:
+        # Of ranks that are not in one step another may have finished an update that nobody can hold off any more.
+        held_off = update.voidable and self.run.passes.in_step
+        if self.run.device.type == "cuda" and held_off and not short:
             ahead = False
         return Standing(
             step=self.state.step + (pending is not None),
