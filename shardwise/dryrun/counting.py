@@ -78,7 +78,7 @@ def collective_of(
     """What a c10d call sends; None for calls that send nothing (wait, barrier on a fake group)."""
     name = func.name().split("::")[1].strip("_")
     kind = next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), None)
-    group = _group_of(args, kwargs)
+    group = group_of(args, kwargs)
     if kind is None or group is None:
         return None
     tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
@@ -91,7 +91,8 @@ def collective_of(
     return Collective(kind, axis, group.size(), 0, elements, elements * payload.element_size())
 
 
-def _group_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
+def group_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """The process group that a c10d call is given; None where it is given none."""
     for value in [*args, *kwargs.values()]:
         if isinstance(value, torch.ScriptObject):
             try:

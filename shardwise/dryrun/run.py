@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.core.allocator_options import options_in
@@ -61,6 +62,7 @@ class DryRun:
         pass_bytes: of a pipeline, activations that the first micro-batch's forward pass leaves for its backward pass.
         host: what this rank holds in host memory when that is most, where it is another memory than the device's.
         disk_bytes: what this rank reserves on a disk.
+        communicators: process groups of several ranks that it sends in, that of all ranks among them.
     """
 
     rank: int
@@ -76,6 +78,7 @@ class DryRun:
     period: int = 1
     host: Ledger = field(default_factory=Ledger)
     disk_bytes: int = 0
+    communicators: int = 0
     shallowest: int = 1
     depth: int | None = None
     pipeline: Pipeline | None = None
@@ -122,7 +125,6 @@ def dry_run(
             snapshots: Snapshots[None] | None = snapshots_of(run)
             if snapshots is not None:
                 tracker.tag(snapshots.buffers, "overhead")
-            # All of a step's samples lie on the device from its start, also those that are not run here.
             batches = _fake_batches(run, strategy, recipe, count, tracker)
             start = tracker.now
             shown, entries = _counted_step(run, batches, tracker, seen)
@@ -141,6 +143,7 @@ def dry_run(
         period=site.period,
         host=max(peaks(tracker, start, on_host=True).values(), key=lambda peak: peak.bytes).ledger,
         disk_bytes=tracker.disk_bytes,
+        communicators=len(tracker.groups),
         shallowest=site.shallowest,
         depth=blueprint.depth if site.pipeline is None else site.pipeline.depth,
         pipeline=site.pipeline,
@@ -154,7 +157,11 @@ def _tracker(site: Site, target: Target, modules: RunningModule) -> Tracker:
     groups |= {name: mesh.get_group() for name, mesh in site.joined_axes.items()}
     channels = {} if site.pipeline is None else site.pipeline.channels
     axes = axis_names(groups) | {group.group_name: "pipeline" for group in channels.values()}
-    return Tracker(axes, target.workspace, target.kept, modules.name)
+    tracker = Tracker(axes, target.workspace, target.kept, modules.name)
+    if site.layout.world_size > 1:
+        # The trainer asks all ranks together: whether to stop, say.
+        tracker.groups.add(dist.distributed_c10d._get_default_group().group_name)
+    return tracker
 
 
 def _even(site: Site) -> bool:
@@ -193,6 +200,7 @@ def _tag_state(run: Run, tracker: Tracker) -> None:
 
 
 def _fake_batches(run: Run, strategy: Strategy, recipe: Recipe, count: int, tracker: Tracker) -> list[Batch]:
+    """All of a step's samples lie on the device from its start, also those that are not run here."""
     shapes = batch_shapes(run.blueprint, recipe.data)
     size = strategy[MICRO_BATCH_SIZE]
     batches = [

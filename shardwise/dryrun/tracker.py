@@ -31,11 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from shardwise.core.cost import Kernel, Transfer
-from shardwise.dryrun.counting import collective_of, kernels_of
+from shardwise.dryrun.counting import collective_of, group_of, kernels_of
 from shardwise.dryrun.tally import Tally
 from shardwise.engine.phase import current_micro_batch, current_phase
 from shardwise.model.flops import bytes_of
-from shardwise.model.host import apart, in_host_memory
+from shardwise.model.host import apart, in_host_memory, taken_in_host_memory
 
 # Where a tag says what a storage is for, the first in this order wins.
 TAGS: tuple[str, ...] = (
@@ -116,6 +116,7 @@ class Tracker(TorchDispatchMode):
         self.now = 0
         self.counting_costs = False
         self.disk_bytes = 0
+        self.groups: set[str] = set()  # names of those of several ranks that anything was sent in
         self._axis_of = axis_of
         self._workspace = workspace
         self._kept = kept
@@ -152,8 +153,9 @@ class Tracker(TorchDispatchMode):
     def _birth(self, key: int, size: int, operation: str) -> None:
         if size == 0:
             return
+        on_host = in_host_memory() and apart(torch.device("cpu"))
         allocation = Allocation(
-            size,
+            taken_in_host_memory(size) if on_host else size,
             self._tick(),
             current_phase(),
             self._where(),
@@ -161,7 +163,7 @@ class Tracker(TorchDispatchMode):
             operation,
             self._origins[key],
             self._stream(),
-            on_host=in_host_memory() and apart(torch.device("cpu")),
+            on_host=on_host,
         )
         self.allocations.append(allocation)
         self._living[key] = allocation
@@ -292,9 +294,11 @@ class Tracker(TorchDispatchMode):
         # collectives are steps of the computation: what they read and return may be kept as it is.
         if current_phase() != "forward" or not func.name().startswith(("c10d::send", "c10d::recv_")):
             self.tag(tensors, "communication" if func.namespace == "c10d" else EXCHANGED)
-        collective = collective_of(func, args, kwargs, self._axis_of)
-        if collective is None:
+        group, collective = group_of(args, kwargs), collective_of(func, args, kwargs, self._axis_of)
+        if group is None or collective is None:
             return
+        if group.size() > 1:
+            self.groups.add(group.group_name)
         size = self._workspace(collective.kind, collective.bytes)
         self.workspaces.append((self._tick(), size))
         if self.counting_costs:

@@ -84,7 +84,8 @@ def _overrides(recipe: Recipe, asked: Recipe, values: Mapping[str, object]) -> t
 
 
 def _advised(footholds: list[Foothold]) -> Foothold | None:
-    """The first that fits. Where everything fits on one device, the next if that fits too: it is as fast."""
+    """The first that fits. Where everything fits on one device, the next if that fits too: with one micro-batch, for
+    which it leaves room, it sends no more."""
     fitting = [foothold for foothold in footholds if foothold.fits]
     if len(fitting) > 1 and fitting[0].rung is WHOLE and fitting[1] is footholds[1]:
         return fitting[1]

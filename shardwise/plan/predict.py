@@ -129,7 +129,7 @@ def predict(
     worst = max(peaks.values(), key=lambda peak: peak.bytes)
     overhead = cluster.device.overhead
     seen = overhead.workspace_bytes
-    unseen = overhead.outside_allocator(len({c.axis for c in cost.collectives if c.degree > 1}))
+    unseen = overhead.outside_allocator(run.communicators)
     reserved, limited, expanded = counts.reserved, None, None
     options = options_in(cluster.device.kind)
     room = (cluster.capacity_bytes if budget is None else budget) - unseen

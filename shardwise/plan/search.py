@@ -1,7 +1,8 @@
 """Choosing a strategy: the smallest departure from plain data parallelism that fits, in as few passes as fit.
 
 Every setting lists its own candidates, cheapest in time first (core/strategy.py); the search walks their
-product in that order, so it names no technique. For each it takes the largest micro-batch that fits. What
+product in that order, so it names no technique. For each it takes the largest micro-batch that fits, and of a pipeline,
+whose ranks wait for each other the less the more micro-batches there are, a smaller one while that is faster. What
 cannot fit by the lower bound is not dry-run at all; the rest is ranked by quick predictions, and the
 winner is confirmed by a full dry run, whose allocations are replayed to the device's allocator. One that would
 run only by emptying the allocator's cache in every step, for which the device stops, is taken when nothing else fits.
@@ -18,18 +19,17 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from shardwise.core import scaling
-from shardwise.core.allocator_options import options_in
 from shardwise.core.cluster import Cluster
 from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate, Plan, TimelinePoint
 from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Strategy
-from shardwise.core.units import format_bytes, format_seconds
+from shardwise.core.units import format_bytes
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.least import least_state_bytes
 from shardwise.plan.predict import Prediction, predict
+from shardwise.plan.sentences import assumptions, offload_in_words
 from shardwise.plan.stages import EVERY_RANK, predict_worst
-from shardwise.plan.timing import phases_beside_host
 from shardwise.technique import (
     MICRO_BATCH_SIZE,
     SETTINGS,
@@ -71,8 +71,12 @@ class Search:
     tight: Prediction | None = None
 
     @property
+    def _reserve(self) -> float:
+        return RESERVE[self.cluster.device.kind]
+
+    @property
     def reserve_bytes(self) -> int:
-        return int(RESERVE[self.cluster.device.kind] * self.cluster.capacity_bytes)
+        return int(self._reserve * self.cluster.capacity_bytes)
 
     @property
     def budget_bytes(self) -> int:
@@ -85,7 +89,7 @@ class Search:
         refuse_unsupported(self.recipe.strategy, self.cluster.device, lambda key: f"strategy.{key}")
         best: Prediction | None = None
         for strategy in self._strategies():
-            found = self._largest_that_fits(strategy)
+            found = self._that_fits(strategy)
             if found is not None:
                 best = found
                 break
@@ -122,11 +126,12 @@ class Search:
                 return list(dict.fromkeys(sizes))
             passes *= 2
 
-    def _largest_that_fits(self, strategy: Strategy) -> Prediction | None:
+    def _that_fits(self, strategy: Strategy) -> Prediction | None:
+        """With the largest micro-batch that fits, or a faster one."""
         sizes = self._sizes(strategy)
         if not self._may_fit(strategy.with_values(micro_batch_size=sizes[-1])):
             return None
-        for size in sizes:
+        for index, size in enumerate(sizes):
             trial = strategy.with_values(micro_batch_size=size)
             quick = self._predict(trial, quick=True)
             if quick.sum_bytes > self.budget_bytes or self._host_excess(quick) > 0:
@@ -134,9 +139,24 @@ class Search:
             full = self._predict(trial, quick=False)
             if full.peak.bytes <= self.budget_bytes and self._host_excess(full) <= 0:
                 if full.retries == 0:
-                    return full
+                    return self._faster(quick, sizes[index + 1 :]) or full
                 self.tight = self.tight or full
         return None
+
+    def _faster(self, quick: Prediction, smaller: Sequence[int]) -> Prediction | None:
+        """A pipeline that fits with a smaller micro-batch, while each is faster than the one before by its ``quick``
+        prediction."""
+        best = quick
+        for size in smaller if quick.pipeline is not None else ():
+            found = self._predict(quick.strategy.with_values(micro_batch_size=size), quick=True)
+            if found.step.seconds >= best.step.seconds:
+                break
+            best = found
+        if best is quick:
+            return None
+        full = self._predict(best.strategy, quick=False)
+        fits = full.peak.bytes <= self.budget_bytes and self._host_excess(full) <= 0
+        return full if fits and full.retries == 0 else None
 
     def tried(self, strategy: Strategy) -> Candidate:
         """A strategy with the largest micro-batch that fits, by quick predictions, or else with the smallest."""
@@ -236,7 +256,7 @@ class Search:
             micro_batches=micro_batches(strategy, layout, self.recipe.batch_size),
             candidates=tuple(candidates),
             reasons=(*self._reasons(chosen), *scaling.sentences(self.recipe)),
-            assumptions=(*assumptions(self.cluster), *emulated(strategy, self.cluster.device)),
+            assumptions=(*assumptions(self.cluster, self._reserve), *emulated(strategy, self.cluster.device)),
             timeline=tuple(TimelinePoint(s.phase, s.ledger) for s in chosen.run.timeline),
             host=chosen.host,
             host_capacity_bytes=self.cluster.host_capacity_bytes,
@@ -329,50 +349,8 @@ class Search:
             if s.key not in self.recipe.strategy and (s.candidates or s is MICRO_BATCH_SIZE)
         ]
         if free and chosen.peak.bytes <= self.budget_bytes:
-            yield f"chosen by the planner: {', '.join(free)}; the first that fits, plainest first, largest micro-batch"
-
-
-def offload_in_words(chosen: Prediction, cluster: Cluster) -> Iterator[str]:
-    """Whether what the device computes hides what is copied to the host and done there, by phase."""
-    if chosen.disk_bytes:
-        node = format_bytes(chosen.disk_bytes * cluster.devices_per_node)
-        yield f"on the disk: {format_bytes(chosen.disk_bytes)} of a rank, {node} of a node"
-    for phase in phases_beside_host(chosen.cost, cluster):
-        if phase.exposed > 0:
-            end = f"beside {format_seconds(phase.device)} of compute: the device waits {format_seconds(phase.exposed)}"
-        else:
-            end = f"which {format_seconds(phase.device)} of compute hide"
-        lanes = ", ".join(f"{LANES[lane]} {format_seconds(spent)}" for lane, spent in phase.beside.items())
-        yield f"offload in the {phase.phase} phase: {lanes}, {end}"
-
-
-LANES: Mapping[str, str] = {
-    "to_host": "copies to the host",
-    "to_device": "copies to the device",
-    "disk_read": "reads of the disk",
-    "disk_write": "writes of the disk",
-    "processor": "updates on the processor",
-}
-
-
-def assumptions(cluster: Cluster) -> Iterator[str]:
-    """What the plan takes from tables."""
-    overhead = cluster.device.overhead
-    yield (
-        f"overhead is from the profile of {cluster.device.name}, not counted: context"
-        f" {format_bytes(overhead.context_bytes)}, {format_bytes(overhead.communicator_bytes)} per communicator,"
-        f" workspaces {format_bytes(overhead.workspace_bytes)}"
-    )
-    if (reserve := RESERVE[cluster.device.kind]) > 0:
-        options = options_in(cluster.device.kind)
-        yield (
-            f"fragmentation is that of CUDA's caching allocator, replayed with {options.described() or 'its defaults'};"
-            f" {reserve:.0%} of the capacity is left free for what kernels take while they run; for the other"
-            " strategies considered it is taken in proportion to the chosen one's"
-        )
-        if options.ignored:
-            yield f"of the allocator's settings these are not modelled: {', '.join(options.ignored)}"
-    yield f"seconds are a roofline over the profile's peaks ({cluster.device.name}), not a measurement"
+            size = "largest" if chosen.pipeline is None else "fastest"
+            yield f"chosen by the planner: {', '.join(free)}; the first that fits, plainest first, {size} micro-batch"
 
 
 def plan_for(recipe: Recipe, blueprint: Blueprint, cluster: Cluster, *, compare: bool = True) -> Plan:

@@ -79,6 +79,9 @@ def predict_worst(
     played = replace(played, place=worst // stride, pass_bytes=known[worst].run.pass_bytes)
     return replace(
         known[worst],
+        # Which rank takes most of the host or of a disk need not be the one that takes most of its device.
+        host=max((found.host for found in known.values()), key=lambda host: host.total),
+        disk_bytes=max(found.disk_bytes for found in known.values()),
         step=_step(known[worst].step, like, played, cluster),
         pipeline=played,
         parameters=blueprint.parameter_count(),

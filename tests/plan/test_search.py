@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,32 @@ def test_it_takes_the_smallest_stage_and_the_largest_micro_batch_that_fit() -> N
     assert (stage, 2 * size) in refused or "empties its cache" in passed[stage, 2 * size].reason
     assert all((smaller, 1) in refused for smaller in range(stage))
     assert all("too much" in r or "alone" in r or "fragmentation" in r for r in refused.values())
+
+
+def test_a_pipeline_takes_the_fastest_micro_batch_not_the_largest() -> None:
+    """One micro-batch in a pipeline of two leaves each rank idle for half of the step."""
+    asked = recipe(pipeline_parallel=2, zero_stage=0)
+    plan = planned(asked)
+    sizes = {
+        c.strategy[MICRO_BATCH_SIZE]: c.step_seconds for c in plan.candidates if c.verdict != "does not fit"
+    }
+    assert plan.fits and plan.micro_batches > 1 and len(sizes) > 1
+    assert plan.step.seconds <= min(sizes.values()) * 1.001, "quick predictions of the others"
+    assert any("fastest micro-batch" in reason for reason in plan.reasons)
+
+
+def test_host_and_disk_are_those_of_the_rank_that_takes_most(tmp_path: Path) -> None:
+    """The first stage keeps most activations on its device, the last one's head has most moments."""
+    strategy = {"pipeline_parallel": 2, "zero_stage": 0, "micro_batch_size": 2}
+    asked = recipe(**strategy, offload=f"nvme:{tmp_path}")
+    cluster, blueprint = cluster_of(asked.cluster), blueprint_of(asked)
+    of = strategy_from(asked.strategy)
+    each = [predict(asked, blueprint, of, cluster, rank=rank) for rank in (0, 2)]
+    plan = planned(asked)
+    assert (
+        plan.disk_bytes == max(found.disk_bytes for found in each) > min(found.disk_bytes for found in each)
+    )
+    assert plan.host.total == max(found.host.total for found in each)
 
 
 def test_what_is_pinned_is_kept() -> None:
