@@ -202,7 +202,7 @@ def allocate(site: Site, device: torch.device, hosted: bool) -> None:
     if not hosted:
         site.model.to_empty(device=device)
         return
-    with host_memory():
+    with host_memory(pinned=True):
         site.model.to_empty(device="cpu")
         # Pads and pins shards, which FSDP2 would otherwise do within the first step.
         cast("FSDPModule", site.model)._get_fsdp_state()._lazy_init()

@@ -35,6 +35,8 @@ def strip(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]
 
     ``parameters`` are those that the run held between steps (``parameters_of``). Until ``rebuild`` it is no run.
     """
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)  # streams beside the current one may still use what is given back
     pieces = {name: local_part(tensor) for name, tensor in tensors_beside(run, parameters).items()}
     kept = {name: piece.cpu() if apart(run.device) else piece for name, piece in pieces.items()}
     for name in vars(run).keys() - set(_STAYING):
@@ -47,6 +49,15 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        _empty_host_cache()
+
+
+def _empty_host_cache() -> None:
+    """Give back pinned memory: it is kept by size, and halved buffers are of other sizes."""
+    for owner, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
+        if (empty := getattr(owner, name, None)) is not None:  # a public one is not in every version of torch
+            empty()
+            return
 
 
 @torch.no_grad()
@@ -60,3 +71,4 @@ def rebuild(run: Run, strategy: Strategy, kept: dict[str, Tensor] | None) -> Non
         return
     for name, tensor in tensors_of(run).items():
         local_part(tensor).copy_(kept.pop(name))
+    free(run.device)

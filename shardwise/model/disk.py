@@ -26,6 +26,7 @@ import os
 import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -53,11 +54,10 @@ class ScratchFile:
                 "state cannot be offloaded", where=f"offload: nvme:{folder}", why=why, fix="name a folder"
             )
         try:
-            self._descriptor, path = tempfile.mkstemp(prefix="shardwise-", dir=folder)
-            os.unlink(path)
-            os.posix_fallocate(self._descriptor, 0, max(size, 1))
+            self._descriptor = _reserved(folder, max(size, 1))
         except OSError as error:
             raise self._unusable(error, "reserve") from error
+        self._map: weakref.ref[mmap.mmap] | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="shardwise-disk")
         self._pending: dict[int, list[Future[None]]] = {}
         self._writes: dict[int, Future[None]] = {}  # by offset: a later read of the same place waits for it
@@ -83,9 +83,15 @@ class ScratchFile:
         """A stretch of the file as a tensor; writing it writes the file."""
         if shape.numel() == 0:
             return torch.empty(shape, dtype=dtype)
-        size = shape.numel() * dtype.itemsize
-        area = mmap.mmap(self._descriptor, size, offset=offset)
-        return torch.frombuffer(area, dtype=dtype).view(shape)
+        return torch.frombuffer(self._whole(), dtype=dtype, count=shape.numel(), offset=offset).view(shape)
+
+    def _whole(self) -> mmap.mmap:
+        """One map for all tensors, while there are any: each map takes a file descriptor."""
+        area = self._map() if self._map is not None else None
+        if area is None:
+            area = mmap.mmap(self._descriptor, max(self.size, 1))
+            self._map = weakref.ref(area)
+        return area
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -108,6 +114,18 @@ class ScratchFile:
             why=why,
             fix="free some space or name another folder" if full else "name a folder on a disk that works",
         )
+
+
+def _reserved(folder: Path, size: int) -> int:
+    """A descriptor of a new file of so many bytes on the disk, without a name."""
+    descriptor, path = tempfile.mkstemp(prefix="shardwise-", dir=folder)
+    os.unlink(path)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _transfer(part: Callable[..., int], descriptor: int, view: memoryview, offset: int) -> None:

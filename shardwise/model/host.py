@@ -3,6 +3,7 @@
 Everything that is meant to lie in host memory is allocated inside ``host_memory()``, pinned where the device copies
 from it on its own. A run needs no more than that. The dry run, whose tensors are all on the fake CPU, reads from it
 which memory an allocation takes, and so counts both memories, and every copy between them, by the code that trains.
+What is pinned takes the next power of two, because PyTorch's pinned allocator rounds up to that; the dry run counts it.
 
 On a CPU the device's memory *is* the host's. ``apart`` says so, and whoever offloads then leaves tensors where they
 are: a copy would take memory twice to free it once. The dry run answers for the device that is planned for.
@@ -28,23 +29,31 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.overrides import TorchFunctionMode
 
 _depth = 0
+_pinned = False
 _told: bool | None = None
 
 
 @contextmanager
-def host_memory() -> Iterator[None]:
-    """What is allocated in this block lies in host memory."""
-    global _depth
+def host_memory(pinned: bool = False) -> Iterator[None]:
+    """What is allocated in this block lies in host memory; ``pinned``, it is or becomes so on a real device."""
+    global _depth, _pinned
+    before, _pinned = _pinned, pinned
     _depth += 1
     try:
         yield
     finally:
         _depth -= 1
+        _pinned = before
 
 
 def in_host_memory() -> bool:
     """Whether a ``host_memory`` block is open."""
     return _depth > 0
+
+
+def taken_in_host_memory(size: int) -> int:
+    """Bytes that an allocation of ``size`` > 0 takes in the block that is open."""
+    return 1 << (size - 1).bit_length() if _pinned else size
 
 
 @contextmanager
@@ -66,14 +75,19 @@ def apart(device: torch.device) -> bool:
 
 def host_empty_like(tensor: Tensor) -> Tensor:
     """Undefined values of a plain tensor's shape and dtype in host memory, pinned for a device of its own memory."""
-    with host_memory():
+    with host_memory(pinned=True):
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def host_bytes(size: int, device: torch.device) -> Tensor:
     """``size`` undefined bytes in host memory, pinned where ``device`` has a memory of its own."""
-    with host_memory():
+    with host_memory(pinned=True):
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of pageable memory on the device; the host does not wait for it, as it would copying from there."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class _Copying(TorchFunctionMode):

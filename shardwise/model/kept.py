@@ -72,8 +72,8 @@ class OffloadedBlocks:
         blocks: in the order of their calls, before they are sharded: weights are recognised as they are gathered.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], smallest: int = SMALLEST) -> None:
-        self.smallest = smallest
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], smallest: int | None = None) -> None:
+        self.smallest = SMALLEST if smallest is None else smallest
         self.lanes = Lanes()
         self._known: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._newest: _Group | None = None
@@ -253,6 +253,7 @@ class _Storage:
         self.size = tensor.untyped_storage().nbytes()
         self._home = owner.home
         self._in_host: Tensor | None = None
+        self._copied = 0  # the number of its last copy, on its lanes
         self._version = tensor._version
         self._watched: list[tuple[Tensor, int]] = []
         self.watch(tensor)
@@ -261,7 +262,9 @@ class _Storage:
     def __del__(self) -> None:
         self._give_back()
         if self.on_device is not None:
-            self._home.lanes.arrived()  # where nobody has used what is still being copied
+            # Its memory is free from here on, also where nobody has used what is still being copied; for copies of the
+            # next group, which are on their way, nothing waits.
+            self._home.lanes.arrived(self._copied)
 
     def watch(self, tensor: Tensor) -> None:
         """A tensor over it, which may count its versions apart from the others; while it is on the device."""
@@ -298,6 +301,7 @@ class _Storage:
         assert self.on_device is not None
         self._in_host = self._home.lanes.take(self.size, self.device)
         self._in_host[: self.size].copy_(bytes_of_storage(self.on_device), non_blocking=True)
+        self._copied = self._home.lanes.queued
 
     def let_go(self, owner: _Group) -> None:
         """Leave the device, if it has not become another group's."""
@@ -309,6 +313,7 @@ class _Storage:
     def copy_to_device(self, room: Tensor) -> None:
         assert self._in_host is not None
         room.copy_(self._in_host[: self.size], non_blocking=True)
+        self._copied = self._home.lanes.queued
         self.on_device, self.owner = room, None
         self.watch(room)
         self._give_back()  # the next copy into it comes after this one, on the same stream

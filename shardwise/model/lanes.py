@@ -27,7 +27,10 @@ class Lanes:
     def __init__(self) -> None:
         self._stream: Any = None
         self._module: Any = None
-        self._under_way = False
+        self._device_stream: Any = None
+        self._covered = 0
+        self.queued = 0
+        """The number of the last copies that were queued together."""
         self._free: dict[int, list[Tensor]] = {}
 
     @contextmanager
@@ -36,16 +39,24 @@ class Lanes:
         if self._stream is None:
             self._module = torch.get_device_module(device)
             self._stream = self._module.Stream()
-        self._stream.wait_stream(self._module.current_stream())
-        self._under_way = True
+        self._device_stream = self._module.current_stream()
+        self._stream.wait_stream(self._device_stream)
+        self.queued += 1
         with self._module.stream(self._stream):
             yield
 
-    def arrived(self) -> None:
-        """What the device is given from now on comes after all copies that are queued. The host does not wait."""
-        if self._under_way:
-            self._module.current_stream().wait_stream(self._stream)
-            self._under_way = False
+    def arrived(self, number: int | None = None) -> None:
+        """What the device is given from now on comes after all copies that are queued. The host does not wait.
+
+        Nothing is done where those of ``number`` and all before (None: all) have been waited for already.
+        """
+        if self._covered >= (self.queued if number is None else number):
+            return
+        current = self._module.current_stream()
+        current.wait_stream(self._stream)
+        if current != self._device_stream:  # whose memory is copied from and to
+            self._device_stream.wait_stream(self._stream)
+        self._covered = self.queued
 
     def take(self, size: int, device: torch.device) -> Tensor:
         """A buffer in host memory of at least ``size`` bytes."""

@@ -106,7 +106,7 @@ def _pack_nf4(parts: Tensor) -> Tensor:
     top = largest.amax(1, keepdim=True)
     tiny = torch.finfo(torch.float32).tiny
     scales = (largest / top.clamp(min=tiny) * 255).round().clamp(1, 255).to(torch.uint8)
-    levels = torch.tensor(NF4, device=parts.device)
+    levels = _levels(parts.device)
     unit = blocks / _scales(scales, top).clamp(min=tiny).unsqueeze(2)
     codes = torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
     pairs = codes[..., ::2] | codes[..., 1::2] << 4
@@ -115,10 +115,15 @@ def _pack_nf4(parts: Tensor) -> Tensor:
 
 def _unpack_nf4(packed: Tensor, group: int) -> Tensor:
     codes, scales = packed[:, : -group - 4], packed[:, -group - 4 : -4]
-    levels = torch.tensor(NF4, device=packed.device)
+    levels = _levels(packed.device)
     pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], 1)  # of every byte: low, then high
     values = F.embedding(codes.int(), pairs).view(packed.shape[0], group, BLOCK)
     return values.mul_(_scales(scales, _last(packed)).unsqueeze(2))
+
+
+def _levels(device: torch.device) -> Tensor:
+    """The 16 values. The copy is queued: ``torch.tensor`` on a device waits for all that it has been given."""
+    return torch.tensor(NF4).to(device, non_blocking=True)
 
 
 def _last(packed: Tensor) -> Tensor:

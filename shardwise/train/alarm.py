@@ -64,6 +64,7 @@ class Alarm:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self.part = 0
         self._since = 0
+        self._failed = False
         self._marks: dict[int, torch.cuda.Event] = {}
         self._own: Alert | None = None
         self._heard, self._all, self._closed = threading.Event(), threading.Event(), threading.Event()
@@ -99,7 +100,9 @@ class Alarm:
         if self._world_size == 1:
             self._since = self.part
             self._heard.set()
-        return self._world_size == 1 or self._all.wait(TIMEOUT.total_seconds())
+        if self._world_size == 1:
+            return True
+        return self._all.wait(TIMEOUT.total_seconds()) and not self._failed
 
     @property
     def own(self) -> Alert | None:
@@ -126,8 +129,13 @@ class Alarm:
                 if self._store.check([_SOUNDED]):
                     self._answer()
                     return
-        except RuntimeError:
+        except dist.DistError:
             return  # the store has gone with its rank, which is for the collectives to report
+        except Exception:
+            # Nobody may wait for this thread: the error that sounded the alarm is told instead.
+            traceback.print_exc()
+            self._failed = True
+            self._all.set()
 
     def _answer(self) -> None:
         while not self._has_reached(self._alert().part):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from shardwise.core.errors import CheckpointError, DataError, ShardwiseError
+from shardwise.core.errors import CheckpointError, DataError, ResourceError, ShardwiseError
 from shardwise.core.recipe import dump_recipe
 from shardwise.engine.build import Run
 from shardwise.engine.persistent import OPTIMIZER, tensors_of
@@ -36,6 +36,7 @@ from shardwise.train import manifest as manifests
 from shardwise.train.manifest import Damaged, Manifest
 from shardwise.train.planners import LoadPlanner, SavePlanner
 from shardwise.train.shards import DTYPES, DTYPES_BY_NAME, ShardFiles, ShardReader, ShardWriter
+from shardwise.train.shortage import is_shortage
 from shardwise.train.start import candidates, require_steps_left
 from shardwise.train.state import TrainState
 
@@ -47,6 +48,9 @@ Kind = tuple[str, tuple[int, ...]]
 
 def to_stderr(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+_INTACT = "lower micro_batch_size, or leave the host more memory; earlier checkpoints are intact"
 
 
 # ---- saving -----------------------------------------------------------------------------------------------
@@ -363,6 +367,9 @@ def _from_all(value: T) -> list[T]:
 def _cause(error: CheckpointException, what: str, where: Path) -> BaseException:
     """The failure of the lowest rank that failed, as one of ours."""
     rank, (cause, _) = min(error.failures.items())
+    if is_shortage(cause):
+        why = f"memory ran out on rank {rank}: {type(cause).__name__}"
+        return ResourceError(what, where=str(where), why=why, fix=_INTACT)
     if isinstance(cause, ShardwiseError) or not isinstance(cause, Exception):
         return cause
     return CheckpointError(what, where=str(where), why=f"rank {rank}: {type(cause).__name__}: {cause}")

@@ -5,6 +5,9 @@
     rename to step-<step>         the commit; then the parent folder is synced
     only now                      older checkpoints beyond ``keep`` are renamed to tmp-retired-… and deleted
 
+While the guard suspects a spike (a run that is asked to stop is saved all the same) none of the older ones goes: they
+are all that the resumed run could go back to.
+
 At no moment is there no checkpoint where there was one. What a crash leaves behind is named tmp-*, which no
 reader looks at; the next start finishes what was complete (a crash just before the rename) and deletes the
 rest. Folders without a manifest that are not ours are neither counted nor deleted.
@@ -102,16 +105,17 @@ def publish(staged: Path, content: Manifest, keep: int) -> Path:
             replaced.rename(final)
         raise
     sync(folder)
-    _retire(folder, content.state.step, keep)
+    suspected = content.state.guard.burst is not None
+    _retire(folder, content.state.step, None if suspected else max(1, keep))
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
-def _retire(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the ``keep`` newest up to ``step``. A failure here has not harmed the new checkpoint."""
+def _retire(folder: Path, step: int, keep: int | None) -> None:
+    """Delete all but the ``keep`` (None: all) newest up to ``step``. A failure has not harmed the new checkpoint."""
     found = manifests.committed(folder)
-    kept = [path for path in found if (manifests.step_of(path) or 0) <= step][: max(1, keep)]
+    kept = [path for path in found if (manifests.step_of(path) or 0) <= step][:keep]
     _delete(path for path in found if path not in kept)
 
 

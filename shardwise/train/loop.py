@@ -20,10 +20,12 @@ from torch import Tensor
 from shardwise.core.errors import Preempted, RecipeError, ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.core.recipe import Recipe
+from shardwise.core.whole_file import write_whole
 from shardwise.engine.build import Run, build
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import StepResult, step
 from shardwise.model.blueprint import Batch, Blueprint, blueprint_of
+from shardwise.model.host import to_device
 from shardwise.technique import MICRO_BATCH_SIZE, micro_batches
 from shardwise.train.checkpoint import restore, save, start
 from shardwise.train.data import Data, open_data
@@ -251,7 +253,7 @@ class Trainer:
         return self._placed(self.data.micro_batches(position, self.run.data_rank, self.run.data_degree, size))
 
     def _placed(self, batches: list[Batch]) -> list[Batch]:
-        return [{k: v.to(self.run.device, non_blocking=True) for k, v in batch.items()} for batch in batches]
+        return [{k: to_device(v, self.run.device) for k, v in batch.items()} for batch in batches]
 
     def _due(self, index: int, every: int | None) -> bool:
         """Whether something that happens every so many steps (None: at the end) follows step ``index``."""
@@ -366,7 +368,7 @@ class Trainer:
             "world_size": plan.world_size,
             "passes": passes,
         }
-        (self.job.folder / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        write_whole(self.job.folder / "report.json", json.dumps(report, indent=1).encode())
 
 
 def _say(rank: int, text: str) -> None:

@@ -5,7 +5,8 @@ glibc keeps freed memory for reuse, which the plan does not count: the same run 
 frees returned at once and at 484 MiB by default. Returning them makes steps up to twice as slow, so it is done
 for the first optimizer steps only, where the peak is taken, and then the allocator goes back to speed.
 
-On CUDA it is ``max_memory_allocated`` since the same moment, with ``max_memory_reserved`` beside it.
+On CUDA it is ``max_memory_allocated`` since the same moment, with ``max_memory_reserved`` beside it. Nothing is taken
+from it: what lies there before are the workspaces of products, which the plan counts.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class MemoryMeter:
         self.peak = Measured(0, 0)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            self._level = torch.cuda.memory_allocated(device)
+            self._level = 0
         else:
             return_large_frees(True)
             _reset_high_water_mark()

@@ -32,6 +32,6 @@ class StopRequest:
 
     def agreed(self) -> Tensor:
         """1 on all ranks when any has been asked to stop, else 0; a collective, not waited for."""
-        wish = torch.tensor(float(self._asked), device=self._device)
+        wish = torch.full((), float(self._asked), device=self._device)  # torch.tensor waits for the device
         dist.all_reduce(wish, op=dist.ReduceOp.MAX)
         return wish

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.core.errors import RecipeError, ShardwiseError
+from shardwise.core.errors import RecipeError
 from shardwise.model import weights
 from shardwise.model.blueprint import Batch
 from shardwise.model.hf import HuggingFaceModel
@@ -299,7 +299,3 @@ def test_a_failed_download_is_one_line() -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("error: the model cannot be downloaded (model.hf: org/no-such-model): ")
     assert ran.stdout.count("\n") == 1
-
-
-def test_errors_are_user_errors() -> None:
-    assert issubclass(RecipeError, ShardwiseError)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from shardwise.model import kept
 from shardwise.model.host import memories_apart
 from shardwise.model.kept import OffloadedBlocks
 from shardwise.model.lanes import Lanes
@@ -53,12 +54,21 @@ class Watched(Lanes):
     def __init__(self) -> None:
         super().__init__()
         self.taken: list[int] = []
+        self.waits: list[bool] = []
+        self.opening = False
         self.in_use = 0
 
     def take(self, size: int, device: torch.device) -> Tensor:
         self.taken.append(size)
         self.in_use += 1
         return super().take(size, device)
+
+    def arrived(self, number: int | None = None) -> None:
+        """Notes of every wait whether it is at the opening of a group."""
+        before = self._covered
+        super().arrived(number)
+        if self._covered != before:
+            self.waits.append(self.opening)
 
     def give_back(self, buffer: Tensor) -> None:
         self.in_use -= 1
@@ -124,6 +134,23 @@ def test_buffers_are_used_again() -> None:
     for _ in range(3):
         gradients(model)
     assert lanes.buffers == once == 2 * 3 - 2, "block i's result is block i + 1's input"
+
+
+def test_a_block_does_not_wait_for_what_the_next_one_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward: only where a group is opened, though what it brought back is dropped while the next is on its way."""
+    model = Chain(lambda x, w: (x @ w).tanh(), 6)
+    lanes, opened = offloaded(model), kept._Group.open
+
+    def noted(group: kept._Group) -> None:
+        lanes.opening = True
+        opened(group)
+        lanes.opening = False
+
+    monkeypatch.setattr(kept._Group, "open", noted)
+    loss = model(stream()).square().sum()
+    lanes.waits.clear()
+    loss.backward()
+    assert len(lanes.waits) == 4 and all(lanes.waits), "four groups had left"
 
 
 def test_what_all_blocks_are_called_with_stays() -> None:

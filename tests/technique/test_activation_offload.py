@@ -24,7 +24,7 @@ from shardwise.model.kept import OffloadedBlocks
 from shardwise.model.lanes import Lanes
 from shardwise.model.slices import named_parameters
 from shardwise.plan.predict import predict
-from shardwise.plan.search import offload_in_words
+from shardwise.plan.sentences import offload_in_words
 from shardwise.technique import SETTINGS, layout_of, one_line, strategy_from
 
 # -- the same gradients -------------------------------------------------------------------------------

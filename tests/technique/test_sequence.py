@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from pool import Pool
 from small_run import batch, equal, full, make_run, train, whole
 from torch import Tensor
@@ -23,6 +24,7 @@ from shardwise.model.blueprint import blueprint_of
 from shardwise.model.ring import ring_attention
 from shardwise.model.sequence import Share
 from shardwise.model.slices import named_parameters
+from shardwise.model.ulysses import ulysses_attention
 from shardwise.plan.timing import step_time
 from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
@@ -196,6 +198,28 @@ def test_a_sample_that_cannot_be_divided_evenly_is_refused(balanced: bool) -> No
     tokens = torch.zeros(1, 126, dtype=torch.int64)
     with pytest.raises(RecipeError, match="a sample has 126 tokens"):
         Share(0, 4, balanced).of({"input_ids": tokens, "labels": tokens})
+
+
+def ulysses_with_dropout() -> tuple[Tensor, Tensor, Tensor]:
+    """What a rank gets for its tokens, what one process makes of it with the ranks' generators, and without dropout."""
+    rank, ranks, heads, tokens = dist.get_rank(), dist.get_world_size(), 4, 12
+    shape, generator = (2, heads, tokens, 8), torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    mine = slice(rank * tokens // ranks, (rank + 1) * tokens // ranks)
+    torch.manual_seed(40 + rank)
+    found = ulysses_attention(*(x[:, :, mine] for x in (q, k, v)), 0.5, 1.0, dist.group.WORLD)
+    expected, whole = [], F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+    for other in range(ranks):
+        torch.manual_seed(40 + other)
+        own = (x.unflatten(1, (ranks, -1))[:, other] for x in (q, k, v))
+        expected.append(F.scaled_dot_product_attention(*own, dropout_p=0.5, is_causal=True, scale=1.0))
+    return found, torch.cat(expected, dim=1)[:, :, mine], whole[:, :, mine]
+
+
+def test_ulysses_drops_probabilities_head_by_head(pool: Pool) -> None:
+    for found, expected, undropped in pool.run(2, ulysses_with_dropout):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(found, undropped)
 
 
 def test_keys_and_values_of_two_widths_do_not_go_around_a_ring() -> None:

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import paper_block
 import pytest
 import torch
 import torch.distributed as dist
 from corpora import write_words
 from pool import Pool
 from small_run import make_run, train
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.cluster import cluster_of
@@ -20,6 +22,7 @@ from shardwise.core.cost import Collective, StepCost
 from shardwise.core.errors import RecipeError
 from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.dryrun.run import DryRun, dry_run
+from shardwise.engine.build import build
 from shardwise.engine.persistent import tensors_of
 from shardwise.model.blueprint import blueprint_of
 from shardwise.model.exchange import Ranks
@@ -28,6 +31,7 @@ from shardwise.model.slices import local_part, local_slices
 from shardwise.plan.timing import collective_seconds, step_time
 from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
 from shardwise.train.checkpoint import load_weights, restore, save
+from shardwise.train.loop import seed_step
 from shardwise.train.state import TrainState
 from shardwise.train.verify import Verdict, run_reference, run_strategy
 
@@ -165,6 +169,49 @@ def test_a_plan_of_transformers_that_leaves_weights_out_is_refused(family: str, 
         model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(RecipeError, match=f"does not say what becomes of .*{left_out}"):
         tensor_plan_of(model, config)
+
+
+# ---- dropout ----------------------------------------------------------------------------------------------
+
+
+def dropped(settings: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Of one forward pass with dropout: what each block returns, and where its hidden states were dropped."""
+    shape = {**MODELS["paper"]["arguments"], "drop": 0.3}
+    recipe = parity_recipe({"factory": "paper_block:paper", "arguments": shape}, Path("unread"))
+    run = build(recipe, blueprint_of(recipe), strategy_from(settings), torch.device("cpu"))
+    results: list[Tensor] = []
+    masks: list[Tensor] = []
+    dropout = paper_block.F.dropout
+
+    def seen(x: Tensor, p: float) -> Tensor:
+        result = dropout(x, p)
+        if x.ndim == 3:  # [b, s, h]; attention's weights are [b, a, s, s]
+            masks.append(result == 0)
+        return result
+
+    paper_block.F.dropout = seen
+    for module in run.model.modules():
+        if isinstance(module, paper_block.PaperBlock):
+            module.register_forward_hook(lambda _, args, result: results.append(result.detach().clone()))
+    seed_step(recipe.seed, 0, run.random_rank)
+    tokens = torch.arange(48).view(2, 24)
+    with torch.no_grad():
+        run.blueprint.loss(run.model, {"input_ids": tokens, "labels": tokens})
+    return results, masks
+
+
+@pytest.mark.parametrize("how", ["none", "gathered", "regathered"])
+def test_ranks_drop_the_same_of_what_they_share_and_their_own_of_shares(how: str, pool: Pool) -> None:
+    """Else what each rank computes for itself would be several models, or shares would repeat one mask."""
+    settings = {"tensor_parallel": 2, "tensor_sequence_parallel": how, "micro_batch_size": 2}
+    (results, masks), (others, their_masks) = pool.run(2, dropped, settings)
+    assert len(masks) == len(their_masks) == 4 and len(results) == len(others) == 2
+    assert all(0.2 < mask.double().mean() < 0.4 for mask in masks)
+    same = [torch.equal(a, b) for a, b in zip(masks, their_masks, strict=True)]
+    if how == "none":
+        assert all(same) and all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
+    else:
+        assert masks[0].shape[1] == 12 and not any(same)
 
 
 # ---- what it sends ----------------------------------------------------------------------------------------

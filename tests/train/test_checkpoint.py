@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, DataError
 from shardwise.train.checkpoint import latest, load_weights, restore, save
+from shardwise.train.guard import Burst, Memory
 from shardwise.train.state import TrainState
 
 WEIGHTS_0 = "weights-00000.safetensors"
@@ -201,6 +202,19 @@ def test_the_newest_are_kept_and_foreign_folders_left_alone(pool: Pool, tmp_path
     pool.run(2, saved, tmp_path, 3, 1, 4, 2)
     assert names(tmp_path) == ["notes", "step-0", "step-3", "step-4"]
     assert latest(tmp_path) == tmp_path / "step-4"
+
+
+def saved_in_a_burst(folder: Path) -> None:
+    """Step 12 of a run that is asked to stop while its guard suspects a spike since step 11."""
+    save(make_run(), TrainState(12, guard=Memory(burst=Burst(11, 11, True))), folder, 1)
+
+
+def test_what_a_suspected_spike_may_go_back_to_is_kept(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, saved_as, tmp_path, [10], 1)
+    pool.run(1, saved_in_a_burst, tmp_path)
+    assert names(tmp_path) == ["step-10", "step-12"]
+    pool.run(1, saved_as, tmp_path, [20], 1)
+    assert names(tmp_path) == ["step-20"]
 
 
 def test_order_is_numerical(pool: Pool, tmp_path: Path) -> None:

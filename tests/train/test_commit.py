@@ -19,7 +19,7 @@ from small_run import equal, flip, make_run, names, saved_as, train, unexpected,
 
 from shardwise.core.errors import ResourceError
 from shardwise.engine.build import Run
-from shardwise.train import commit
+from shardwise.train import commit, shards
 from shardwise.train.checkpoint import latest, save
 from shardwise.train.state import TrainState
 
@@ -187,6 +187,27 @@ def test_a_full_disk_is_an_error_on_every_rank_and_harms_nothing(
         assert "KiB needed" in line
         assert "free" in line
     assert latest(tmp_path) == tmp_path / "step-2"
+
+
+def short_of_memory(folder: Path) -> tuple[str, int]:
+    run = make_run()
+    save(run, TrainState(1, 0), folder, 1)
+
+    def found_no_room(*_: Any) -> shards.Shard:
+        raise MemoryError
+
+    if dist.get_rank() == 1:
+        shards.write_shard = found_no_room
+    with pytest.raises(ResourceError) as caught:
+        save(run, TrainState(2, 0), folder, 1)
+    return caught.value.line(), caught.value.exit_code
+
+
+def test_memory_that_runs_out_in_a_save_is_no_damage(pool: Pool, tmp_path: Path) -> None:
+    """Exit code 7 on every rank, as wherever else memory runs out, and the earlier checkpoint is intact."""
+    for line, code in pool.run(2, short_of_memory, tmp_path):
+        assert code == 7 and "memory ran out on rank 1: MemoryError" in line
+    assert names(tmp_path) == ["step-1"]
 
 
 def test_too_little_space_is_seen_before_writing(tmp_path: Path) -> None:

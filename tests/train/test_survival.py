@@ -13,6 +13,7 @@ import gc
 import json
 import re
 import resource
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from pool import Pool
 from small_run import whole
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.core.units import MiB
 from shardwise.model.blueprint import Batch
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, strategy_from
+from shardwise.train import alarm as alarms
 from shardwise.train.folder import prepare
 from shardwise.train.loop import Job, Trainer
 from shardwise.train.meter import Measured, return_large_frees
@@ -367,3 +370,22 @@ def test_alone(trained: Trained) -> None:
     """One process has nobody to tell."""
     case = Case(1, (0,), where="loss", world=1, size=4, settings=FP64)
     assert_same_run(trained(case), trained(Case(size=2, settings=FP64)), 1e-10)
+
+
+def alarm_that_breaks() -> tuple[bool, float]:
+    """What an alarm says whose thread fails where it breaks the communicators, and after how long."""
+
+    def breaks(but: int) -> None:
+        raise ValueError("as torch may")
+
+    alarms._shut_accepted = breaks
+    alarm = alarms.Alarm(c10d._get_default_store(), torch.device("cpu"), torch.zeros(()))
+    alarm.enter()
+    began = time.monotonic()
+    return alarm.met(MemoryError()), time.monotonic() - began
+
+
+def test_nobody_waits_for_an_alarm_that_has_failed(pool: Pool) -> None:
+    """The error that sounded it is then told, and not after half an hour."""
+    for met, seconds in pool.run(2, alarm_that_breaks):
+        assert not met and seconds < 20

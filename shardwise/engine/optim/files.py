@@ -20,7 +20,6 @@ from shardwise.engine.optim.optimizer import UpdateRule
 from shardwise.engine.optim.piece import STEP, as_rows, chunks, distributed_as, stand_in
 from shardwise.engine.optim.staging import SLOTS, carve
 from shardwise.model import disk
-from shardwise.model.host import host_bytes
 
 _numbers = count()
 _BUFFER_ALIGNMENT = 64
@@ -65,7 +64,7 @@ class StateFile:
             largest = max([largest, *(_room(regions, span) for span in spans)])
         # Written at once: a page is memory only from then on, and which slots the largest piece meets is a matter
         # of turns.
-        self._buffers = [host_bytes(largest, torch.device("cpu")).zero_() for _ in range(SLOTS)]
+        self._buffers = [torch.zeros(largest, dtype=torch.uint8) for _ in range(SLOTS)]
         disk.reserve(self._buffers[0], self._name, folder, end)
         weakref.finalize(self, disk.close, self._name)
         for parameter in parameters:
