@@ -1,18 +1,18 @@
 """The public interface for Python: what the command line does, without printing.
 
 ``train`` starts one process per device of this machine and returns when they are done; it is the caller's
-process only that plans. Everything else in the package may change between versions.
+process only that plans. What those processes print is in their logs, and why they failed in the error. Everything else
+in the package may change between versions.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.cli.shortage import catch_up, plan_remembering
 from shardwise.core.cluster import Cluster, cluster_of
-from shardwise.core.errors import RankError
+from shardwise.core.errors import Preempted, RankError
 from shardwise.core.plan import Plan
 from shardwise.core.recipe import Recipe, load_recipe
 from shardwise.model.blueprint import blueprint_of
@@ -24,9 +24,9 @@ from shardwise.serve.sampling import Sampling
 from shardwise.serve.serving import Piece, ServedModel, load_model
 from shardwise.technique import SETTINGS
 from shardwise.train.export_run import export_run
-from shardwise.train.folder import claim, prepare
-from shardwise.train.launch import launch
-from shardwise.train.start import check_start
+from shardwise.train.folder import claim, prepare, scratch
+from shardwise.train.launch import run_ranks
+from shardwise.train.start import check_start, finished
 from shardwise.train.verify import Verdict, read_verdict, shortened
 
 __all__ = [
@@ -60,21 +60,26 @@ def plan(recipe: Recipe, cluster: Cluster | None = None) -> Plan:
 def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = False) -> RunRecord:
     """Train exactly ``plan`` on this machine into the folder ``out``; resumes when it holds a checkpoint.
 
-    With a smaller micro-batch where memory ran out with this one, in this run or before it in this folder.
-    Raises RankError when the run fails; the cause is on standard error and in ``out``/logs.
+    With a smaller micro-batch where memory ran out with this one, in this run or before it in this folder. Where all
+    steps are done the folder is left as it is. Raises RankError, which says why, when the run fails or is stopped;
+    more is in ``out``/logs.
     """
     folder = Path(out)
     with claim(folder):
         check_start(recipe, folder)
-        cluster = cluster_of(recipe.cluster)
-        plan = plan_remembering(recipe, cluster, folder, plan)[0]
-        prepare(folder, recipe, plan)
-        flags = ["--exact-memory"] if exact_memory else []
-        _launched(plan.world_size, ["train", str(folder), *flags], folder)
-        catch_up(recipe, cluster, folder)
-        record_sample(folder)
-        write_report(folder)
+        if not finished(recipe, folder):
+            _train(recipe, plan, folder, ["--exact-memory"] if exact_memory else [])
     return read_run(folder)
+
+
+def _train(recipe: Recipe, plan: Plan, folder: Path, flags: list[str]) -> None:
+    cluster = cluster_of(recipe.cluster)
+    plan = plan_remembering(recipe, cluster, folder, plan)[0]
+    prepare(folder, recipe, plan)
+    _launched(plan.world_size, ["train", str(folder), *flags], folder)
+    catch_up(recipe, cluster, folder)
+    record_sample(folder)
+    write_report(folder)
 
 
 def export(run: str | Path, out: str | Path, *, dtype: str | None = None) -> Path:
@@ -100,16 +105,21 @@ def merge(
 
 
 def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:
-    """Train ``plan`` and one plain process on the same data for ``steps`` steps and compare them."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as scratch:
-        folder = Path(scratch)
+    """Train ``plan`` and one plain process on the same data for ``steps`` steps and compare them.
+
+    Raises RankError, which says why, when a process fails; its logs stay then.
+    """
+    with scratch("shardwise-verify-") as folder:
         prepare(folder, shortened(recipe, steps), plan)
-        _launched(1, ["reference", scratch], folder)
-        _launched(plan.world_size, ["verify", scratch], folder)
+        _launched(1, ["reference", str(folder)], folder)
+        _launched(plan.world_size, ["verify", str(folder)], folder)
         return read_verdict(folder)
 
 
 def _launched(processes: int, arguments: list[str], folder: Path) -> None:
-    code = launch(processes, arguments, folder / "logs")
+    code, line = run_ranks(processes, arguments, folder / "logs")
+    if code == Preempted.exit_code:
+        why = "it was asked to stop, and has saved: the same call goes on from there"
+        raise RankError("the run stopped", where=str(folder / "logs"), why=why)
     if code != 0:
-        raise RankError("the run failed", where=str(folder / "logs"), why=f"exit code {code}")
+        raise RankError("the run failed", where=str(folder / "logs"), why=line.removeprefix("error: "))

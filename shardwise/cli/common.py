@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.core.cluster import Cluster, cluster_of
+from shardwise.core.cluster import PROFILES, Cluster, cluster_of
 from shardwise.core.recipe import Recipe, load_recipe, locate
 from shardwise.technique import SETTINGS, refuse_broken, refuse_unsupported
 
@@ -44,21 +45,50 @@ def make_plan(recipe: Recipe, cluster: Cluster, *, compare: bool = False) -> Pla
 
 
 def refuse_unfit(plan: Plan, ladder: Ladder | None = None) -> None:
-    """Raise ResourceError when the plan needs more than a device has; with what a ladder advises, or where to ask."""
+    """Raise ResourceError when the plan needs more than there is; with what a ladder advises, or where to ask."""
     from shardwise.core.errors import ResourceError
-    from shardwise.core.units import format_bytes
 
     if not plan.fits:
-        lost = plan.peak.ledger.fragmentation
-        pieces = plan.peak.bytes - lost <= plan.capacity_bytes - plan.reserve_bytes
         raise ResourceError(
             "does not fit",
             where=plan.line,
-            why=f"rank {plan.worst_rank} needs {format_bytes(plan.peak.bytes)} of"
-            f" {format_bytes(plan.capacity_bytes)}, most in the {plan.peak.phase} phase"
-            + (f", {format_bytes(lost)} of it lost to fragmentation" if pieces else ""),
-            fix=("set PYTORCH_ALLOC_CONF=expandable_segments:True, or " if pieces else "") + _way_out(ladder),
+            why=" and ".join(_too_much(plan)),
+            fix=_allocator_hint(plan) + _way_out(ladder),
         )
+
+
+def _too_much(plan: Plan) -> Iterator[str]:
+    """What is needed of what there is: of a device's memory, of the host's."""
+    from shardwise.core.units import format_bytes
+
+    if plan.peak.bytes > plan.capacity_bytes - plan.reserve_bytes:
+        beside = f" beside a reserve of {format_bytes(plan.reserve_bytes)}" if plan.reserve_bytes else ""
+        lost = format_bytes(plan.peak.ledger.fragmentation)
+        yield (
+            f"rank {plan.worst_rank} needs {format_bytes(plan.peak.bytes)} of"
+            f" {format_bytes(plan.capacity_bytes)}{beside}, most in the {plan.peak.phase} phase"
+            + (f", {lost} of it lost to fragmentation" if _in_pieces(plan) else "")
+        )
+    if plan.host.total > plan.host_capacity_bytes:
+        yield (
+            f"a rank needs {format_bytes(plan.host.total)} of {format_bytes(plan.host_capacity_bytes)} of host memory"
+        )
+
+
+def _in_pieces(plan: Plan) -> bool:
+    """Whether the device has room, but in pieces that are too small."""
+    room = plan.capacity_bytes - plan.reserve_bytes
+    return plan.peak.bytes - plan.peak.ledger.fragmentation <= room < plan.peak.bytes
+
+
+def _allocator_hint(plan: Plan) -> str:
+    """What may leave fewer pieces, where the run would not ask for it by itself; else ""."""
+    from shardwise.core.allocator_options import VARIABLES, options_in
+
+    kind = PROFILES[plan.device].kind if plan.device in PROFILES else "cpu"
+    if not _in_pieces(plan) or options_in(kind).expandable_segments:
+        return ""
+    return f"set {VARIABLES[0]}=expandable_segments:True, or "
 
 
 def _way_out(ladder: Ladder | None) -> str:

@@ -41,12 +41,14 @@ def command(
     tokenizer = open_tokenizer(asked.data.tokenizer)
     opened = open_tokens(asked.data, tokenizer, default_root())
     console = Console(highlight=False)
+    # A terminal shows no colour where it is dumb, or where NO_COLOR forbids it.
+    coloured = console.is_terminal and console.color_system is not None and not console.no_color
     for sentence in opened.sentences(asked.data):
         console.print(sentence, markup=False, soft_wrap=True)
     for sample in range(min(samples, opened.train.sequences)):
         console.print(f"\nsample {sample}", style="bold", markup=False)
         for document in opened.documents(sample):
-            console.print(_shown(document, tokenizer, console.is_terminal), soft_wrap=True)
+            console.print(_shown(document, tokenizer, coloured), soft_wrap=True)
 
 
 def _shown(document: Document, tokenizer: Tokenizer, coloured: bool) -> Shown:

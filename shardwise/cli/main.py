@@ -1,20 +1,21 @@
-"""The command ``shardwise``: its verbs, and the one place where errors become a line and an exit code.
+"""The command ``shardwise``: its verbs. What goes wrong in them becomes a line and an exit code in ``failure.py``.
 
 Verbs import what they need when they run: a recipe is read and checked before torch is loaded, so a typing
-mistake costs a fraction of a second.
+mistake costs a fraction of a second. typer's own ``main`` is not used: it turns an interruption and a closed pipe into
+exit codes without a word, before anybody here hears of them.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
 from collections.abc import Sequence
 
 import typer
 
 from shardwise.cli import data, doctor, export, generate, merge, plan, report, train, verify
-from shardwise.core.errors import RecipeError, ShardwiseError
+from shardwise.cli.failure import guarded
+from shardwise.cli.output import keep_writing
+from shardwise.core.errors import RecipeError
 
 app = typer.Typer(
     name="shardwise",
@@ -32,31 +33,27 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one verb and exit with the contract's code: 0, 2 to 7, or 75. 130 after an interruption."""
+    keep_writing()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: Sequence[str]) -> int:
     """The exit code of one verb."""
+    return guarded(lambda: _invoked(list(arguments) or ["--help"]))
+
+
+def _invoked(arguments: list[str]) -> int:
+    """Raises what the verb raises, and RecipeError for a wrong command line."""
     try:
-        arguments = arguments or ["--help"]
-        result = typer.main.get_command(app).main(list(arguments), "shardwise", standalone_mode=False)
-    except ShardwiseError as error:
-        return _fail(error)
+        with typer.main.get_command(app).make_context("shardwise", arguments) as context:
+            context.command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
     except UsageError as error:
-        return _fail(_usage(error))
-    except (KeyboardInterrupt, typer.Abort):
-        print("error: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of our output has gone (``| head``); nothing is wrong with the run.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        # A fault of ours, or of a user's own model: still one line, and the trace on request.
-        what = f"{type(error).__name__}: {error}"
-        again = "SHARDWISE_TRACE=1 shows where; please report it if it is not your model's"
-        return _fail(ShardwiseError("unexpected failure", why=what, fix=again))
-    return result if isinstance(result, int) else 0
+        raise _usage(error) from error
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
+    return 0
 
 
 def _usage(error: Exception) -> RecipeError:
@@ -65,10 +62,3 @@ def _usage(error: Exception) -> RecipeError:
     verb = context.command_path if context else "shardwise"
     what = str(getattr(error, "format_message", lambda: error)()).rstrip(".")
     return RecipeError(what, where="command line", fix=f"see `{verb} --help`")
-
-
-def _fail(error: ShardwiseError) -> int:
-    if os.environ.get("SHARDWISE_TRACE"):
-        traceback.print_exc()
-    print(error.line(), file=sys.stderr)
-    return error.exit_code

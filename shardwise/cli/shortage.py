@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.cli.common import make_plan, read
+from shardwise.cli.failure import guarded
 from shardwise.core.cluster import Cluster
 from shardwise.core.errors import ResourceError
 from shardwise.core.plan import Plan
@@ -74,12 +75,20 @@ def advice(recipe: Recipe, cluster: Cluster, folder: Path) -> str:
 
 
 def main(recipe_file: str, folder: str, *overrides: str) -> int:
-    """Prints the line, or puts the folder right; returns 0."""
+    """Prints the line, or puts the folder right; returns the exit code, and the line of an error goes to stderr."""
     if recipe_file == "--catch-up":
         recipe_file, folder, *rest = (folder, *overrides)
-        catch_up(*read(Path(recipe_file), rest), Path(folder))
-        return 0
-    print(advice(*read(Path(recipe_file), list(overrides)), Path(folder)))
+        return guarded(lambda: _caught_up(Path(recipe_file), Path(folder), rest))
+    return guarded(lambda: _advised(Path(recipe_file), Path(folder), list(overrides)))
+
+
+def _caught_up(recipe_file: Path, folder: Path, overrides: list[str]) -> int:
+    catch_up(*read(recipe_file, overrides), folder)
+    return 0
+
+
+def _advised(recipe_file: Path, folder: Path, overrides: list[str]) -> int:
+    print(advice(*read(recipe_file, overrides), folder))
     return 0
 
 

@@ -46,11 +46,14 @@ def command(
     from shardwise.cli.shortage import advising, catch_up, plan_remembering
     from shardwise.train.data import check_data
     from shardwise.train.folder import claim, prepare
-    from shardwise.train.start import check_start
+    from shardwise.train.start import check_start, finished
 
     with claim(out):
         found = check_data(wanted)
         check_start(wanted, out)
+        if done := finished(wanted, out):
+            typer.echo(done)
+            return
         plan, reasons = plan_remembering(wanted, cluster, out)
         refuse_unfit(plan)
         prepare(out, wanted, plan)

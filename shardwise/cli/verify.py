@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,12 +27,11 @@ def command(
     check_data(wanted)
     plan = make_plan(wanted, cluster)
     refuse_unfit(plan)
-    from shardwise.train.folder import prepare
+    from shardwise.train.folder import prepare, scratch
     from shardwise.train.launch import launch
     from shardwise.train.verify import read_verdict, shortened
 
-    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as scratch:
-        folder = Path(scratch)
+    with scratch("shardwise-verify-") as folder:
         prepare(folder, shortened(wanted, steps), plan)
         for verb, processes in (("reference", 1), ("verify", plan.world_size)):
             code = launch(processes, [verb, str(folder)], folder / "logs")

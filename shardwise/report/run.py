@@ -6,11 +6,10 @@ open, or that a web server hands out while the run goes on, is never half of one
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from shardwise.core.errors import ResourceError
 from shardwise.core.plan import Plan
+from shardwise.core.whole_file import write_whole
 from shardwise.report.mesh import mesh
 from shardwise.report.page import render_page
 from shardwise.report.pictures import loss_curve, memory_timeline, png
@@ -31,15 +30,15 @@ def write_report(folder: Path) -> Path:
     """
     run = read_run(folder)
     page = run.folder / "report.html"
-    _replace(run.folder / "loss.png", png(loss_curve(run.steps)))
-    _replace(run.folder / "memory.png", png(memory_timeline(run.plan)))
+    write_whole(run.folder / "loss.png", png(loss_curve(run.steps)))
+    write_whole(run.folder / "memory.png", png(memory_timeline(run.plan)))
     if run.plan.world_size > 1:
-        _replace(run.folder / "mesh.png", png(mesh(run.plan.layout, run.plan.devices_per_node)))
+        write_whole(run.folder / "mesh.png", png(mesh(run.plan.layout, run.plan.devices_per_node)))
     if run.plan.pipeline is not None:
         passes = run.outcome.passes if run.outcome else None
-        _replace(run.folder / "pipeline.png", png(planned_and_measured(run.plan.pipeline, passes)))
-        _replace(run.folder / "schedules.png", png(side_by_side(run.plan.pipeline)))
-    _replace(page, render_page(run).encode("utf-8"))
+        write_whole(run.folder / "pipeline.png", png(planned_and_measured(run.plan.pipeline, passes)))
+        write_whole(run.folder / "schedules.png", png(side_by_side(run.plan.pipeline)))
+    write_whole(page, render_page(run).encode("utf-8"))
     return page
 
 
@@ -49,18 +48,4 @@ def write_plan_page(plan: Plan, recipe: str, path: Path) -> None:
     Raises ResourceError when it cannot be written.
     """
     run = RunRecord(path.with_suffix(""), recipe, plan, steps=(), outcome=None, planned_only=True)
-    _replace(path, render_page(run).encode("utf-8"))
-
-
-def _replace(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        try:
-            beside.write_bytes(content)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise ResourceError(
-            f"cannot write {path.name}", where=str(path), why=error.strerror or str(error)
-        ) from error
+    write_whole(path, render_page(run).encode("utf-8"))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.whole_file import write_whole
 from shardwise.serve.requests import Request
 from shardwise.serve.sampling import Sampling
 from shardwise.serve.serving import load_model
@@ -34,4 +35,4 @@ def record_sample(folder: Path) -> None:
         [report["sample"]] = load_model(folder).complete([Request("", sampling=sampling)])
     except RecipeError:
         return  # a model that does not write text
-    path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    write_whole(path, json.dumps(report, indent=1).encode())

@@ -1,10 +1,17 @@
-"""The folder of a run: claimed by one process at a time, and what is written before training starts."""
+"""The folder of a run: claimed by one process at a time, and what is written before training starts.
+
+``recipe.yaml`` says how what was trained is read again (``generate`` and ``export`` take the tokenizer from it), so it
+is only ever replaced by that of a run that really trains: what is refused, or has nothing to do, never comes as far as
+``prepare`` (see ``start.py``).
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +21,7 @@ from filelock import FileLock, Timeout
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.plan import Plan, plan_from
 from shardwise.core.recipe import Recipe, dump_recipe, load_recipe
+from shardwise.core.whole_file import write_whole
 from shardwise.technique import SETTINGS
 
 RECIPE, PLAN, REPORT, LOCK, HOLDER = "recipe.yaml", "plan.json", "report.json", ".lock", ".holder"
@@ -28,18 +36,11 @@ def claim(folder: Path) -> Iterator[None]:
         RecipeError: another process trains in it.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / HOLDER).touch()
-    except OSError as error:
-        raise ResourceError(
-            "cannot write the run's folder",
-            where=str(folder),
-            why=error.strerror or str(error),
-            fix="give another --out",
-        ) from error
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / HOLDER).touch()
+            lock = FileLock(folder / LOCK)
+            lock.acquire(timeout=0)
     except Timeout as error:
         raise RecipeError(
             "another process trains in this folder",
@@ -48,35 +49,67 @@ def claim(folder: Path) -> Iterator[None]:
             fix="wait for it or give another --out",
         ) from error
     try:
-        (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        with _writing(folder):
+            holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+            (folder / HOLDER).write_text(holder, encoding="utf-8")
         yield
     finally:
         (folder / HOLDER).unlink(missing_ok=True)
         lock.release()
 
 
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raises ResourceError for what the system refuses, but a Timeout of the lock as it is."""
+    try:
+        yield
+    except Timeout:
+        raise
+    except OSError as error:
+        raise ResourceError(
+            "cannot write the run's folder",
+            where=str(folder),
+            why=error.strerror or str(error),
+            fix="give another --out",
+        ) from error
+
+
 def prepare(folder: Path, recipe: Recipe, plan: Plan) -> None:
-    """Write the resolved recipe and the plan, which is all that workers read."""
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    (folder / RECIPE).write_text(dump_recipe(recipe), encoding="utf-8")
-    # The plan last and whole: a waiting rank takes its presence as the signal to start.
-    partial = folder / f"{PLAN}.partial"
-    partial.write_text(plan.to_json(), encoding="utf-8")
-    partial.rename(folder / PLAN)
+    """Write the resolved recipe and the plan, which is all that workers read.
+
+    What the folder's last training came to goes: it would be taken for what this one comes to. Raises ResourceError;
+    recipe and plan are then each as it was, or as it is to be.
+    """
+    with _writing(folder):
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        (folder / REPORT).unlink(missing_ok=True)
+    write_whole(folder / RECIPE, dump_recipe(recipe).encode())
+    # The plan last: a waiting rank takes its presence as the signal to start.
+    write_whole(folder / PLAN, plan.to_json().encode())
 
 
 def correct(folder: Path, plan: Plan) -> None:
     """Put ``plan`` in the place of the folder's, and its predictions into the report of the run, which has ended."""
-    prepare(folder, load_recipe(folder / RECIPE, [], SETTINGS), plan)
+    write_whole(folder / PLAN, plan.to_json().encode())
+    if not (folder / REPORT).exists():
+        return  # the run had no step left to make
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     for rank in report["ranks"]:
         rank["predicted_peak_bytes"] = plan.predicted_allocated(rank["rank"])
     report["predicted_step_seconds"] = plan.step.seconds
     report["ledger"] = plan.peak.ledger.as_dict()
-    (folder / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    write_whole(folder / REPORT, json.dumps(report, indent=1).encode())
 
 
 def read_job(folder: Path) -> tuple[Recipe, Plan]:
     """The resolved recipe and the plan of a run folder."""
     recipe = load_recipe(folder / RECIPE, [], SETTINGS)
     return recipe, plan_from(json.loads((folder / PLAN).read_text(encoding="utf-8")))
+
+
+@contextmanager
+def scratch(prefix: str) -> Iterator[Path]:
+    """A temporary folder; it stays where what was to be done in it fails, because its logs say why."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

@@ -34,7 +34,7 @@ from types import FrameType
 from shardwise.core.errors import Preempted, RankError, ResourceError, ShardwiseError
 from shardwise.train.placement import LAUNCHER, LOOPBACK, STORE_SOCKET, launched_by
 
-__all__ = ["launch", "launched_by"]
+__all__ = ["launch", "launched_by", "run_ranks", "signal_name"]
 
 WORKER = "shardwise.train.worker"
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -73,14 +73,31 @@ def launch(
     128 + N when signal N stopped the ranks before they could save. Raises ResourceError when the ranks cannot
     be started.
     """
-    with _started(world_size, arguments, log_folder, environment or {}) as ranks, _forwarding(ranks) as stops:
+    code, line = run_ranks(world_size, arguments, log_folder, environment, aloud=True)
+    if line:
+        print(line if reword is None else reword(code, line), file=sys.stderr, flush=True)
+    return code
+
+
+def run_ranks(
+    world_size: int,
+    arguments: Sequence[str],
+    log_folder: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    aloud: bool = False,
+) -> tuple[int, str]:
+    """As ``launch``, without a word: the exit code, and the line of a failure, "" where there is none to tell.
+
+    Unless ``aloud``, what rank 0 prints goes to its log alone, as that of all others does.
+    """
+    starting = _started(world_size, arguments, log_folder, environment or {}, aloud)
+    with starting as ranks, _forwarding(ranks) as stops:
         culprit = _wait(ranks)
         _end(ranks)
     if culprit is None:
-        return max(rank.code or 0 for rank in ranks)
-    code, line = _verdict(culprit, stops)
-    print(line if reword is None else reword(code, line), file=sys.stderr, flush=True)
-    return code
+        return max(rank.code or 0 for rank in ranks), ""
+    return _verdict(culprit, stops)
 
 
 @dataclass
@@ -113,7 +130,7 @@ class _Rank:
 
 @contextlib.contextmanager
 def _started(
-    world_size: int, arguments: Sequence[str], log_folder: Path, environment: Mapping[str, str]
+    world_size: int, arguments: Sequence[str], log_folder: Path, environment: Mapping[str, str], aloud: bool
 ) -> Iterator[list[_Rank]]:
     """The running ranks; none is left afterwards, whatever happens in between."""
     ranks: list[_Rank] = []
@@ -123,7 +140,8 @@ def _started(
             with socket.create_server(("127.0.0.1", 0)) as store:
                 shared = {**_shared_environment(world_size, store.getsockname()[1]), **environment}
                 for rank in range(world_size):
-                    ranks.append(_start(rank, arguments, log_folder, os.environ | shared, store.fileno()))
+                    heard, given = aloud and rank == 0, os.environ | shared
+                    ranks.append(_start(rank, arguments, log_folder, given, store.fileno(), heard))
         except OSError as error:
             raise ResourceError(
                 f"cannot start {world_size} processes",
@@ -159,8 +177,14 @@ def _shared_environment(world_size: int, port: int) -> dict[str, str]:
 
 
 def _start(
-    rank: int, arguments: Sequence[str], log_folder: Path, environment: dict[str, str], store: int
+    rank: int,
+    arguments: Sequence[str],
+    log_folder: Path,
+    environment: dict[str, str],
+    store: int,
+    heard: bool,
 ) -> _Rank:
+    """``store`` is rank 0's to inherit. What it prints is passed through where it is ``heard``."""
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({STORE_SOCKET: str(store)} if rank == 0 else {})
     log = log_folder / f"rank-{rank}.log"
     with log.open("ab") as file:
@@ -168,7 +192,7 @@ def _start(
         process = subprocess.Popen(
             [sys.executable, "-m", WORKER, *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if rank == 0 else file,
+            stdout=subprocess.PIPE if heard else file,
             stderr=file,
             env=environment | own,
             pass_fds=[store] if rank == 0 else [],
@@ -298,14 +322,15 @@ def _verdict(culprit: _Rank, stops: list[int]) -> tuple[int, str]:
         return 128 - code, RankError(what, where=place, fix=resume).line()
     what = f"rank {culprit.rank} was lost"
     if code < 0:
-        error = RankError(what, where=place, why=f"killed by {_name(-code)}", fix=resume)
+        error = RankError(what, where=place, why=f"killed by {signal_name(-code)}", fix=resume)
     else:
         why = f"it ended with exit code {code}" + (f", {tail[-1].strip()}" if tail else "")
         error = RankError(what, where=place, why=why, fix="see its log")
     return (code if code in _OURS else RankError.exit_code), error.line()
 
 
-def _name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """What a process was killed by, with what that tells."""
     hints = {signal.SIGKILL: " (the kernel does so when memory runs out)"}
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name + hints.get(signal.Signals(number), "")

@@ -1,8 +1,9 @@
-"""Running out of memory: what counts as that, and what a run's folder remembers of it.
+"""Running out of memory, or of a disk: what counts as that, and what a run's folder remembers of it.
 
 There is no one exception for it. CUDA has ``torch.OutOfMemoryError``, except where a library allocates by itself;
 the CPU's allocator raises RuntimeError with its name in the text, numpy and Python MemoryError, and C++ bad_alloc,
 which torch hands on as one of the two. What a user's code was doing may be wrapped once more, so causes are looked at.
+torch is never imported here: where nobody has, nothing of it ran out, and the command line asks before anybody has.
 
 ``shortage.json`` says with which strategy on how many ranks memory ran out, and the micro-batch that the run went on
 with. A resume of the same strategy starts with that; of another strategy, or on another number of ranks, it means
@@ -12,14 +13,18 @@ resumed on other machines.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.core.errors import ResourceError
 from shardwise.core.strategy import Strategy
+from shardwise.core.whole_file import FULL, write_whole
 
 NAME = "shortage.json"
 
@@ -33,13 +38,27 @@ _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 def is_shortage(error: BaseException) -> bool:
     """Whether memory ran out, of the device or of the host."""
-    import torch
-
+    kinds = (MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
     return any(
-        isinstance(each, torch.OutOfMemoryError | MemoryError)
-        or (isinstance(each, RuntimeError) and _TEXTS.search(str(each)) is not None)
+        isinstance(each, kinds) or (isinstance(each, RuntimeError) and _TEXTS.search(str(each)) is not None)
         for each in chain(error)
     )
+
+
+def resource_error(
+    error: Exception, where: str = "the device", fix: str = "shard more, or a smaller micro-batch"
+) -> ResourceError | None:
+    """What to say of memory or a disk that ran out where nobody else has said it; None for any other error.
+
+    ``where`` and ``fix`` are of memory.
+    """
+    if is_shortage(error):
+        return ResourceError("out of memory", where=where, why=str(error).split(". ")[0], fix=fix)
+    if isinstance(error, OSError) and (error.errno in FULL or error.errno == errno.EROFS):
+        room = "free some space or raise the quota" if error.errno in FULL else "write elsewhere"
+        place, why = str(error.filename or "the disk"), error.strerror or str(error)
+        return ResourceError("cannot write", where=place, why=why, fix=f"{room}, and go on")
+    return None
 
 
 def asked_for(error: BaseException) -> int:
@@ -105,10 +124,8 @@ class Shortage:
 
 
 def remember(folder: Path, shortage: Shortage) -> None:
-    """Write it into a run's folder, whole or not at all."""
-    partial = folder / f"{NAME}.partial"
-    partial.write_text(json.dumps(asdict(shortage), indent=1), encoding="utf-8")
-    partial.rename(folder / NAME)
+    """Write it into a run's folder, whole or not at all. Raises ResourceError."""
+    write_whole(folder / NAME, json.dumps(asdict(shortage), indent=1).encode())
 
 
 def written_at(folder: Path) -> int:

@@ -7,7 +7,6 @@ recipe and the plan from the run folder and trains exactly that plan; it never p
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 import traceback
@@ -16,19 +15,19 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwise.core.errors import RankError, ResourceError, ShardwiseError
+from shardwise.core.errors import RankError, ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.train.folder import read_job
 from shardwise.train.loop import Job, Trainer
 from shardwise.train.process import World, join
-from shardwise.train.shortage import is_shortage
+from shardwise.train.shortage import resource_error
 from shardwise.train.verify import run_reference, run_strategy
 
 Prepare = Callable[[], int]
 
 
 class PlanFailed(Exception):
-    """Rank 0 could not plan; it has said why. ``exit_code`` is its exit code."""
+    """Rank 0 could not plan, or had nothing to plan; it has said why. ``exit_code`` is what it said it with."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -41,7 +40,8 @@ def run_rank(
     """Do this rank's part of ``verb``: train, verify or reference.
 
     ``prepare`` writes recipe and plan into the folder and returns an exit code; it is called on rank 0 once
-    all ranks have met on their ``device``s (cpu or cuda). Without it they are in the folder already.
+    all ranks have met on their ``device``s (cpu or cuda). With any code but 0 nobody goes on, and all raise PlanFailed.
+    Without it recipe and plan are in the folder already.
     """
     if verb == "reference":
         recipe, plan = read_job(folder)
@@ -86,23 +86,10 @@ def attempt(action: Callable[[], None], reword: Callable[[int, str], str] | None
     except ShardwiseError as error:
         return _failed(error, reword)
     except Exception as error:
-        if (short := _shortage(error)) is None:
+        if (short := resource_error(error)) is None:
             raise
         return _failed(short, reword)
     return 0
-
-
-def _shortage(error: Exception) -> ResourceError | None:
-    """What to say of memory or a disk that ran out where nobody else has said it; None for any other error."""
-    if is_shortage(error):
-        why, fix = str(error).split(". ")[0], "shard more, or a smaller micro-batch"
-        return ResourceError("out of memory", where="the device", why=why, fix=fix)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-        where, fix = str(error.filename or "the run's folder"), "free some space or raise the quota"
-        return ResourceError(
-            "cannot write", where=where, why=error.strerror or str(error), fix=f"{fix}, and go on"
-        )
-    return None
 
 
 def _failed(error: ShardwiseError, reword: Callable[[int, str], str] | None) -> int:

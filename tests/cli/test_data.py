@@ -68,16 +68,29 @@ def test_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == f"a[[{'a' * 64}]]"
 
 
-def test_a_terminal_gets_colour(tmp_path: Path) -> None:
-    file = recipe(tmp_path, pair("2+2=", "4"))
+def on_a_terminal(file: str, **environment: str) -> str:
     code = f"import sys; from shardwise.cli.main import run; code = run(['data', {file!r}]);"
     code += " sys.exit(code or 9 * ('torch' in sys.modules))"  # and needs no torch
+    inherited = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "FORCE_COLOR": "1", "TERM": "xterm"},
+        [sys.executable, "-c", code], env={**inherited, "FORCE_COLOR": "1", "TERM": "xterm", **environment},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "2+2=\x1b[32m4<end>\x1b[0m" in done.stdout
+    return done.stdout
+
+
+def test_a_terminal_gets_colour(tmp_path: Path) -> None:
+    shown = on_a_terminal(recipe(tmp_path, pair("2+2=", "4")))
+    assert "2+2=\x1b[32m4<end>\x1b[0m" in shown
+    assert "[[" not in shown
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"])
+def test_a_terminal_without_colour_gets_marks(environment: dict[str, str], tmp_path: Path) -> None:
+    shown = on_a_terminal(recipe(tmp_path, pair("2+2=", "4")), **environment)
+    assert "2+2=[[4<end>]]" in shown
+    assert "\x1b[32m" not in shown
 
 
 @pytest.mark.parametrize(

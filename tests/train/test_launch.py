@@ -17,7 +17,7 @@ import pytest
 
 from shardwise.core.errors import ResourceError
 from shardwise.train import launch as launching
-from shardwise.train.launch import launch
+from shardwise.train.launch import launch, run_ranks
 
 WORKER = """
 import json, os, signal, sys, time
@@ -158,6 +158,18 @@ def test_a_large_output_does_not_block(tmp_path: Path, capfd: pytest.CaptureFixt
     assert run(tmp_path, "many-lines", "many-lines") == 0
     assert len(capfd.readouterr().out) == 100_001
     assert len((tmp_path / "logs" / "rank-1.log").read_text()) == 100_001
+
+
+def test_whoever_asks_hears_nothing_but_the_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What rank 0 prints is in its log alone, and the line of a failure is returned."""
+    logs = tmp_path / "logs"
+    assert run_ranks(2, [str(tmp_path), "show", "show"], logs) == (0, "")
+    assert sorted((logs / "rank-0.log").read_text().splitlines()) == ["rank 0 says héllo", "to stderr"]
+    line = "error: cannot write the checkpoint (here): No space left on device"
+    assert run_ranks(2, [str(tmp_path), "sleep", "no-space"], logs) == (7, line)
+    assert run_ranks(1, [str(tmp_path), "no-space"], logs) == (7, line)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
 
 
 # ---- who was to blame -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from pool import Pool
 from small_run import MODEL, equal, flip, full, make_run, names, saved, train, unexpected, whole
 from torch import Tensor
 
-from shardwise.core.errors import CheckpointError, RecipeError, ShardwiseError
+from shardwise.core.errors import CheckpointError, DataError, RecipeError, ShardwiseError
 from shardwise.core.recipe import Recipe, dump_recipe, recipe_of
 from shardwise.train.checkpoint import restore, save, start
-from shardwise.train.start import candidates, check_start
+from shardwise.train.data import tokenizer as tokenizers
+from shardwise.train.start import candidates, check_start, finished
 from shardwise.train.state import TrainState
 
 WEIGHTS_0 = "weights-00000.safetensors"
@@ -145,6 +147,7 @@ def test_a_run_that_has_its_own_checkpoint_does_not_look(tmp_path: Path) -> None
         ({"model": {**MODEL, "kv_heads": MODEL["heads"]}}, "model.kv_heads"),
         ({"adapter": {"rank": 4, "alpha": 64}}, "adapter.alpha"),
         ({"adapter": {"rank": 4, "alpha": 8, "rank_stabilized": True}}, "adapter.rank_stabilized"),
+        ({"adapter": {"rank": 4, "alpha": 8, "quantize": "int8"}}, "adapter.quantize"),
         ({"adapter": None}, "adapter.alpha"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -152,15 +155,119 @@ def test_a_run_that_has_its_own_checkpoint_does_not_look(tmp_path: Path) -> None
 def test_a_run_goes_on_as_the_model_that_it_is(change: dict[str, Any], key: str, tmp_path: Path) -> None:
     """Of changes that no tensor's shape tells; the folder's recipe is not touched."""
     adapter = {"rank": 4, "alpha": 8}
-    values = {"model": MODEL, "steps": 10, "batch_size": 4, "adapter": adapter}
-    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step-1" / "manifest.json").touch()
-    check_start(recipe_of(values), tmp_path)  # a folder without a recipe
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe_of(values)), encoding="utf-8")
+    values = {**VALUES, "adapter": adapter}
+    begin(tmp_path, values)
     check_start(recipe_of({**values, "steps": 20, "adapter": {**adapter, "dropout": 0.1}}), tmp_path)
     with pytest.raises(CheckpointError, match=rf"{key} was .*set {key} back") as caught:
         check_start(recipe_of(values | change), tmp_path)
     assert caught.value.exit_code == 4
+    (tmp_path / "recipe.yaml").unlink()
+    check_start(recipe_of(values | change), tmp_path)  # nothing is known of it
+
+
+VALUES: dict[str, Any] = {"model": MODEL, "steps": 10, "batch_size": 4}
+
+
+def begin(folder: Path, values: dict[str, Any]) -> None:
+    """As a run leaves a folder that has saved; its one checkpoint is not read."""
+    (folder / "checkpoints" / "step-1").mkdir(parents=True)
+    (folder / "checkpoints" / "step-1" / "manifest.json").touch()
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe_of(values)), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (
+            {"seed": 1},
+            CheckpointError,
+            "seed was 0, now 1: samples would repeat or be left out; set seed back",
+        ),
+        ({"batch_size": 8}, CheckpointError, "batch_size was 4, now 8: samples would repeat"),
+        ({"optimizer": {"name": "sgd"}}, CheckpointError, "optimizer.name was adamw, now sgd; set"),
+        ({"data": {"sequence_length": 8}}, DataError, "data.sequence_length was 256, now 8; set"),
+        ({"data": {"held_out": 0.0}}, DataError, "data.held_out was 0.05, now 0.0; set"),
+        ({"data": {"packing": True}}, DataError, "data.packing was False, now True; set"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_run_goes_on_with_the_samples_that_follow(
+    change: dict[str, Any], kind: type[ShardwiseError], message: str, tmp_path: Path
+) -> None:
+    begin(tmp_path, VALUES)
+    before = (tmp_path / "recipe.yaml").read_bytes()
+    with pytest.raises(kind, match=re.escape(message)):
+        check_start(recipe_of(VALUES | change), tmp_path)
+    assert (tmp_path / "recipe.yaml").read_bytes() == before
+    check_start(recipe_of({**VALUES, "data": {"source": "moved"}, "evaluation": {"sequences": 3}}), tmp_path)
+
+
+def test_a_tokenizer_may_move_and_must_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is no longer there cannot be compared: the tokens are, when the data is opened."""
+
+    def opened(name: str) -> SimpleNamespace:
+        if name == "gone":
+            raise DataError("no tokenizer at 'gone'")
+        return SimpleNamespace(fingerprint=name.rpartition("/")[2])
+
+    def check(before: str, now: str) -> None:
+        folder = tmp_path / f"{before}-{now}".replace("/", "-")
+        begin(folder, {**VALUES, "data": {"tokenizer": before}})
+        check_start(recipe_of({**VALUES, "data": {"tokenizer": now}}), folder)
+
+    monkeypatch.setattr(tokenizers, "open_tokenizer", opened)
+    check("here/words", "there/words")
+    check("gone", "here/words")
+    with pytest.raises(
+        DataError, match=r"data\.tokenizer was bytes, now here/words; set data\.tokenizer back"
+    ):
+        check("bytes", "here/words")
+    with pytest.raises(DataError, match="no tokenizer at 'gone'"):
+        check("bytes", "gone")
+
+
+def test_a_recipe_may_say_what_it_left_to_be_found(tmp_path: Path) -> None:
+    records = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "3+3=", "completion": "6"}]
+    pairs, text = tmp_path / "pairs.jsonl", tmp_path / "text.txt"
+    pairs.write_text("\n".join(json.dumps(record) for record in records) + "\n", encoding="utf-8")
+    text.write_text("one two three", encoding="utf-8")
+
+    def check(source: Path, before: dict[str, Any], **now: Any) -> None:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        begin(folder, {**VALUES, "data": {"source": str(source), **before}})
+        check_start(recipe_of({**VALUES, "data": {"source": str(source), **now}}), folder)
+
+    check(pairs, {}, format="prompt")
+    check(pairs, {"format": "prompt"}, train_on="completion")
+    check(text, {}, format="text")
+    check(text, {}, train_on="all")
+    with pytest.raises(DataError, match=r"data\.train_on was completion, now all"):
+        check(pairs, {}, train_on="all")
+    with pytest.raises(DataError, match=r"data\.format was prompt, now text"):
+        check(pairs, {}, format="text")
+
+
+def test_a_run_is_finished_by_its_newest_whole_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, saved, tmp_path / "checkpoints", 3, 1, 3)  # the newest are of steps 2 and 3
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe_of(VALUES)), encoding="utf-8")
+
+    def said(*steps: int) -> list[str]:
+        return [finished(recipe_of({**VALUES, "steps": count}), tmp_path) for count in steps]
+
+    assert said(2, 3, 4) == [
+        "nothing to do: 3 of 2 steps are done",
+        "nothing to do: 3 of 3 steps are done",
+        "",
+    ]
+    before = names(tmp_path / "checkpoints")
+    flip(tmp_path / "checkpoints" / "step-3" / WEIGHTS_0, 700)
+    assert said(2, 3) == ["nothing to do: 2 of 2 steps are done", ""]
+    flip(tmp_path / "checkpoints" / "step-2" / "manifest.json", 50)
+    assert said(2) == [""]
+    assert names(tmp_path / "checkpoints") == before
+    flip(tmp_path / "checkpoints" / "step-2" / "manifest.json", 50)
+    (tmp_path / "recipe.yaml").unlink()
+    assert said(2) == [""], "it is to have one"
 
 
 def recipe_from(source: Path, **more: Any) -> Recipe:

@@ -1,0 +1,67 @@
+"""What is said of a plan that does not fit: which memory is too small, what is kept free, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.cli.common import refuse_unfit
+from shardwise.core.allocator_options import VARIABLES
+from shardwise.core.errors import ResourceError
+from shardwise.core.ledger import Ledger, Peak
+from shardwise.core.plan import Plan
+from shardwise.core.units import GiB
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def refused(plan: Plan) -> ResourceError:
+    with pytest.raises(ResourceError) as caught:
+        refuse_unfit(plan)
+    return caught.value
+
+
+def on_cuda(plan: Plan, **rows: int) -> Plan:
+    """On 80 GiB, of which 2 are kept free."""
+    peak = Peak(Ledger(**rows), "forward", "layers.0")
+    sizes = {"capacity_bytes": 80 * GiB, "reserve_bytes": 2 * GiB}
+    return replace(plan, device="H100-80GB", peak=peak, **sizes)
+
+
+def test_what_fits_is_not_refused(plan: Plan) -> None:
+    refuse_unfit(plan)
+    refuse_unfit(on_cuda(plan, activations=78 * GiB))
+
+
+def test_a_host_that_is_too_small_is_named_alone(plan: Plan) -> None:
+    host = {"host": Ledger(optimizer_state=3 * GiB), "host_capacity_bytes": 2 * GiB}
+    error = refused(replace(plan, **host))
+    assert error.why == "a rank needs 3.00 GiB of 2.00 GiB of host memory"
+    assert error.fix == "see what would: shardwise plan RECIPE --explain"
+    both = refused(replace(on_cuda(plan, activations=79 * GiB), **host)).why
+    assert both.startswith("rank 0 needs 79.00 GiB of 80.00 GiB") and both.endswith("2.00 GiB of host memory")
+
+
+def test_what_is_kept_free_is_named(plan: Plan) -> None:
+    assert refused(on_cuda(plan, activations=79 * GiB)).why == (
+        "rank 0 needs 79.00 GiB of 80.00 GiB beside a reserve of 2.00 GiB, most in the forward phase"
+    )
+    unreserved = refused(replace(plan, capacity_bytes=GiB))
+    assert unreserved.why == "rank 0 needs 2.00 GiB of 1.00 GiB, most in the backward phase"
+
+
+def test_a_setting_is_advised_where_the_run_does_not_have_it(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for all tensors, not for the pieces between them."""
+    torn = on_cuda(plan, activations=77 * GiB, fragmentation=2 * GiB)
+    error = refused(torn)
+    assert "2.00 GiB of it lost to fragmentation" in error.why
+    assert "expandable_segments" not in error.fix, "a run on CUDA asks for them by itself"
+    monkeypatch.setenv(VARIABLES[0], "expandable_segments:False")
+    assert refused(torn).fix.startswith("set PYTORCH_ALLOC_CONF=expandable_segments:True, or see ")

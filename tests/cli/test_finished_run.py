@@ -1,0 +1,157 @@
+"""A run that is done, and commands on its folder: what has nothing to do, or is refused, leaves every file as it is.
+
+The run is a whole one, by the command, with nobody who reads what it prints.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from shardwise.cli import prepare
+from shardwise.cli.main import run
+from shardwise.report.record import read_run
+from shardwise.train import launch as launching
+from shardwise.train.folder import LOCK
+
+RECIPE = """
+model: {layers: 1, width: 16, heads: 2, ffn: 32, vocab: 256, context: 16}
+data: {source: CORPUS, sequence_length: 16}
+steps: 2
+batch_size: 4
+strategy: {zero_stage: 0, micro_batch_size: 2, activation_checkpointing: none, loss: logits}
+checkpoint: {every: 1}
+evaluation: {sequences: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a recipe, and in ``run`` what it came to."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "corpus.txt").write_text(Path(__file__).read_text(encoding="utf-8") * 3, encoding="utf-8")
+    (folder / "recipe.yaml").write_text(
+        RECIPE.replace("CORPUS", str(folder / "corpus.txt")), encoding="utf-8"
+    )
+    words = [sys.executable, "-m", "shardwise", "train", "recipe.yaml", "--out", "run", "--exact-memory"]
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        error = process.stderr.read().decode()
+        assert process.wait(300) == 0, error
+    return folder
+
+
+@pytest.fixture
+def words(folder: Path) -> Callable[..., list[str]]:
+    """The command that trains in ``out``, by default the folder of the run that is done."""
+
+    def command(*overrides: str, out: Path = folder / "run") -> list[str]:
+        return ["train", str(folder / "recipe.yaml"), *overrides, "--out", str(out)]
+
+    return command
+
+
+def contents(run_folder: Path) -> dict[str, bytes]:
+    files = (path for path in run_folder.rglob("*") if path.is_file() and path.name != LOCK)
+    return {str(path.relative_to(run_folder)): path.read_bytes() for path in files}
+
+
+def never(*arguments: Any, **options: Any) -> NoReturn:
+    raise AssertionError("ranks were started")
+
+
+def test_a_run_goes_to_its_end_when_nobody_reads(folder: Path) -> None:
+    found = read_run(folder / "run")
+    assert [step.step for step in found.steps] == [1, 2]
+    assert found.outcome is not None and found.outcome.worst.measured_peak_bytes > 0
+    assert (folder / "run" / "report.html").exists()
+
+
+def test_nothing_to_do_changes_nothing(
+    folder: Path,
+    words: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launching, "launch", never)
+    before = contents(folder / "run")
+    for steps in (2, 1):
+        assert run(words(f"steps={steps}", "optimizer.learning_rate=0.5")) == 0
+        assert capsys.readouterr().out == f"nothing to do: 2 of {steps} steps are done\n"
+    assert prepare.main(str(folder / "recipe.yaml"), str(folder / "run"), "seed=0") == prepare.FINISHED
+    assert capsys.readouterr().out == "nothing to do: 2 of 2 steps are done\n"
+    assert contents(folder / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "says"),
+    [
+        ("seed=1", 4, "seed was 0, now 1"),
+        ("batch_size=8", 4, "batch_size was 4, now 8"),
+        ("data.sequence_length=8", 3, "data.sequence_length was 16, now 8"),
+        ("data.held_out=0.2", 3, "data.held_out was 0.05, now 0.2"),
+    ],
+)
+def test_what_is_refused_changes_nothing(
+    override: str,
+    code: int,
+    says: str,
+    folder: Path,
+    words: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launching, "launch", never)
+    before = contents(folder / "run")
+    assert run(words("steps=4", override)) == code
+    told = capsys.readouterr().err
+    assert says in told and told.count("\n") == 1
+    assert contents(folder / "run") == before
+
+
+def test_while_more_steps_are_trained_there_is_no_report_of_the_first(
+    folder: Path,
+    tmp_path: Path,
+    words: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ranks that are asked to stop at once; then the verb that draws a run."""
+    shutil.copytree(folder / "run", tmp_path / "run")
+    assert read_run(tmp_path / "run").outcome is not None
+    monkeypatch.setattr(launching, "launch", lambda *arguments, **options: 75)
+    assert run(words("steps=4", out=tmp_path / "run")) == 75
+    found = read_run(tmp_path / "run")
+    assert found.outcome is None and len(found.steps) == 2 and "steps: 4" in found.recipe
+    capsys.readouterr()
+    (tmp_path / "run" / "report.html").unlink()
+    assert run(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == f"report: {tmp_path / 'run' / 'report.html'}\n"
+    assert "<html" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_damaged_end_is_trained_again(
+    folder: Path, tmp_path: Path, words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all steps are done by a checkpoint that is whole, so ranks are started, which pass over the other."""
+    shutil.copytree(folder / "run", tmp_path / "run")
+    weights = next((tmp_path / "run" / "checkpoints" / "step-2").glob("weights-*"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    started = []
+
+    def launch(processes: int, arguments: list[str], *others: Any) -> int:
+        started.append((processes, arguments))
+        return 75
+
+    monkeypatch.setattr(launching, "launch", launch)
+    assert run(words(out=tmp_path / "run")) == 75
+    assert started == [(1, ["train", str(tmp_path / "run")])]
+    assert json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))["fits"]

@@ -1,0 +1,105 @@
+"""``shardwise verify``: what it prints and exits with, and the folder whose logs its errors name."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import verify
+from shardwise.cli.main import run
+from shardwise.core.plan import Plan
+from shardwise.train import launch as launching
+from shardwise.train.verify import Verdict
+
+RECIPE = """
+model: {layers: 1, width: 16, heads: 2, ffn: 32, vocab: 256, context: 16}
+data: {source: CORPUS, sequence_length: 16}
+steps: 2
+batch_size: 4
+strategy: {zero_stage: 0, micro_batch_size: 2, activation_checkpointing: none, loss: logits}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Temporary folders are made in ``scratch``."""
+    (tmp_path / "corpus.txt").write_text(Path(__file__).read_text(encoding="utf-8") * 3, encoding="utf-8")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace("CORPUS", str(tmp_path / "corpus.txt")), encoding="utf-8")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    return str(path)
+
+
+Judged = Callable[[Verdict | int], None]
+
+
+@pytest.fixture
+def judged(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Judged:
+    """Nothing is planned, and no process is started: the ranks leave this verdict, or end with this code."""
+
+    def judge(verdict: Verdict | int) -> None:
+        def launch(processes: int, arguments: list[str], logs: Path) -> int:
+            if isinstance(verdict, int):
+                return verdict
+            (Path(arguments[1]) / "verify.json").write_text(json.dumps(vars(verdict)), encoding="utf-8")
+            return 0
+
+        monkeypatch.setattr(verify, "make_plan", lambda *arguments: plan)
+        monkeypatch.setattr(launching, "launch", launch)
+
+    return judge
+
+
+def left(tmp_path: Path) -> list[str]:
+    return [path.name for path in (tmp_path / "scratch").glob("shardwise-verify-*")]
+
+
+def test_a_strategy_that_trains_as_one_process_does(
+    recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Really trained, twice."""
+    assert run(["verify", recipe, "--steps", "2", "--json"]) == 0
+    verdict = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert verdict.keys() == {field.name for field in fields(Verdict)} | {"passed"}
+    assert verdict["passed"] is True and verdict["steps"] == 2
+    assert left(tmp_path) == []
+
+
+def test_a_verdict_in_words(
+    recipe: str, judged: Judged, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged(Verdict(1e-7, 2e-7, 3e-7, "layers.0", 1e-5, 20))
+    assert run(["verify", recipe]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("fp32 · zero0×1 · mb2×ga2 against one plain process, 20 steps")
+    assert [line.split() for line in lines[1:4]] == [
+        ["loss", "1.00e-07"],
+        ["gradient", "norm", "2.00e-07"],
+        ["parameters", "3.00e-07"],
+    ]
+    assert lines[4] == "  passed at a tolerance of 1e-05"
+    assert left(tmp_path) == []
+
+
+def test_a_strategy_that_does_not(
+    recipe: str, judged: Judged, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged(Verdict(1e-7, 1e-7, 2e-5, "layers.0.up", 1e-5, 20))
+    assert run(["verify", recipe]) == 6
+    out, err = capsys.readouterr()
+    assert "FAILED at a tolerance of 1e-05" in out
+    assert err.count("\n") == 1 and "worst parameter: layers.0.up" in err
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [5, 7])
+def test_a_failed_run_s_logs_are_kept(code: int, recipe: str, judged: Judged, tmp_path: Path) -> None:
+    judged(code)
+    assert run(["verify", recipe]) == code
+    assert len(left(tmp_path)) == 1
