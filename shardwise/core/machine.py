@@ -70,11 +70,20 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
     ``root`` stands for the file system, for tests.
     """
-    found = [
-        limit
-        for folder, name in _cgroup_folders(root, "memory", "memory.max", "memory.limit_in_bytes")
-        if (limit := _read_int(folder / name)) is not None and limit < UNLIMITED
-    ]
+    return min((limit for _, _, limit in _memory_limits(root)), default=None)
+
+
+def memory_left(root: Path = Path("/")) -> int | None:
+    """Bytes that this process's cgroup and those above it still grant; None where none of them has a limit.
+
+    A group's use counts the file cache too; its inactive part is given up before anything is refused.
+    """
+    found = []
+    for folder, name, limit in _memory_limits(root):
+        unified = name == "memory.max"
+        used = _read_int(folder / ("memory.current" if unified else "memory.usage_in_bytes")) or 0
+        cache = _memory_stat(folder, "inactive_file" if unified else "total_inactive_file")
+        found.append(max(0, limit - max(0, used - cache)))
     return min(found, default=None)
 
 
@@ -246,6 +255,24 @@ def _cgroup_folders(root: Path, controller: str, v2_file: str, v1_file: str) -> 
         elif controller in controllers.split(","):
             found += [(folder, v1_file) for folder in _upwards(base / controller, path)]
     return found
+
+
+def _memory_limits(root: Path) -> list[tuple[Path, str, int]]:
+    """Cgroups that limit the memory of this process: the folder, the file that says so, and the bytes."""
+    return [
+        (folder, name, limit)
+        for folder, name in _cgroup_folders(root, "memory", "memory.max", "memory.limit_in_bytes")
+        if (limit := _read_int(folder / name)) is not None and limit < UNLIMITED
+    ]
+
+
+def _memory_stat(folder: Path, key: str) -> int:
+    """A line of a cgroup's ``memory.stat``; 0 where it is missing."""
+    for line in _read_text(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == key and value.strip().isdigit():
+            return int(value)
+    return 0
 
 
 def _upwards(mount: Path, path: str) -> list[Path]:

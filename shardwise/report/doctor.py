@@ -49,7 +49,11 @@ class Check:
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """FLOP/s by dtype, bytes/s; ``wrong`` lists dtypes whose product did not agree with fp64."""
+    """FLOP/s by dtype, bytes/s.
+
+    ``wrong`` lists dtypes whose product did not agree with fp64; ``problem`` is the error of the last one that could
+    not be made, and empty when all could.
+    """
 
     device: str
     flops: Mapping[str, float] = field(default_factory=dict)
@@ -57,6 +61,7 @@ class DeviceSpeed:
     memory_bandwidth: float = 0.0
     to_device: float | None = None
     to_host: float | None = None
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,8 @@ def calibrate(diagnosis: Diagnosis) -> Path:
     """Store the processor's measured speeds for later plans; returns the file. Raises ResourceError."""
     cpu = next((speed for speed in diagnosis.speeds.devices if speed.device == "cpu"), None)
     if cpu is None or "fp32" not in cpu.flops:
-        raise ResourceError("nothing was measured", where="doctor", why=diagnosis.facts.torch.error)
+        why = diagnosis.facts.torch.error or (cpu.problem if cpu else "")
+        raise ResourceError("nothing was measured", where="doctor", why=why)
     link = diagnosis.speeds.link
     calibration = machine.Calibration(
         machine.cpu_model(), machine.usable_cores(), cpu.flops, cpu.memory_bandwidth, link and link[0]
@@ -265,7 +271,10 @@ def _judge_speed(facts: Facts, speed: DeviceSpeed) -> Iterator[Check]:
         rates.append(f"host to device {format_rate(speed.to_device, 'B')}")
         rates.append(f"back {format_rate(speed.to_host, 'B')}")
     found = ", ".join(rates)
-    if speed.wrong:
+    if not speed.flops:
+        advice = "install a torch build with kernels for it, or end what else fills its memory"
+        yield Check(name, "bad", speed.problem or "no matrix product could be made", advice)
+    elif speed.wrong:
         advice = "do not train on it: overclocked, overheated or broken"
         yield Check(name, "bad", f"wrong products in {', '.join(speed.wrong)}", advice)
     elif slow := _shortfall(facts, speed):
@@ -338,11 +347,14 @@ def _measure_device(name: str, device: Any) -> DeviceSpeed:
     from shardwise.report import speed
 
     flops: dict[str, float] = {}
-    wrong = []
+    wrong: list[str] = []
+    problem = ""
     for word, dtype in speed.DTYPES.items():
         try:
             product = speed.matrix_product(device, dtype)
-        except RuntimeError:  # no such units, or no memory left: then there is no figure
+        except RuntimeError as error:  # no such units, or no memory left: then there is no figure
+            # CUDA adds lines of advice to the first.
+            problem = str(error).strip().partition("\n")[0] or type(error).__name__
             continue
         flops[word] = product.flops
         if not product.correct:
@@ -352,4 +364,4 @@ def _measure_device(name: str, device: Any) -> DeviceSpeed:
         there, back = (None, None) if name == "cpu" else speed.host_bandwidths(device)
     except RuntimeError:
         bandwidth, there, back = 0.0, None, None
-    return DeviceSpeed(name, flops, tuple(wrong), bandwidth, there, back)
+    return DeviceSpeed(name, flops, tuple(wrong), bandwidth, there, back, problem)

@@ -49,7 +49,10 @@ class Processor:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. ``limit``: the cgroup's; ``usable``: what it leaves; ``shared``: free in /dev/shm."""
+    """Bytes. ``limit``: the cgroup's; ``usable``: what it leaves; ``available``: how much of that is not in use.
+
+    ``shared``: free in /dev/shm.
+    """
 
     total: int
     available: int
@@ -216,12 +219,13 @@ def _high_water_mark(proc: Path) -> int | None:
     return int(lines[0][1]) if lines else None
 
 
-def _memory() -> Memory:
-    limit, present = machine.memory_limit(), psutil.virtual_memory()
+def _memory(root: Path = Path("/")) -> Memory:
+    limit, present = machine.memory_limit(root), psutil.virtual_memory()
     swap = psutil.swap_memory()
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
-    usable = machine.usable_memory()
-    available = min(int(present.available), usable)
+    usable, left = machine.usable_memory(root), machine.memory_left(root)
+    # A container's limit is shared by all that runs in it: the system may have more than the container has left.
+    available = min(int(present.available), usable if left is None else left)
     return Memory(
         machine.physical_memory(), available, limit, usable, int(swap.total), int(swap.used), shared
     )

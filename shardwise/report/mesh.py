@@ -8,6 +8,7 @@ layers; ranks whose box says the same in its last line read the same tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import matplotlib
@@ -18,7 +19,7 @@ from shardwise.core.strategy import Layout
 from shardwise.report.pictures import LINE, MUTED, STYLE, WIDE, on
 
 SHOWN_ROWS = 4
-"""Rows of a picture; of more, the first of the first and of the last pipeline stages."""
+"""Rows of a picture; of more, those in which the first and the last pipeline stages begin."""
 
 HUES = ("#47639c", "#eda83e", "#1f8a5b", "#a777d8", "#6cc8ee", "#bd2f3d", "#93cc9c", "#727882")
 """Of pipeline stages, by turns."""
@@ -45,7 +46,7 @@ def held(layout: Layout, rank: int) -> list[str]:
 def mesh(layout: Layout, devices_per_node: int, width: float = WIDE) -> Figure:
     """Who holds what, a row of boxes for each node (or part of one)."""
     columns = min(devices_per_node, layout.world_size, 8 if width >= WIDE else 2)
-    rows = _shown(layout, columns)
+    rows = _shown(layout, columns, devices_per_node)
     ranks = [rank for row in rows for rank in row]
     tall = 0.4 + 0.15 * max(len(held(layout, rank)) for rank in ranks)
     figure = Figure(figsize=(width, 0.35 + tall * len(rows)), layout="constrained")
@@ -54,25 +55,39 @@ def mesh(layout: Layout, devices_per_node: int, width: float = WIDE) -> Figure:
         node = members[0] // devices_per_node
         axes.text(-0.06, row + 0.45, f"node {node:,}", ha="right", va="center", color=MUTED, fontsize=8)
         for rank in members:
-            _box(axes, layout, rank, rank % columns, row)
+            _box(axes, layout, rank, rank - members[0], row)
     missing = layout.world_size - len(ranks)
-    if missing:
+    if missing > 0:
         axes.text(0, len(rows) + 0.2, f"and {missing:,} more ranks", color=MUTED, fontsize=8)
     axes.set_xlim(-0.5, columns)
-    axes.set_ylim(len(rows) + (0.4 if missing else 0), -0.1)
+    axes.set_ylim(len(rows) + (0.4 if missing > 0 else 0), -0.1)
     axes.set_axis_off()
     return figure
 
 
-def _shown(layout: Layout, columns: int) -> list[list[int]]:
-    """Rows of neighbouring ranks."""
+def _shown(layout: Layout, columns: int, in_node: int) -> list[range]:
+    """Rows of neighbouring ranks: all, or the first of every stage, or of many stages those of the first and last."""
     world, stages, stride = layout.world_size, layout.degree("pipeline"), layout.stride("pipeline")
-    each = range(0, stride, columns)[: max(1, SHOWN_ROWS // stages)]
-    starts = [stage * stride + start for stage in range(stages) for start in each]
-    if len(starts) > SHOWN_ROWS:
-        half = SHOWN_ROWS // 2
-        starts = [*starts[:half], *starts[-half:]]
-    return [list(range(start, min(start + columns, world))) for start in starts]
+    every = list(islice(_rows(range(world), columns, in_node, world), SHOWN_ROWS + 1))
+    if len(every) <= SHOWN_ROWS:
+        return every
+    found: list[range] = []
+    for stage in range(stages):
+        members = range(stage * stride, (stage + 1) * stride)
+        found += islice(_rows(members, columns, in_node, world), max(1, SHOWN_ROWS // stages))
+    # Where a stage ends within a row, the next one begins in it: each row once.
+    rows, half = list(dict.fromkeys(found)), SHOWN_ROWS // 2
+    return rows if len(rows) <= SHOWN_ROWS else [*rows[:half], *rows[-half:]]
+
+
+def _rows(ranks: range, columns: int, in_node: int, world: int) -> Iterator[range]:
+    """The rows in which ``ranks`` lie. A row is part of one node, whose first row begins with its first rank."""
+    at = ranks.start
+    while at < ranks.stop:
+        node = at // in_node * in_node
+        start = node + (at - node) // columns * columns
+        at = min(start + columns, node + in_node, world)
+        yield range(start, at)
 
 
 def _box(axes: Any, layout: Layout, rank: int, column: int, row: int) -> None:

@@ -47,7 +47,7 @@ from shardwise.report.pictures import (
 )
 from shardwise.report.pipeline import held_in_words, planned_and_measured, side_by_side
 from shardwise.report.record import Outcome, RunRecord
-from shardwise.report.tables import peak_of
+from shardwise.report.tables import peak_of, verdict
 
 SHOWN_RANKS = 64
 """Rows of the table of ranks; of more ranks, those that held most."""
@@ -170,15 +170,22 @@ def _facts(run: RunRecord) -> Iterator[str]:
         yield f"{skipped} skipped update{'s' if skipped > 1 else ''}"
     if run.steps and (rewinds := run.steps[-1].rewinds):
         yield f"{rewinds} rewind{'s' if rewinds > 1 else ''}"
-    tokens = run.outcome.tokens if run.outcome else sum(step.tokens for step in run.steps)
-    yield f"{format_count(tokens)} tokens"
-    if run.outcome:
+    if run.steps:
+        # All of the same steps: the outcome's seconds are of the last process alone, where a run was resumed, and
+        # its tokens also of the run that this one started from.
+        yield f"{format_count(sum(step.tokens for step in run.steps))} tokens"
+        yield f"{seconds(sum(step.seconds for step in run.steps))} in steps"
+    elif run.outcome:
+        yield f"{format_count(run.outcome.tokens)} tokens"
         yield seconds(run.outcome.seconds)
+    else:
+        yield "0 tokens"
 
 
 def _progress(run: RunRecord) -> str:
     if run.planned_only:
-        return "A plan: nothing has been trained. Every figure is predicted."
+        fault = "" if run.plan.fits else f" It {verdict(run.plan)}."
+        return f"A plan: nothing has been trained. Every figure is predicted.{fault}"
     at = f"after step {run.steps[-1].step}" if run.steps else "before its first step has finished"
     return f"Read {at}: the run is going on, or ended early. What is measured at its end is not here yet."
 
@@ -198,7 +205,9 @@ def _speed_card(run: RunRecord) -> Card:
         return Card("Throughput", tokens_rate(step.tokens_per_second), "predicted")
     error = deviation(step.seconds, measured)
     note = f"{seconds(measured)} per step\npredicted {seconds(step.seconds)}, {error}"
-    return Card("Throughput", tokens_rate(step.tokens / measured), note)
+    # Not the plan's tokens over the measured time: the plan counts what sequences are padded with.
+    rate = run.tokens_per_second
+    return Card("Throughput", "–" if rate is None else tokens_rate(rate), note)
 
 
 def _loss_card(run: RunRecord) -> Card:

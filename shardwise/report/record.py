@@ -131,8 +131,12 @@ class RunRecord:
         """Typical time of a step: the outcome's, or so far the median after the first few."""
         if self.outcome is not None and self.outcome.measured_step_seconds is not None:
             return self.outcome.measured_step_seconds
-        times = [step.seconds for step in self.steps]
-        return statistics.median(times[SETTLING_STEPS:] or times) if times else None
+        return _typical([step.seconds for step in self.steps])
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Typical rate of the targets that were trained on; of padded sequences the plan counts more."""
+        return _typical([step.tokens_per_second for step in self.steps])
 
     @property
     def held_out_loss(self) -> float | None:
@@ -140,6 +144,11 @@ class RunRecord:
         if self.outcome is not None and self.outcome.held_out_loss is not None:
             return self.outcome.held_out_loss
         return next((s.held_out_loss for s in reversed(self.steps) if s.held_out_loss is not None), None)
+
+
+def _typical(values: list[float]) -> float | None:
+    """The median after the first few steps, or of all when there are no more."""
+    return statistics.median(values[SETTLING_STEPS:] or values) if values else None
 
 
 def read_run(folder: Path) -> RunRecord:

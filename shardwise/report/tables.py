@@ -88,7 +88,7 @@ class PlanTable:
     def _parts(self, width: int) -> Iterator[RenderableType]:
         plan = self.plan
         yield from headline(plan, width)
-        device = _memory(plan.peak.ledger, plan.capacity_bytes, width)
+        device = _memory(plan.peak.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
         yield from section("Memory at the peak", _place(plan), device)
         if plan.disk_bytes:
             yield f"On the disk: {format_bytes(plan.disk_bytes)} of a rank"
@@ -125,13 +125,22 @@ def headline(plan: Plan, width: int) -> Iterator[Text]:
     )
     both = Text.assemble(strategy, "   ", figures)
     yield from [both] if both.cell_len <= width else [strategy, figures]
-    missing = plan.peak.bytes - plan.capacity_bytes
-    no = f"does not fit: {format_bytes(missing)} too much"
-    if (excess := plan.host.total - plan.host_capacity_bytes) > 0:
-        no = f"does not fit: {format_bytes(excess)} too much in host memory"
-    verdict = ("fits", "bold green") if plan.fits else (no, "bold red")
+    said = (verdict(plan), "bold green" if plan.fits else "bold red")
     about = f"{format_count(plan.parameters)} parameters · {one_line(plan.cluster)}"
-    yield Text.assemble(verdict, (f" · {about} · {format_count(plan.step.tokens)} tokens per step", "dim"))
+    yield Text.assemble(said, (f" · {about} · {format_count(plan.step.tokens)} tokens per step", "dim"))
+
+
+def verdict(plan: Plan) -> str:
+    """`fits`, or what is too much. The reserve is named beside it: with it, less than the capacity can be too much."""
+    if plan.fits:
+        return "fits"
+    missing = []
+    if (over := plan.peak.bytes + plan.reserve_bytes - plan.capacity_bytes) > 0:
+        beside = f" beside a reserve of {format_bytes(plan.reserve_bytes)}" if plan.reserve_bytes else ""
+        missing.append(f"{format_bytes(over)} too much{beside}")
+    if (excess := plan.host.total - plan.host_capacity_bytes) > 0:
+        missing.append(f"{format_bytes(excess)} too much in host memory")
+    return f"does not fit: {', '.join(missing)}"
 
 
 def section(title: str, note: str, body: RenderableType) -> Iterator[RenderableType]:
@@ -146,10 +155,11 @@ def _place(plan: Plan) -> str:
     return f"in the {plan.peak.phase} phase{where}, on rank {plan.worst_rank}"
 
 
-def _memory(ledger: Ledger, capacity: int, width: int) -> Table:
+def _memory(ledger: Ledger, capacity: int, width: int, reserve: int = 0) -> Table:
     """The ledger: a row per category that holds anything, the sum, and what is left free.
 
-    The longest bar is the largest row's; what is free gets a bar only where it is not longer than that.
+    The longest bar is the largest row's; what is free gets a bar only where it is not longer than that. Where it
+    is less than the reserve, nothing of it may be used, and it is called by that name.
     """
     peak, free = ledger.total, capacity - ledger.total
     unit, cells, rows = unit_for(peak), _bar_cells(width), by_size(ledger)
@@ -161,7 +171,8 @@ def _memory(ledger: Ledger, capacity: int, width: int) -> Table:
     table.add_row(Text("total", "bold"), "", Text(unit.write(peak), "bold"), "")
     if free >= 0:
         bar = Text("░" * round(cells * free / longest) if 0 < free <= longest else "", "dim")
-        table.add_row(Text("free", "dim"), bar, Text(format_bytes(free), "dim"), "")
+        name = "free" if free >= reserve else "free (reserve)"
+        table.add_row(Text(name, "dim"), bar, Text(format_bytes(free), "dim"), "")
     return table
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.core import machine
 from shardwise.core.device import DeviceProfile
+from shardwise.core.units import GiB
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,49 @@ def test_cgroup_v1(tmp_path: Path) -> None:
     assert machine.usable_cores(root) == 1
 
 
+def test_what_a_container_uses_is_not_left(tmp_path: Path) -> None:
+    """But for the file cache that nobody has read again: it is given up first."""
+    group = "sys/fs/cgroup/memory"
+    files = {
+        "proc/self/cgroup": "0::/docker/beef\n",
+        f"{group}.max": f"{8 * GiB}\n",
+        f"{group}.current": f"{8 * GiB - GiB // 5}\n",
+        f"{group}.stat": "anon 1\ninactive_file 0\nactive_file 12\n",
+    }
+    assert machine.memory_left(system(tmp_path, files)) == GiB // 5
+    stat = f"anon 1\ntotal_inactive_file 7\ninactive_file {2 * GiB}\n"
+    assert machine.memory_left(system(tmp_path, {f"{group}.stat": stat})) == GiB // 5 + 2 * GiB
+    assert machine.memory_left(system(tmp_path, {f"{group}.current": f"{11 * GiB}\n"})) == 0
+    assert machine.memory_left(system(tmp_path, {f"{group}.current": "nonsense"})) == 8 * GiB
+    assert machine.memory_limit(tmp_path) == 8 * GiB, "the limit is the same whatever is in use"
+
+
+def test_least_is_left_by_the_fullest_cgroup_on_the_way_up(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/memory.max": f"{10 * GiB}\n",
+        "sys/fs/cgroup/a/memory.current": f"{9 * GiB}\n",
+        "sys/fs/cgroup/a/b/memory.max": f"{8 * GiB}\n",
+        "sys/fs/cgroup/a/b/memory.current": f"{2 * GiB}\n",
+    }
+    root = system(tmp_path, files)
+    assert (machine.memory_limit(root), machine.memory_left(root)) == (8 * GiB, GiB)
+    system(tmp_path, {"sys/fs/cgroup/a/memory.max": "max\n"})
+    assert machine.memory_left(root) == 6 * GiB
+
+
+def test_what_is_left_in_cgroup_v1(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/job\n0::/\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "3000000\n",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "2900000\n",
+        "sys/fs/cgroup/memory/job/memory.stat": "inactive_file 7\ntotal_inactive_file 400000\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "9000000\n",
+    }
+    assert machine.memory_left(system(tmp_path, files)) == 500_000
+
+
 @pytest.mark.parametrize(
     "files",
     [
@@ -68,6 +112,7 @@ def test_cgroup_v1(tmp_path: Path) -> None:
 def test_no_limit(tmp_path: Path, files: dict[str, str]) -> None:
     root = system(tmp_path, files)
     assert machine.memory_limit(root) is None
+    assert machine.memory_left(root) is None
     assert machine.usable_memory(root) == machine.physical_memory() > 2**28
 
 

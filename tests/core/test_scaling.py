@@ -80,11 +80,21 @@ def test_sqrt_is_refused_exactly_beyond_the_largest_batch_it_names(
         assert all(0 <= beta < 1 for beta in found.betas)
         assert found.learning_rate == pytest.approx(3e-4 * math.sqrt(batch / start))
         return
-    named = re.search(r"the largest batch_size that works is (\d+)$", found)
-    assert named and int(named[1]) < batch
-    smaller = attempt(max(1, int(named[1])))
-    # The other beta may refuse that too; then it names a smaller one, which works.
-    assert isinstance(smaller, OptimizerSpec) or "works is" in smaller
+    named = largest_named(found)
+    assert named < batch
+    smaller = attempt(max(1, named))
+    if isinstance(smaller, str):  # the other beta refuses that too, and names a smaller one
+        assert largest_named(smaller) < max(1, named)
+        smaller = attempt(max(1, largest_named(smaller)))
+    assert isinstance(smaller, OptimizerSpec) or largest_named(smaller) == 0, (
+        "no batch works with such a beta"
+    )
+
+
+def largest_named(refusal: str) -> int:
+    named = re.search(r"the largest batch_size that works is (\d+)$", refusal)
+    assert named, refusal
+    return int(named[1])
 
 
 def test_the_largest_batch_is_exact_in_decimals() -> None:

@@ -8,7 +8,9 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -112,6 +114,53 @@ def test_speeds_are_judged() -> None:
     assert verdicts(HEALTHY, Speeds((), None, "connection refused"))["gloo"] == "bad"
     unknown = replace(HEALTHY, torch=replace(GPU_TORCH, devices=(replace(H100, profile=None),)))
     assert verdicts(unknown, Speeds((slow,)))["gpu 0 speed"] == "good"  # nothing was promised
+
+
+@pytest.mark.parametrize("profile", ["H100-80GB", None])
+def test_a_device_that_computes_nothing_is_bad(profile: str | None) -> None:
+    """As with a build of torch that has no kernels for it; also where nothing is known that it should reach."""
+    facts = replace(HEALTHY, torch=replace(GPU_TORCH, devices=(replace(H100, profile=profile),)))
+    none = DeviceSpeed("gpu 0", memory_bandwidth=3e12, problem="no kernel image is available")
+    found = {check.name: check for check in judge(facts, Speeds((none,)))}["gpu 0 speed"]
+    assert (found.verdict, found.found) == ("bad", none.problem)
+    assert "torch build" in found.advice
+    assert verdicts(facts, Speeds((DeviceSpeed("gpu 0"),)))["gpu 0 speed"] == "bad"
+    some = replace(FULL_SPEED, problem="no fp64")
+    assert verdicts(facts, Speeds((some,)))["gpu 0 speed"] == "good"
+
+
+def test_the_error_of_products_that_fail_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: torch.device, dtype: torch.dtype) -> speed.Product:
+        raise RuntimeError("no kernel image is available\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(speed, "matrix_product", fails)
+    monkeypatch.setattr(speed, "copy_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(speed, "host_bandwidths", lambda device: (1e10, 1e10))
+    diagnosis = examine(tmp_path)
+    cpu = diagnosis.speeds.devices[0]
+    assert (cpu.device, dict(cpu.flops), cpu.problem) == ("cpu", {}, "no kernel image is available")
+    assert {check.name: check.verdict for check in diagnosis.checks}["cpu speed"] == "bad"
+    assert diagnosis.exit_code == 7
+    assert json.loads(json.dumps(diagnosis.data()))["speeds"]["devices"][0]["problem"] == cpu.problem
+    with pytest.raises(ResourceError, match="no kernel image is available"):
+        calibrate(diagnosis)
+
+
+def test_what_the_container_uses_is_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may have plenty: the limit is shared by all that runs in the container."""
+    group = tmp_path / "sys" / "fs" / "cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/\n")
+    (group / "memory.max").write_text(f"{8 * GiB}\n")
+    (group / "memory.current").write_text(f"{8 * GiB - GiB // 5}\n")
+    (group / "memory.stat").write_text("inactive_file 0\n")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=400 * GiB))
+    memory = inspection._memory(tmp_path)
+    assert (memory.available, memory.limit) == (GiB // 5, 8 * GiB)
+    assert verdicts(replace(HEALTHY, memory=memory))["memory"] == "bad"
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=MiB))
+    assert inspection._memory(tmp_path).available == MiB, "the container may get less than its limit"
 
 
 def test_the_limit_is_told() -> None:

@@ -94,8 +94,73 @@ def test_every_rank_of_a_small_mesh_is_drawn(width: float) -> None:
     columns = 8 if width == WIDE else 2
     words = texts(mesh(LAYOUT, 8, width))
     ranks = [word for word in words if word.startswith("rank")]
-    assert len(ranks) == min(16, columns * SHOWN_ROWS)
+    assert len(set(ranks)) == len(ranks) == min(16, columns * SHOWN_ROWS)
     assert ("node 1" in words) and ("node 0" in words)
+
+
+def boxes(figure: Figure) -> list[tuple[int, int, int]]:
+    """(rank, column, row) of every box of a mesh."""
+    axes: Any = figure.axes[0]
+    words = [text for text in axes.texts if text.get_text().startswith("rank")]
+    at = [text.get_position() for text in words]
+    return [(int(text.get_text().split()[1]), int(x), int(y)) for text, (x, y) in zip(words, at, strict=True)]
+
+
+def nodes(figure: Figure) -> list[int]:
+    """The node that stands beside every row."""
+    axes: Any = figure.axes[0]
+    words = [text.get_text() for text in axes.texts]
+    return [int(word.split()[1].replace(",", "")) for word in words if word.startswith("node")]
+
+
+def staged(stages: int, shards: int) -> Layout:
+    return Layout((("pipeline", stages), ("replicate", 1), ("shard", shards), ("sequence", 1), ("tensor", 1)))
+
+
+def assert_in_place(figure: Figure, in_node: int, columns: int) -> None:
+    """Every rank once, no two in one place, neighbours beside each other, and a row within the node it names."""
+    drawn = boxes(figure)
+    assert len({rank for rank, _, _ in drawn}) == len(drawn)
+    assert len({(column, row) for _, column, row in drawn}) == len(drawn)
+    rows = [[each for each in drawn if each[2] == row] for row in range(len(nodes(figure)))]
+    assert sum(map(len, rows)) == len(drawn)
+    for node, row in zip(nodes(figure), rows, strict=True):
+        assert [column for _, column, _ in row] == list(range(len(row))), "from the left, without a gap"
+        assert len(row) <= columns
+        assert {rank // in_node for rank, _, _ in row} == {node}
+        assert [rank - row[0][0] for rank, _, _ in row] == list(range(len(row)))
+
+
+@pytest.mark.parametrize(
+    ("stages", "shards", "in_node"),
+    [
+        (4, 2, 8),  # four stages in one row
+        (2, 6, 4),  # a stage ends within a node, and within a row
+        (1, 24, 12),  # a row and a half in a node
+        (4, 6, 12),
+        (1, 12, 3),
+        (1, 1, 8),
+    ],
+)
+def test_rows_hold_every_rank_once_whatever_stages_and_nodes(stages: int, shards: int, in_node: int) -> None:
+    figure = mesh(staged(stages, shards), in_node)
+    assert sorted(rank for rank, _, _ in boxes(figure)) == list(range(stages * shards))
+    assert_in_place(figure, in_node, 8)
+    assert not [word for word in texts(figure) if "more" in word]
+
+
+@pytest.mark.parametrize(
+    ("stages", "shards", "in_node", "width"),
+    [(4, 6, 8, NARROW), (2, 6, 4, NARROW), (3, 16, 8, WIDE), (8, 12, 12, WIDE), (8, 3, 12, NARROW)],
+)
+def test_what_is_left_out_is_counted(stages: int, shards: int, in_node: int, width: float) -> None:
+    figure = mesh(staged(stages, shards), in_node, width)
+    drawn = {rank for rank, _, _ in boxes(figure)}
+    assert_in_place(figure, in_node, 8 if width == WIDE else 2)
+    assert len(nodes(figure)) <= SHOWN_ROWS
+    assert 0 in drawn
+    assert drawn & set(range((stages - 1) * shards, stages * shards)), "of the last stage"
+    assert f"and {stages * shards - len(drawn)} more ranks" in texts(figure)
 
 
 def test_a_large_mesh_shows_its_first_and_last_stages() -> None:

@@ -14,10 +14,11 @@ import pytest
 import shardwise.report.page as page_module
 from shardwise.core.errors import ResourceError
 from shardwise.core.plan import Plan
+from shardwise.core.units import MiB
 from shardwise.report.notation import COLOURS, by_size, label
 from shardwise.report.page import SHOWN_RANKS, printable, render_page
 from shardwise.report.record import RankMemory, RunRecord, read_run
-from shardwise.report.run import write_report
+from shardwise.report.run import write_plan_page, write_report
 
 MakeRun = Callable[..., Path]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -73,10 +74,10 @@ def test_says_what_was_predicted_and_what_was_seen(run: RunRecord) -> None:
     text = Reader(render_page(run)).text
     assert (
         "example bf16 · zero3×8 · mb1×ga2 8.03B parameters · 8xH100-80GB · 30 steps · 1 skipped update"
-        in text
+        " · 3.93M tokens · 54.00 s in steps Measured peak" in text
     )
     assert "Measured peak 70.38 GiB of rank 7 predicted 66.86 GiB, −5.0 %" in text
-    assert "Throughput 73.2 k tokens/s 1.79 s per step predicted 1.65 s, −8.1 %" in text
+    assert "Throughput 72.8 k tokens/s 1.79 s per step predicted 1.65 s, −8.1 %" in text
     assert "Held-out loss 1.5213 nats per token perplexity 4.58" in text
     assert "MFU 54 % predicted 58 %" in text
     assert "predicted 1.65 s measured 1.79 s −8.1 %" in text
@@ -156,6 +157,78 @@ def test_a_run_before_its_first_step(plan: Plan, make_run: MakeRun) -> None:
     assert "before its first step has finished" in text
     assert "no step has finished yet" in text
     assert "Throughput 79.7 k tokens/s predicted" in text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_throughput_is_of_the_targets_that_were_trained_on(run: RunRecord) -> None:
+    """Not of those that sequences are padded with, which the plan counts; and not of the first, slower steps."""
+    rates = (200.0, 200.0, 200.0, 7322.0, 7322.0)
+    steps = tuple(
+        replace(step, tokens=13_106, tokens_per_second=rate)
+        for step, rate in zip(run.steps, rates, strict=False)
+    )
+    finished = Reader(render_page(replace(run, steps=steps))).text
+    assert "Throughput 7.32 k tokens/s 1.79 s per step predicted 1.65 s, −8.1 %" in finished
+    training = Reader(render_page(replace(run, steps=steps, outcome=None))).text
+    assert "Throughput 7.32 k tokens/s 1.80 s per step" in training
+    without = Reader(render_page(replace(run, steps=()))).text
+    assert "Throughput – 1.79 s per step" in without, "of how many targets, nobody wrote down"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_with_a_rewind(plan: Plan, make_run: MakeRun) -> None:
+    """What was undone is in none of the figures."""
+    folder = make_run(plan, steps=6, finished=False)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    again = [json.dumps(json.loads(line) | {"loss": 1.25, "rewinds": 1}) for line in lines[3:5]]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, *again, ""]), encoding="utf-8")
+    text = Reader(render_page(read_run(folder))).text
+    assert " · 5 steps · 1 rewind · 655.4K tokens · 9.00 s in steps " in text
+    assert "Read after step 5: " in text
+    assert "Training loss 1.2500" in text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_resumed_run_is_told_as_a_whole(run: RunRecord) -> None:
+    """The outcome's seconds are of the last process alone, its tokens also of the run that this one started from."""
+    assert run.outcome is not None
+    outcome = replace(run.outcome, seconds=6.125, tokens=2 * run.outcome.tokens)
+    text = Reader(render_page(replace(run, outcome=outcome))).text
+    assert " · 30 steps · 1 skipped update · 3.93M tokens · 54.00 s in steps " in text
+    assert "6.12 s" not in text and "6.13 s" not in text and "7.86M" not in text
+    bare = Reader(render_page(replace(run, outcome=outcome, steps=()))).text
+    assert re.search(r" · 7\.86M tokens · 6\.1[23] s ", bare), "without metrics, what the report says"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_plan_that_does_not_fit(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "short.html"
+    for capacity, said in (
+        (plan.peak.bytes + 200 * MiB, "It does not fit: 312.0 MiB too much beside a reserve of 512.0 MiB."),
+        (plan.peak.bytes - 100 * MiB, "It does not fit: 612.0 MiB too much beside a reserve of 512.0 MiB."),
+        (plan.capacity_bytes, ""),
+    ):
+        write_plan_page(replace(plan, capacity_bytes=capacity, reserve_bytes=512 * MiB), "model: {}\n", path)
+        reader = Reader(path.read_text(encoding="utf-8"))
+        assert not reader.faults
+        assert f"Every figure is predicted. {said}" in reader.text
+        assert ("It does not fit" in reader.text) == bool(said)
+        assert "Throughput 79.7 k tokens/s predicted" in reader.text
+        assert "What the model writes" not in reader.text and "Held-out loss – not yet" in reader.text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_name_that_is_markup_stays_a_name(plan: Plan, tmp_path: Path) -> None:
+    name = "<script>alert(1)<b onload=x>&lt;"
+    path = tmp_path / f"{name}.html"
+    write_plan_page(replace(plan, line=name), f"model: {{factory: {name}}}\n", path)
+    page = path.read_text(encoding="utf-8")
+    reader = Reader(page)
+    assert not reader.faults
+    assert not reader.tags & {"script", "b"}
+    # In the title of the window, the headline, below it as the strategy, and in the recipe.
+    assert page.count("&lt;script&gt;alert(1)&lt;b onload=x&gt;&amp;lt;") == 4
+    assert "<script" not in page
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -122,7 +122,11 @@ def test_loss_breaks_where_it_is_no_number() -> None:
 
 
 def test_loss_that_never_was_a_number() -> None:
-    svg(loss_curve([step(n, math.nan) for n in range(1, 200)]), "loss")
+    figure = loss_curve([step(n, math.nan) for n in range(1, 200)])
+    *curves, marks = plot(figure).lines
+    assert all(math.isnan(y) for curve in curves for y in curve.get_ydata())
+    assert list(marks.get_xdata()) == list(range(1, 200))
+    assert "not a number" in texts(figure)
 
 
 def test_many_steps_are_merged_and_keep_the_extremes() -> None:
@@ -208,7 +212,20 @@ def test_ledger_bar_is_as_long_as_the_peak(plan: Plan) -> None:
 
 
 def test_ledger_bar_of_nothing() -> None:
-    svg(ledger_bar(Ledger(), 0), "ledger")
+    figure = ledger_bar(Ledger(), 0)
+    assert not plot(figure).containers
+    assert "free" not in texts(figure)
+
+
+def test_a_plan_that_does_not_fit_has_nothing_free(plan: Plan) -> None:
+    short = replace(plan, capacity_bytes=plan.peak.bytes - 512 * 2**20)
+    words = texts(ledger_bar(short.peak.ledger, short.capacity_bytes))
+    assert "activations 43.12 GiB" in words and "free" not in words
+    figure = memory_timeline(short)
+    peak, capacity = (line.get_ydata()[0] for line in plot(figure).lines)
+    assert capacity == pytest.approx(short.capacity_bytes / 2**30) and capacity < peak
+    assert peak < plot(figure).get_ylim()[1]
+    assert "capacity 68.95 GiB" in texts(figure)
 
 
 def test_words_from_outside_are_words(plan: Plan) -> None:

@@ -13,7 +13,7 @@ import pytest
 from shardwise.core.errors import DataError
 from shardwise.core.pipeline_plan import PipelinePlan
 from shardwise.core.plan import Plan
-from shardwise.report.record import read_run
+from shardwise.report.record import SETTLING_STEPS, read_run
 
 MakeRun = Callable[..., Path]
 
@@ -38,6 +38,28 @@ def test_a_run_that_trains(plan: Plan, make_run: MakeRun) -> None:
     assert (run.step_seconds, run.held_out_loss) == (1.8, 1.6)
 
 
+def test_typical_figures_leave_out_the_first_steps(plan: Plan, make_run: MakeRun) -> None:
+    run = read_run(make_run(plan, steps=SETTLING_STEPS + 2, finished=False))
+    slow = [replace(step, seconds=9.0, tokens_per_second=1.0) for step in run.steps[:SETTLING_STEPS]]
+    settled = replace(run, steps=(*slow, *run.steps[SETTLING_STEPS:]))
+    assert (settled.step_seconds, settled.tokens_per_second) == (1.8, plan.step.tokens / 1.8)
+    begun = replace(run, steps=tuple(slow))
+    assert (begun.step_seconds, begun.tokens_per_second) == (9.0, 1.0)
+
+
+def test_a_rewind_undoes_all_from_its_step_on(plan: Plan, make_run: MakeRun) -> None:
+    folder = make_run(plan, steps=6, finished=False)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    once = [*lines, *(line | {"rewinds": 1} for line in lines[3:5])]
+    twice = [*once, lines[2] | {"rewinds": 2}]
+    for written, kept in (
+        (once, [(1, None), (2, None), (3, None), (4, 1), (5, 1)]),
+        (twice, [(1, None), (2, None), (3, 2)]),
+    ):
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))
+        assert [(step.step, step.rewinds) for step in read_run(folder).steps] == kept
+
+
 @pytest.mark.parametrize("tail", [b'{"step": 3', b"{", b'{"step": "\xc3', b"   "])
 def test_half_a_last_line_is_being_written(plan: Plan, make_run: MakeRun, tail: bytes) -> None:
     folder = make_run(plan, steps=4, finished=False)
@@ -51,6 +73,7 @@ def test_before_the_first_step(plan: Plan, make_run: MakeRun) -> None:
     (folder / "metrics.jsonl").unlink()
     run = read_run(folder)
     assert (run.steps, run.step_seconds, run.held_out_loss) == ((), None, None)
+    assert run.tokens_per_second is None
 
 
 def test_a_loss_may_be_no_number(plan: Plan, make_run: MakeRun) -> None:

@@ -82,8 +82,36 @@ def test_candidates_with_verdicts_and_reasons(plan: Plan) -> None:
 
 def test_what_does_not_fit_is_said_in_the_head(plan: Plan) -> None:
     text = plan_text(replace(plan, capacity_bytes=plan.peak.bytes - 512 * MiB))
-    assert text.splitlines()[1].startswith("does not fit: 512.0 MiB too much")
+    assert text.splitlines()[1].startswith("does not fit: 512.0 MiB too much · ")
     assert "  free" not in text
+
+
+def test_a_reserve_that_is_not_left_is_named(plan: Plan) -> None:
+    """What is free and may not be used stands beside "does not fit"."""
+    within = plan_text(replace(plan, capacity_bytes=plan.peak.bytes + 200 * MiB, reserve_bytes=512 * MiB))
+    beyond = plan_text(replace(plan, capacity_bytes=plan.peak.bytes - 100 * MiB, reserve_bytes=512 * MiB))
+    said = "does not fit: {} MiB too much beside a reserve of 512.0 MiB · "
+    assert within.splitlines()[1].startswith(said.format("312.0"))
+    assert beyond.splitlines()[1].startswith(said.format("612.0"))
+    assert re.search(r"^  free \(reserve\) +░* +200\.0 MiB$", within, re.MULTILINE)
+    assert "  free" not in beyond
+    assert "  total" in beyond
+
+
+def test_a_reserve_that_is_left_changes_no_figure(plan: Plan) -> None:
+    assert plan_text(replace(plan, reserve_bytes=1620 * MiB)) == plan_text(plan)
+    exactly = plan_text(replace(plan, reserve_bytes=plan.capacity_bytes - plan.peak.bytes))
+    assert exactly.splitlines()[1].startswith("fits · ")
+    assert "(reserve)" not in exactly
+
+
+def test_every_memory_that_is_too_small_is_named(plan: Plan) -> None:
+    host = replace(plan, host=Ledger(optimizer_state=3 * GiB), host_capacity_bytes=2 * GiB)
+    both = replace(host, capacity_bytes=plan.peak.bytes - 512 * MiB)
+    said = "1.00 GiB too much in host memory · "
+    assert plan_text(host).splitlines()[1].startswith(f"does not fit: {said}")
+    assert plan_text(both).splitlines()[1].startswith(f"does not fit: 512.0 MiB too much, {said}")
+    assert "Host memory   of a rank, when it holds most" in plan_text(host)
 
 
 def test_plain_text_is_plain(plan: Plan) -> None:
@@ -146,16 +174,18 @@ sizes = st.integers(0, 2**44)
 @given(
     rows=st.fixed_dictionaries(dict.fromkeys(CATEGORIES, sizes)),
     capacity=sizes,
+    reserve=sizes,
     width=st.integers(60, 140),
     line=st.text("bf16 ·zero3×", min_size=1, max_size=120),
 )
 def test_fits_its_width_whatever_the_plan(
-    plan: Plan, rows: dict[str, int], capacity: int, width: int, line: str
+    plan: Plan, rows: dict[str, int], capacity: int, reserve: int, width: int, line: str
 ) -> None:
     other = replace(
         plan,
         line=line,
         capacity_bytes=capacity,
+        reserve_bytes=reserve,
         peak=Peak(Ledger(**rows), "forward", ""),
         candidates=(replace(plan.candidates[0], line=line, reason=line * 3), *plan.candidates),
     )
