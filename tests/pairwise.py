@@ -21,13 +21,16 @@ _RANDOM_COMPLETIONS = 60
 
 
 def covering_rows(
-    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True
+    factors: Mapping[str, Sequence[Any]],
+    allowed: Callable[[Row], bool] = lambda row: True,
+    wanted: Callable[[Pair], bool] = lambda pair: True,
 ) -> list[Row]:
-    """Rows that ``allowed`` accepts, covering every possible pair; deterministic. Defaults come first in factors."""
+    """Rows that ``allowed`` accepts, covering every possible pair that is ``wanted``; deterministic. Defaults come
+    first in factors."""
     generator = random.Random(0)
     index, numbers = _numbered(factors), list(combinations(range(len(factors)), 2))
     missing = np.zeros((len(index), len(index)), dtype=bool)
-    pairs = dict.fromkeys(_all_pairs(factors))
+    pairs = dict.fromkeys(filter(wanted, _all_pairs(factors)))
     for first, second in pairs:
         missing[index[first], index[second]] = True
     chosen: list[Row] = []

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from corpora import write_words
-from pairwise import Row, covering_rows, few_of
+from pairwise import Pair, Row, covering_rows, few_of
 from pool import Pool
 from ranks import measured_rank, reference_rank, strategy_rank
 
@@ -38,8 +38,8 @@ FACTORS: dict[str, list[Any]] = {
     for setting in technique.settings
     if len(setting.choices) != 1
 }
-# On the CPU, where the host's memory is the device's, only files take anything out of it; tests/technique/ tells the
-# two apart. Of the values that are joined, one with everything stands for all.
+# Of the values that are joined, one with everything stands for all. What is trained tells the host's memory from the
+# device's, so that all of it moves (ranks.py); what is measured cannot: on the CPU only files take anything out of it.
 FACTORS["offload"] = ["none", "activations", "optimizer", "nvme:/tmp", "activations+parameters+nvme:/tmp"]
 FACTORS["offload_fraction"] = [1.0, 0.5]
 # A method says nothing without a degree: one factor of both, "METHOD DEGREE". What gathers shares of the sequence again
@@ -94,7 +94,23 @@ PARITY_FACTORS = {
     **FACTORS,
     "world_size": [1, 2, 4],
     MICRO_BATCH_SIZE.key: [1, 2],
-    "model": ["llama", "gpt2", "tied", "sixteens"],
+    "model": ["llama", "gpt2", "tied", "sixteens", "grouped"],
+}
+# A row is held to as little as its least exact value allows. So all pairs of exact values are of rows that have nothing
+# else, and rows that give bits up have the pairs in which one of the two does.
+GIVES_BITS_UP: dict[str, list[Any]] = {
+    "precision": ["bf16", "fp16", "fp8"],
+    "optimizer": ["adamw_8bit"],
+    "master_weights": [False],
+    "reduce_dtype": ["compute"],
+    "buffer_dtype": ["compute"],
+    "fp8_scaling": FACTORS["fp8_scaling"],
+    "fp8_layers": FACTORS["fp8_layers"],
+}
+EXACT_FACTORS = {
+    name: [value for value in values if value not in GIVES_BITS_UP.get(name, [])]
+    for name, values in PARITY_FACTORS.items()
+    if not name.startswith("fp8")
 }
 # What is trained is the recipe's and not the strategy's, so the reference trains the same adapters. They meet each
 # other and what divides, recomputes or moves weights, which they are part of; other settings do not see them.
@@ -103,6 +119,7 @@ ADAPTERS: dict[str, dict[str, Any] | None] = {
     "lora": {"rank": 3, "alpha": 6, "learning_rate_ratio": 2.0},
     "dora": {"name": "dora", "rank": 3, "alpha": 6},
     "qlora": {"rank": 3, "alpha": 6, "quantize": "nf4", "targets": "attention"},
+    "int8": {"rank": 3, "alpha": 6, "quantize": "int8", "targets": "attention"},
 }
 ADAPTER_FACTORS: dict[str, list[Any]] = {
     "adapter": ["lora", "dora", "qlora"],
@@ -112,13 +129,14 @@ ADAPTER_FACTORS: dict[str, list[Any]] = {
     "pipeline": ["1f1b 1", "1f1b 2", "zero_bubble 2"],
 }
 # Inner widths and vocabularies that no world size divides; a batch of 3 leaves ranks and micro-batches with unequal
-# counts, one of four ranks with nothing. In the last every linear layer can run in 8 bits, also half of it, with biases
-# and with tokens that are no multiple of 16.
+# counts, one of four ranks with nothing. In the last two every linear layer can run in 8 bits, also half of it, with
+# biases and with tokens that are no multiple of 16. Four blocks are two on each of two ranks' two stages, and leave the
+# device where activations do.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"layers": 2, "width": 40, "heads": 4, "kv_heads": 2, "ffn": 55, "vocab": 257, "context": 32},
     "gpt2": {"family": "gpt2", "layers": 2, "width": 42, "heads": 2, "ffn": 51, "vocab": 263, "context": 32},
     "tied": {
-        "layers": 3,
+        "layers": 4,
         "width": 36,
         "heads": 6,
         "kv_heads": 6,
@@ -129,20 +147,25 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "sixteens": {
         "family": "gpt2",
-        "layers": 2,
+        "layers": 4,
         "width": 64,
         "heads": 4,
         "ffn": 96,
         "vocab": 271,
         "context": 32,
     },
+    "grouped": {"layers": 4, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 271, "context": 32},
 }
 ADAPTER_PARITY_FACTORS = {
     **ADAPTER_FACTORS,
-    "precision": ["fp64", "bf16", "fp16"],
+    "adapter": ["lora", "dora", "qlora", "int8"],
+    "pipeline": ["1f1b 1", "1f1b 2", "interleaved 2", "zero_bubble 2"],
+    "sequence": ["ulysses 1", "ulysses 2", "ring 2"],
+    "loss": FACTORS["loss"],
+    "precision": ["fp64", "fp32", "bf16", "fp16"],
     "tensor": ["none 1", "gathered 2"],
     "world_size": [2, 4],
-    "model": ["llama", "gpt2"],
+    "model": ["llama", "gpt2", "grouped"],
 }
 ADAPTER_LEDGER_FACTORS = {
     **ADAPTER_FACTORS,
@@ -163,6 +186,8 @@ LEDGER_MODEL = {
 }
 # Without gradients and optimizer state the same model takes so little that the resident set's noise is 5 % of it.
 WIDER = {"layers": 6, "width": 768, "heads": 12, "kv_heads": 4, "ffn": 2048}
+KNOWN = 0.08
+"""How far off the rows may be that are known to be; others 5 %."""
 STEPS = 20
 LENGTH = 24
 BATCH = 3
@@ -174,11 +199,23 @@ def valid(row: Row) -> bool:
     in_backward, adapter = row.get("optimizer_in_backward", False), row.get("adapter", "full")
     recipe = recipe_for_rules(model, row.get("optimizer", "adamw"), in_backward, adapter)
     broken = any(broken_rules(strategy_from(settings_of(row)), world_size, recipe))
-    return not broken and world_size <= 4 and not kept_within_a_budget_and_offloaded(row)
+    happens = takes_place(row) if model else not kept_within_a_budget_and_offloaded(row)
+    return not broken and world_size <= 4 and happens
+
+
+def takes_place(row: Row) -> bool:
+    """Whether a row trains in 8 bits and moves activations where it says so: its model has layers and blocks enough."""
+    in_8_bits = row["model"] in ("sixteens", "grouped") and row.get("fp8_layers") == "all"
+    moves = MODELS[row["model"]]["layers"] >= 4
+    return (row["precision"] != "fp8" or in_8_bits) and ("activations" not in row["offload"] or moves)
+
+
+def gives_bits_up(pair: Pair) -> bool:
+    return any(value in GIVES_BITS_UP.get(name, []) for name, value in pair)
 
 
 def kept_within_a_budget_and_offloaded(row: Row) -> bool:
-    """On a CPU nothing is offloaded: their own test, tests/technique/test_activation_offload.py, has a device apart."""
+    """On a CPU nothing is offloaded, and what is measured is the CPU's."""
     budget = row.get("activation_checkpointing", "").startswith("budget")
     return budget and "activations" in row.get("offload", "")
 
@@ -265,7 +302,11 @@ def name_of(row: Row) -> str:
     return "-".join(str(value) for value in row.values())
 
 
-PARITY_ROWS = [*covering_rows(PARITY_FACTORS, valid), *covering_rows(ADAPTER_PARITY_FACTORS, valid)]
+EXACT_ROWS = covering_rows(EXACT_FACTORS, valid)
+FEW_BITS_ROWS = covering_rows(PARITY_FACTORS, valid, gives_bits_up)
+ADAPTER_ROWS = covering_rows(ADAPTER_PARITY_FACTORS, valid)
+PARITY_ROWS = [*EXACT_ROWS, *FEW_BITS_ROWS, *ADAPTER_ROWS]
+FEW = [*few_of(EXACT_ROWS, "zero_stage"), *few_of(FEW_BITS_ROWS), *few_of(ADAPTER_ROWS, "zero_stage")]
 
 
 def known_difference(row: Row) -> str:
@@ -291,7 +332,16 @@ def cases(rows: list[Row], few: list[Row]) -> list[Any]:
     return [pytest.param(row, marks=tuple(marks(row)), id=name_of(row)) for row in rows]
 
 
-@pytest.mark.parametrize("row", cases(PARITY_ROWS, few_of(PARITY_ROWS, "zero_stage")))
+def test_every_value_is_of_some_row_that_is_trained() -> None:
+    """A pair that no rule allows is left out silently; a value without any row would be as well."""
+    held = {(name, value) for row in PARITY_ROWS for name, value in row.items()}
+    asked = {(name, value) for name, values in PARITY_FACTORS.items() for value in values}
+    assert asked <= held
+    exact = {(name, value) for row in EXACT_ROWS for name, value in row.items()}
+    assert exact == {(name, value) for name, values in EXACT_FACTORS.items() for value in values}
+
+
+@pytest.mark.parametrize("row", cases(PARITY_ROWS, FEW))
 def test_trains_as_one_plain_process(row: Row, pool: Pool, corpus: Path, reference: Any) -> None:
     """Loss, gradient norm and weights over 20 steps: 1e-10 in fp64, 1e-5 in fp32, wider where bits are given up."""
     folder, recipe = reference(row), parity_recipe(row, corpus)
@@ -366,6 +416,8 @@ def agrees(recipe: Recipe, settings: dict[str, Any], world_size: int, pool: Pool
     for rank, peak in enumerate(measured):
         predicted = runs[rank // stage_ranks].peak.bytes + cluster.device.overhead.workspace_bytes
         error = predicted / peak - 1
+        if math.fabs(error) > KNOWN:
+            pytest.fail(f"rank {rank} is off by {error:+.1%}, further than any known difference")
         assert math.fabs(error) <= 0.05, (
             f"rank {rank}: predicted {predicted:,}, measured {peak:,}, {error:+.1%}"
         )

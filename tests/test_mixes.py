@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from corpora import write_words
-from pairwise import Row, covering_rows
+from pairwise import Row, covering_rows, few_of
 from pool import Pool
 from ranks import reference_rank, strategy_rank
 
@@ -171,7 +171,16 @@ FURTHER: list[tuple[int, dict[str, Any], str, str]] = [
 ]
 # Eight processes take their time on two cores: of each three axes the first row.
 LARGE = covering_rows(FACTORS, functools.partial(valid, processes=8))
+# `make test` trains every value once and every two axes; all rows are those of `make test-all`.
+FEW = [*few_of(ROWS), *{axes_of(row): row for row in reversed(ROWS)}.values(), LARGE[0]]
+FEW_FURTHER = [
+    row for row in FURTHER if row[0] <= 2 and ("offload" in row[1] or "pipeline_parallel" in row[1])
+]
 ROWS += {axes_of(row): row for row in reversed(LARGE)}.values()
+
+
+def mark(row: Any, few: list[Any]) -> tuple[pytest.MarkDecorator, ...]:
+    return () if row in few else (pytest.mark.long,)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +219,7 @@ def test_there_are_enough_of_them_and_every_axis_meets_every_other() -> None:
     assert all(any(set(three) <= some for some in met) for three in combinations(axes[1:], 3))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=mark(row, FEW), id=name_of(row)) for row in ROWS])
 def test_trains_as_one_plain_process(row: Row, pool: Pool, corpus: Path, reference: Any) -> None:
     recipe = recipe_for(row, corpus)
     folder = reference(recipe, "fp64" if row["precision"] == "fp64" else "fp32")
@@ -221,7 +230,11 @@ def test_trains_as_one_plain_process(row: Row, pool: Pool, corpus: Path, referen
     assert verdicts[0].passed, verdicts[0]
 
 
-@pytest.mark.parametrize(("processes", "settings", "optimizer", "model"), FURTHER, ids=str)
+@pytest.mark.parametrize(
+    ("processes", "settings", "optimizer", "model"),
+    [pytest.param(*row, marks=mark(row, FEW_FURTHER)) for row in FURTHER],
+    ids=str,
+)
 def test_what_no_row_has_trains_as_one_plain_process(
     processes: int,
     settings: dict[str, Any],

@@ -25,6 +25,15 @@ def test_every_pair_that_can_be_is_in_some_row_and_no_other() -> None:
     assert len(rows) < 20 < len(every)
 
 
+def test_only_pairs_that_are_wanted_have_rows() -> None:
+    """A row holds other pairs as well, but none is made for them."""
+    rows = covering_rows(FACTORS, allowed, lambda pair: ("a", 1) in pair)
+    assert all(row["a"] == 1 for row in rows) and len(rows) < len(covering_rows(FACTORS, allowed))
+    assert {p for p in held(rows) if ("a", 1) in p} == {
+        p for p in held(covering_rows(FACTORS, allowed)) if ("a", 1) in p
+    }
+
+
 def test_few_hold_every_value_and_every_pair_beside_a_factor() -> None:
     rows = covering_rows(FACTORS, allowed)
     values = {value for row in rows for value in row.items()}

@@ -37,25 +37,37 @@ FACTORS: dict[str, list[Any]] = {
 }
 
 
-def micro_batches(index: int) -> list[Batch]:
+DIVIDED: list[dict[str, Any]] = [
+    {"tensor_parallel": 2},
+    {"tensor_parallel": 2, "tensor_sequence_parallel": "gathered"},
+    {"sequence_parallel": 2, "sequence_method": "ulysses"},
+    {"sequence_parallel": 2, "sequence_method": "ring"},
+    {"pipeline_parallel": 2},
+    {"pipeline_parallel": 2, "pipeline_schedule": "zero_bubble"},
+]
+"""Two ranks that work on the same samples."""
+
+
+def micro_batches(run: Run, index: int) -> list[Batch]:
     """Two of two sequences for this rank."""
-    generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
+    generator = torch.Generator().manual_seed(10 * index + run.data_rank)
     tokens = torch.randint(257, (2, 2, 9), generator=generator)
     return [{"input_ids": part[:, :-1], "labels": part[:, 1:]} for part in tokens]
 
 
 def run_of(row: Row) -> Run:
     keys = ("zero_stage", "precision", "activation_checkpointing")
+    divided = row.get("divided", {})
     values = {
-        "model": MODEL,
+        "model": MODEL | ({"kv_heads": 2} if divided else {}),
         "data": {"sequence_length": 8},
         "steps": 9,
-        "batch_size": 8,
+        "batch_size": 4 if divided else 8,
         "optimizer": {"name": row["optimizer"]},
         "loss_scale": {"initial": 256.0},
     }
     recipe = recipe_of(values, SETTINGS)
-    strategy = strategy_from({key: row[key] for key in keys})
+    strategy = strategy_from({**{key: row[key] for key in keys}, **divided, "micro_batch_size": 2})
     return build(recipe, blueprint_of(recipe), strategy, torch.device("cpu"))
 
 
@@ -130,12 +142,12 @@ def values(result: StepResult) -> list[str]:
 def injected(row: Row) -> dict[str, Any]:
     run = run_of(row)
     if not row["first_step"]:
-        assert float(step(run, micro_batches(0), 1e-2).skipped) == 0
+        assert float(step(run, micro_batches(run, 0), 1e-2).skipped) == 0
     before = digest(run)
     with fault(run, row):
-        bad = step(run, micro_batches(1), 1e-2)
+        bad = step(run, micro_batches(run, 1), 1e-2)
     after = digest(run)
-    good = step(run, micro_batches(2), 1e-2)
+    good = step(run, micro_batches(run, 2), 1e-2)
     return {
         "unchanged": before == after,
         "moves_on": digest(run) != after,
@@ -152,3 +164,13 @@ def test_one_update_is_skipped_everywhere(row: Row, pool: Pool) -> None:
         assert seen["unchanged"] and seen["moves_on"] and seen["finite"]
         assert seen["skipped"] == [1.0, 0.0]
     assert first["values"] == second["values"]
+
+
+@pytest.mark.parametrize("divided", DIVIDED, ids=lambda divided: "-".join(map(str, divided.values())))
+def test_one_update_is_skipped_everywhere_in_a_divided_model(divided: dict[str, Any], pool: Pool) -> None:
+    """A gradient that one rank alone has."""
+    plain = {"zero_stage": 1, "precision": "bf16", "optimizer": "adamw", "activation_checkpointing": "none"}
+    row = {**plain, "where": "element", "value": float("nan"), "first_step": False, "micro_batch": 0}
+    for seen in pool.run(2, injected, {**row, "divided": divided}):
+        assert seen["unchanged"] and seen["moves_on"] and seen["finite"]
+        assert seen["skipped"] == [1.0, 0.0]

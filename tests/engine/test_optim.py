@@ -67,11 +67,12 @@ def test_a_skipped_update_touches_nothing(name: str, dtype: torch.dtype) -> None
         assert all(t.isfinite().all() for t in bits(optimizer))
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_rules_are_torch_s(name: str) -> None:
-    """Fused and chunked rules against torch.optim's plain loops, in fp64 and fp32, over ten steps."""
+def test_rules_are_torch_s(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """The fused rules against torch.optim's plain loops, over ten steps."""
     spec = OptimizerSpec(name=name, weight_decay=0.1)  # type: ignore[arg-type]
-    ours, theirs = model(torch.float64), model(torch.float64)
+    ours, theirs = model(dtype), model(dtype)
     mine = build_optimizer(ours, spec)
     mine.set_learning_rate(1e-2)
     groups = [
@@ -90,7 +91,7 @@ def test_rules_are_torch_s(name: str) -> None:
         mine.step()
         other.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance / 100)
 
 
 # ---- 8 bits -----------------------------------------------------------------------------------------------
@@ -141,10 +142,11 @@ def test_8_bit_moments_are_near_what_was_written(name: str) -> None:
     unit = magnitude / torch.cat(blocks, dim=1)
     assert (error / magnitude)[unit > 0.1].max() < 0.071
     assert (error / magnitude)[unit > 0.01].max() < 0.142
-    # What was read is stored again as the same codes: a checkpoint is exact.
+    # What was read is stored again as the same codes, but where a block's largest value is negative: there is no code
+    # for -1. Checkpoints hold codes.
     kept = state[name].clone()
     codes.write(state, name, read, no)
-    assert (kept.int() - state[name].int()).abs().max() <= 1
+    assert (kept.int() - state[name].int()).abs().max() <= int(signed)
 
 
 @pytest.mark.parametrize("ratio", [1e-3, 1e-5, 3e-7, 1e-12])

@@ -25,7 +25,7 @@ from shardwise.engine.pipeline.stash import Stash
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch, blueprint_of
-from shardwise.model.slices import local_part, named_parameters
+from shardwise.model.slices import local_part, local_slices, named_parameters
 from shardwise.technique import SETTINGS, refuse_broken, strategy_from
 from shardwise.train.evaluate import evaluate
 from shardwise.train.reference import reference_model
@@ -64,7 +64,8 @@ def recipe(ranks: int, per_step: int, **settings: Any) -> Recipe:
 
 
 def batch(number: int) -> Batch:
-    ids = torch.randint(0, 257, (1, 24), generator=torch.Generator().manual_seed(number))
+    """A sentence of few of the words, and thus something to learn."""
+    ids = torch.randint(0, 16, (1, 24), generator=torch.Generator().manual_seed(number))
     labels = ids.roll(-1, 1)
     labels[:, : number % 5] = -100  # batches count unequally many targets
     return {"input_ids": ids, "labels": labels}
@@ -76,8 +77,8 @@ def of_step(index: int, per_step: int, rank: int = 0, copies: int = 1) -> list[B
 
 def trained(
     asked: Recipe, per_step: int, pause_after: int | None = None
-) -> tuple[list[float], dict[str, Tensor], int]:
-    """Losses, this rank's weights, and the most forward passes under way."""
+) -> tuple[list[float], dict[str, tuple[Any, Tensor]], int]:
+    """Losses, this rank's weights with where they lie in the whole, and the most forward passes under way."""
     run: Run = build(asked, blueprint_of(asked), strategy_from(asked.strategy), torch.device("cpu"))
     losses = []
     for index in range(STEPS):
@@ -87,7 +88,7 @@ def trained(
         if index == pause_after:
             evaluate(run, [batch(999)])
     assert isinstance(run.passes, PipeDream)
-    weights = {n: local_part(p).clone() for n, p in named_parameters(run.model)}
+    weights = {n: (local_slices(p), local_part(p).clone()) for n, p in named_parameters(run.model)}
     return losses, weights, run.passes.most_in_flight
 
 
@@ -147,10 +148,9 @@ def test_every_gradient_is_by_the_weights_of_its_forward_pass(
     losses, weights = simulated(asked, per_step, whole, ranks, copies)
     for rank, (found, mine, _) in enumerate(seen):
         assert found == pytest.approx(losses, rel=1e-10), f"rank {rank}"
-        for name, piece in mine.items():
-            if piece.shape == weights[name].shape:  # else a shard, of which the next line speaks
-                assert torch.allclose(piece, weights[name], rtol=1e-10, atol=1e-13), name
-        assert sum(p.numel() for p in mine.values()) > 0
+        for name, (place, piece) in mine.items():
+            assert torch.allclose(piece, weights[name][place], rtol=1e-10, atol=1e-13), name
+        assert sum(piece.numel() for _, piece in mine.values()) > 0
     synchronous = simulated(asked, per_step, dict.fromkeys(whole, 0), 1, copies)[0]
     assert max(abs(a / b - 1) for a, b in zip(losses, synchronous, strict=True)) > 1e-6, "nothing was stale"
 
@@ -159,7 +159,7 @@ SQUARE = {"layers": 4, "width": 32, "heads": 4, "kv_heads": 4, "ffn": 48, "vocab
 
 
 def adam(name: str = "adamw") -> dict[str, Any]:
-    return {"name": name, "learning_rate": 1e-3, "clip_norm": None}
+    return {"name": name, "learning_rate": 1e-2, "clip_norm": None}
 
 
 MIXES: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
@@ -234,12 +234,15 @@ def mixed(settings: dict[str, Any], optimizer: dict[str, Any] | None) -> Recipe:
 def test_beside_other_techniques_it_trains_as_it_does_alone(
     settings: dict[str, Any], optimizer: dict[str, Any] | None, pool: Pool
 ) -> None:
-    """The loss of every step, within what `verify` allows the precision and the optimizer."""
+    """The loss of every step, within what `verify` allows the precision and the optimizer, and it falls by far more."""
     asked = mixed(settings, optimizer)
     refuse_broken(asked, 4, str)
     alone = pool.run(2, trained, mixed({"precision": "fp64"}, optimizer), 2)
     found = pool.run(4, trained, asked, 2)
     allowed = max(TOLERANCE[settings["precision"]], TOLERANCE.get(asked.optimizer.name, 0.0))
+    assert alone[0][0][-1] < (1 - 3 * allowed) * alone[0][0][0], (
+        "else an update that is never made goes unseen"
+    )
     for losses, _, _ in found:
         assert losses == pytest.approx(alone[0][0], rel=allowed)
 
@@ -258,7 +261,7 @@ def test_an_evaluation_in_between_changes_nothing(pool: Pool) -> None:
     plain, paused = pool.run(4, trained, asked, 2), pool.run(4, trained, asked, 2, 3)
     for (losses, weights, _), (others, theirs, _) in zip(plain, paused, strict=True):
         assert losses == others
-        assert all(torch.equal(weights[name], theirs[name]) for name in weights)
+        assert all(torch.equal(weights[name][1], theirs[name][1]) for name in weights)
 
 
 def dry(asked: Recipe, rank: int) -> DryRun:

@@ -122,4 +122,3 @@ def test_the_rate_of_a_step_is_the_scaled_peak_times_the_schedule() -> None:
     }
     recipe = recipe_of(values)
     assert [learning_rate(recipe, step) for step in (0, 50, 99)] == pytest.approx([4e-4, 4e-3, 0.0])
-    assert learning_rate(recipe, 50) == learning_rate(recipe, 50)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from pool import Pool
 
 from shardwise.core.recipe import Recipe, recipe_of
@@ -128,7 +127,3 @@ def test_the_loss_is_torch_s_cross_entropy(dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         ours.grad, theirs.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-8
     )
-
-
-def test_a_process_group_is_needed() -> None:
-    assert not dist.is_initialized()
