@@ -1,4 +1,4 @@
-# Everything sets itself up: only Python 3.11 or 3.12, pip and make are assumed.
+# Everything sets itself up: only Python 3.11 or later, pip and make are assumed.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

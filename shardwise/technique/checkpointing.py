@@ -4,7 +4,7 @@
     selective  results of matrix products and attention are kept, the rest of every block runs again
     every:K    every K-th block runs again, from its input
     full       every block runs again (Chen et al. 2016): one block's activations live at a time, for one more
-               forward pass of the blocks, a third more FLOPs
+               forward pass of the blocks less the last product of each: up to a third more FLOPs
     sqrt       about sqrt(n) blocks run again together, from the input of the first: the FLOPs of full for fewer
                inputs and more blocks that live at a time (model/segments.py; Chen et al.'s own schedule)
     budget:F   every block keeps at most the share F of what it would keep with none, beside its input, and of all

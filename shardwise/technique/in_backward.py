@@ -1,10 +1,12 @@
 """Optimizer in backward: every parameter is updated, and its gradient freed, as soon as the gradient is complete.
 
 Gradients of one layer live at a time instead of all: the single-device twin of ZeRO-2 (Lv et al. 2023, LOMO;
-the hook is torch's own). With accumulation that holds for the last micro-batch only.
+the hook is torch's own). With accumulation that holds for the last micro-batch only. With ZeRO 0 on several ranks, or
+with replicas, FSDP2 holds the summed gradients until the backward pass ends, and nothing is saved.
 
-The price is what needs all gradients before the first update: clipping by the global norm, loss scaling, and
-skipping a whole update because one gradient is not finite (engine/update.py says what is done instead).
+The price is what needs all gradients before the first update: clipping by the global norm, fixed or adaptive, loss
+scaling, and skipping a whole update because one gradient is not finite (engine/update.py says what is done instead).
+Nor does it go with pipelines (technique/pipeline.py has the rule).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ LADDER: tuple[Rung, ...] = (
     WHOLE,
     Rung(
         "gradients and optimizer divided",
-        "sends what data parallelism sends, and leaves room for a larger micro-batch",
+        "sends what data parallelism sends with one micro-batch, and leaves room for a larger one",
         (_values(2),),
     ),
     Rung("weights divided too", "every layer is gathered whenever it is used", (_values(3),)),

@@ -10,8 +10,8 @@ Ranks of the axis read the same samples and keep a part of each: contiguous, or 
 causal attention. All of a rank's activations are those of its part. Weights are the same on all of them, and
 technique/zero.py divides state over this axis as over its own.
 
-First in the order of what changes blocks: the mode that meets attention (model/sequence.py) is entered by the blocks
-themselves, below whatever wraps them, and so again when they are recomputed.
+After tensor parallelism, and before whatever wraps blocks: the mode that meets attention (model/sequence.py) is entered
+by the blocks themselves, below that, and so again when they are recomputed.
 
 Refused: dividing the sequence for norms and residuals alone (Megatron's sequence parallelism), which belongs to
 tensor parallelism.

@@ -14,7 +14,7 @@ does it for a share of the sequence (Korthikanti et al. 2022, arXiv:2205.05198):
                  products (the paper's own form, whose bytes per layer are all divided)
 
 Weights are DTensors, which FSDP2 divides further over ``shard``; how layers are split while they run is
-model/split.py. Applied first: whatever comes later sees layers of this rank's size.
+model/split.py. Applied after the pipeline's cut and before all else: what comes later sees layers of this rank's size.
 
 Without shares all ranks draw the same random numbers, for what they drop must be the same outside of split layers;
 within them, every rank's heads then drop alike. With shares each draws its own.
