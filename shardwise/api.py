@@ -24,7 +24,7 @@ from shardwise.serve.sampling import Sampling
 from shardwise.serve.serving import Piece, ServedModel, load_model
 from shardwise.technique import SETTINGS
 from shardwise.train.export_run import export_run
-from shardwise.train.folder import claim, prepare, scratch
+from shardwise.train.folder import PAGE, claim, prepare, scratch
 from shardwise.train.launch import run_ranks
 from shardwise.train.start import check_start, finished
 from shardwise.train.verify import Verdict, read_verdict, shortened
@@ -67,17 +67,22 @@ def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = F
     folder = Path(out)
     with claim(folder):
         check_start(recipe, folder)
-        if not finished(recipe, folder):
+        done = finished(recipe, folder)
+        if not done:
             _train(recipe, plan, folder, ["--exact-memory"] if exact_memory else [])
+        if not done or not (folder / PAGE).exists():
+            _report(recipe, folder)
     return read_run(folder)
 
 
 def _train(recipe: Recipe, plan: Plan, folder: Path, flags: list[str]) -> None:
-    cluster = cluster_of(recipe.cluster)
-    plan = plan_remembering(recipe, cluster, folder, plan)[0]
+    plan = plan_remembering(recipe, cluster_of(recipe.cluster), folder, plan)[0]
     prepare(folder, recipe, plan)
     _launched(plan.world_size, ["train", str(folder), *flags], folder)
-    catch_up(recipe, cluster, folder)
+
+
+def _report(recipe: Recipe, folder: Path) -> None:
+    catch_up(recipe, cluster_of(recipe.cluster), folder)
     record_sample(folder)
     write_report(folder)
 

@@ -42,12 +42,15 @@ FACTORS: dict[str, list[Any]] = {
 # device's, so that all of it moves (ranks.py); what is measured cannot: on the CPU only files take anything out of it.
 FACTORS["offload"] = ["none", "activations", "optimizer", "nvme:/tmp", "activations+parameters+nvme:/tmp"]
 FACTORS["offload_fraction"] = [1.0, 0.5]
-# A method says nothing without a degree: one factor of both, "METHOD DEGREE". What gathers shares of the sequence again
-# gathers as "gathered" does, and then once more. PipeDream trains otherwise than one process does
-# (tests/engine/test_pipedream.py); its memory has a test of its own below.
+# A method says nothing without a degree: one factor of both, "METHOD DEGREE". PipeDream trains otherwise than one
+# process does (tests/engine/test_pipedream.py); its memory has a test of its own below.
 METHODS = {
     "sequence": ("sequence_method", "sequence_parallel", ["ulysses 1", "ulysses 2", "ring 2"]),
-    "tensor": ("tensor_sequence_parallel", "tensor_parallel", ["none 1", "none 2", "regathered 2"]),
+    "tensor": (
+        "tensor_sequence_parallel",
+        "tensor_parallel",
+        ["none 1", "none 2", "gathered 2", "regathered 2"],
+    ),
     "pipeline": (
         "pipeline_schedule",
         "pipeline_parallel",
@@ -62,9 +65,11 @@ for key in ("pipeline_stages_per_rank", "pipeline_vertical_sync"):
 FACTORS["optimizer"] = ["adamw", "sgd", "adamw_8bit"]
 # Memory is measured on a larger model, which takes its time: what is held as something else is has rows of its own,
 # sharded and not. fp16 is held as bf16 is and fp64 as fp32, segments are blocks that are recomputed, a pipeline that is
-# filled and emptied holds one micro-batch or all, and how 8 bits are scaled goes with which layers have them.
+# filled and emptied holds one micro-batch or all, how 8 bits are scaled goes with which layers have them, and what
+# gathers shares of the sequence again gathers as "gathered" does, and then once more.
 LEDGER_FACTORS = {
     **{key: values for key, values in FACTORS.items() if key not in ("fp8_scaling", "fp8_layers")},
+    "tensor": ["none 1", "none 2", "regathered 2"],
     "activation_checkpointing": ["none", "full", "selective", "budget:0.4"],
     "precision": ["fp32", "bf16", "fp8"],
     "fp8": ["tensor large", "row all"],
@@ -90,11 +95,13 @@ LEDGER_ALONE: list[dict[str, list[Any]]] = [
     SHARDED | {"pipeline": ["naive 2", "gpipe 2"]},
     KNOWN_DIFFERENCE,
 ]
+# First of each what most goes with: rows are completed with it.
 PARITY_FACTORS = {
     **FACTORS,
-    "world_size": [1, 2, 4],
+    "fp8_layers": ["all", "large"],
+    "world_size": [4, 2, 1],
     MICRO_BATCH_SIZE.key: [1, 2],
-    "model": ["llama", "gpt2", "tied", "sixteens", "grouped"],
+    "model": ["grouped", "llama", "gpt2", "tied", "sixteens"],
 }
 # A row is held to as little as its least exact value allows. So all pairs of exact values are of rows that have nothing
 # else, and rows that give bits up have the pairs in which one of the two does.
@@ -129,9 +136,9 @@ ADAPTER_FACTORS: dict[str, list[Any]] = {
     "pipeline": ["1f1b 1", "1f1b 2", "zero_bubble 2"],
 }
 # Inner widths and vocabularies that no world size divides; a batch of 3 leaves ranks and micro-batches with unequal
-# counts, one of four ranks with nothing. In the last two every linear layer can run in 8 bits, also half of it, with
-# biases and with tokens that are no multiple of 16. Four blocks are two on each of two ranks' two stages, and leave the
-# device where activations do.
+# counts, one of four ranks with nothing. In the last two every linear layer can run in 8 bits, also half of it, in the
+# first of them with biases, and with tokens that are no multiple of 16. Four blocks are one for each of two stages on
+# two ranks; without a pipeline they are enough for activations to leave the device.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"layers": 2, "width": 40, "heads": 4, "kv_heads": 2, "ffn": 55, "vocab": 257, "context": 32},
     "gpt2": {"family": "gpt2", "layers": 2, "width": 42, "heads": 2, "ffn": 51, "vocab": 263, "context": 32},
@@ -164,8 +171,8 @@ ADAPTER_PARITY_FACTORS = {
     "loss": FACTORS["loss"],
     "precision": ["fp64", "fp32", "bf16", "fp16"],
     "tensor": ["none 1", "gathered 2"],
-    "world_size": [2, 4],
-    "model": ["llama", "gpt2", "grouped"],
+    "world_size": [4, 2],
+    "model": ["grouped", "llama", "gpt2"],
 }
 ADAPTER_LEDGER_FACTORS = {
     **ADAPTER_FACTORS,
@@ -198,16 +205,24 @@ def valid(row: Row) -> bool:
     model, world_size = row.get("model", ""), row.get("world_size") or ledger_world(row)
     in_backward, adapter = row.get("optimizer_in_backward", False), row.get("adapter", "full")
     recipe = recipe_for_rules(model, row.get("optimizer", "adamw"), in_backward, adapter)
-    broken = any(broken_rules(strategy_from(settings_of(row)), world_size, recipe))
-    happens = takes_place(row) if model else not kept_within_a_budget_and_offloaded(row)
-    return not broken and world_size <= 4 and happens
+    if world_size > 4 or any(broken_rules(strategy_from(settings_of(row)), world_size, recipe)):
+        return False
+    return takes_place(row) if model else not kept_within_a_budget_and_offloaded(row)
 
 
 def takes_place(row: Row) -> bool:
-    """Whether a row trains in 8 bits and moves activations where it says so: its model has layers and blocks enough."""
+    """Whether a row shards, trains in 8 bits and moves activations where it says so: it has ranks, layers and blocks
+    enough."""
+    layout = layout_of(strategy_from(settings_of(row)), row["world_size"])
+    shards = layout.degree("shard") > 1 or (layout.degree("sequence") > 1 and layout.degree("replicate") == 1)
+    copies = row.get("replicate", 1) > 1
     in_8_bits = row["model"] in ("sixteens", "grouped") and row.get("fp8_layers") == "all"
     moves = MODELS[row["model"]]["layers"] >= 4
-    return (row["precision"] != "fp8" or in_8_bits) and ("activations" not in row["offload"] or moves)
+    return (
+        (shards or (row["zero_stage"] == 0 and not copies))
+        and (row["precision"] != "fp8" or in_8_bits)
+        and ("activations" not in row["offload"] or moves)
+    )
 
 
 def gives_bits_up(pair: Pair) -> bool:

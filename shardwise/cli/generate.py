@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.output import while_read
 from shardwise.core.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _name_of(folder: Path) -> str:
 
 def _stream(served: ServedModel, wanted: list[Request]) -> None:
     typer.echo(wanted[0].prompt, nl=False)
-    for piece in served.generate(wanted):
+    for piece in while_read(served.generate(wanted)):
         typer.echo(piece.text, nl=False)
     typer.echo()
 
@@ -136,7 +137,7 @@ def _print_json(served: ServedModel, wanted: list[Request], batch: int) -> None:
 def _whole(served: ServedModel, wanted: list[Request], batch: int) -> Iterator[tuple[int, str, str]]:
     """Which request, its text and why it ended, as each is done."""
     texts = [""] * len(wanted)
-    for piece in served.generate(wanted, batch=batch):
+    for piece in while_read(served.generate(wanted, batch=batch)):
         texts[piece.request] += piece.text
         if piece.end:
             yield piece.request, texts[piece.request], piece.end

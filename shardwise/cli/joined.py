@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwise.cli.prepare import FINISHED
 from shardwise.core.errors import ResourceError
-from shardwise.train.folder import PLAN, claim
+from shardwise.train.folder import PAGE, PLAN, claim
 from shardwise.train.launch import signal_name
 from shardwise.train.shortage import written_at
 
@@ -45,7 +45,7 @@ def train_as_rank(
 
         before = written_at(out)
         code = attempt(lambda: run_rank("train", out, exact_memory, device, plan_elsewhere), reword)
-        if code == 0:
+        if code == 0 or (code == FINISHED and not (out / PAGE).exists()):
             if written_at(out) != before:
                 _warn_unless_planned(elsewhere("shardwise.cli.shortage", "--catch-up").returncode, out)
             from shardwise.report.run import write_report

@@ -1,9 +1,10 @@
 """What happens when nobody reads the output any more, as in ``shardwise train … | head -3``: nothing.
 
-Training goes on, a plan that does not fit still exits with 7. Everything above a closed pipe gives up instead: typer
-and rich end the process with exit code 1, and Python's own print raises. So the error is caught below all of them, in
-the file that writes to the descriptor: the first time it comes, the descriptor is led to nowhere, for whoever else
-writes to it too. Refused: the signal's default action, which ends the process; and handlers around every print.
+Training goes on, a plan that does not fit still exits with 7; only text that is made to be read ends. Everything above
+a closed pipe gives up instead: typer and rich end the process with exit code 1, and Python's own print raises. So the
+error is caught below all of them, in the file that writes to the descriptor: the first time it comes, the descriptor is
+led to nowhere, for whoever else writes to it too. Refused: the signal's default action, which ends the process; and
+handlers around every print.
 """
 
 from __future__ import annotations
@@ -11,7 +12,20 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+_unread: set[int] = set()
+"""Descriptors that nobody reads any more."""
+
+
+def while_read(pieces: Iterable[T]) -> Iterator[T]:
+    """Pieces of what is only made to be shown, until nobody reads standard output any more."""
+    for piece in pieces:
+        if 1 in _unread:
+            return
+        yield piece
 
 
 class _Unbroken(io.FileIO):
@@ -21,6 +35,7 @@ class _Unbroken(io.FileIO):
         try:
             return super().write(data)
         except BrokenPipeError:
+            _unread.add(self.fileno())
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)

@@ -10,11 +10,15 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise.cli.common import Overrides, RecipeArgument, read, refuse_unfit
+
+if TYPE_CHECKING:
+    from shardwise.core.cluster import Cluster
+    from shardwise.core.recipe import Recipe
 
 
 def command(
@@ -43,9 +47,9 @@ def command(
 
         device = "cpu" if cluster.device.kind == "cpu" else "cuda"
         raise typer.Exit(train_as_rank(recipe, overrides or [], out, exact_memory, placement.rank, device))
-    from shardwise.cli.shortage import advising, catch_up, plan_remembering
+    from shardwise.cli.shortage import advising, plan_remembering
     from shardwise.train.data import check_data
-    from shardwise.train.folder import claim, prepare
+    from shardwise.train.folder import PAGE, claim, prepare
     from shardwise.train.start import check_start, finished
 
     with claim(out):
@@ -53,6 +57,8 @@ def command(
         check_start(wanted, out)
         if done := finished(wanted, out):
             typer.echo(done)
+            if not (out / PAGE).exists():
+                _report(wanted, cluster, out)
             return
         plan, reasons = plan_remembering(wanted, cluster, out)
         refuse_unfit(plan)
@@ -66,14 +72,19 @@ def command(
         advise = advising(wanted, cluster, out)
         code = launch(plan.world_size, ["train", str(out), *flags], out / "logs", _terminal(), advise)
         if code == 0:
-            catch_up(wanted, cluster, out)
-            from shardwise.report.run import write_report
-            from shardwise.serve.report import record_sample
-
-            record_sample(out)
-            page = write_report(out)
-            typer.echo(f"report: {page}")
+            _report(wanted, cluster, out)
     raise typer.Exit(code)
+
+
+def _report(recipe: Recipe, cluster: Cluster, out: Path) -> None:
+    """What is made of a run that has trained to its end."""
+    from shardwise.cli.shortage import catch_up
+    from shardwise.report.run import write_report
+    from shardwise.serve.report import record_sample
+
+    catch_up(recipe, cluster, out)
+    record_sample(out)
+    typer.echo(f"report: {write_report(out)}")
 
 
 def _terminal() -> dict[str, str]:

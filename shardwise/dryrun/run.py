@@ -62,7 +62,7 @@ class DryRun:
         pass_bytes: of a pipeline, activations that the first micro-batch's forward pass leaves for its backward pass.
         host: what this rank holds in host memory when that is most, where it is another memory than the device's.
         disk_bytes: what this rank reserves on a disk.
-        communicators: process groups of several ranks that it sends in, that of all ranks among them.
+        communicators: process groups of several ranks that it sends or receives in, that of all ranks among them.
     """
 
     rank: int

@@ -116,7 +116,7 @@ class Tracker(TorchDispatchMode):
         self.now = 0
         self.counting_costs = False
         self.disk_bytes = 0
-        self.groups: set[str] = set()  # names of those of several ranks that anything was sent in
+        self.groups: set[str] = set()  # names of those of several ranks that it sent or received in
         self._axis_of = axis_of
         self._workspace = workspace
         self._kept = kept
@@ -294,11 +294,12 @@ class Tracker(TorchDispatchMode):
         # collectives are steps of the computation: what they read and return may be kept as it is.
         if current_phase() != "forward" or not func.name().startswith(("c10d::send", "c10d::recv_")):
             self.tag(tensors, "communication" if func.namespace == "c10d" else EXCHANGED)
-        group, collective = group_of(args, kwargs), collective_of(func, args, kwargs, self._axis_of)
-        if group is None or collective is None:
-            return
-        if group.size() > 1:
+        group = group_of(args, kwargs)
+        if group is not None and group.size() > 1:
             self.groups.add(group.group_name)
+        collective = collective_of(func, args, kwargs, self._axis_of)
+        if collective is None:
+            return
         size = self._workspace(collective.kind, collective.bytes)
         self.workspaces.append((self._tick(), size))
         if self.counting_costs:

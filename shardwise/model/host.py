@@ -35,7 +35,10 @@ _told: bool | None = None
 
 @contextmanager
 def host_memory(pinned: bool = False) -> Iterator[None]:
-    """What is allocated in this block lies in host memory; ``pinned``, it is or becomes so on a real device."""
+    """What is allocated in this block lies in host memory; ``pinned``, it is or becomes so on a real device.
+
+    FSDP2 does not pin the gradients that it adds to others, or hands to a hook: of those the count is an upper bound.
+    """
     global _depth, _pinned
     before, _pinned = _pinned, pinned
     _depth += 1

@@ -331,6 +331,17 @@ class Search:
             return replace(candidate, peak_bytes=peak, verdict="does not fit", reason=reason)
         return replace(candidate, peak_bytes=peak)
 
+    def _is_smaller_than_fits(self, chosen: Prediction) -> bool:
+        """Whether a pipeline was given a smaller micro-batch than the largest that fits."""
+        size = chosen.strategy[MICRO_BATCH_SIZE]
+        larger = (
+            set(chosen.strategy.differences(candidate.strategy)) == {MICRO_BATCH_SIZE.key}
+            and candidate.strategy[MICRO_BATCH_SIZE] > size
+            and candidate.verdict == "fits"
+            for candidate in self.seen.values()
+        )
+        return chosen.pipeline is not None and any(larger)
+
     def _reasons(self, chosen: Prediction) -> Iterator[str]:
         """Why this strategy and not one that the search prefers, or one more."""
         yield from chosen.run.notes
@@ -349,7 +360,7 @@ class Search:
             if s.key not in self.recipe.strategy and (s.candidates or s is MICRO_BATCH_SIZE)
         ]
         if free and chosen.peak.bytes <= self.budget_bytes:
-            size = "largest" if chosen.pipeline is None else "fastest"
+            size = "fastest" if self._is_smaller_than_fits(chosen) else "largest"
             yield f"chosen by the planner: {', '.join(free)}; the first that fits, plainest first, {size} micro-batch"
 
 

@@ -129,7 +129,7 @@ class Alarm:
                 if self._store.check([_SOUNDED]):
                     self._answer()
                     return
-        except dist.DistError:
+        except (dist.DistNetworkError, dist.DistStoreError):
             return  # the store has gone with its rank, which is for the collectives to report
         except Exception:
             # Nobody may wait for this thread: the error that sounded the alarm is told instead.

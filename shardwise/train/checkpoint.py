@@ -50,7 +50,7 @@ def to_stderr(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-_INTACT = "lower micro_batch_size, or leave the host more memory; earlier checkpoints are intact"
+_MORE_ROOM = "leave the host more memory; checkpoints are as they were"
 
 
 # ---- saving -----------------------------------------------------------------------------------------------
@@ -59,9 +59,9 @@ _INTACT = "lower micro_batch_size, or leave the host more memory; earlier checkp
 def save(run: Run, state: TrainState, folder: Path, keep: int, fingerprint: str = "") -> Path:
     """Save a run after ``state.step`` steps as ``folder``/step-N, on all ranks at once; returns that path.
 
-    Keeps the ``keep`` (at least 1) newest checkpoints up to this step. A checkpoint of this very step is
-    replaced. ``fingerprint`` identifies the data. Raises ResourceError on every rank when any rank could not
-    write; earlier checkpoints are then untouched, and so is the run.
+    Keeps the ``keep`` (at least 1) newest checkpoints up to this step, and all of them while the guard suspects a
+    spike. One of this very step is replaced. ``fingerprint`` identifies the data. Raises ResourceError on every rank
+    when any rank could not write; earlier checkpoints are then untouched, and so is the run.
     """
     writer = ShardWriter(folder, _description(run, state, fingerprint), keep)
     try:
@@ -369,7 +369,7 @@ def _cause(error: CheckpointException, what: str, where: Path) -> BaseException:
     rank, (cause, _) = min(error.failures.items())
     if is_shortage(cause):
         why = f"memory ran out on rank {rank}: {type(cause).__name__}"
-        return ResourceError(what, where=str(where), why=why, fix=_INTACT)
+        return ResourceError(what, where=str(where), why=why, fix=_MORE_ROOM)
     if isinstance(cause, ShardwiseError) or not isinstance(cause, Exception):
         return cause
     return CheckpointError(what, where=str(where), why=f"rank {rank}: {type(cause).__name__}: {cause}")

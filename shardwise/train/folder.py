@@ -1,8 +1,9 @@
 """The folder of a run: claimed by one process at a time, and what is written before training starts.
 
 ``recipe.yaml`` says how what was trained is read again (``generate`` and ``export`` take the tokenizer from it), so it
-is only ever replaced by that of a run that really trains: what is refused, or has nothing to do, never comes as far as
-``prepare`` (see ``start.py``).
+is replaced only by that of a run that is to train: what ``start.py`` refuses, or has nothing to do, never comes as far
+as ``prepare``. What only ranks can tell (other content behind the same name, tensors of another dtype) is refused
+afterwards. ``report.json``, what the folder's last training came to, goes when the ranks have accepted the run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from shardwise.core.recipe import Recipe, dump_recipe, load_recipe
 from shardwise.core.whole_file import write_whole
 from shardwise.technique import SETTINGS
 
-RECIPE, PLAN, REPORT, LOCK, HOLDER = "recipe.yaml", "plan.json", "report.json", ".lock", ".holder"
+RECIPE, PLAN, REPORT, PAGE = "recipe.yaml", "plan.json", "report.json", "report.html"
+LOCK, HOLDER = ".lock", ".holder"
 
 
 @contextmanager
@@ -77,12 +79,10 @@ def _writing(folder: Path) -> Iterator[None]:
 def prepare(folder: Path, recipe: Recipe, plan: Plan) -> None:
     """Write the resolved recipe and the plan, which is all that workers read.
 
-    What the folder's last training came to goes: it would be taken for what this one comes to. Raises ResourceError;
-    recipe and plan are then each as it was, or as it is to be.
+    Raises ResourceError; recipe and plan are then each as it was, or as it is to be.
     """
     with _writing(folder):
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        (folder / REPORT).unlink(missing_ok=True)
     write_whole(folder / RECIPE, dump_recipe(recipe).encode())
     # The plan last: a waiting rank takes its presence as the signal to start.
     write_whole(folder / PLAN, plan.to_json().encode())
@@ -101,6 +101,11 @@ def correct(folder: Path, plan: Plan) -> None:
     write_whole(folder / REPORT, json.dumps(report, indent=1).encode())
 
 
+def forget_report(folder: Path) -> None:
+    """Training begins: what the last one came to would be taken for what this one comes to."""
+    (folder / REPORT).unlink(missing_ok=True)
+
+
 def read_job(folder: Path) -> tuple[Recipe, Plan]:
     """The resolved recipe and the plan of a run folder."""
     recipe = load_recipe(folder / RECIPE, [], SETTINGS)
@@ -111,5 +116,10 @@ def read_job(folder: Path) -> tuple[Recipe, Plan]:
 def scratch(prefix: str) -> Iterator[Path]:
     """A temporary folder; it stays where what was to be done in it fails, because its logs say why."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
-    yield folder
+    try:
+        yield folder
+    except BaseException:
+        for weights in folder.glob("*.safetensors"):
+            weights.unlink()
+        raise
     shutil.rmtree(folder, ignore_errors=True)

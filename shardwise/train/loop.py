@@ -31,6 +31,7 @@ from shardwise.train.checkpoint import restore, save, start
 from shardwise.train.data import Data, open_data
 from shardwise.train.evaluate import evaluate
 from shardwise.train.export import leave
+from shardwise.train.folder import forget_report
 from shardwise.train.meter import EXACT_STEPS, MemoryMeter, return_large_frees
 from shardwise.train.metrics import MetricsFile, StepMetrics, typical_seconds
 from shardwise.train.progress import Progressing
@@ -109,6 +110,8 @@ class Trainer:
             _say(self.rank, f"nothing to do: {self.first} of {steps} steps are done")
             self.survival.alarm.close()
             return
+        if self.rank == 0:
+            forget_report(self.job.folder)
         self.recovery.begin(self.state)
         try:
             self._to_the_end()

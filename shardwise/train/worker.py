@@ -50,21 +50,27 @@ def run_rank(
     if prepare is None:
         device = "cpu" if read_job(folder)[1].device == "cpu" else "cuda"
     with join(device) as world:
-        if prepare is not None:
-            _prepare_on_rank_0(prepare, world)
-        recipe, plan = read_job(folder)
-        _require(world, plan)
-        if verb == "train":
-            Trainer(Job(recipe, plan, folder, world.device, exact_memory)).train()
-        else:
-            run_strategy(recipe, plan.strategy, folder, world.device)
+        code = 0 if prepare is None else _prepared_on_rank_0(prepare, world)
+        if code == 0:
+            _run(verb, folder, world, exact_memory)
+    if code != 0:
+        raise PlanFailed(code)
 
 
-def _prepare_on_rank_0(prepare: Prepare, world: World) -> None:
+def _run(verb: str, folder: Path, world: World, exact_memory: bool) -> None:
+    recipe, plan = read_job(folder)
+    _require(world, plan)
+    if verb == "train":
+        Trainer(Job(recipe, plan, folder, world.device, exact_memory)).train()
+    else:
+        run_strategy(recipe, plan.strategy, folder, world.device)
+
+
+def _prepared_on_rank_0(prepare: Prepare, world: World) -> int:
+    """The exit code, on all ranks."""
     codes = [prepare() if world.rank == 0 else 0]
     dist.broadcast_object_list(codes)
-    if codes[0] != 0:
-        raise PlanFailed(codes[0])
+    return codes[0]
 
 
 def _require(world: World, plan: Plan) -> None:

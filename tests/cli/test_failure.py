@@ -118,10 +118,8 @@ def test_a_full_disk_leaves_recipe_and_plan_as_they_were(tmp_path: Path, plan: P
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.*")} == before
 
 
-def test_a_new_training_has_no_report_of_an_old_one(tmp_path: Path, plan: Plan) -> None:
-    (tmp_path / folders.REPORT).write_text("{}", encoding="utf-8")
+def test_a_plan_is_corrected_where_there_is_no_report(tmp_path: Path, plan: Plan) -> None:
     folders.prepare(tmp_path, recipe(1), plan)
-    assert not (tmp_path / folders.REPORT).exists()
     folders.correct(tmp_path, replace(plan, line="another"))  # of a run that had nothing left to do
     found, planned = folders.read_job(tmp_path)
     assert (found, planned.line) == (recipe(1), "another")

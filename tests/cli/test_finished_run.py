@@ -19,7 +19,7 @@ from shardwise.cli import prepare
 from shardwise.cli.main import run
 from shardwise.report.record import read_run
 from shardwise.train import launch as launching
-from shardwise.train.folder import LOCK
+from shardwise.train.folder import LOCK, forget_report
 
 RECIPE = """
 model: {layers: 1, width: 16, heads: 2, ffn: 32, vocab: 256, context: 16}
@@ -91,6 +91,16 @@ def test_nothing_to_do_changes_nothing(
     assert contents(folder / "run") == before
 
 
+def test_a_run_that_ended_before_its_report_gets_one(
+    folder: Path, tmp_path: Path, words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "launch", never)
+    shutil.copytree(folder / "run", tmp_path / "run")
+    (tmp_path / "run" / "report.html").unlink()
+    assert run(words(out=tmp_path / "run")) == 0
+    assert (tmp_path / "run" / "report.html").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "code", "says"),
     [
@@ -124,10 +134,16 @@ def test_while_more_steps_are_trained_there_is_no_report_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ranks that are asked to stop at once; then the verb that draws a run."""
+    """Ranks that end as soon as they have begun; then the verb that draws a run."""
     shutil.copytree(folder / "run", tmp_path / "run")
     assert read_run(tmp_path / "run").outcome is not None
-    monkeypatch.setattr(launching, "launch", lambda *arguments, **options: 75)
+
+    def launch(*arguments: Any, **options: Any) -> int:
+        assert read_run(tmp_path / "run").outcome is not None, "who is refused by the ranks keeps it"
+        forget_report(tmp_path / "run")
+        return 75
+
+    monkeypatch.setattr(launching, "launch", launch)
     assert run(words("steps=4", out=tmp_path / "run")) == 75
     found = read_run(tmp_path / "run")
     assert found.outcome is None and len(found.steps) == 2 and "steps: 4" in found.recipe

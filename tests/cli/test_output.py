@@ -43,6 +43,20 @@ def test_closed_pipes(words: list[str], code: int, tmp_path: Path) -> None:
         assert process.wait(60) == code
 
 
+def test_text_ends_when_nobody_reads_it() -> None:
+    code = (
+        "from shardwise.cli.output import keep_writing, while_read\n"
+        "import itertools, sys\n"
+        "keep_writing()\n"
+        "for number in while_read(itertools.count()):\n"
+        "    print(number, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"0\n"
+        process.stdout.close()
+        assert process.wait(60) == 0
+
+
 def test_what_is_read_is_whole(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "plan", "absént.yaml"],

@@ -71,7 +71,7 @@ def test_it_takes_the_smallest_stage_and_the_largest_micro_batch_that_fit() -> N
 
 def test_a_pipeline_takes_the_fastest_micro_batch_not_the_largest() -> None:
     """One micro-batch in a pipeline of two leaves each rank idle for half of the step."""
-    asked = recipe(pipeline_parallel=2, zero_stage=0)
+    asked = recipe(batch_size=512, pipeline_parallel=2, zero_stage=0)
     plan = planned(asked)
     sizes = {
         c.strategy[MICRO_BATCH_SIZE]: c.step_seconds for c in plan.candidates if c.verdict != "does not fit"

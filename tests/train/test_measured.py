@@ -30,7 +30,7 @@ def test_a_run_takes_the_memory_it_was_planned(arguments: list[str], tmp_path: P
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
     command = [sys.executable, "-m", "shardwise", "train", str(recipe), "--out", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     ranks = json.loads((out / "report.json").read_text(encoding="utf-8"))["ranks"]
     assert len(ranks) == 2

@@ -372,11 +372,11 @@ def test_alone(trained: Trained) -> None:
     assert_same_run(trained(case), trained(Case(size=2, settings=FP64)), 1e-10)
 
 
-def alarm_that_breaks() -> tuple[bool, float]:
+def alarm_that_breaks(error: type[Exception]) -> tuple[bool, float]:
     """What an alarm says whose thread fails where it breaks the communicators, and after how long."""
 
     def breaks(but: int) -> None:
-        raise ValueError("as torch may")
+        raise error("as torch may")
 
     alarms._shut_accepted = breaks
     alarm = alarms.Alarm(c10d._get_default_store(), torch.device("cpu"), torch.zeros(()))
@@ -385,7 +385,8 @@ def alarm_that_breaks() -> tuple[bool, float]:
     return alarm.met(MemoryError()), time.monotonic() - began
 
 
-def test_nobody_waits_for_an_alarm_that_has_failed(pool: Pool) -> None:
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, dist.DistBackendError])
+def test_nobody_waits_for_an_alarm_that_has_failed(error: type[Exception], pool: Pool) -> None:
     """The error that sounded it is then told, and not after half an hour."""
-    for met, seconds in pool.run(2, alarm_that_breaks):
+    for met, seconds in pool.run(2, alarm_that_breaks, error):
         assert not met and seconds < 20
