@@ -76,12 +76,8 @@ def test_memory_and_disks_that_run_out_are_no_faults(
     assert says in line(capsys)
     for module in (prepare, shortage):
         monkeypatch.setattr(module, "read", raising(error))
-    for ended in (
-        prepare.main("recipe.yaml", "run"),
-        shortage.main("recipe.yaml", "run"),
-        shortage.main("--catch-up", "recipe.yaml", "run"),
-    ):
-        assert ended == code
+    for planner, flags in ((prepare, ()), (shortage, ()), (shortage, ("--catch-up",))):
+        assert planner.main(*flags, "recipe.yaml", "run") == code
         assert says in line(capsys)
 
 

@@ -17,6 +17,7 @@ from shardwise.report import run as reports
 from shardwise.serve import report as samples
 from shardwise.technique import strategy_from
 from shardwise.train import worker
+from shardwise.train.folder import PAGE
 from shardwise.train.shortage import Shortage, remember
 
 SHORT = Shortage(dict(strategy_from({"micro_batch_size": 4}).values), 2, 2, 1, 17, 1 << 30, 2 << 30)
@@ -71,10 +72,15 @@ def test_a_planner_that_is_killed_is_told(
     assert reported == []
 
 
-def test_where_nothing_is_left_to_do_nobody_trains(join: Joined, reported: list[Path]) -> None:
-    """The folder stays as it is: no report is written again."""
+def test_where_nothing_is_left_to_do_nobody_trains(
+    join: Joined, reported: list[Path], tmp_path: Path
+) -> None:
+    """The folder stays as it is: no report is written again. A run that ended before its first one gets it."""
     assert join(0, FINISHED) == 0 and join(1, FINISHED) == 0
-    assert reported == []
+    assert reported == [tmp_path / "run"]
+    (tmp_path / "run" / PAGE).touch()
+    assert join(0, FINISHED) == 0 and join(1, FINISHED) == 0
+    assert len(reported) == 1
 
 
 @pytest.mark.parametrize(("code", "how"), [(1, "exit code 1"), (-signal.SIGKILL, "killed by SIGKILL")])

@@ -162,7 +162,7 @@ def adam(name: str = "adamw") -> dict[str, Any]:
     return {"name": name, "learning_rate": 1e-2, "clip_norm": None}
 
 
-MIXES: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+MIXES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (
         {
             "precision": "fp32",
@@ -182,7 +182,7 @@ MIXES: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
             "tensor_sequence_parallel": "gathered",
             "activation_checkpointing": "every:2",
         },
-        None,
+        adam(),
     ),
     (
         {
@@ -215,24 +215,23 @@ MIXES: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
         adam("adamw_8bit"),
     ),
 ]
-"""Settings beside an asynchronous pipeline of two ranks, each on two; and another optimizer than SGD.
+"""Settings beside an asynchronous pipeline of two ranks, each on two, with other optimizers than SGD.
 
 With 8-bit moments it is a GPT-2 with a head of its own.
 """
 
 
-def mixed(settings: dict[str, Any], optimizer: dict[str, Any] | None) -> Recipe:
-    eight = optimizer is not None and optimizer["name"] == "adamw_8bit"
+def mixed(settings: dict[str, Any], optimizer: dict[str, Any]) -> Recipe:
+    eight = optimizer["name"] == "adamw_8bit"
     model = SQUARE | ({"family": "gpt2", "tied": False} if eight else {})
-    sections = {"model": model, **({"optimizer": optimizer} if optimizer else {})}
-    return recipe(2, 2, sections=sections, **settings)
+    return recipe(2, 2, sections={"model": model, "optimizer": optimizer}, **settings)
 
 
 @pytest.mark.parametrize(
     ("settings", "optimizer"), MIXES, ids=["tensor", "gathered", "regathered", "ulysses", "ring"]
 )
 def test_beside_other_techniques_it_trains_as_it_does_alone(
-    settings: dict[str, Any], optimizer: dict[str, Any] | None, pool: Pool
+    settings: dict[str, Any], optimizer: dict[str, Any], pool: Pool
 ) -> None:
     """The loss of every step, within what `verify` allows the precision and the optimizer, and it falls by far more."""
     asked = mixed(settings, optimizer)
@@ -240,7 +239,7 @@ def test_beside_other_techniques_it_trains_as_it_does_alone(
     alone = pool.run(2, trained, mixed({"precision": "fp64"}, optimizer), 2)
     found = pool.run(4, trained, asked, 2)
     allowed = max(TOLERANCE[settings["precision"]], TOLERANCE.get(asked.optimizer.name, 0.0))
-    assert alone[0][0][-1] < (1 - 3 * allowed) * alone[0][0][0], (
+    assert alone[0][0][-1] < (1 - 2 * allowed) * alone[0][0][0], (
         "else an update that is never made goes unseen"
     )
     for losses, _, _ in found:
