@@ -371,7 +371,9 @@ class _Wrapped:
 
     def __init__(self, tensor: Any, group: _Group) -> None:
         names, self._context = tensor.__tensor_flatten__()
-        self._parts = {name: group.pack(getattr(tensor, name)) for name in names}
+        inner = {name: getattr(tensor, name) for name in names}
+        self._parts = {name: group.pack(part) for name, part in inner.items() if isinstance(part, Tensor)}
+        self._rest = {name: part for name, part in inner.items() if name not in self._parts}
         self._kind: Any = type(tensor)
         self._shape = tensor.size(), tensor.stride()
 
@@ -379,5 +381,5 @@ class _Wrapped:
         parts = {name: kept.value() for name, kept in self._parts.items()}
         if any(part is None for part in parts.values()):
             return None
-        whole: Tensor = self._kind.__tensor_unflatten__(parts, self._context, *self._shape)
+        whole: Tensor = self._kind.__tensor_unflatten__({**parts, **self._rest}, self._context, *self._shape)
         return whole

@@ -64,6 +64,9 @@ def storage_keys(tensors: Iterable[Any]) -> Iterator[int]:
     for tensor in tensors:
         if is_made_of_others(tensor):
             names, _ = tensor.__tensor_flatten__()
-            yield from storage_keys(getattr(tensor, name) for name in names)
+            parts = [
+                getattr(tensor, name) for name in names
+            ]  # of a DTensor its mesh as well, from torch 2.13 on
+            yield from storage_keys(part for part in parts if isinstance(part, Tensor))
         else:
             yield tensor.untyped_storage()._cdata

@@ -265,13 +265,31 @@ def test_writing_to_what_is_kept_is_an_error(index: int) -> None:
         x.sum().backward()
 
 
-def test_tensors_made_of_others() -> None:
+class Meshed(TwoTensor):
+    """Made of tensors and of something that is none, as DTensors are from torch 2.13 on."""
+
+    def __tensor_flatten__(self) -> Any:
+        names, context = super().__tensor_flatten__()
+        return [*names, "shape_of"], context
+
+    @property
+    def shape_of(self) -> str:
+        return "a mesh"
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        assert inner.pop("shape_of") == "a mesh"
+        return TwoTensor.__tensor_unflatten__(inner, context, size, stride)
+
+
+@pytest.mark.parametrize("kind", [TwoTensor, Meshed])
+def test_tensors_made_of_others(kind: type[TwoTensor]) -> None:
     """Such as DTensors: their parts are moved."""
 
     def run(count_buffers: bool) -> tuple[list[Tensor], Watched | None]:
         model = Chain(lambda x, w: (x * 2).sin() * x)
         lanes = offloaded(model) if count_buffers else None
-        x = TwoTensor(stream().detach(), stream().detach() * 3).requires_grad_()
+        x = kind(stream().detach(), stream().detach() * 3).requires_grad_()
         model(x).sum().backward()
         assert isinstance(x.grad, TwoTensor)
         return [x.grad.a, x.grad.b], lanes
