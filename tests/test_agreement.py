@@ -161,7 +161,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab": 271,
         "context": 32,
     },
-    "grouped": {"layers": 4, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 271, "context": 32},
+    # Tied: where it is not, fp8 alone, in one process, moves the gradient norm of a step by 16 % (the loss by 0.1 %).
+    "grouped": {
+        "layers": 4,
+        "width": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn": 96,
+        "vocab": 271,
+        "context": 32,
+        "tied": True,
+    },
 }
 ADAPTER_PARITY_FACTORS = {
     **ADAPTER_FACTORS,
