@@ -64,9 +64,8 @@ def storage_keys(tensors: Iterable[Any]) -> Iterator[int]:
     for tensor in tensors:
         if is_made_of_others(tensor):
             names, _ = tensor.__tensor_flatten__()
-            parts = [
-                getattr(tensor, name) for name in names
-            ]  # of a DTensor its mesh as well, from torch 2.13 on
+            # Of a DTensor the mesh is one of them as well, from torch 2.13 on.
+            parts = [getattr(tensor, name) for name in names]
             yield from storage_keys(part for part in parts if isinstance(part, Tensor))
         else:
             yield tensor.untyped_storage()._cdata

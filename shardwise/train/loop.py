@@ -31,7 +31,7 @@ from shardwise.train.checkpoint import restore, save, start
 from shardwise.train.data import Data, open_data
 from shardwise.train.evaluate import evaluate
 from shardwise.train.export import leave
-from shardwise.train.folder import forget_report
+from shardwise.train.folder import REPORT, forget_report
 from shardwise.train.meter import EXACT_STEPS, MemoryMeter, return_large_frees
 from shardwise.train.metrics import MetricsFile, StepMetrics, typical_seconds
 from shardwise.train.progress import Progressing
@@ -371,7 +371,7 @@ class Trainer:
             "world_size": plan.world_size,
             "passes": passes,
         }
-        write_whole(self.job.folder / "report.json", json.dumps(report, indent=1).encode())
+        write_whole(self.job.folder / REPORT, json.dumps(report, indent=1).encode())
 
 
 def _say(rank: int, text: str) -> None:
