@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-all check lint types docs benchmark clean
+.PHONY: quickstart test test-unit test-all rows check lint types docs benchmark clean
 
 quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
 	$(BIN)/shardwise plan recipes/quickstart.yaml
@@ -13,11 +13,17 @@ quickstart: $(READY)  ## plan and train a small model on the standard library's 
 	@$(BIN)/python -m webbrowser -t "file://$(CURDIR)/runs/quickstart/report.html" >/dev/null 2>&1 || true
 	@echo "the report: runs/quickstart/report.html"
 
-test: $(READY)  ## all tests but long ones, which are most pairs of settings
+test: $(READY)  ## the tiers unit, ranks and cli (10 minutes on 2 cores)
 	$(BIN)/python -m pytest tests
 
-test-all: $(READY)  ## all tests
-	$(BIN)/python -m pytest tests -m ""
+test-unit: $(READY)  ## the tests that fork no ranks and run no command (2 minutes)
+	$(BIN)/python -m pytest tests -m unit
+
+test-all: $(READY)  ## all tests: also most pairs of settings, and 20 steps of each
+	$(BIN)/python -m pytest tests -m "" --parity-steps 20
+
+rows: $(READY)  ## write tests/rows/rows.json, the combinations of settings that tests train
+	$(BIN)/python -m tests.rows
 
 check: lint types test  ## lint, types and tests
 
@@ -29,7 +35,7 @@ types: $(READY)
 	$(BIN)/mypy shardwise
 
 docs: $(READY)  ## write the generated pages of docs/reference
-	$(BIN)/python docs/generate.py
+	PYTHONPATH=. $(BIN)/python docs/generate.py
 
 benchmark: $(READY)  ## predicted against measured memory on real runs (about 25 minutes)
 	$(BIN)/python benchmarks/ledger.py

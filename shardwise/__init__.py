@@ -9,6 +9,7 @@ The public interface is small. Names are loaded when first used, so that ``impor
     model = shardwise.load_model("runs/one", {"name": "runs/two/adapter"})
     texts = model.complete([shardwise.Request("def ", "name")])
 """
+# ruff: noqa: F403, F405 - type checkers read the public names from api.py
 
 from __future__ import annotations
 
@@ -17,22 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.api import (
-        Cluster,
-        Piece,
-        Plan,
-        Recipe,
-        Request,
-        Sampling,
-        ServedModel,
-        export,
-        load,
-        load_model,
-        merge,
-        plan,
-        train,
-        verify,
-    )
+    from shardwise.api import *
 
 __all__ = [
     "Cluster",
@@ -61,8 +47,12 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 
-class _Callable(ModuleType):
-    """A subpackage that is also the public function of its name: ``shardwise.plan(recipe)``."""
+# ``plan``, ``train``, ``verify`` and ``export`` are subpackages and public functions. When Python imports a subpackage
+# it sets the module as an attribute of this package, which would hide the function. So these modules are callable.
+
+
+class _CallableModule(ModuleType):
+    """A subpackage that calls the public function of its name: ``shardwise.plan(recipe)``."""
 
     def __call__(self, *arguments: object, **options: object) -> object:
         function: Any = __getattr__(self.__name__.rpartition(".")[2])
@@ -70,11 +60,11 @@ class _Callable(ModuleType):
 
 
 class _Package(ModuleType):
-    """Importing a subpackage sets it as an attribute here; ``plan`` and ``train`` become callable then."""
+    """Makes a subpackage with the name of a public function callable when it is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in __all__ and isinstance(value, ModuleType):
-            value.__class__ = _Callable
+            value.__class__ = _CallableModule
         super().__setattr__(name, value)
 
 

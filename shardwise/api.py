@@ -1,8 +1,8 @@
-"""The public interface for Python: what the command line does, without printing.
+"""The public interface for Python: what the commands do, without printing.
 
-``train`` starts one process per device of this machine and returns when they are done; it is the caller's
-process only that plans. What those processes print is in their logs, and why they failed in the error. Everything else
-in the package may change between versions.
+``train`` and ``verify`` start one process per device of this machine and return when these have ended. The output of
+the processes is in their logs, and the reason of a failure is in the error. Names listed in ``shardwise.__all__`` are
+public; everything else may change between versions.
 """
 
 from __future__ import annotations
@@ -10,87 +10,79 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.cli.shortage import catch_up, plan_remembering
-from shardwise.core.cluster import Cluster, cluster_of
 from shardwise.core.errors import Preempted, RankError
-from shardwise.core.plan import Plan
-from shardwise.core.recipe import Recipe, load_recipe
-from shardwise.model.blueprint import blueprint_of
-from shardwise.plan.search import plan_for
-from shardwise.report.run import RunRecord, read_run, write_report
-from shardwise.serve.report import record_sample
-from shardwise.serve.requests import Request
-from shardwise.serve.sampling import Sampling
-from shardwise.serve.serving import Piece, ServedModel, load_model
+from shardwise.core.plan import Plan as Plan
+from shardwise.export.export_run import export_run
+from shardwise.hardware.cluster import Cluster as Cluster
+from shardwise.hardware.cluster import cluster_of
+from shardwise.jobs import training, verifying
+from shardwise.jobs.planning import make_plan
+from shardwise.launch.launcher import run_ranks
+from shardwise.recipe.load import load_recipe
+from shardwise.recipe.sections import Recipe as Recipe
+from shardwise.report.run import RunRecord, read_run
+from shardwise.serve.requests import Request as Request
+from shardwise.serve.sampling import Sampling as Sampling
+from shardwise.serve.serving import Piece as Piece
+from shardwise.serve.serving import ServedModel as ServedModel
+from shardwise.serve.serving import load_model as load_model
 from shardwise.technique import SETTINGS
-from shardwise.train.export_run import export_run
-from shardwise.train.folder import PAGE, claim, prepare, scratch
-from shardwise.train.launch import run_ranks
-from shardwise.train.start import check_start, finished
-from shardwise.train.verify import Verdict, read_verdict, shortened
-
-__all__ = [
-    "Cluster",
-    "Piece",
-    "Plan",
-    "Recipe",
-    "Request",
-    "Sampling",
-    "ServedModel",
-    "export",
-    "load",
-    "load_model",
-    "merge",
-    "plan",
-    "train",
-    "verify",
-]
+from shardwise.verify.verify import Verdict
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and check a recipe; ``overrides`` are ``section.key=value``. Raises RecipeError."""
+    """Read and check a recipe.
+
+    Args:
+        overrides: ``section.key=value``, applied in order.
+
+    Raises:
+        RecipeError: the recipe has a fault; the error names the file, the line and the key.
+    """
     return load_recipe(Path(path), list(overrides), SETTINGS)
 
 
 def plan(recipe: Recipe, cluster: Cluster | None = None) -> Plan:
-    """Choose what the recipe does not pin, and predict; ``cluster`` instead of the recipe's own."""
-    return plan_for(recipe, blueprint_of(recipe), cluster or cluster_of(recipe.cluster))
+    """Choose the strategy settings that the recipe does not pin, and predict memory and time.
+
+    A plan that does not fit is returned too: ``plan.fits`` is False then.
+
+    Args:
+        cluster: plan for this cluster instead of the recipe's.
+
+    Raises:
+        RecipeError: the pinned strategy breaks a rule.
+    """
+    return make_plan(recipe, cluster or cluster_of(recipe.cluster), compare=True)
 
 
 def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = False) -> RunRecord:
-    """Train exactly ``plan`` on this machine into the folder ``out``; resumes when it holds a checkpoint.
+    """Train exactly ``plan`` on this machine; resumes when ``out`` holds a checkpoint.
 
-    With a smaller micro-batch where memory ran out with this one, in this run or before it in this folder. Where all
-    steps are done the folder is left as it is. Raises RankError, which says why, when the run fails or is stopped;
-    more is in ``out``/logs.
+    After an OOM the run goes on with half the micro-batch, now or when it is resumed. A finished run is left as it is.
+
+    Args:
+        out: the folder of the run.
+        exact_memory: measure memory over the whole run (slower on the CPU).
+
+    Raises:
+        DataError: the data cannot be read.
+        ResourceError: the plan does not fit, the folder cannot be written, or an OOM happened with a micro-batch of 1.
+        CheckpointError: the folder holds a checkpoint of another run.
+        RankError: the run failed or was stopped, with the reason; ``out``/logs has more.
     """
-    folder = Path(out)
-    with claim(folder):
-        check_start(recipe, folder)
-        done = finished(recipe, folder)
-        if not done:
-            _train(recipe, plan, folder, ["--exact-memory"] if exact_memory else [])
-        if not done or not (folder / PAGE).exists():
-            _report(recipe, folder)
-    return read_run(folder)
-
-
-def _train(recipe: Recipe, plan: Plan, folder: Path, flags: list[str]) -> None:
-    plan = plan_remembering(recipe, cluster_of(recipe.cluster), folder, plan)[0]
-    prepare(folder, recipe, plan)
-    _launched(plan.world_size, ["train", str(folder), *flags], folder)
-
-
-def _report(recipe: Recipe, folder: Path) -> None:
-    catch_up(recipe, cluster_of(recipe.cluster), folder)
-    record_sample(folder)
-    write_report(folder)
+    training.train(
+        recipe, cluster_of(recipe.cluster), Path(out), _run_workers, plan=plan, exact_memory=exact_memory
+    )
+    return read_run(Path(out))
 
 
 def export(run: str | Path, out: str | Path, *, dtype: str | None = None) -> Path:
-    """Write the newest checkpoint of the run in the folder ``run`` as a folder that transformers loads.
+    """Write the newest checkpoint of a run as a folder that transformers loads; returns that folder.
 
-    ``dtype`` is fp32, bf16 or fp16; None takes what the run computed in.
+    Args:
+        run: the folder of the run.
+        dtype: fp32, bf16 or fp16; None takes the precision that the run computed in.
     """
     return export_run(Path(run), Path(out), dtype)[0].folder
 
@@ -98,11 +90,15 @@ def export(run: str | Path, out: str | Path, *, dtype: str | None = None) -> Pat
 def merge(
     base: str | Path, adapter: str | Path, out: str | Path, *, dtype: str | None = None, undo: bool = False
 ) -> Path:
-    """Write the model of the folder or hub id ``base`` with an adapter of PEFT's format added into its weights.
+    """Add an adapter into the weights of its base model and write the result; returns its folder.
 
-    With ``undo``, the base of what was merged so. ``dtype`` is fp32, bf16 or fp16; None takes what the base has.
+    Args:
+        base: the folder or hub id of a model.
+        adapter: the folder of an adapter in PEFT's format.
+        dtype: fp32, bf16 or fp16; None keeps the dtype of the base.
+        undo: take the adapter out of a merged model instead.
     """
-    from shardwise.train.merge import merge, unmerge  # transformers takes seconds
+    from shardwise.export.merge import merge, unmerge  # transformers takes seconds
 
     if undo:
         return unmerge(str(base), Path(adapter), Path(out), dtype).folder
@@ -110,21 +106,23 @@ def merge(
 
 
 def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:
-    """Train ``plan`` and one plain process on the same data for ``steps`` steps and compare them.
+    """Train ``plan`` and one plain process on the same data and compare them step by step.
 
-    Raises RankError, which says why, when a process fails; its logs stay then.
+    Args:
+        steps: optimizer steps to compare.
+
+    Raises:
+        DataError: the data cannot be read.
+        ResourceError: the plan does not fit.
+        RankError: a process failed, with the reason; its logs are kept.
     """
-    with scratch("shardwise-verify-") as folder:
-        prepare(folder, shortened(recipe, steps), plan)
-        _launched(1, ["reference", str(folder)], folder)
-        _launched(plan.world_size, ["verify", str(folder)], folder)
-        return read_verdict(folder)
+    return verifying.verify(recipe, cluster_of(recipe.cluster), _run_workers, plan=plan, steps=steps)[1]
 
 
-def _launched(processes: int, arguments: list[str], folder: Path) -> None:
-    code, line = run_ranks(processes, arguments, folder / "logs")
+def _run_workers(processes: int, arguments: Sequence[str], logs: Path) -> None:
+    code, line = run_ranks(processes, arguments, logs)
     if code == Preempted.exit_code:
         why = "it was asked to stop, and has saved: the same call goes on from there"
-        raise RankError("the run stopped", where=str(folder / "logs"), why=why)
+        raise RankError("the run stopped", where=str(logs), why=why)
     if code != 0:
-        raise RankError("the run failed", where=str(folder / "logs"), why=line.removeprefix("error: "))
+        raise RankError("the run failed", where=str(logs), why=line.removeprefix("error: "))

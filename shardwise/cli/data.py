@@ -1,8 +1,8 @@
-"""``shardwise data``: what a recipe trains on, as the model sees it. Needs neither torch nor the model.
+"""``shardwise data``: the training data as the model sees it. Needs neither torch nor the model.
 
-A sample is shown with the tokens that are trained on in colour. Where there is no colour, as in a file, they stand
-between ``[[`` and ``]]``. What is marked is the token itself, not the one before it, where its label lies. Of packed
-records each begins on a line of its own.
+A sample shows the tokens that the loss counts in colour. Without colour, as in a file, they are between ``[[`` and
+``]]``. The marked token is the one that is predicted, not the position that predicts it. Each packed record begins on
+its own line.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.common import Overrides, RecipeArgument, read
+from shardwise.cli.common import Overrides, RecipeArgument
+from shardwise.jobs.request import read
 
 if TYPE_CHECKING:
     from rich.text import Text as Shown
 
-    from shardwise.train.data.text import Document
-    from shardwise.train.data.tokenizer import Tokenizer
+    from shardwise.data.text import Document
+    from shardwise.data.tokenizer import Tokenizer
 
 
 def command(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    samples: Annotated[int, typer.Option(help="how many samples to show", min=0)] = 3,
+    samples: Annotated[int, typer.Option(help="number of samples to show", min=0)] = 3,
 ) -> None:
-    """Show what is trained on: the format found, counts, and samples with trained tokens coloured."""
+    """Show the training data: the format found, counts, and samples with trained tokens coloured."""
     from rich.console import Console
 
     from shardwise.core.errors import RecipeError
-    from shardwise.train.data.cache import default_root
-    from shardwise.train.data.text import open_tokens
-    from shardwise.train.data.tokenizer import open_tokenizer
+    from shardwise.data.cache import default_root
+    from shardwise.data.text import open_tokens
+    from shardwise.data.tokenizer import open_tokenizer
 
-    asked, _ = read(recipe, overrides)
+    asked, _ = read(recipe, overrides or [])
     if asked.model.factory is not None:
         what, why = "a factory's data cannot be shown", "it may bring its own, in tensors of its own"
         raise RecipeError(what, where="model.factory", why=why)
@@ -52,7 +53,7 @@ def command(
 
 
 def _shown(document: Document, tokenizer: Tokenizer, coloured: bool) -> Shown:
-    """One document, by stretches of tokens that are trained on and that are not."""
+    """One document, in runs of tokens that are trained on and that are not."""
     from rich.text import Text as Shown
 
     shown = Shown()

@@ -1,4 +1,4 @@
-"""``shardwise doctor``: what this machine has, and whether it is fit for training."""
+"""``shardwise doctor``: this machine's hardware, and whether it can train."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def command(
         bool, typer.Option("--link", help="also measure communication between processes")
     ] = False,
 ) -> None:
-    """Print what this machine really has and what is wrong with it."""
+    """Print the devices, memory and speeds of this machine, with faults and advice."""
     from rich.console import Console
 
-    from shardwise.report.doctor import calibrate, examine, render
+    from shardwise.doctor.doctor import calibrate, examine, render
 
     diagnosis = examine(Path.cwd(), link=link or store)
     if as_json:

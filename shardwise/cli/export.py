@@ -1,4 +1,4 @@
-"""``shardwise export``: what was trained, as a folder that transformers loads."""
+"""``shardwise export``: a trained model as a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from shardwise.train.export_run import Merge
-    from shardwise.train.model_folder import Written
+    from shardwise.export.export_run import Merge
+    from shardwise.export.hf_writer import Written
 
 
 class Dtype(StrEnum):
-    """What weights may be written in."""
+    """The dtypes of exported weights."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -27,7 +27,7 @@ def command(
     to: Annotated[Path | None, typer.Option(help="another way to give OUT", metavar="OUT")] = None,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="fp32, bf16 or fp16, of the weights; without, what the run computed in"),
+        typer.Option(help="dtype of the weights: fp32, bf16 or fp16; default: the run's precision"),
     ] = None,
 ) -> None:
     """Write the newest checkpoint of a run as a Hugging Face folder, with its adapters merged where it has some."""
@@ -35,7 +35,7 @@ def command(
 
     if (out is not None and to is not None) or (target := out or to) is None:
         raise RecipeError("give one folder to write", where="command line", fix="shardwise export RUN OUT")
-    from shardwise.train.export_run import export_run
+    from shardwise.export.export_run import export_run
 
     written, merged = export_run(run, target, dtype.value if dtype else None)
     typer.echo(told_of_writing(written))

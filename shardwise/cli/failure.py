@@ -1,6 +1,4 @@
-"""The one place where what went wrong becomes a line on standard error and an exit code, for every process of the
-command line: the command itself, and those in which planning leaves its traces.
-"""
+"""Turns an exception into one line on standard error and an exit code, for every process of the command line."""
 
 from __future__ import annotations
 
@@ -15,29 +13,29 @@ INTERRUPTED = 130
 
 
 def guarded(action: Callable[[], int]) -> int:
-    """The exit code that ``action`` returns, or that of what it raises, which is told."""
+    """Run ``action``; returns its exit code. An exception is printed as one line, and its exit code returned."""
     try:
         return action()
     except ShardwiseError as error:
-        return _told(error)
+        return _reported(error)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
-        from shardwise.train.shortage import resource_error
+        from shardwise.train.faults.oom_record import resource_error
 
         fix = "ask for less at once, or take a device with more memory"
-        return _told(resource_error(error, "this process", fix) or _unexpected(error))
+        return _reported(resource_error(error, "this process", fix) or _unexpected(error))
 
 
 def _unexpected(error: Exception) -> ShardwiseError:
-    """A fault of ours, or of a user's own model: still one line, and the trace on request."""
+    """A bug of Shardwise or of the user's own model, as one line; the trace is printed on request."""
     what = f"{type(error).__name__}: {error}"
     again = "SHARDWISE_TRACE=1 shows where; please report it if it is not your model's"
     return ShardwiseError("unexpected failure", why=what, fix=again)
 
 
-def _told(error: ShardwiseError) -> int:
+def _reported(error: ShardwiseError) -> int:
     if os.environ.get("SHARDWISE_TRACE"):
         traceback.print_exc()
     print(error.line(), file=sys.stderr)

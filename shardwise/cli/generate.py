@@ -1,4 +1,4 @@
-"""``shardwise generate``: text from what was trained, with any of many adapters."""
+"""``shardwise generate``: sample text from a trained model, with any of several adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.output import while_read
+from shardwise.cli.terminal_output import while_read
 from shardwise.core.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -28,38 +28,36 @@ def command(
     adapter: Annotated[
         list[str] | None,
         typer.Option(
-            help="folder of an adapter, or of a run that trained one; may be repeated: every prompt is continued"
-            " with each; base is the model without any",
+            help="folder of an adapter, or of a run that trained one; may be repeated. Every prompt is continued"
+            " with each adapter; base is the model without adapters",
             metavar="[NAME=]DIR …",
         ),
     ] = None,
     requests: Annotated[
         Path | None,
-        typer.Option(
-            help="JSON lines with prompt, adapter and options, in the place of prompts", metavar="FILE"
-        ),
+        typer.Option(help="JSON lines with prompt, adapter and options, instead of prompts", metavar="FILE"),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="how many tokens to sample", min=1)] = 200,
+    tokens: Annotated[int, typer.Option(help="number of tokens to sample", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token", min=0.0)] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="sample among so many most likely tokens", min=1)] = 40,
+    top_k: Annotated[int | None, typer.Option(help="sample from the K most likely tokens", min=1)] = 40,
     top_p: Annotated[
-        float, typer.Option(help="sample among the fewest tokens that together are this likely")
+        float, typer.Option(help="sample from the smallest set of tokens with this total probability")
     ] = 1.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="divides the logits of tokens that were there", min=0.0)
+        float, typer.Option(help="divide the logits of tokens that have occurred", min=0.0)
     ] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")] = None,
-    past_end: Annotated[bool, typer.Option("--past-end", help="go on after the end of a text")] = False,
-    seed: Annotated[int, typer.Option(help="of the sampling", min=0)] = 0,
-    batch: Annotated[int, typer.Option(help="how many requests are answered at once", min=1)] = 8,
+    past_end: Annotated[bool, typer.Option("--past-end", help="continue after an end-of-text token")] = False,
+    seed: Annotated[int, typer.Option(help="seed of the sampling", min=0)] = 0,
+    batch: Annotated[int, typer.Option(help="number of requests in one batch", min=1)] = 8,
     tokenizer: Annotated[
-        str | None, typer.Option(help="instead of the model's own: bytes, a folder, a hub id")
+        str | None, typer.Option(help="tokenizer to use instead of the model's: bytes, a folder or a Hub id")
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32",
     device: Annotated[str, typer.Option(help="such as cpu, cuda or cuda:1")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per request")] = False,
 ) -> None:
-    """Continue prompts with a trained model, and with adapters beside it."""
+    """Continue prompts with a trained model, and with adapters on it."""
     if requests is not None and prompt:
         raise RecipeError("prompts and a file of requests", where="command line", fix="give one of the two")
     folders, asked = _adapters(adapter or [])
@@ -87,7 +85,7 @@ def _show(served: ServedModel, wanted: list[Request], batch: int, as_json: bool)
 
 
 def _adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
-    """Folders by name, and the names to continue prompts with."""
+    """The adapter folders by name, and the names in the order in which prompts use them."""
     folders: dict[str, Path] = {}
     asked = []
     for value in given:
@@ -96,7 +94,7 @@ def _adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
         if value != "base":
             if name in folders or name == "base":
                 raise RecipeError(
-                    f"two adapters are called {name!r}"
+                    f"two adapters are named {name!r}"
                     if name in folders
                     else "base is the model without any",
                     where=f"--adapter {value}",
@@ -108,7 +106,7 @@ def _adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
 
 
 def _name_of(folder: Path) -> str:
-    """The last part of its path; of a run's ``adapter`` the run's."""
+    """The last part of its path; the run's name for a folder ``RUN/adapter``."""
     place = folder.resolve()
     return place.parent.name if place.name == "adapter" else place.name
 
@@ -135,7 +133,7 @@ def _print_json(served: ServedModel, wanted: list[Request], batch: int) -> None:
 
 
 def _whole(served: ServedModel, wanted: list[Request], batch: int) -> Iterator[tuple[int, str, str]]:
-    """Which request, its text and why it ended, as each is done."""
+    """(index of the request, its text, why it ended), as each request completes."""
     texts = [""] * len(wanted)
     for piece in while_read(served.generate(wanted, batch=batch)):
         texts[piece.request] += piece.text

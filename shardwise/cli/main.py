@@ -1,8 +1,7 @@
-"""The command ``shardwise``: its verbs. What goes wrong in them becomes a line and an exit code in ``failure.py``.
+"""The command ``shardwise`` and its verbs. ``failure.py`` turns their exceptions into a line and an exit code.
 
-Verbs import what they need when they run: a recipe is read and checked before torch is loaded, so a typing
-mistake costs a fraction of a second. typer's own ``main`` is not used: it turns an interruption and a closed pipe into
-exit codes without a word, before anybody here hears of them.
+Verbs import torch only when they need it. A recipe is read and checked before, so a typing mistake costs a fraction of
+a second. typer's own ``main`` is not used: it turns an interruption and a closed pipe into exit codes silently.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import typer
 
 from shardwise.cli import data, doctor, export, generate, merge, plan, report, train, verify
 from shardwise.cli.failure import guarded
-from shardwise.cli.output import keep_writing
+from shardwise.cli.terminal_output import keep_writing
 from shardwise.core.errors import RecipeError
 
 app = typer.Typer(
@@ -28,7 +27,7 @@ for verb in (plan, data, train, verify, generate, export, merge, report, doctor)
 
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""What typer raises for a wrong command line. It is click's class, or that of typer's own copy of click."""
+"""The exception that typer raises for a wrong command line: from click, or from typer's own copy of click."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _invoked(arguments: list[str]) -> int:
-    """Raises what the verb raises, and RecipeError for a wrong command line."""
+    """Run one verb; returns its exit code. Raises the verb's exceptions, and RecipeError for a wrong command line."""
     try:
         with typer.main.get_command(app).make_context("shardwise", arguments) as context:
             context.command.invoke(context)

@@ -1,4 +1,4 @@
-"""``shardwise merge``: an adapter into the model that it was trained beside, or out of it again."""
+"""``shardwise merge``: merge an adapter into its base, or with ``--undo`` unmerge it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from shardwise.cli.export import Dtype, told_of_merge, told_of_writing
 
 def command(
     base: Annotated[
-        str, typer.Argument(help="folder or hub id of a model; with --undo a merged one", metavar="BASE")
+        str, typer.Argument(help="folder or Hub id of a model; with --undo a merged one", metavar="BASE")
     ],
     adapter: Annotated[Path, typer.Argument(help="folder of an adapter in PEFT's format", metavar="ADAPTER")],
     out: Annotated[Path, typer.Argument(help="folder to write", metavar="OUT")],
     dtype: Annotated[
-        Dtype | None, typer.Option(help="fp32, bf16 or fp16, of the weights; without, as the base has them")
+        Dtype | None, typer.Option(help="dtype of the weights: fp32, bf16 or fp16; default: the base's")
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="take the adapter out of what was merged")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="unmerge: take the adapter out again")] = False,
 ) -> None:
-    """Add an adapter into its base, layer by layer, and write the model as a Hugging Face folder."""
-    from shardwise.train.merge import merge, unmerge
+    """Merge an adapter into its base, layer by layer, and write the model as a Hugging Face folder."""
+    from shardwise.export.merge import merge, unmerge
 
     kind = dtype.value if dtype else None
     if undo:

@@ -1,4 +1,4 @@
-"""``shardwise report``: draw a run again, finished or still running."""
+"""``shardwise report``: write the page of a run again, finished or still running."""
 
 from __future__ import annotations
 

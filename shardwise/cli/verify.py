@@ -1,4 +1,4 @@
-"""``shardwise verify``: does this strategy train as one plain fp32 process does?"""
+"""``shardwise verify``: compare a strategy with one plain fp32 process, step by step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.common import AsJson, Overrides, RecipeArgument, make_plan, read, refuse_unfit
+from shardwise.cli.common import AsJson, Overrides, RecipeArgument, run_workers
 from shardwise.core.errors import NumericsError
+from shardwise.jobs.request import read
 
 if TYPE_CHECKING:
-    from shardwise.train.verify import Verdict
+    from shardwise.verify.verify import Verdict
 
 
 def command(
@@ -21,23 +22,10 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Train the strategy and a single-process reference on the same data and compare them."""
-    from shardwise.train.data import check_data
+    asked = read(recipe, overrides or [])
+    from shardwise.jobs.verifying import verify
 
-    wanted, cluster = read(recipe, overrides)
-    check_data(wanted)
-    plan = make_plan(wanted, cluster)
-    refuse_unfit(plan)
-    from shardwise.train.folder import prepare, scratch
-    from shardwise.train.launch import launch
-    from shardwise.train.verify import read_verdict, shortened
-
-    with scratch("shardwise-verify-") as folder:
-        prepare(folder, shortened(wanted, steps), plan)
-        for verb, processes in (("reference", 1), ("verify", plan.world_size)):
-            code = launch(processes, [verb, str(folder)], folder / "logs")
-            if code != 0:
-                raise typer.Exit(code)
-        verdict = read_verdict(folder)
+    plan, verdict = verify(*asked, run_workers, steps=steps)
     typer.echo(json.dumps(verdict.as_dict()) if as_json else _table(plan.line, verdict))
     if not verdict.passed:
         raise NumericsError(

@@ -1,9 +1,9 @@
-"""What one optimizer step of one rank costs: kernels, collectives, seconds.
+"""The cost of one optimizer step of one rank: kernels, collectives and copies.
 
-Traffic is counted in the ring convention: an all-gather or reduce-scatter of S bytes over n ranks moves
-(n-1)/n*S through each of them, an all-reduce twice that (Patarasuk & Yuan 2009; the ZeRO paper's Ψ units). In an
-all-to-all each rank keeps 1/n of its S bytes and sends the rest. A send moves all of its own.
-FLOPs count a multiply-add as two; matrix products, convolutions and attention only.
+Traffic follows the ring convention: in an all-gather or reduce-scatter of S bytes over n ranks each rank sends
+(n-1)/n*S, in an all-reduce twice that (Patarasuk & Yuan 2009; the ZeRO paper's Ψ units). In an all-to-all each rank
+keeps 1/n of its S bytes and sends the rest. A send transfers all S bytes.
+FLOPs count a multiply-add as two, and only matmuls, convolutions and attention.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class Kernel:
-    """All calls of one operation with one shape in one phase: how many, and what each costs.
+    """All calls of one operation with one shape in one phase.
 
-    ``on_host`` says that the processor runs it, on tensors in host memory, beside the device.
+    Attributes:
+        flops: per call.
+        bytes: read plus written, per call.
+        on_host: the CPU runs it on tensors in host memory, concurrently with the device.
     """
 
     phase: str
@@ -32,8 +35,9 @@ class Kernel:
 class Collective:
     """All calls of one collective on one mesh axis with one payload.
 
-    ``elements`` and ``bytes`` are the full payload of one call: gathered, or not yet scattered; of an all-to-all or a
-    send, what this rank gives to it.
+    Attributes:
+        elements, bytes: the full payload of one call (the gathered tensor, or the tensor before the scatter); for
+            an all-to-all or a send, the input of this rank.
     """
 
     kind: str  # all_gather | reduce_scatter | all_reduce | broadcast | all_to_all | send
@@ -45,17 +49,17 @@ class Collective:
 
     @property
     def rounds(self) -> int:
-        """How many times the payload crosses the ring: 2 for an all-reduce, else 1."""
+        """Passes of the payload around the ring: 2 for an all-reduce, else 1."""
         return 2 if self.kind == "all_reduce" else 1
 
     @property
     def traffic_bytes(self) -> float:
-        """Bytes that each rank sends in all calls, ring convention."""
+        """Bytes that each rank sends in all calls, by the ring convention."""
         return self.calls * self.rounds * self.bytes * self.share
 
     @property
     def share(self) -> float:
-        """What part of the payload each rank sends in a round."""
+        """Fraction of the payload that each rank sends per round."""
         return 1.0 if self.kind == "send" else (self.degree - 1) / self.degree
 
     @property
@@ -66,9 +70,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Transfer:
-    """All copies of one size between two memories, or a memory and a disk, in one phase.
+    """All copies of one size between two memories, or to or from a disk, in one phase.
 
-    ``way`` is to_host or to_device, between a device's memory and the host's; disk_read or disk_write.
+    Attributes:
+        way: to_host or to_device, between device and host memory; disk_read or disk_write.
     """
 
     phase: str
@@ -79,7 +84,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class StepCost:
-    """One optimizer step of one rank, counted by the dry run."""
+    """The cost of one optimizer step of one rank, counted by the dry run."""
 
     kernels: tuple[Kernel, ...]
     collectives: tuple[Collective, ...]
@@ -91,11 +96,11 @@ class StepCost:
 
     @property
     def model_flops(self) -> int:
-        """FLOPs without recomputation: three times the forward pass (two for the backward)."""
+        """FLOPs without recomputation: three times the forward pass (the backward pass takes two)."""
         return 3 * sum(k.calls * k.flops for k in self.kernels if k.phase == "forward")
 
     def traffic_by_axis(self) -> dict[str, int]:
-        """Bytes each rank sends per optimizer step, by mesh axis."""
+        """Bytes that each rank sends per optimizer step, by mesh axis."""
         traffic: dict[str, float] = {}
         for c in self.collectives:
             traffic[c.axis] = traffic.get(c.axis, 0.0) + c.traffic_bytes
@@ -109,7 +114,7 @@ class StepCost:
         return copied
 
     def extrapolated(self, deeper: StepCost, blocks: int) -> StepCost:
-        """This cost plus ``blocks`` times the calls that one more identical block adds."""
+        """This cost plus ``blocks`` times the calls that ``deeper``, with one more block, adds."""
         return StepCost(
             _more_calls(self.kernels, deeper.kernels, blocks),
             _more_calls(self.collectives, deeper.collectives, blocks),

@@ -1,24 +1,21 @@
-"""Every failure a person can meet, one class per exit code.
+"""Errors for users: one class per exit code.
 
-A failure reads as one line: `error: WHAT (WHERE): WHY; WHAT TO DO`. The four parts are kept apart instead of
-being one message, so that a worker process can hand its error to the launcher, which adds the rank, without
-parsing English. The command line prints `line()` and exits with `exit_code`; the trace goes to `logs/` alone.
-
-Chosen: subclasses by what a script must tell apart (the exit code), not by module. Refused: a numeric code
-per message, which nobody looks up; the price is that two messages of one class differ by their words only.
+An error is one line: `error: WHAT (WHERE): WHY; WHAT TO DO`. Its four parts are attributes, so the launcher can
+add a worker's rank without parsing the text. The command line prints `line()` and exits with `exit_code`; the traceback
+is only in `logs/`.
 """
 
 from typing import ClassVar
 
 LONGEST_LINE = 300
-"""Characters of an error line, beyond which the longest parts are cut in the middle."""
+"""Maximum characters of an error line; longer parts are cut in the middle."""
 
-# A part is cut to no less than this, in this order, until the line fits: place and remedy matter most.
+# Minimum characters of each part. Parts are cut in this order until the line fits; place and remedy come last.
 _SHORTEST = {"why": 60, "what": 60, "fix": 50, "where": 110}
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text` in at most `limit` characters, its middle an ellipsis: the ends of a path tell most."""
+    """`text` in at most `limit` characters, with an ellipsis in the middle."""
     if len(text) <= limit:
         return text
     tail = limit // 2
@@ -26,16 +23,15 @@ def shorten(text: str, limit: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` without newlines, runs of blanks, or what a terminal would obey or not show."""
+    """`text` without newlines, repeated blanks and non-printable characters."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 class ShardwiseError(Exception):
-    """A failure told to a person: what went wrong, where, why, and what to do about it.
+    """An error for the user: what went wrong, where, why, and what to do. Raise a subclass.
 
-    Raise a subclass. `what` is required; each other part is left out of the line when empty. Parts are
-    phrases without a final full stop: `RecipeError("unknown key 'widht'", where="r.yaml:3: model.widht",
-    fix="did you mean 'width'?")`.
+    `what` is required; the line omits other parts that are empty. Parts are phrases without a final full stop:
+    `RecipeError("unknown key 'widht'", where="r.yaml:3: model.widht", fix="did you mean 'width'?")`.
     """
 
     exit_code: ClassVar[int] = 1
@@ -60,7 +56,7 @@ class ShardwiseError(Exception):
         return self.line().removeprefix("error: ")
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exception's own way calls the class with `args` alone, which loses the keyword-only parts.
+        # Exception's own __reduce__ passes only `args`, which loses the keyword-only parts.
         return _rebuild, (type(self), self.what, self.where, self.why, self.fix)
 
 
@@ -87,30 +83,39 @@ class DataError(ShardwiseError):
 
 
 class CheckpointError(ShardwiseError):
-    """A checkpoint or a weights file is missing, incomplete, damaged or of another model."""
+    """A checkpoint or a weight file is missing, incomplete, damaged or of another model."""
 
     exit_code = 4
 
 
 class RankError(ShardwiseError):
-    """A rank was lost, or hung."""
+    """A rank was lost or hung."""
 
     exit_code = 5
 
 
 class NumericsError(ShardwiseError):
-    """The loss or the gradients stopped being finite, or two runs that must agree do not."""
+    """The loss or gradients are not finite, or a run and its reference disagree."""
 
     exit_code = 6
 
 
 class ResourceError(ShardwiseError):
-    """It does not fit: memory, disk, processes, ports."""
+    """Not enough memory, disk space, processes or ports."""
 
     exit_code = 7
 
 
+class OutOfMemory(ResourceError):
+    """A rank ran out of memory while training; its run folder's ``oom.json`` says how the run can go on.
+
+    The exit code is for the launcher, which may start all ranks again.
+    """
+
+    exit_code = 101
+
+
 class Preempted(ShardwiseError):
-    """Asked to stop; the state is saved and the same command goes on from it."""
+    """The run was asked to stop. Its state is saved; the same command resumes it."""
 
     exit_code = 75

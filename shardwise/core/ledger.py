@@ -1,7 +1,7 @@
-"""The ledger: bytes by category. The same nine rows everywhere, in the plan, the report and the tests.
+"""The ledger: device memory of one rank at one instant, by category.
 
-``bytes`` here are what one rank holds on its device at one instant. The rows sum to the total by
-construction (there is no "other"): what the tracker cannot name more precisely is *temporaries*.
+The plan, the report and the tests use the same nine categories. They sum to the total: bytes that the tracker cannot
+attribute to another category are *temporaries*.
 """
 
 from __future__ import annotations
@@ -9,33 +9,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from shardwise.core.json_file import CLOSED, Size
+
 
 @dataclass(frozen=True)
 class Ledger:
-    """Bytes on one device at one instant, by what they are for.
+    """Bytes on one device at one instant, by category.
 
     Attributes:
-        parameters: weights in the dtype the forward pass computes with, sharded or gathered.
-        master_weights: the higher-precision copy that the optimizer updates, when there is one.
+        parameters: weights in the dtype of the forward pass, sharded or all-gathered.
+        master_weights: the higher-precision copy that the optimizer updates, if any.
         gradients: gradients of weights, before and after reduction.
         optimizer_state: moments and step counts.
-        activations: what the forward pass keeps for the backward pass, inputs included.
-        temporaries: everything that lives within one operation or one layer.
-        communication: buffers that collectives read and write.
+        activations: tensors saved for the backward pass, including inputs.
+        temporaries: tensors that exist only within one operation or one layer.
+        communication: buffers of collectives.
         fragmentation: reserved by the allocator but not allocated.
-        overhead: context, library workspaces, communicators; from the device's profile, not from the dry run.
-            On the CPU also, counted, the kernels that oneDNN compiles and the guard's snapshots.
+        overhead: context, library workspaces and communicators, from the device's profile. On the CPU also kernels
+            compiled by oneDNN and the guard's snapshots, which are counted.
     """
 
-    parameters: int = 0
-    master_weights: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
-    activations: int = 0
-    temporaries: int = 0
-    communication: int = 0
-    fragmentation: int = 0
-    overhead: int = 0
+    __pydantic_config__ = CLOSED
+
+    parameters: Size = 0
+    master_weights: Size = 0
+    gradients: Size = 0
+    optimizer_state: Size = 0
+    activations: Size = 0
+    temporaries: Size = 0
+    communication: Size = 0
+    fragmentation: Size = 0
+    overhead: Size = 0
 
     @property
     def total(self) -> int:
@@ -48,10 +52,10 @@ class Ledger:
         return Ledger(**{k: v + getattr(other, k) for k, v in self.as_dict().items()})
 
     def extrapolated(self, deeper: Ledger, blocks: int) -> Ledger:
-        """This ledger plus ``blocks`` times the difference that one more block makes.
+        """This ledger plus ``blocks`` times the difference to ``deeper``, which has one more block.
 
-        The total follows that line exactly. Rows that it would make negative (two peaks that lie at different
-        places) are 0, and the others give way in proportion.
+        The total is extrapolated exactly. Rows that would become negative (the two peaks are at different places)
+        are 0, and the others shrink in proportion.
         """
         raw = {k: v + blocks * (getattr(deeper, k) - v) for k, v in self.as_dict().items()}
         positive = {k: max(0, v) for k, v in raw.items()}
@@ -69,13 +73,13 @@ CATEGORIES: tuple[str, ...] = tuple(f.name for f in fields(Ledger))
 
 
 def ledger_from(rows: Mapping[str, int]) -> Ledger:
-    """A ledger from a mapping that may lack rows. Raises TypeError for a row that does not exist."""
+    """A ledger from a mapping; missing rows are 0. Raises TypeError for an unknown row."""
     return Ledger(**rows)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The instant at which a rank holds most: how much, in which phase, and in which module."""
+    """The instant of a rank's peak memory: its ledger, phase and module."""
 
     ledger: Ledger
     phase: str

@@ -1,25 +1,35 @@
-"""The plan: a strategy, what it will cost, and why the others were not chosen. Numbers and words, no torch.
+"""The plan, which is also the file ``plan.json``: a strategy, its predicted cost, and why others were not chosen.
 
-``peak.bytes`` is what one device must have: what the dry run counted plus the overhead of the device's
-profile. ``allocated_bytes`` leaves out what the measurement cannot see (a driver's context, communicators) and
-is what a run's measured peak is compared with.
+``peak.bytes`` is the memory that one device must have: what the dry run counted plus the overhead from the device's
+profile. ``allocated_bytes`` leaves out what the measurement cannot see (a driver's context, communicators). A run's
+measured peak is compared with it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from shardwise.core.ledger import Ledger, Peak
-from shardwise.core.pipeline_plan import PipelinePlan
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from shardwise.core.json_file import Count, Finite, Seconds, Size, plain, text_of, written_as
+from shardwise.core.ledger import Ledger
 from shardwise.core.strategy import Layout, Strategy
+from shardwise.core.timetable import Timetable
+
+StrategyValues = Annotated[
+    Strategy, written_as(dict[str, Any], Strategy, lambda strategy: dict(strategy.values))
+]
+Degrees = Annotated[
+    Layout,
+    written_as(dict[str, Count], lambda axes: Layout(tuple(axes.items())), lambda layout: dict(layout.axes)),
+]
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One optimizer step: predicted time, and what was counted.
+    """One optimizer step: predicted time, and counts.
 
     Attributes:
         seconds: of one step, the slowest rank.
@@ -27,19 +37,23 @@ class StepEstimate:
         flops: of one rank, recomputation included.
         traffic_bytes: sent by one rank, by mesh axis, ring convention.
         mfu: model FLOPs (no recomputation) of the world per second over its peak in the compute dtype.
-        split: seconds by what they are spent on; overlapped communication is not in it.
+        split: seconds by purpose, without overlapped communication.
     """
 
-    seconds: float
-    tokens: int
+    seconds: Annotated[Finite, Field(gt=0)]
+    tokens: Size
     flops: int
-    traffic_bytes: Mapping[str, int]
-    mfu: float
-    split: Mapping[str, float] = field(default_factory=dict)
+    traffic_bytes: Mapping[str, Size]
+    mfu: Finite
+    split: Mapping[str, Seconds]
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    @model_serializer(mode="wrap")
+    def _written(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {**fields(self), "tokens_per_second": self.tokens_per_second}
 
 
 @dataclass(frozen=True)
@@ -51,20 +65,69 @@ class Candidate:
         reason: one sentence.
     """
 
-    strategy: Strategy
+    strategy: StrategyValues
     line: str
-    peak_bytes: int
-    step_seconds: float
+    peak_bytes: Size
+    step_seconds: Seconds
     verdict: str
     reason: str
 
 
 @dataclass(frozen=True)
 class TimelinePoint:
-    """The ledger at one instant of the step."""
+    """The ledger at one instant of the step. In the file its rows stand next to ``phase``."""
 
     phase: str
     ledger: Ledger
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, point: Any) -> Any:
+        if not isinstance(point, dict):
+            return point
+        rows = {row: size for row, size in point.items() if row != "phase"}
+        return {"ledger": rows} | ({"phase": point["phase"]} if "phase" in point else {})
+
+    @model_serializer
+    def _written(self) -> dict[str, Any]:
+        return {"phase": self.phase, **self.ledger.as_dict()}
+
+
+@dataclass(frozen=True)
+class PlannedPeak:
+    """The highest instant of the rank that needs most: its memory, the rank, the phase and the module."""
+
+    bytes: Size
+    rank: Size
+    phase: str
+    where: str
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Host memory of a rank at its highest, where the host's memory is not the device's.
+
+    Attributes:
+        capacity_bytes: host memory for each device of a node.
+    """
+
+    ledger: Ledger
+    capacity_bytes: Size
+
+    @property
+    def bytes(self) -> int:
+        return self.ledger.total
+
+    @model_serializer(mode="wrap")
+    def _written(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {"bytes": self.bytes, **fields(self)}
+
+
+@dataclass(frozen=True)
+class DiskSpace:
+    """What a rank reserves on a disk. Whether there is as much is known when the run is built."""
+
+    bytes: Size
 
 
 @dataclass(frozen=True)
@@ -73,47 +136,42 @@ class Plan:
 
     Attributes:
         line: the strategy in one line.
-        reserve_bytes: part of the capacity that is left for what is neither counted nor in a table.
-        worst_rank: the rank whose peak is given.
-        allocated_bytes: predicted peak by rank, in the terms of the measurement (every rank that was dry-run).
-        reasons: why this strategy, in sentences; and what was derived for this batch size.
-        assumptions: what is taken from tables instead of being counted.
-        host: host memory of a rank when it holds most, where that is another memory than the device's.
-        host_capacity_bytes: host memory for each device of a node.
+        reserve_bytes: part of the capacity that stays free for memory that is neither counted nor in a table.
+        ledger: the rows of ``peak.bytes``.
+        allocated_bytes: predicted peak by rank, as the measurement counts it, of every rank that was dry-run.
+        reasons: the reasons for this strategy, in sentences, and the scaled learning rate.
+        assumptions: values from tables, which were not counted.
         layout: the mesh over all devices.
-        devices_per_node: how many of them lie in one node.
-        pipeline: what its pipeline is played with, where there is one.
-        disk_bytes: what a rank reserves on a disk; whether there is as much is seen when the run is built.
+        pipeline: the schedule with the seconds of its passes, when there is a pipeline.
     """
 
-    strategy: Strategy
+    strategy: StrategyValues
     line: str
-    world_size: int
+    world_size: Size
     cluster: str
     device: str
-    capacity_bytes: int
-    parameters: int
-    peak: Peak
-    worst_rank: int
-    allocated_bytes: Mapping[int, int]
+    capacity_bytes: Size
+    parameters: Size
+    peak: PlannedPeak
+    ledger: Ledger
+    allocated_bytes: Mapping[int, Size]
     step: StepEstimate
-    micro_batches: int
-    reserve_bytes: int = 0
-    candidates: tuple[Candidate, ...] = ()
-    reasons: tuple[str, ...] = ()
-    assumptions: tuple[str, ...] = ()
-    timeline: tuple[TimelinePoint, ...] = ()
-    host: Ledger = field(default_factory=Ledger)
-    host_capacity_bytes: int = 0
-    disk_bytes: int = 0
-    layout: Layout = field(default_factory=lambda: Layout(()))
-    devices_per_node: int = 1
-    pipeline: PipelinePlan | None = None
+    micro_batches: Size
+    reserve_bytes: Size
+    candidates: tuple[Candidate, ...]
+    reasons: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    timeline: tuple[TimelinePoint, ...]
+    host: HostMemory
+    disk: DiskSpace
+    layout: Degrees
+    devices_per_node: Count
+    pipeline: Timetable | None
 
     @property
     def fits(self) -> bool:
         on_device = self.peak.bytes <= self.capacity_bytes - self.reserve_bytes
-        return on_device and self.host.total <= self.host_capacity_bytes
+        return on_device and self.host.bytes <= self.host.capacity_bytes
 
     def predicted_allocated(self, rank: int) -> int:
         """Predicted peak of ``rank``; one that was not dry-run holds no more than the nearest before it that was."""
@@ -121,73 +179,17 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``plan --json`` prints and ``plan.json`` holds."""
-        return {
-            "strategy": dict(self.strategy.values),
-            "line": self.line,
-            "world_size": self.world_size,
-            "layout": dict(self.layout.axes),
-            "cluster": self.cluster,
-            "devices_per_node": self.devices_per_node,
-            "device": self.device,
-            "fits": self.fits,
-            "capacity_bytes": self.capacity_bytes,
-            "reserve_bytes": self.reserve_bytes,
-            "parameters": self.parameters,
-            "peak": {
-                "bytes": self.peak.bytes,
-                "rank": self.worst_rank,
-                "phase": self.peak.phase,
-                "where": self.peak.where,
-            },
-            "ledger": self.peak.ledger.as_dict(),
-            "allocated_bytes": {str(rank): size for rank, size in self.allocated_bytes.items()},
-            "host": {
-                "bytes": self.host.total,
-                "capacity_bytes": self.host_capacity_bytes,
-                "ledger": self.host.as_dict(),
-            },
-            "disk": {"bytes": self.disk_bytes},
-            "step": {**vars(self.step), "tokens_per_second": self.step.tokens_per_second},
-            "micro_batches": self.micro_batches,
-            "pipeline": None if self.pipeline is None else dict(vars(self.pipeline)),
-            "candidates": [{**vars(c), "strategy": dict(c.strategy.values)} for c in self.candidates],
-            "reasons": list(self.reasons),
-            "assumptions": list(self.assumptions),
-            "timeline": [{"phase": p.phase, **p.ledger.as_dict()} for p in self.timeline],
-        }
+        return plain(self)
 
     def to_json(self) -> str:
-        return json.dumps(self.as_dict(), indent=1)
+        return text_of(self)
 
+    @model_serializer(mode="wrap")
+    def _written(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {**fields(self), "fits": self.fits}
 
-def plan_from(data: Mapping[str, Any]) -> Plan:
-    """The plan that ``as_dict`` wrote. Raises KeyError or TypeError when it is not one."""
-    peak = data["peak"]
-    return Plan(
-        strategy=Strategy(data["strategy"]),
-        line=data["line"],
-        world_size=data["world_size"],
-        cluster=data["cluster"],
-        device=data["device"],
-        capacity_bytes=data["capacity_bytes"],
-        reserve_bytes=data["reserve_bytes"],
-        parameters=data["parameters"],
-        peak=Peak(Ledger(**data["ledger"]), peak["phase"], peak["where"]),
-        worst_rank=peak["rank"],
-        allocated_bytes={int(rank): size for rank, size in data["allocated_bytes"].items()},
-        step=StepEstimate(**{k: v for k, v in data["step"].items() if k != "tokens_per_second"}),
-        micro_batches=data["micro_batches"],
-        candidates=tuple(Candidate(**{**c, "strategy": Strategy(c["strategy"])}) for c in data["candidates"]),
-        reasons=tuple(data["reasons"]),
-        assumptions=tuple(data["assumptions"]),
-        host=Ledger(**data["host"]["ledger"]),
-        host_capacity_bytes=data["host"]["capacity_bytes"],
-        disk_bytes=data["disk"]["bytes"],
-        layout=Layout(tuple(data["layout"].items())),
-        devices_per_node=data["devices_per_node"],
-        pipeline=PipelinePlan.from_dict(data["pipeline"]) if data["pipeline"] is not None else None,
-        timeline=tuple(
-            TimelinePoint(point["phase"], Ledger(**{k: v for k, v in point.items() if k != "phase"}))
-            for point in data["timeline"]
-        ),
-    )
+    @model_validator(mode="after")
+    def _checked(self) -> Plan:
+        if not any(known <= self.peak.rank for known in self.allocated_bytes):
+            raise ValueError(f"allocated_bytes says nothing of rank {self.peak.rank}")
+        return self

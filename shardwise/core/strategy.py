@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
-
-if TYPE_CHECKING:
-    from shardwise.core.recipe import Recipe
+from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -31,7 +28,8 @@ _DIGITS = {int: re.compile(r"\d+", re.ASCII), float: re.compile(r"\d+(\.\d+)?|\.
 
 @dataclass(frozen=True)
 class Form(Generic[N]):
-    """Values of a word and a number, such as ``every:2`` or ``budget:0.4``: an open set beside a setting's closed one.
+    """Values of a word and a number, such as ``every:2`` or ``budget:0.4``: an open set in addition to a setting's
+    fixed choices.
 
     Attributes:
         word: what stands before the colon.
@@ -137,10 +135,10 @@ class Setting(Generic[T]):
         maximum: the largest.
         candidates: what the planner may try when the recipe leaves the key out, cheapest in time first;
             () means that only the default is used.
-        compared: further values whose cost the plan shows beside the chosen one, but never chooses.
+        compared: further values whose cost the plan shows but never chooses.
         note: why a value outside ``choices`` is refused, appended to the error.
         units: values that need a device with units for a dtype, as device profiles call it.
-        forms: values with a number or a path in them, accepted beside ``choices``; of settings whose kind is str.
+        forms: values with a number or a path in them, accepted in addition to ``choices``, for settings of kind str.
     """
 
     key: str
@@ -217,7 +215,7 @@ class Strategy:
 
 
 def complete(pinned: Mapping[str, object], settings: Iterable[Setting[Any]]) -> Strategy:
-    """The strategy that keeps what is pinned and takes the default of everything else."""
+    """The strategy with the pinned settings and the defaults of all others."""
     return Strategy({s.key: pinned.get(s.key, s.default) for s in settings})
 
 
@@ -264,53 +262,3 @@ class Layout:
 
     def coordinate(self, rank: int, axis: str) -> int:
         return rank // self.stride(axis) % self.degree(axis)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a rule looks at: a whole strategy, on so many devices, for a recipe.
-
-    ``model_ranks`` devices hold and compute one copy of the model together, whatever reads other samples beside them.
-    """
-
-    strategy: Strategy
-    world_size: int
-    recipe: Recipe
-    model_ranks: int = 1
-
-    @property
-    def data_ranks(self) -> int:
-        """How many such copies read different samples, whether or not the devices divide evenly."""
-        return max(1, self.world_size // self.model_ranks)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Something that cannot be done, as data: when it applies, why, and which key to change to what.
-
-    Attributes:
-        key: the setting that is refused.
-        reason: why, in words.
-        broken: whether a case breaks the rule. Rules are checked before torch is loaded.
-        nearest: values of settings that satisfy the rule.
-        fix: what to do where no setting would help.
-    """
-
-    key: str
-    reason: str
-    broken: Callable[[Case], bool]
-    nearest: Callable[[Case], Mapping[str, object]] = field(default=lambda case: {})
-    fix: str = ""
-
-
-@dataclass(frozen=True)
-class Violation:
-    rule: Rule
-    nearest: Mapping[str, object]
-
-
-def violations(rules: Sequence[Rule], case: Case) -> Iterator[Violation]:
-    """Every rule that a case breaks."""
-    for rule in rules:
-        if rule.broken(case):
-            yield Violation(rule, rule.nearest(case))

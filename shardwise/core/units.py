@@ -1,12 +1,9 @@
-"""Quantities as people read and write them: bytes, counts, seconds, rates.
+"""Formatting and parsing of bytes, counts, seconds and rates.
 
-Memory is binary (1 GiB = 2^30 B, written `GiB`), everything else is decimal (1 GB/s = 1e9 B/s, 8B = 8e9
-parameters), because that is how memory and how links and models are sold. Reading accepts both prefixes and
-tells them apart; it never guesses that `16GB` meant GiB, which is a 7 % error in a memory plan.
+Memory is binary (1 GiB = 2^30 B), everything else is decimal (1 GB/s = 1e9 B/s, 8B = 8e9 parameters). Parsing accepts
+both prefixes and never reads `16GB` as GiB, which would be an error of 7 %. Formatted numbers have about four digits.
 
-Chosen: fixed decimals by magnitude, so that `12.59 GiB` and `382.1 MiB` both keep about four digits.
-Refused: a quantity type carrying its unit (pint and the like); plain numbers in bytes and seconds go
-through arithmetic, JSON and torch unchanged, and the price is that a name must say its unit.
+Quantities are plain numbers in bytes and seconds; names of variables say the unit.
 """
 
 import math
@@ -27,7 +24,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A count in short scale, as models are named: `950`, `8.03B`, `16.38K`."""
+    """A count in short scale: `950`, `8.03B`, `16.38K`."""
     return _scaled(count, 1000, _DECIMAL)
 
 
@@ -54,7 +51,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from `16GiB`, `16 GB` (decimal), `512M` (decimal) or a number. Raises ValueError in words."""
+    """Bytes from `16GiB`, `16 GB` (decimal), `512M` (decimal) or a number. Raises ValueError with a message."""
     number, unit = _split(text, "a size such as 16GiB")
     name = unit.lower().removesuffix("b")
     factors = {"": 1} | {p: 1000**i for i, p in enumerate("kmgtpe", 1)}
@@ -65,7 +62,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_count(text: str | int) -> int:
-    """A count from `8B`, `1.5M`, `300K`, `2T` or a plain number. Raises ValueError in words."""
+    """A count from `8B`, `1.5M`, `300K`, `2T` or a plain number. Raises ValueError with a message."""
     number, unit = _split(text, "a count such as 8B")
     if unit.upper() not in _DECIMAL:
         raise ValueError(f"{unit!r} is not a unit of count; use K, M, B, T or Q")
@@ -73,7 +70,7 @@ def parse_count(text: str | int) -> int:
 
 
 def parse_seconds(text: str | float) -> float:
-    """Seconds from `30s`, `5 min`, `1.5h`, `250ms` or a plain number. Raises ValueError in words."""
+    """Seconds from `30s`, `5 min`, `1.5h`, `250ms` or a plain number. Raises ValueError with a message."""
     number, unit = _split(text, "a duration such as 30s")
     if (unit or "s") not in _SECONDS:
         raise ValueError(f"{unit!r} is not a unit of time; use {', '.join(_SECONDS)}")
@@ -86,11 +83,13 @@ def _digits(size: float) -> str:
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...], gap: str = "") -> str:
-    """`value` in the largest unit that keeps what is printed at least 1; whole bytes without decimals."""
+    """`value` in the largest unit in which it prints as at least 1; whole bytes without decimals."""
     if not math.isfinite(value):
         return str(value)
     size, index = abs(value), 0
-    while index + 1 < len(units) and size >= base * (1 - 0.5e-4):  # what would print as 1024 or 1000 moves up
+    while index + 1 < len(units) and size >= base * (
+        1 - 0.5e-4
+    ):  # a value that prints as 1024 or 1000 takes the next unit
         size, index = size / base, index + 1
     number = f"{size:.0f}" if index == 0 and size == int(size) else _digits(size)
     return f"{'-' if value < 0 else ''}{number}{gap}{units[index]}"

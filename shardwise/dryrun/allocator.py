@@ -1,28 +1,26 @@
-"""CUDA's caching allocator, replayed: which block each allocation gets, and how much stays reserved. No torch.
+"""A model of CUDA's caching allocator: the block of each allocation, and the reserved memory. Needs no torch.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``:
   - A request is rounded up to 512 bytes (or to a division of a power of two, if so configured).
-  - Up to 1 MiB it is served by the small pool, else by the large one. Each stream has pools of its own: memory
-    freed on one stream is never handed out on another.
-  - The free block that fits best is taken: the smallest, then the lowest address.
-  - Without one, a segment is asked of the driver: 2 MiB for the small pool, 20 MiB below 10 MiB, else the
-    request rounded up to 2 MiB.
-  - What is left of a block is split off if it is 512 bytes (small pool) or more than 1 MiB (large pool). Blocks
-    of ``max_split_size`` or more are not split, and serve only requests that nearly fill them.
-  - A freed block merges with free neighbours of its segment and stays reserved.
-  - Where the driver refuses: oversize blocks are given back (only if ``max_split_size`` is set), then every
-    segment that is wholly free, on all streams; then it is out of memory.
+  - The small pool serves requests up to 1 MiB, the large pool the rest. Each stream has its own pools: memory
+    freed on one stream never serves another.
+  - The best fitting free block is used: the smallest, then the lowest address.
+  - Without a fitting block, the allocator asks the driver for a segment: 2 MiB for the small pool, 20 MiB for
+    requests below 10 MiB, else the request rounded up to 2 MiB.
+  - The rest of a block is split off if it has at least 512 bytes (small pool) or more than 1 MiB (large pool).
+    Blocks of ``max_split_size`` or more are not split, and serve only requests that nearly fill them.
+  - A freed block merges with its free neighbours in the segment and stays reserved.
+  - If the driver refuses: oversize blocks are released (only if ``max_split_size`` is set), then every
+    completely free segment, on all streams. Then the allocation is out of memory.
   - Expandable segments: one range of addresses for each stream and pool, mapped in granules of 2 or 20 MiB at
-    its end (or in a hole), so that free memory adjoins what is new.
+    its end (or in a hole), so that free memory adjoins new memory.
 
-Chosen: the rules one by one on plain Python objects, free blocks in a sorted list that is searched by bisection.
-Refused: a factor on the sum of tensors. Published ratios of reserved to allocated lie between 1.1 and 1.4, and
-which of them a model meets depends on the order of its allocations.
+A factor on the sum of tensors does not replace these rules: published ratios of reserved to allocated memory range
+from 1.1 to 1.4, and the ratio of a model depends on the order of its allocations.
 
-The price, what is left out: memory used on a second stream (``record_stream``), which is held until an event
-has passed there (FSDP2 avoids it: it holds references instead, and those are seen); private pools of CUDA graphs;
-``garbage_collection_threshold``, which acts only where the process is given a fraction of the device. The driver
-is taken to serve any request that fits in what is left, at addresses that only grow.
+Not modelled: memory used on a second stream through ``record_stream`` (FSDP2 holds references instead, which the
+tracker sees); private pools of CUDA graphs; ``garbage_collection_threshold``, which acts only if the process is given
+a fraction of the device. The driver is assumed to serve any request that fits, at growing addresses.
 """
 
 from __future__ import annotations
@@ -31,24 +29,24 @@ import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from shardwise.core.allocator_options import AllocatorOptions
 from shardwise.core.units import MiB
+from shardwise.hardware.allocator_options import AllocatorOptions
 
 MIN_BLOCK = 512
 SMALL_REQUEST = MiB
-"""The largest request of the small pool."""
+"""Largest request of the small pool."""
 SMALL_SEGMENT = 2 * MiB
 LARGE_SEGMENT = 20 * MiB
 MIN_OWN_SEGMENT = 10 * MiB
-"""The smallest request that gets a segment of its own size."""
+"""Smallest request that gets a segment of its own size."""
 SEGMENT_STEP = 2 * MiB
 
 _RANGE = 2**46
-"""Addresses of an expandable segment where no limit is known; the driver has 2**48."""
+"""Address range of an expandable segment without a known limit; the driver has 2**48."""
 
 
 class OutOfMemoryError(Exception):
-    """No block, and no segment even after all that is wholly free was given back."""
+    """No block fits, and the driver refuses a segment even after all free segments were released."""
 
     def __init__(self, size: int, allocated: int, reserved: int) -> None:
         super().__init__(f"{size} bytes with {allocated} allocated and {reserved} reserved")
@@ -56,20 +54,20 @@ class OutOfMemoryError(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Block:
-    """A stretch of a segment: handed out, free, or (expandable segments) not mapped."""
+class MemoryBlock:
+    """A part of a segment: allocated, free, or (expandable segments) not mapped."""
 
     pool: Pool
     address: int
     size: int
     free: bool = False
     mapped: bool = True
-    previous: Block | None = None
-    next: Block | None = None
+    previous: MemoryBlock | None = None
+    next: MemoryBlock | None = None
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of its segment."""
+        """Whether the block fills its segment."""
         return self.previous is None and self.next is None
 
 
@@ -78,17 +76,17 @@ class Pool:
     """Free blocks of one stream and kind, by (size, address); unmapped ranges by address."""
 
     small: bool
-    blocks: list[tuple[int, int, Block]] = field(default_factory=list)
-    unmapped: list[tuple[int, Block]] = field(default_factory=list)
+    blocks: list[tuple[int, int, MemoryBlock]] = field(default_factory=list)
+    unmapped: list[tuple[int, MemoryBlock]] = field(default_factory=list)
 
-    def put(self, block: Block) -> None:
+    def put(self, block: MemoryBlock) -> None:
         block.free = True
         if block.mapped:
             insort(self.blocks, (block.size, block.address, block))
         else:
             insort(self.unmapped, (block.address, block))
 
-    def take(self, block: Block) -> None:
+    def take(self, block: MemoryBlock) -> None:
         block.free = False
         if block.mapped:
             del self.blocks[bisect_left(self.blocks, (block.size, block.address))]
@@ -104,12 +102,12 @@ class CachingAllocator:
     """The allocator of one device.
 
     Args:
-        limit: bytes that the driver has for it; None for as many as it asks.
+        limit: bytes that the driver can give; None for no limit.
 
     Attributes:
-        allocated: bytes of the blocks that are handed out, as ``torch.cuda.memory_allocated`` counts them.
+        allocated: bytes of allocated blocks, as ``torch.cuda.memory_allocated`` counts them.
         reserved: bytes of all segments.
-        retries: times that everything wholly free was given back to the driver.
+        retries: number of times that all free segments were released to the driver.
     """
 
     def __init__(self, options: AllocatorOptions | None = None, limit: int | None = None) -> None:
@@ -121,8 +119,12 @@ class CachingAllocator:
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._next_address = 0
 
-    def allocate(self, size: int, stream: int = 0) -> Block:
-        """A block of at least ``size`` bytes. Raises OutOfMemoryError."""
+    def allocate(self, size: int, stream: int = 0) -> MemoryBlock:
+        """Allocate a block of at least ``size`` bytes.
+
+        Raises:
+            OutOfMemoryError: no block fits and the driver refuses a segment.
+        """
         size = self.options.rounded(size)
         small = size <= SMALL_REQUEST
         pool = self._pools.get((stream, small))
@@ -143,21 +145,21 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
-        """Take a block back into its pool."""
+    def free(self, block: MemoryBlock) -> None:
+        """Return a block to its pool."""
         self.allocated -= block.size
         self._merge(block)
         block.pool.put(block)
 
     # -- finding ------------------------------------------------------------------------------------
 
-    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+    def _best_fit(self, pool: Pool, size: int) -> MemoryBlock | None:
         blocks = pool.blocks
         index = bisect_left(blocks, (size,))
         if index == len(blocks):
             return None
         if self.options.expandable_segments:
-            # A block at the growing end counts as large as it can become.
+            # A block at the growing end counts with the size that it can grow to.
             while index + 1 < len(blocks) and _reach(blocks[index + 1][2]) < _reach(blocks[index][2]):
                 index += 1
         block = blocks[index][2]
@@ -167,7 +169,7 @@ class CachingAllocator:
         pool.take(block)
         return block
 
-    def _splits(self, block: Block, size: int) -> bool:
+    def _splits(self, block: MemoryBlock, size: int) -> bool:
         left = block.size - size
         if block.pool.small or self.options.expandable_segments:
             return left >= MIN_BLOCK
@@ -175,9 +177,9 @@ class CachingAllocator:
 
     # -- neighbours ---------------------------------------------------------------------------------
 
-    def _cut(self, block: Block, size: int) -> Block:
+    def _cut(self, block: MemoryBlock, size: int) -> MemoryBlock:
         """Shorten ``block`` to ``size``; the rest becomes a free (or unmapped) block behind it."""
-        rest = Block(block.pool, block.address + size, block.size - size, mapped=block.mapped)
+        rest = MemoryBlock(block.pool, block.address + size, block.size - size, mapped=block.mapped)
         rest.previous, rest.next = block, block.next
         if rest.next is not None:
             rest.next.previous = rest
@@ -185,8 +187,8 @@ class CachingAllocator:
         block.pool.put(rest)
         return rest
 
-    def _merge(self, block: Block) -> None:
-        """Take free neighbours of the same kind into ``block``, which is in no list."""
+    def _merge(self, block: MemoryBlock) -> None:
+        """Merge free neighbours of the same kind into ``block``, which is in no list."""
         before, after = block.previous, block.next
         if before is not None and before.free and before.mapped == block.mapped:
             block.pool.take(before)
@@ -203,14 +205,14 @@ class CachingAllocator:
 
     # -- the driver ---------------------------------------------------------------------------------
 
-    def _new(self, pool: Pool, size: int) -> Block | None:
-        """A block that the driver gives, in no list; None where it refuses."""
+    def _new(self, pool: Pool, size: int) -> MemoryBlock | None:
+        """A new block from the driver, in no list; None if the driver refuses."""
         if self.options.expandable_segments:
             return self._expanded(pool, size)
         segment = segment_size(size)
         if not self._reserve(segment):
             return None
-        return Block(pool, self._addresses(segment), segment)
+        return MemoryBlock(pool, self._addresses(segment), segment)
 
     def _reserve(self, size: int) -> bool:
         if self.reserved + size > self.limit:
@@ -225,9 +227,9 @@ class CachingAllocator:
         return address
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back an unsplit block of this pool that is large enough, or several, largest first.
+        """Release an unsplit block of this pool that is large enough, or several, largest first.
 
-        Never of expandable segments, of which no block is a segment.
+        Expandable segments have no such blocks.
         """
         if self.options.max_split_size == math.inf or self.options.expandable_segments:
             return False
@@ -243,7 +245,7 @@ class CachingAllocator:
         return released >= needed
 
     def _release_free(self) -> None:
-        """Give back every segment, or mapped granule, that is wholly free."""
+        """Release every completely free segment or mapped granule."""
         for pool in self._pools.values():
             for _, _, block in list(pool.blocks):
                 if self.options.expandable_segments:
@@ -251,14 +253,14 @@ class CachingAllocator:
                 elif block.whole:
                     self._release(block)
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: MemoryBlock) -> None:
         block.pool.take(block)
         self.reserved -= block.size
 
     # -- expandable segments ------------------------------------------------------------------------
 
-    def _expanded(self, pool: Pool, size: int) -> Block | None:
-        """A free block that is mapped as far as ``size`` needs, at the lowest address that has room."""
+    def _expanded(self, pool: Pool, size: int) -> MemoryBlock | None:
+        """A free block with at least ``size`` mapped bytes, at the lowest address that has room."""
         block = self._room(pool, size)
         if not block.mapped:
             if not self._map(block, min(block.size, size)):
@@ -276,7 +278,7 @@ class CachingAllocator:
         pool.take(block)
         return block
 
-    def _room(self, pool: Pool, size: int) -> Block:
+    def _room(self, pool: Pool, size: int) -> MemoryBlock:
         for _, unmapped in pool.unmapped:
             before = unmapped.previous
             start = before if before is not None and before.free else unmapped
@@ -284,12 +286,12 @@ class CachingAllocator:
                 return start
         length = _RANGE if self.limit == math.inf else int(self.limit) * 9 // 8
         length = -(-max(length, size) // pool.granule) * pool.granule
-        block = Block(pool, self._addresses(length), length, mapped=False)
+        block = MemoryBlock(pool, self._addresses(length), length, mapped=False)
         pool.put(block)
         return block
 
-    def _map(self, block: Block, size: int) -> bool:
-        """Back the first granules of an unmapped block with memory; it leaves its list."""
+    def _map(self, block: MemoryBlock, size: int) -> bool:
+        """Map the first granules of an unmapped block, and take it off its list."""
         mapped = -(-size // block.pool.granule) * block.pool.granule
         if not self._reserve(mapped):
             return False
@@ -299,8 +301,8 @@ class CachingAllocator:
         block.mapped = True
         return True
 
-    def _unmap(self, block: Block) -> None:
-        """Give back the granules that lie wholly in a free block."""
+    def _unmap(self, block: MemoryBlock) -> None:
+        """Release the granules that a free block covers completely."""
         pool, granule = block.pool, block.pool.granule
         start = -(-block.address // granule) * granule
         end = (block.address + block.size) // granule * granule
@@ -321,7 +323,7 @@ class CachingAllocator:
 
 
 def segment_size(size: int) -> int:
-    """What is asked of the driver for a rounded request that no free block serves."""
+    """Bytes asked of the driver for a rounded request that no free block serves."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if size < MIN_OWN_SEGMENT:
@@ -329,16 +331,16 @@ def segment_size(size: int) -> int:
     return -(-size // SEGMENT_STEP) * SEGMENT_STEP
 
 
-def _reach(block: Block) -> int:
-    """Its size and that of the unmapped range behind it."""
+def _reach(block: MemoryBlock) -> int:
+    """Size of the block and of the unmapped range after it."""
     after = block.next
     return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
-def _extent(start: Block, size: int) -> int:
-    """Bytes from ``start`` on that are free or unmapped, counted until they suffice."""
+def _extent(start: MemoryBlock, size: int) -> int:
+    """Free or unmapped bytes from ``start`` on, counted until they reach ``size``."""
     found = 0
-    block: Block | None = start
+    block: MemoryBlock | None = start
     while block is not None and block.free and found < size:
         found += block.size
         block = block.next

@@ -1,8 +1,8 @@
-"""Counting one operation: its FLOPs, the bytes it must move, and the payload of a collective.
+"""Count one operation: its FLOPs, the bytes that it moves, and the payload of a collective.
 
-FLOPs are those of model/flops.py. Bytes are every input and output once: what a kernel must move if nothing is
-reused in cache. Multi-tensor operations (``_foreach_*``, ``_fused_adamw_``) count one kernel per tensor, so that
-their number grows with depth and shallow runs can be extrapolated.
+FLOPs come from runtime/flops.py. Bytes count every input and output once, without reuse in caches. Multi-tensor
+operations (``_foreach_*``, ``_fused_adamw_``) count as one kernel per tensor. So the number of kernels grows with depth
+and a shallow dry run can be extrapolated.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from shardwise.core.cost import Collective, Kernel
-from shardwise.model.flops import bytes_of, flops_of
+from shardwise.runtime.flops import bytes_of, flops_of
+from shardwise.runtime.torch_private import group_named, tree_iter
 
 CONTROL_AXIS = "control"
-"""Collectives of a single element (token count, loss, gradient norm) are listed under this name, not under
-the mesh axis whose group they happen to use: they are not the strategy's traffic."""
+"""Axis name for collectives of a single element (token count, loss, gradient norm).
+
+They are not traffic of the strategy, so they are not listed under the mesh axis of their group."""
 
 _KINDS: dict[str, str] = {
     "allgather": "all_gather",
@@ -38,7 +39,7 @@ _KINDS: dict[str, str] = {
 def kernels_of(
     phase: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 ) -> list[Kernel]:
-    """The kernels that one call launches; [] for views and other calls that move nothing."""
+    """The kernels that one call launches; [] for views and other calls that move no data."""
     if func.is_view or func.namespace not in ("aten", "fsdp", "shardwise"):
         return []
     name = func.name()
@@ -53,13 +54,13 @@ def kernels_of(
     # An in-place operation returns its input: count each tensor object once.
     distinct = {id(t): t for t in tensors}.values()
     flops = flops_of(func, args, kwargs, out)
-    # A product runs in the dtype of its operands, which need not be that of its result.
+    # A matrix product runs in the dtype of its operands; its result may have another dtype.
     typical = tensors[0] if flops else max(distinct, key=lambda t: t.numel())
     return [Kernel(phase, name, dtype_name(typical.dtype), 0, flops, bytes_of(distinct))]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as device profiles call it."""
+    """Name of a dtype in device profiles."""
     return {
         torch.float32: "fp32",
         torch.float64: "fp64",
@@ -75,7 +76,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def collective_of(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis_of: Mapping[str, str]
 ) -> Collective | None:
-    """What a c10d call sends; None for calls that send nothing (wait, barrier on a fake group)."""
+    """The collective of a c10d call; None for calls that send no data (wait, barrier on a fake group)."""
     name = func.name().split("::")[1].strip("_")
     kind = next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), None)
     group = group_of(args, kwargs)
@@ -92,7 +93,7 @@ def collective_of(
 
 
 def group_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """The process group that a c10d call is given; None where it is given none."""
+    """The process group in the arguments of a c10d call, or None."""
     for value in [*args, *kwargs.values()]:
         if isinstance(value, torch.ScriptObject):
             try:
@@ -105,9 +106,8 @@ def group_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dist.ProcessGr
 
 
 def _named_group(name: str) -> dist.ProcessGroup | None:
-    """Functional collectives name their group; their reduce operation is a string too."""
-    from_name: Any = torch._C._distributed_c10d._resolve_process_group
+    """The group with this name, or None: the reduce operation of a functional collective is a string too."""
     try:
-        return from_name(name)
+        return group_named(name)
     except RuntimeError:
         return None

@@ -1,29 +1,28 @@
-"""Which module is running, in the forward pass, in a recomputation and in the backward pass.
+"""Name of the running module in the forward pass, in recomputation and in the backward pass.
 
-Forward: a stack kept by module hooks. Backward: a module's last operation carries the module's name in its
-autograd node, and the name holds until a node with another name runs; exact for leaves, and for what lies
-between two leaves it names the later one.
+Forward: module hooks keep a stack. Backward: the autograd node of a module's last operation carries the module's name.
+The name holds until a node with another name runs. It is exact for leaf modules. An operation between two leaf modules
+gets the name of the later one.
 
-Refused: ``torch.utils.module_tracker``, whose hooks on tensors keep the graph of a recomputed block alive and
-so changed the memory that was to be counted (by 31 % on a small model with activation checkpointing).
+``torch.utils.module_tracker`` is not used: its tensor hooks keep the graph of a recomputed block alive. On a small
+model with activation checkpointing that changed the counted memory by 31 %.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_iter
 
-from shardwise.model.slices import canonical_name
+from shardwise.runtime.parallel.shard_slices import canonical_name
+from shardwise.runtime.torch_private import current_autograd_node, tree_iter
 
 _KEY = "shardwise.module"
 
 
 class RunningModule:
-    """Knows the running module of one model while it is entered."""
+    """Context manager that knows the running module of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: canonical_name(f"{name}.")[:-1] for name, module in model.named_modules()}
@@ -42,10 +41,10 @@ class RunningModule:
             handle.remove()
 
     def name(self) -> str:
-        """The innermost running module; "" outside of all."""
+        """The innermost running module; "" outside of every module."""
         if self._stack:
             return self._stack[-1]
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_autograd_node()
         if node is None:
             self._last_in_backward = ""
         else:

@@ -1,9 +1,9 @@
-"""Reading the tracker: the ledger at any instant, the peak of every phase, the timeline.
+"""Read the tracker's records: the ledger at any time, the peak of every phase, the timeline.
 
-An allocation belongs to the first tag in ``tracker.TAGS`` that its storage ever had. Untagged ones are told
-apart by their life: born in a forward pass (or in a recomputation, where autograd is on) and still alive when
-that phase ends means saved for the backward pass, an activation; everything else is a temporary, or communication
-where a collective of the model itself has sent or returned it.
+An allocation belongs to the first tag in ``tracker.TAGS`` that its storage ever had. Untagged allocations are
+classified by lifetime. An allocation of a forward pass (or of a recomputation, where autograd is on) that is alive at
+the end of the phase was saved for the backward pass: it is an activation. All others are temporaries, or communication
+if a collective of the model sent or returned them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def category(allocation: Allocation, tracker: Tracker) -> str:
         return "parameters"
     for tag in TAGS:
         if tag in allocation.origin.tags:
-            # What a backward pass has reduced and keeps is a gradient, whether or not it is in ``.grad`` yet.
+            # A reduced buffer that outlives the backward pass is a gradient, even before it is in ``.grad``.
             kept = (
                 tag == "communication"
                 and allocation.phase == "backward"
@@ -56,7 +56,7 @@ def _phase_end(time: int, tracker: Tracker) -> int:
 
 
 def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, Peak]:
-    """The instant at which one memory, the device's or the host's, holds most, in every phase since a time."""
+    """The peak of device memory (or host memory) in every phase since a time."""
     changes = _changes(tracker, on_host)
     best: dict[str, tuple[int, int]] = {}  # phase -> (bytes, time)
     starts = [start for start, _ in tracker.phases]
@@ -92,7 +92,7 @@ def _latest(names: dict[int, str], time: int) -> str:
 
 
 def _allocations(tracker: Tracker, on_host: bool) -> list[Allocation]:
-    """Those of one memory."""
+    """Allocations in device memory, or in host memory."""
     return [a for a in tracker.allocations if a.on_host == on_host]
 
 
@@ -106,7 +106,7 @@ def _changes(tracker: Tracker, on_host: bool = False) -> dict[int, int]:
 
 
 def ledger_at(tracker: Tracker, time: int, on_host: bool = False) -> Ledger:
-    """Bytes by category of everything alive in one memory at ``time``."""
+    """Bytes by category of all allocations alive at ``time``, in device memory or in host memory."""
     rows: dict[str, int] = {}
     for a in _allocations(tracker, on_host):
         if a.born <= time and (a.died is None or a.died > time):
@@ -116,7 +116,7 @@ def ledger_at(tracker: Tracker, time: int, on_host: bool = False) -> Ledger:
 
 
 def timeline(tracker: Tracker, since: int, points: int = 200) -> list[Sample]:
-    """The device's ledger over time, at most ``points`` samples, each the highest instant of its span."""
+    """The device's ledger over time: at most ``points`` samples, each the peak of its interval."""
     changes = _changes(tracker)
     span = max(1, -(-(tracker.now - since + 1) // points))
     rows = {a: category(a, tracker) for a in _allocations(tracker, on_host=False)}

@@ -1,16 +1,16 @@
-"""The dry run's allocations, played to the caching allocator of the target: what it reserves, and whether it can.
+"""Replay the dry run's allocations through the target's caching allocator: reserved bytes, retries, OOM.
 
-Births and deaths are replayed in the order in which the tracker saw them, on the streams on which they were made
-(FSDP2 gathers on one and reduces on another, so what a block frees in one pool does not serve the other). What
-the build allocates comes first, then the workspaces of matrix products, then steps.
+Allocations and frees are replayed in the order of the tracker, on their streams. FSDP2 all-gathers on one stream and
+reduces on another, so memory freed in one pool does not serve the other. The build comes first, then the workspaces
+of matrix products, then steps.
 
-A first step leaves free blocks that the second finds, so steps are repeated until one reserves no more than the
-one before it: that is what a long run reserves. The samples of a step are made anew for each, and what a step
-leaves behind is freed before the next.
+The first step leaves free blocks that the second step reuses. So steps repeat until a step reserves no more than the
+step before it: a long run reserves this amount. Each step creates its samples anew, and the results of a step are
+freed before the next.
 
-Without a limit the allocator never gives anything back, and what it reserves in the end is its peak. With one, it
-empties its cache when the driver refuses, and may still find no room for an allocation though the sum of all
-tensors is below the limit: out of memory by fragmentation.
+Without a limit the allocator never returns memory, and its final reserved size is the peak. With a limit it empties
+its cache when the driver refuses. An allocation may still fail although the sum of all tensors is below the limit:
+OOM by fragmentation.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.core.allocator_options import AllocatorOptions
-from shardwise.dryrun.allocator import Block, CachingAllocator, OutOfMemoryError
+from shardwise.dryrun.allocator import CachingAllocator, MemoryBlock, OutOfMemoryError
 from shardwise.dryrun.tracker import Allocation
+from shardwise.hardware.allocator_options import AllocatorOptions
 
 STEPS = 4
-"""At most so many steps are replayed. Llama-3-8B on 8 devices reserves no more after the second."""
+"""Most steps that are replayed. Llama-3-8B on 8 devices reserves no more after the second."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The allocation that found no room."""
+    """The allocation that failed."""
 
     size: int
     phase: str
@@ -39,14 +39,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Replay:
-    """What the allocator did.
+    """Result of a replay.
 
     Attributes:
-        reserved: bytes of its segments when they were most.
-        allocated: bytes of the blocks handed out when they were most: tensors and what rounding adds.
-        steps: how many were replayed.
-        retries: times that it emptied its cache in the last of them.
-        failure: the allocation at which the replay ended, if one found no room.
+        reserved: peak bytes of all segments.
+        allocated: peak bytes of allocated blocks: tensors and their rounding.
+        steps: number of replayed steps.
+        retries: number of times that the allocator emptied its cache in the last step.
+        failure: the failed allocation that ended the replay, if any.
     """
 
     reserved: int
@@ -58,12 +58,12 @@ class Replay:
 
 @dataclass(frozen=True)
 class Trace:
-    """What is replayed.
+    """Input of a replay.
 
     Attributes:
-        allocations: of build and one step.
-        start: the tracker's time at which the step begins.
-        workspaces: blocks that libraries take for good.
+        allocations: those of the build and of one step.
+        start: the tracker's time at the start of the step.
+        workspaces: sizes of blocks that libraries allocate and never free.
     """
 
     allocations: Sequence[Allocation]
@@ -71,17 +71,17 @@ class Trace:
     workspaces: tuple[int, ...] = ()
 
     def replayed(self, options: AllocatorOptions, limit: int | None = None) -> Replay:
-        """Play the build and steps to an allocator that may reserve ``limit`` bytes."""
+        """Replay the build and steps with an allocator that may reserve ``limit`` bytes."""
         return _Player(self, CachingAllocator(options, limit)).play()
 
 
 class _Player:
-    """One replay. Events are (time, index of the allocation); an index says birth the first time in a step."""
+    """One replay. Events are (time, index of an allocation): the first of an index allocates, the second frees."""
 
     def __init__(self, trace: Trace, allocator: CachingAllocator) -> None:
         self._all, self._start, self._workspaces = trace.allocations, trace.start, trace.workspaces
         self._allocator = allocator
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, MemoryBlock] = {}
         self._now: Allocation | None = None
         events = [(a.born, i) for i, a in enumerate(self._all)]
         events += [(a.died, i) for i, a in enumerate(self._all) if a.died is not None]
@@ -123,7 +123,7 @@ class _Player:
             blocks[index] = allocate(allocation.size, allocation.stream)
 
     def _between(self) -> None:
-        """From the end of a step to the start of the next: results are dropped, samples are made."""
+        """Between two steps: free the results of the last step, allocate the samples of the next."""
         start = self._start
         for index in [i for i in self._blocks if self._all[i].born > start]:
             self._allocator.free(self._blocks.pop(index))

@@ -1,24 +1,20 @@
 """The dry run: the trainer's own build and step on fake tensors, as one rank of a world of any size.
 
 One step is enough: the optimizer's state exists from the start, so every step is like the first. Of many equal
-micro-batches only the first, one from the middle and the last are run, in a pipeline as many as fill it: the peak does
-not depend on how many more there are, and the cost of one is counted and multiplied.
+micro-batches only as many are run as reach the peak (``representative_count``). The cost of one is counted and
+multiplied.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.core.allocator_options import options_in
-from shardwise.core.cluster import Cluster
 from shardwise.core.cost import StepCost
 from shardwise.core.ledger import Ledger, Peak
-from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Strategy
 from shardwise.dryrun.counting import dtype_name
 from shardwise.dryrun.modules import RunningModule
@@ -28,17 +24,25 @@ from shardwise.dryrun.tally import Tally
 from shardwise.dryrun.target import TARGETS, Target
 from shardwise.dryrun.tracker import Tracker, axis_names
 from shardwise.dryrun.world import fake_world
-from shardwise.engine.build import Run, assemble, materialise
+from shardwise.engine.build import assemble, materialise
 from shardwise.engine.optim.norm import holders, local
 from shardwise.engine.phase import current_micro_batch, listening
+from shardwise.engine.run import Run
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.snapshot import Snapshots, snapshots_of
 from shardwise.engine.step import step
+from shardwise.hardware.allocator_options import options_in
+from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Batch, Blueprint, batch_shapes
-from shardwise.model.host import memories_apart
 from shardwise.model.lora import weights_in
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime.offload.host import separate_host_memory
+from shardwise.runtime.torch_private import FakeTensorMode, default_group
 from shardwise.technique import MICRO_BATCH_SIZE, layout_of, micro_batches
-from shardwise.technique.base import Pipeline, Site
+from shardwise.technique.place import Place, Reduced
+from shardwise.technique.site import PlanHints, Site
+
+WHOLE_STEP = Reduced()
 
 
 @dataclass(frozen=True)
@@ -46,21 +50,19 @@ class DryRun:
     """What one rank of one strategy holds and does in one optimizer step.
 
     Attributes:
-        peaks: the highest instant of every phase, without the profile's overhead.
+        peaks: the peak of every phase, without the profile's overhead.
         cost: kernels and collectives of the whole step, all micro-batches included.
         timeline: the ledger over the step.
         parameters: elements of the whole model, unsharded.
-        even: whether every rank holds equally much of every parameter.
-        compute_dtype: what matrix products run in, as the device profiles call it.
-        trace: what was allocated and freed; None where the target's allocator caches nothing.
-        replay: what that allocator reserves for it when nothing limits it.
-        notes: what the techniques have to say about what they did.
-        period: after how many blocks what a block holds and costs repeats itself; 0 where that depends on depth.
-        shallowest: the fewest blocks of a model from which deeper ones can be extrapolated.
-        depth: blocks of the whole model, of a pipeline those of each of this rank's stages; None where that varies.
-        pipeline: this rank's place in a pipeline, if there is one.
-        pass_bytes: of a pipeline, activations that the first micro-batch's forward pass leaves for its backward pass.
-        host: what this rank holds in host memory when that is most, where it is another memory than the device's.
+        even: whether every parameter shards evenly.
+        compute_dtype: dtype of matrix products, as named in device profiles.
+        trace: allocations and frees; None if the target's allocator does not cache.
+        replay: the caching allocator's reserved memory without a limit.
+        hints: rules for extrapolation, and notes for the plan.
+        depth: blocks of the whole model, or of each of this rank's stages; None where that varies.
+        place: this rank's place on an axis whose ranks hold different blocks, if there is one.
+        pass_bytes: with a place, activations that the first micro-batch's forward pass leaves for its backward pass.
+        host: the peak of this rank's host memory, if it is separate from device memory.
         disk_bytes: what this rank reserves on a disk.
         communicators: process groups of several ranks that it sends or receives in, that of all ranks among them.
     """
@@ -74,14 +76,12 @@ class DryRun:
     compute_dtype: str
     trace: Trace | None = None
     replay: Replay | None = None
-    notes: tuple[str, ...] = ()
-    period: int = 1
+    hints: PlanHints = field(default_factory=PlanHints)
     host: Ledger = field(default_factory=Ledger)
     disk_bytes: int = 0
     communicators: int = 0
-    shallowest: int = 1
     depth: int | None = None
-    pipeline: Pipeline | None = None
+    place: Place | None = None
     pass_bytes: int = 0
 
     @property
@@ -97,37 +97,37 @@ def dry_run(
     *,
     rank: int = 0,
     depth: int | None = None,
-    seen: int | None = None,
-    after: int | None = None,
+    reduced: Reduced = WHOLE_STEP,
     history: bool = True,
 ) -> DryRun:
     """Run one optimizer step as ``rank`` without allocating anything.
 
     Args:
         depth: number of blocks instead of the model's own.
-        seen: at most how many micro-batches to run, at least 3 of more; as many as hold what all do when not given.
-        after: of a pipeline, how many ranks the schedule has after this one, where fewer than there are.
-        history: whether to read off the timeline, and to replay what was allocated.
+        reduced: run less than a whole step. The default runs enough micro-batches to reach the peak of all.
+        history: whether to compute the timeline and replay the allocator.
     """
     world_size = cluster.world_size
     count = micro_batches(strategy, layout_of(strategy, world_size), recipe.batch_size)
     target = TARGETS[cluster.device.kind]
-    with fake_world(rank, world_size), memories_apart(not target.is_host):
+    with fake_world(rank, world_size), separate_host_memory(not target.is_host):
         site = assemble(recipe, blueprint, strategy, world_size, "cpu", depth)
-        _shorten(site, after)
-        elements, even = weights_in(site.model), _even(site)
-        modules = RunningModule(site.model)
+        place = site.options.place
+        if place is not None:
+            site.options.place = place = place.reduced(reduced)
+        elements, even = weights_in(site.view.model), _even(site)
+        modules = RunningModule(site.view.model)
         tracker = _tracker(site, target, modules)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.random.fork_rng(devices=[]), fake, tracker.watching(), target.kernels(), modules:
-            run = materialise(site, recipe, blueprint, torch.device("cpu"))
+            run = materialise(site, torch.device("cpu"))
             _tag_state(run, tracker)
             snapshots: Snapshots[None] | None = snapshots_of(run)
             if snapshots is not None:
                 tracker.tag(snapshots.buffers, "overhead")
             batches = _fake_batches(run, strategy, recipe, count, tracker)
             start = tracker.now
-            shown, entries = _counted_step(run, batches, tracker, seen)
+            shown, entries = _counted_step(run, batches, tracker, reduced.micro_batches)
         trace = _trace(tracker, start, cluster) if history and target.caches else None
     return DryRun(
         rank,
@@ -136,44 +136,35 @@ def dry_run(
         tuple(timeline(tracker, since=start)) if history else (),
         elements,
         even,
-        dtype_name(run.dtypes.compute),
+        dtype_name(run.options.dtypes.compute),
         trace=trace,
         replay=trace.replayed(options_in(cluster.device.kind)) if trace is not None else None,
-        notes=tuple(site.notes),
-        period=site.period,
+        hints=site.hints,
         host=max(peaks(tracker, start, on_host=True).values(), key=lambda peak: peak.bytes).ledger,
         disk_bytes=tracker.disk_bytes,
         communicators=len(tracker.groups),
-        shallowest=site.shallowest,
-        depth=blueprint.depth if site.pipeline is None else site.pipeline.depth,
-        pipeline=site.pipeline,
-        pass_bytes=_pass_bytes(tracker, entries) if site.pipeline is not None and history else 0,
+        depth=blueprint.depth if place is None else place.depth,
+        place=place,
+        pass_bytes=_pass_bytes(tracker, entries) if place is not None and history else 0,
     )
 
 
 def _tracker(site: Site, target: Target, modules: RunningModule) -> Tracker:
     """One that knows the mesh axis of every group."""
-    groups = {name: site.mesh.get_group(name) for name in site.mesh.mesh_dim_names or ()}
-    groups |= {name: mesh.get_group() for name, mesh in site.joined_axes.items()}
-    channels = {} if site.pipeline is None else site.pipeline.channels
-    axes = axis_names(groups) | {group.group_name: "pipeline" for group in channels.values()}
-    tracker = Tracker(axes, target.workspace, target.kept, modules.name)
-    if site.layout.world_size > 1:
+    mesh = site.context.mesh
+    axes = [(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or ()]
+    tracker = Tracker(axis_names([*axes, *site.options.groups]), target.workspace, target.kept, modules.name)
+    if site.context.layout.world_size > 1:
         # The trainer asks all ranks together: whether to stop, say.
-        tracker.groups.add(dist.distributed_c10d._get_default_group().group_name)
+        tracker.groups.add(default_group().group_name)
     return tracker
 
 
 def _even(site: Site) -> bool:
     """Whether every rank of this one's stage holds equally much of every parameter."""
-    ranks = site.layout.world_size // site.layout.degree("pipeline")
-    return all(p.numel() == _held_by_all(p, ranks) for p in site.model.parameters())
-
-
-def _shorten(site: Site, after: int | None) -> None:
-    """Leave out what a pipeline has beyond so many ranks after this one."""
-    if site.pipeline is not None and after is not None:
-        site.pipeline = site.pipeline.shorter(after)
+    place, world = site.options.place, site.context.layout.world_size
+    ranks = world // (1 if place is None else place.ranks)
+    return all(p.numel() == _held_by_all(p, ranks) for p in site.view.model.parameters())
 
 
 def _trace(tracker: Tracker, start: int, cluster: Cluster) -> Trace:
@@ -190,11 +181,11 @@ def _held_by_all(parameter: torch.Tensor, ranks: int) -> int:
 
 def _tag_state(run: Run, tracker: Tracker) -> None:
     """Say what each storage is for."""
-    masters = [p for p in run.model.parameters() if p.requires_grad and p.dtype != run.dtypes.compute]
+    masters = [p for p in run.model.parameters() if p.requires_grad and p.dtype != run.options.dtypes.compute]
     tracker.tag(masters, "master_weights")
     tracker.tag(run.model.parameters(), "parameters")
     tracker.tag(run.model.buffers(), "parameters")
-    tracker.tag(run.passes.kept, "master_weights" if masters else "parameters")
+    tracker.tag(run.passes.weight_copies, "master_weights" if masters else "parameters")
     for state in run.optimizer.state.values():
         tracker.tag((v for v in state.values() if isinstance(v, torch.Tensor)), "optimizer_state")
 
@@ -213,16 +204,14 @@ def _fake_batches(run: Run, strategy: Strategy, recipe: Recipe, count: int, trac
 
 
 def _counted_step(
-    run: Run, batches: list[Batch], tracker: Tracker, seen: int | None
+    run: Run, batches: list[Batch], tracker: Tracker, limit: int | None
 ) -> tuple[int, list[int]]:
     """Run the step; the tracker counts what each micro-batch costs, and the rest of the step.
 
     How many were run, and when passes of them began.
     """
-    # Passes that read ahead of their step take whole steps.
-    few = run.passes.enough(len(batches)) if seen is None or not run.passes.in_step else seen
-    shown = batches[:few] * len(run.passes.reads(0, run.recipe.steps))
-
+    few = run.passes.representative_count(len(batches), limit)
+    steps = itertools.repeat(batches[:few], run.recipe.steps)
     entries: list[int] = []
 
     def entered(name: str) -> None:
@@ -232,21 +221,21 @@ def _counted_step(
 
     tracker.counting_costs = True
     with listening(entered):
-        step(run, shown, learning_rate(run.recipe, 0))
+        step(run, steps, learning_rate(run.recipe, 0))
     tracker.counting_costs = False
-    return min(few, len(batches)), entries
+    return few, entries
 
 
 def _pass_bytes(tracker: Tracker, entries: Sequence[int]) -> int:
-    """Activations that live when the second pass of a step begins, beside those when the first did."""
+    """Activations that one pass leaves: those at the start of the second pass minus those at the first."""
     before, after = (ledger_at(tracker, time).activations for time in entries[:2])
     return after - before
 
 
 def _whole_cost(tallies: Mapping[int | None, Tally], seen: int, count: int) -> StepCost:
-    """The cost of ``count`` micro-batches of which ``seen`` were run: those, and more like the second.
+    """The cost of ``count`` micro-batches. ``seen`` of them were run; each of the others costs as much as the second.
 
-    What was done ahead of the step's own is of later steps.
+    Micro-batches from ``seen`` on were run ahead and belong to later steps.
     """
     whole = Tally()
     own = {number: tally for number, tally in tallies.items() if number is None or number < seen}

@@ -1,4 +1,4 @@
-"""What a stretch of the step costs: calls of kernels, collectives and transfers, which add and subtract."""
+"""Costs of a part of the step: counts of kernels, collectives and transfers, which add and subtract."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass
 class Tally:
-    """Calls of everything that costs time; keys have 0 calls themselves."""
+    """Number of calls by kernel, collective and transfer. The keys themselves have ``calls=0``."""
 
     kernels: Counter[Kernel] = field(default_factory=Counter)
     collectives: Counter[Collective] = field(default_factory=Counter)
@@ -23,7 +23,7 @@ class Tally:
         return Tally(self.kernels.copy(), self.collectives.copy(), self.transfers.copy())
 
     def __sub__(self, before: Tally) -> Tally:
-        """What was counted since ``before``, a copy of this one at an earlier time."""
+        """The counts since ``before``, an earlier copy of this tally."""
         return Tally(
             self.kernels - before.kernels,
             self.collectives - before.collectives,
@@ -31,7 +31,7 @@ class Tally:
         )
 
     def add(self, other: Tally, times: int = 1) -> None:
-        """Add all of ``other`` so many times."""
+        """Add the counts of ``other``, multiplied by ``times``."""
         _add(self.kernels, other.kernels, times)
         _add(self.collectives, other.collectives, times)
         _add(self.transfers, other.transfers, times)

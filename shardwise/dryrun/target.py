@@ -1,13 +1,12 @@
-"""What the target device would run where the CPU, on which fake tensors live, would run something else.
+"""Kernels of the target device where they differ from those of fake CPU tensors.
 
-Fake ``cuda`` tensors abort the process on a build of PyTorch without CUDA, so every dry run is on fake ``cpu``
-tensors. Some operations then differ in what they keep for the backward pass: ``rms_norm`` is decomposed on the
-CPU (two fp32 copies of its input more), attention takes a CPU kernel, dropout keeps a wider mask. For CUDA and ROCm
-they are replaced by what runs there. 8-bit operators are one kernel each there, and are emulated on the CPU, where
-the parts of the emulation are counted. Collectives differ too: gloo copies what it gathers or scatters.
+Fake ``cuda`` tensors abort the process on a PyTorch build without CUDA, so every dry run uses fake ``cpu`` tensors.
+Some operations then save other tensors for the backward pass: the CPU decomposes ``rms_norm`` (two more fp32 copies of
+its input), attention runs a CPU kernel, and dropout saves a wider mask. For CUDA and ROCm, this module substitutes the
+kernels of the device. An 8-bit operator is one kernel on those devices. The CPU emulates it, and the operations of the
+emulation are counted. Collectives differ too: gloo copies the tensors that it gathers or scatters.
 
-The table is keyed by what the *cluster* says it is, so a laptop plans for an H100 and an H100 could plan for a
-laptop.
+The key of the table is the device named in the recipe's *cluster*, so a laptop can plan for an H100.
 """
 
 from __future__ import annotations
@@ -21,24 +20,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.dryrun.tracker import asked_device
-from shardwise.model.attention_kernels import kernels_as
-from shardwise.model.float8 import EMULATED
-from shardwise.model.ring import PARTS
+from shardwise.runtime.float8 import EMULATED
+from shardwise.runtime.parallel.attention_kernels import kernels_as
+from shardwise.runtime.parallel.ring import PARTS
+from shardwise.runtime.torch_private import (
+    TorchDispatchMode,
+    efficient_attention,
+    flash_attention,
+    onednn_compiles,
+    scoped_library,
+)
 
 
 @dataclass(frozen=True)
 class Target:
-    """How a kind of device differs from the fake CPU.
+    """Differences between a kind of device and the fake CPU.
 
     Attributes:
-        kernels: makes a context, entered after the tracker, in which the target's kernels stand in for the CPU's.
-        workspace: bytes a collective allocates for itself, from (kind, payload bytes).
-        kept: bytes a library keeps for every distinct call of a kernel, from its name and result.
-        is_host: whether its memory is the host's, where snapshots are kept.
-        caches: whether its allocator keeps freed memory in segments (dryrun/allocator.py).
+        kernels: returns a context, entered after the tracker, that substitutes the target's kernels for the CPU's.
+        workspace: bytes that the backend allocates during a collective, from (kind, payload bytes).
+        kept: bytes that a library keeps for every distinct call of a kernel, from its name and result.
+        is_host: whether device memory is host memory, which also holds snapshots.
+        caches: whether the allocator keeps freed memory in segments (dryrun/allocator.py).
     """
 
     kernels: Callable[[], AbstractContextManager[Any]]
@@ -50,69 +55,62 @@ class Target:
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _ONEDNN_KERNEL, _AMX_KERNEL = 560 * 1024, 656 * 1024
-"""Bytes of one compiled oneDNN product, torch 2.13: the growth of the resident set at the first call of a shape. AMD
-Zen 5 (avx512_bf16), 33 shapes: 0.51 to 0.70 MiB, mean 0.565, whatever the shape. Intel Sapphire Rapids: bf16, for whose
-tiles (AMX) it compiles more, 0.64 to 0.66 MiB over 43 shapes; fp16 (avx512_fp16) 0.45 to 0.54 MiB."""
+"""Bytes of one compiled oneDNN matrix product, torch 2.13: the growth of the resident set at the first call of a shape.
+
+AMD Zen 5 (avx512_bf16), 33 shapes: 0.51 to 0.70 MiB, mean 0.565, independent of the shape. Intel Sapphire Rapids, 43
+shapes: 0.64 to 0.66 MiB for bf16 (AMX tiles), 0.45 to 0.54 MiB for fp16 (avx512_fp16)."""
 
 
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 _ATTENTION_KERNEL = 384 * 1024
-"""Bytes of one that attention's backward pass has compiled: 2 to 3 MiB for the seven of a ring, Sapphire Rapids."""
+"""Bytes of one compiled product of attention's backward pass: 2 to 3 MiB for the seven of a ring, Sapphire Rapids."""
 
 
 @cache
 def _compiled() -> Mapping[torch.dtype, int]:
-    """Bytes of a compiled product by dtype, of those that oneDNN compiles for each shape on this processor.
+    """Bytes of a compiled product by dtype, for the dtypes that oneDNN compiles per shape on this processor.
 
-    fp32 products call MKL, and what the processor has no instructions for ATen or one kernel for all shapes, which
-    oneDNN has for bf16 where AVX512 lacks it.
+    fp32 products call MKL. Dtypes without instructions on this processor use ATen, or one oneDNN kernel for all shapes.
     """
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    if not torch.backends.mkldnn.is_available() or not torch.cpu._is_avx512_bf16_supported():
-        return {}
-    size = {torch.bfloat16: _AMX_KERNEL if torch.cpu._is_amx_tile_supported() else _ONEDNN_KERNEL}
-    return {dtype: size.get(dtype, _ONEDNN_KERNEL) for dtype, known in supported.items() if known()}
+    return {dtype: _AMX_KERNEL if amx else _ONEDNN_KERNEL for dtype, amx in onednn_compiles().items()}
 
 
 def _onednn_kernels(operation: str, result: Any) -> int:
-    """oneDNN compiles a matrix product in 16 bits for each of its shapes and keeps it for good."""
+    """oneDNN compiles a 16-bit matrix product for each shape and never frees it."""
     if operation == _ATTENTION:
         return _attention_products(*result[:2]) * _ATTENTION_KERNEL if result[0].dtype in _compiled() else 0
     return _compiled().get(result.dtype, 0) if operation.startswith(_PRODUCTS) else 0
 
 
 def _attention_products(to_queries: Tensor, to_keys: Tensor) -> int:
-    """Three of each pair of block sizes of queries and keys (ATen's FlashAttentionKernel.cpp), [..., s, d]."""
+    """Three products for each pair of block sizes of queries and keys, [..., s, d] (FlashAttentionKernel.cpp)."""
     queries, keys = to_queries.shape[-2], to_keys.shape[-2]
     step = 256 if queries >= 768 else 64 if queries >= 192 else 32
     return 3 * _block_sizes(queries, step) * _block_sizes(keys, 512)
 
 
 def _block_sizes(length: int, step: int) -> int:
-    """How many there are when so much is cut in steps: whole ones and what is left over."""
+    """Number of distinct block sizes when ``length`` is cut in blocks of ``step``: full blocks and a remainder."""
     return (length >= step) + (length % step > 0)
 
 
 def _nothing_kept(operation: str, result: Any) -> int:
-    """On accelerators: in the workspaces of the device's profile."""
+    """Accelerators: the device's profile holds these workspaces."""
     return 0
 
 
 def _gloo_workspace(kind: str, payload: int) -> int:
-    """gloo gathers into a flat copy of the output and reduces on a clone of the input."""
+    """gloo all-gathers into a flat copy of the output and reduces on a clone of the input."""
     return payload if kind in ("all_gather", "reduce_scatter") else 0
 
 
 def _no_workspace(kind: str, payload: int) -> int:
-    """NCCL works in buffers of the communicator, outside the allocator: a row of the device's profile."""
+    """NCCL uses buffers of the communicator, outside the caching allocator; the device's profile counts them."""
     return 0
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Stands in for ``aten._fused_rms_norm`` on CUDA: keeps its input, its weight and one fp32 per row."""
+    """Substitute for CUDA's ``aten._fused_rms_norm``: saves its input, its weight and one fp32 value per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -128,13 +126,12 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 @contextmanager
 def cuda_kernels() -> Iterator[None]:
-    """Let the dispatcher call what CUDA runs eagerly for attention, RMS norm and dropout.
+    """Make the dispatcher call CUDA's eager kernels for attention, RMS norm and dropout.
 
-    Registered below autograd's entry for these operations, so it holds however a model reaches them, in the
-    forward pass and in a recomputation.
+    The kernels are registered at the dispatcher's autograd key, so they apply to every call of these operations, in the
+    forward pass and in recomputation.
     """
-    scoped = torch.library._scoped_library("aten", "IMPL")
-    with warnings.catch_warnings(), scoped as library, kernels_as("cuda"), _Parts(PARTS):
+    with warnings.catch_warnings(), scoped_library() as library, kernels_as("cuda"), _Parts(PARTS):
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
         library.impl("scaled_dot_product_attention", _cuda_attention, "AutogradCPU")
         library.impl("rms_norm", _fused_rms_norm, "AutogradCPU")
@@ -149,7 +146,7 @@ def _fused_rms_norm(
 
 
 def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Keeps a mask of one byte per value; on the CPU the mask has the dtype of ``x``."""
+    """Saves a mask of one byte per value. On the CPU the mask has the dtype of ``x``."""
     if p == 0 or not train:
         return x
     return torch.ops.aten.native_dropout(x, p, train)[0]
@@ -165,29 +162,25 @@ def _cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention in 16 bits without a mask, else the memory-efficient kernel (torch's own order)."""
+    """Flash attention in 16 bits without a mask, else the memory-efficient kernel, in torch's order of preference."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     if half and attn_mask is None:
-        return torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
+        return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa and (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # each call converts it, and keeps the result
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # each call converts and saves it
         mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
         attn_mask = mask.masked_fill(~attn_mask, -torch.inf)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )[0]
+    return efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
 class _Parts(TorchDispatchMode):
-    """Lets some operators of the namespace ``shardwise`` be seen as what they are made of.
+    """Decomposes some operators of the namespace ``shardwise`` so that the tracker sees their parts.
 
-    A mode, entered after the tracker and before any that a technique enters: what a technique does with an operation
-    as a whole, such as keeping its result, it then does here as in training.
+    The mode is entered after the tracker and before the modes of techniques. So a technique still sees the whole
+    operator, as in training, and can save its result.
     """
 
     def __init__(self, parts: Mapping[str, Callable[..., Any]]) -> None:
@@ -204,7 +197,7 @@ class _Parts(TorchDispatchMode):
 
 
 def _cpu_kernels() -> _Parts:
-    """Of what is one operator: the ring, and what is emulated where there are no 8-bit products."""
+    """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts."""
     return _Parts({**PARTS, **EMULATED})
 
 

@@ -1,16 +1,16 @@
 """The tracker: sees every allocation, free, kernel and collective of one rank.
 
-A dispatch mode that lies *below* DTensor (it hands DTensor operations back, so that it sees the operations on
-the local pieces) and above the fake mode. It follows storages, not tensors: a storage is counted once when it
-first appears in an operation's output, and until it dies. FSDP2 frees and regrows gathered parameters with
-``UntypedStorage.resize_``, which no dispatch mode sees, so that method is watched as well.
+The tracker is a dispatch mode *below* DTensor and above the fake mode. It returns ``NotImplemented`` for DTensor, so it
+sees the operations on local shards. It follows storages, not tensors. A storage counts from the first operation that
+returns it until it is freed. FSDP2 frees and regrows gathered parameters with ``UntypedStorage.resize_``. No dispatch
+mode sees that call, so the tracker patches the method.
 
-What an allocation is *for* is known later than its birth: a gradient is known when it lies in ``.grad``, an
-activation when it outlives its forward pass. So the tracker keeps one record per allocation and the ledger is
-read off afterwards (dryrun/reading.py).
+The purpose of an allocation is known only later: a gradient is known once it is in ``.grad``, an activation once it
+outlives its forward pass. So the tracker records every allocation, and dryrun/reading.py computes the ledger
+afterwards.
 
-Refused: PyTorch's MemTracker and FSDPMemTracker, which count the global-shape tensors of DTensor's sharding
-propagation (3 times the unsharded model, planner note 3); here propagation runs muted.
+PyTorch's MemTracker and FSDPMemTracker also count the global-shape tensors of DTensor's sharding propagation, three
+times the unsharded model. This tracker ignores operations during propagation.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from shardwise.core.cost import Kernel, Transfer
 from shardwise.dryrun.counting import collective_of, group_of, kernels_of
 from shardwise.dryrun.tally import Tally
 from shardwise.engine.phase import current_micro_batch, current_phase
-from shardwise.model.flops import bytes_of
-from shardwise.model.host import apart, in_host_memory, taken_in_host_memory
+from shardwise.runtime.flops import bytes_of
+from shardwise.runtime.offload.host import allocated_host_bytes, has_separate_host_memory, in_host_memory
+from shardwise.runtime.torch_private import (
+    FakeTensor,
+    TorchDispatchMode,
+    local_tensor,
+    sharding_propagation_in,
+    storage_key,
+    tree_iter,
+)
 
-# Where a tag says what a storage is for, the first in this order wins.
+# Ledger rows that a tag can name. If a storage has several tags, the first in this order counts.
 TAGS: tuple[str, ...] = (
     "overhead",
     "optimizer_state",
@@ -50,17 +54,18 @@ TAGS: tuple[str, ...] = (
 
 
 EXCHANGED = "exchanged"
-"""What functional collectives send and return: tensors of the model's own, which may be kept."""
+"""Tag of tensors that functional collectives read and return. The model owns them and may save them."""
 
 _TEMPLATED = ("aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_")
-"""Operations that read nothing of their argument but its shape."""
+"""Operations that read only the shape of their argument."""
 
 
 @dataclass(eq=False)
 class Allocation:
-    """One stretch of life of one storage. Times count tracker events; ``stream`` 0 is the default one.
+    """One lifetime of one storage, from an allocation to its free.
 
-    ``on_host`` says that it lies in host memory and takes nothing from the device's (model/host.py).
+    Times count tracker events. ``stream`` 0 is the default stream. ``on_host`` marks host memory, which takes no
+    device memory (runtime/offload/host.py).
     """
 
     size: int
@@ -69,36 +74,36 @@ class Allocation:
     where: str
     grad_enabled: bool
     operation: str
-    origin: Origin
+    origin: StorageOrigin
     stream: int
     died: int | None = None
     on_host: bool = False
 
 
 @dataclass(eq=False)
-class Origin:
-    """What is known about a storage over all its lives."""
+class StorageOrigin:
+    """Tags of a storage, over all its lifetimes."""
 
     tags: set[str] = field(default_factory=set)
     gathered: bool = False
 
 
 def asked_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
-    """The device of a fake tensor, where that is all that is asked: more than half of what is dispatched."""
+    """The device of a fake tensor if the operation only asks for it. That is over half of all dispatched calls."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     return None
 
 
 class Tracker(TorchDispatchMode):
-    """Records what one rank does between ``start`` and the end of the ``with`` block.
+    """Records the allocations, kernels and collectives of one rank inside the ``with`` block.
 
     Args:
-        axis_of: the mesh axis of a process group, by its name.
-        workspace: bytes that a collective's backend allocates for itself during a call, from
-            (kind, payload bytes); see dryrun/target.py.
+        axis_of: mesh axis by process group name.
+        workspace: bytes that the backend allocates during a collective, from (kind, payload bytes); see
+            dryrun/target.py.
         kept: bytes that a library keeps for every distinct call of a kernel, from its name and result.
-        where: names the module that is running.
+        where: returns the name of the running module.
     """
 
     def __init__(
@@ -110,13 +115,13 @@ class Tracker(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.allocations: list[Allocation] = []
-        self.workspaces: list[tuple[int, int]] = []  # of collectives: (time, bytes), gone at once
+        self.workspaces: list[tuple[int, int]] = []  # of collectives: (time, bytes), freed at once
         self.phases: list[tuple[int, str]] = []  # (time, phase) at every change
-        self.tallies: dict[int | None, Tally] = {}  # by micro-batch; None is the rest of the step
+        self.tallies: dict[int | None, Tally] = {}  # by micro-batch; None: the rest of the step
         self.now = 0
         self.counting_costs = False
         self.disk_bytes = 0
-        self.groups: set[str] = set()  # names of those of several ranks that it sent or received in
+        self.groups: set[str] = set()  # groups of several ranks that this rank used
         self._axis_of = axis_of
         self._workspace = workspace
         self._kept = kept
@@ -124,16 +129,16 @@ class Tracker(TorchDispatchMode):
         self._where = where
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self._living: dict[int, Allocation] = {}
-        self._origins: dict[int, Origin] = {}
+        self._origins: dict[int, StorageOrigin] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._muted = 0
 
     @property
     def tally(self) -> Tally:
-        """What the running micro-batch costs, or what all of them share."""
+        """Costs of the running micro-batch, or of the step outside micro-batches."""
         return self.tallies.setdefault(current_micro_batch(), Tally())
 
-    # -- life of storages ---------------------------------------------------------------------------
+    # -- storages -----------------------------------------------------------------------------------
 
     def _tick(self) -> int:
         self.now += 1
@@ -143,9 +148,9 @@ class Tracker(TorchDispatchMode):
         return self.now
 
     def _stream(self) -> int:
-        """The stream whose pool CUDA's allocator would serve now, numbered as they appear.
+        """Number of the current stream, in order of first use. CUDA's allocator has a pool for each stream.
 
-        The CPU's streams do nothing, but FSDP2 enters and leaves them all the same.
+        CPU streams do nothing, but FSDP2 enters and leaves them as it does on CUDA.
         """
         stream = torch.cpu.current_stream()
         return self._streams.setdefault(stream, len(self._streams))
@@ -153,9 +158,9 @@ class Tracker(TorchDispatchMode):
     def _birth(self, key: int, size: int, operation: str) -> None:
         if size == 0:
             return
-        on_host = in_host_memory() and apart(torch.device("cpu"))
+        on_host = in_host_memory() and has_separate_host_memory(torch.device("cpu"))
         allocation = Allocation(
-            taken_in_host_memory(size) if on_host else size,
+            allocated_host_bytes(size) if on_host else size,
             self._tick(),
             current_phase(),
             self._where(),
@@ -174,7 +179,7 @@ class Tracker(TorchDispatchMode):
 
     def _meet(self, tensor: Tensor, operation: str) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._references:
             return
 
@@ -184,25 +189,25 @@ class Tracker(TorchDispatchMode):
             self._origins.pop(key, None)
 
         self._references[key] = weakref.ref(storage, gone)
-        self._origins[key] = Origin()
+        self._origins[key] = StorageOrigin()
         self._birth(key, storage.nbytes(), operation)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._references or self._muted:
             return
-        # Only weights that are gathered for use and freed afterwards are ever resized.
+        # Only all-gathered weights are ever resized: FSDP2 frees them after use.
         self._origins[key].gathered = True
         self._death(key)
         self._birth(key, storage.nbytes(), "resize")
 
     def tag(self, tensors: Iterable[Tensor], tag: str) -> None:
-        """Say what the storages of some (possibly distributed) tensors are for."""
+        """Add a tag to the storages of tensors, which may be DTensors."""
         for tensor in tensors:
-            piece = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            piece = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
             if isinstance(piece, FakeTensor):
                 self._meet(piece, "tagged")
-                self._origins[piece.untyped_storage()._cdata].tags.add(tag)
+                self._origins[storage_key(piece.untyped_storage())].tags.add(tag)
 
     # -- operations ---------------------------------------------------------------------------------
 
@@ -216,8 +221,8 @@ class Tracker(TorchDispatchMode):
             return NotImplemented
         name = func.name()
         if name == "_c10d_functional::wait_tensor":
-            return args[0]  # as on a device; the kernel for fake tensors makes another tensor
-        into = kwargs.get("out") if func.namespace == "_c10d_functional" else None  # likewise
+            return args[0]  # as on a device; the fake kernel returns a new tensor
+        into = kwargs.get("out") if func.namespace == "_c10d_functional" else None  # as above
         out = func(*args, **kwargs) if into is None else into
         if self._muted:
             return out
@@ -238,7 +243,7 @@ class Tracker(TorchDispatchMode):
         return out
 
     def _use_disk(self, name: str, args: tuple[Any, ...]) -> None:
-        """What is reserved on a disk, and what is read from it and written to it (model/disk.py)."""
+        """Count reserved disk space, and bytes read and written (runtime/offload/disk.py)."""
         if name == "shardwise::disk_reserve":
             self.disk_bytes += args[-1]
         elif self.counting_costs:
@@ -246,17 +251,17 @@ class Tracker(TorchDispatchMode):
             self.tally.transfers[Transfer(current_phase(), way, 0, bytes_of(args[:1]))] += 1
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Kernels of the device, kernels of the host, or copies between the two memories."""
+        """Count device kernels, host kernels, or copies between host and device memory."""
         kernels: Iterable[Kernel] = kernels_of(current_phase(), func, args, kwargs, out)
         if not kernels:
             return
         name = func.name()
-        # What an operation writes comes first: the result, or the argument that it changes in place.
+        # The written tensor comes first: the result, or the argument changed in place.
         seen = out if name.startswith(_TEMPLATED) else (out, args, kwargs)
         tensors = [t for t in tree_iter(seen) if isinstance(t, FakeTensor) and t.ndim > 0]
         memories = {self._on_host(t) for t in tensors}
         if memories == {True, False}:
-            assert "copy" in name, f"{name} mixes host and device memory: a device would refuse it"
+            assert "copy" in name, f"{name} mixes host and device memory; a device would refuse it"
             way = "to_host" if self._on_host(tensors[0]) else "to_device"
             pairs = zip(*args[:2], strict=True) if name.startswith("aten::_foreach") else [args[:2]]
             sizes = [bytes_of(pair[:1]) for pair in pairs]
@@ -266,32 +271,35 @@ class Tracker(TorchDispatchMode):
             return
         if memories == {True}:
             if name.startswith("aten::empty"):
-                return  # a processor writes nothing to make room
+                return  # a host allocation writes nothing
             kernels = (replace(kernel, on_host=True) for kernel in kernels)
         self.tally.kernels.update(kernels)
 
     def _on_host(self, tensor: Tensor) -> bool:
-        living = self._living.get(tensor.untyped_storage()._cdata)
+        living = self._living.get(storage_key(tensor.untyped_storage()))
         return living is not None and living.on_host
 
     def _keeps_activations(self, tensor: Tensor) -> bool:
-        """Whether this is host memory that a forward pass has taken: for what it keeps for the backward pass."""
-        living = self._living.get(tensor.untyped_storage()._cdata)
+        """Whether this is host memory allocated in a forward pass, which holds offloaded activations."""
+        living = self._living.get(storage_key(tensor.untyped_storage()))
         return living is not None and living.on_host and living.phase == "forward"
 
     def _keep(self, name: str, args: Any, size: int) -> None:
-        """Count what a library keeps for this call, once per shape and from the start: step 1 has met it."""
+        """Count the bytes that a library keeps for this call.
+
+        They count once per shape, from the start of the run: step 1 has made the call.
+        """
         tensors = (t for t in tree_iter(args) if isinstance(t, FakeTensor))
         signature = (name, *((t.shape, t.stride(), t.dtype) for t in tensors))
         if signature not in self._seen:
             self._seen.add(signature)
-            origin = Origin({"overhead"})
+            origin = StorageOrigin({"overhead"})
             self.allocations.append(Allocation(size, 1, "build", "", False, name, origin, 0))
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors = [t for t in tree_iter((args, kwargs, out)) if isinstance(t, FakeTensor)]
-        # What one stage hands to the next are its activations; only their gradients are there to be sent. Functional
-        # collectives are steps of the computation: what they read and return may be kept as it is.
+        # In the forward pass a stage sends activations, which it also saves; gradients exist only to be sent.
+        # Functional collectives are part of the computation: autograd may save their inputs and outputs.
         if current_phase() != "forward" or not func.name().startswith(("c10d::send", "c10d::recv_")):
             self.tag(tensors, "communication" if func.namespace == "c10d" else EXCHANGED)
         group = group_of(args, kwargs)
@@ -309,7 +317,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Operations in this block are not this rank's work (sharding propagation, say)."""
+        """Ignore operations in this block, such as those of sharding propagation."""
         self._muted += 1
         try:
             yield
@@ -320,31 +328,24 @@ class Tracker(TorchDispatchMode):
     def watching(self) -> Iterator[Tracker]:
         """Track everything in this block."""
         resize = torch.UntypedStorage.resize_
-        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             self._resized(storage)
             return result
 
-        def muted_propagation(*args: Any, **kwargs: Any) -> Any:
-            with self.muted():
-                return propagate(*args, **kwargs)
-
         torch.UntypedStorage.resize_ = watched_resize  # type: ignore[method-assign, assignment]
-        ShardingPropagator._propagate_tensor_meta_non_cached = muted_propagation  # type: ignore[method-assign]
         try:
-            with self:
+            with sharding_propagation_in(self.muted), self:
                 yield self
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-            ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
             self._tick()
 
 
-def axis_names(axes: Mapping[str, dist.ProcessGroup]) -> dict[str, str]:
+def axis_names(axes: Iterable[tuple[str, dist.ProcessGroup]]) -> dict[str, str]:
     """Process-group name to mesh axis. Where one group serves several axes, the first named axis wins."""
     names: dict[str, str] = {}
-    for axis, group in axes.items():
+    for axis, group in axes:
         names.setdefault(group.group_name, axis)
     return names

@@ -1,10 +1,12 @@
-"""A process group of any size in one process, for planning.
+"""A fake process group of any size in one process, for planning.
 
-Uses PyTorch's fake backend, whose collectives return at once. ``DeviceMesh`` and FSDP2 run on it unchanged, as
-any rank of a world of any size (16,384 ranks take 0.2 s), but for two things that all ranks do together. FSDP2 cuts
-every parameter into as many tensors as there are ranks and keeps one of them, which at 16,384 ranks takes a minute per
-hundred layers: here the cut makes only the pieces that are asked for. And a mesh makes the groups of all ranks, of
-which this rank is in one per axis: here only that one is made.
+It uses PyTorch's fake backend, whose collectives return at once. ``DeviceMesh`` and FSDP2 run on it unchanged, as any
+rank of a world of any size (16,384 ranks take 0.2 s). Two operations are patched because their cost grows with the
+world size:
+
+- FSDP2 splits every parameter into one tensor per rank and keeps one of them. At 16,384 ranks that takes a minute per
+  hundred layers. The patch creates only the chunks that are read.
+- A mesh creates the process groups of all ranks. The patch creates only the groups of this rank, one per axis.
 """
 
 from __future__ import annotations
@@ -18,13 +20,12 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import device_mesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwise.runtime.torch_private import fake_store, forget_sharding, fsdp_chunking
 
 
 class _Chunks(Sequence[Tensor]):
-    """What FSDP2's ``_chunk_with_empty`` lists, made one by one: like ``torch.chunk``, then empty tensors."""
+    """A lazy version of FSDP2's chunks: ``torch.chunk``, padded with empty tensors."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._number, self._dim = tensor, num_chunks, dim
@@ -48,32 +49,33 @@ class _Chunks(Sequence[Tensor]):
 
 
 def _own_group(ranks: list[int], **how: Any) -> Any:
-    """A new group if this rank is in it: nobody waits for this one to take part in the making of theirs."""
+    """A new process group if this rank is a member. In a fake world no other rank waits for this call."""
     return dist.new_group(ranks, **how) if dist.get_rank() in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Be ``rank`` of ``world_size`` without any other process.
+    """Act as ``rank`` of ``world_size`` without any other process.
 
-    Raises RuntimeError when a process group exists already: planning happens before the real one is made.
+    Raises:
+        RuntimeError: a process group exists already. Planning happens before the real group is initialised.
     """
     if dist.is_initialized():
         raise RuntimeError("cannot plan while a process group is initialised")
-    hook = sys.excepthook  # a process group wraps it, to name its rank; this process is none
-    module: Any = _fsdp_param
+    hook = sys.excepthook  # init_process_group wraps it to print the rank, which would be wrong here
     mesh: Any = device_mesh
-    chunk, new_group = module._chunk_with_empty, mesh.new_group
+    new_group = mesh.new_group
     with warnings.catch_warnings():
-        # FSDP2's own use of names that newer releases of torch deprecate.
+        # FSDP2 itself uses names that newer torch releases deprecate.
         warnings.simplefilter("ignore", FutureWarning)
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
         sys.excepthook = hook
-        module._chunk_with_empty, mesh.new_group = _Chunks, _own_group
+        mesh.new_group = _own_group
         try:
-            yield
+            with fsdp_chunking(_Chunks):
+                yield
         finally:
-            module._chunk_with_empty, mesh.new_group = chunk, new_group
+            mesh.new_group = new_group
             dist.destroy_process_group()
-            # DTensor caches results together with the mesh: another rank's shapes would be this one's.
-            _clear_sharding_prop_cache()
+            # DTensor caches results by mesh. Without this, the next fake rank would get this rank's shapes.
+            forget_sharding()

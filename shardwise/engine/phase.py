@@ -35,7 +35,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def current_micro_batch() -> int | None:
-    """Number of the micro-batch in its step; None for what is done for all of them."""
+    """Number of the micro-batch in its step; None outside of micro-batches."""
     return _micro_batch
 
 

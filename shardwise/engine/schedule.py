@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import math
 
-from shardwise.core.recipe import Recipe
-from shardwise.core.scaling import scaled
-from shardwise.core.sections import ScheduleSpec
+from shardwise.recipe.lr_scaling import scaled
+from shardwise.recipe.sections import Recipe, ScheduleSpec
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -41,4 +40,4 @@ _SHAPES = {
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "wsd": lambda done: 1 - math.sqrt(done),
 }
-"""What is left of the peak, above the floor, when the part ``done`` of the decay is over: from 1 to 0."""
+"""Fraction of the range from floor to peak after the part ``done`` of the decay: from 1 to 0."""

@@ -1,12 +1,12 @@
-"""Copies of a run in host memory, to go back to when training has gone wrong.
+"""Snapshots: copies of a run in host memory, for a rewind after a fault.
 
-There are two, and the older is overwritten: a fault shows itself some steps after it happened, so the newest
-copy may already hold it. Buffers are made once, with the run, and both are written at once, so the memory they
-take is taken when the peak is measured, and the dry run makes them too: on the CPU the host's memory is the device's.
-On CUDA they are pinned and copied without waiting.
+There are two, and a new snapshot overwrites the older one: a fault shows some steps after it happened, so the newest
+snapshot may already contain it. The buffers are allocated once, before the first step, and both are written then. So
+the measured peak includes them, and the dry run allocates them too: on the CPU, host memory is device memory. On CUDA
+the buffers are pinned, and copies do not wait for the device.
 
-Every rank copies the pieces that it holds: no message, whatever divides the model. Refused: a copy on another
-rank, which would survive the loss of a node; that is what checkpoints are for.
+Each rank copies its own shards, without communication. Refused: a copy on another rank, which would survive the loss of
+a node; checkpoints do that.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.engine.build import Run
-from shardwise.engine.persistent import tensors_of
-from shardwise.model.host import host_empty_like
-from shardwise.model.slices import local_part
+from shardwise.engine.run import Run
+from shardwise.engine.run_state import tensors_of
+from shardwise.runtime.offload.host import host_empty_like
+from shardwise.runtime.parallel.shard_slices import local_part
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ COPIES = 2
 
 
 class Snapshots(Generic[T]):
-    """The last copies of a run, each with what the trainer knew then."""
+    """The last snapshots of a run, each with a label: the training state at that time."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -39,27 +39,27 @@ class Snapshots(Generic[T]):
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All that is held, for whoever counts it."""
+        """All buffers, so that they can be counted."""
         return [tensor for buffers in self._buffers for tensor in buffers.values()]
 
     def begin(self, label: T) -> None:
-        """Write every copy: there is something to go back to from the first step on."""
+        """Write both copies, so that a rewind is possible from the first step on."""
         for _ in range(COPIES):
             self.take(label)
 
     def take(self, label: T) -> None:
-        """Overwrite the older copy with the run as it is."""
+        """Overwrite the older copy with the present run."""
         _copy(_pieces(self._run), self._buffers[self._next])
         self._labels[self._next] = label
         self._next = (self._next + 1) % COPIES
 
     def newest(self, usable: Callable[[T], bool]) -> T | None:
-        """What was known at the newest copy that is ``usable``; None when none is."""
+        """The label of the newest copy that is ``usable``; None without one."""
         index = self._newest(usable)
         return None if index is None else self._labels[index]
 
     def restore(self, usable: Callable[[T], bool]) -> T:
-        """Write the newest copy that is ``usable`` back into the run. A newer one is of no use any more."""
+        """Write the newest ``usable`` copy back into the run and return its label. Newer copies are dropped."""
         index = self._newest(usable)
         assert index is not None, "asked for first"
         label = self._labels[index]
@@ -84,7 +84,7 @@ class Snapshots(Generic[T]):
 
 
 def snapshots_of(run: Run) -> Snapshots[T] | None:
-    """The snapshots that the recipe asks for."""
+    """The snapshots of ``guard.snapshot_every``; None if it is not set."""
     return None if run.recipe.guard.snapshot_every is None else Snapshots(run)
 
 
@@ -98,6 +98,6 @@ def _host_buffers(pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    """Everything, in the order of the device's own work."""
+    """Copy every tensor, ordered after the device's present work."""
     for name, piece in target.items():
         piece.copy_(source[name], non_blocking=True)

@@ -1,19 +1,17 @@
 """The training step, written once. Run on real tensors it trains, run on fake tensors it plans.
 
-Passes of all micro-batches (passes.py), then one update (update.py).
+Forward and backward passes of all micro-batches (forward_backward.py), then one update (optimizer_step.py).
 
 Nothing in here waits for the device: no ``.item()``, no branch on a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwise.engine.build import Run
-from shardwise.model.blueprint import Batch
+from shardwise.engine.run import Run, Steps
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,14 @@ class StepResult:
     loss_scale: Tensor
 
 
-def step(run: Run, batches: Sequence[Batch], learning_rate: float) -> StepResult:
-    """One optimizer step over this rank's micro-batches, which must be as many on every rank."""
+def step(run: Run, steps: Steps, learning_rate: float) -> StepResult:
+    """One optimizer step over this rank's next micro-batches. Every rank must have the same number.
+
+    Args:
+        steps: an iterator over the micro-batches of every step. ``[batches]`` is a run of one step.
+    """
     run.optimizer.set_learning_rate(learning_rate)
     scale = run.loss_scale.value.clone()
-    tokens, loss = forward_backward(run, batches)
-    grad_norm, skipped = run.update.finish(run, loss)
+    tokens, loss = run.passes.forward_backward(steps)
+    grad_norm, skipped = run.update.finish(loss)
     return StepResult(loss, grad_norm, tokens, skipped, scale)
-
-
-def forward_backward(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-    """Accumulate the scaled gradient of the mean loss; (valid targets, mean loss) of the global batch."""
-    return run.passes.forward_backward(run, [run.part_of(batch) for batch in batches])

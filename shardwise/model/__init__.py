@@ -1,4 +1,5 @@
-"""Models as plain ``nn.Module``s: what to build, how to start it, what its loss is.
+"""Models as plain ``nn.Module``s: construction, initial values, weight files and loss.
 
-Nothing in here knows of a mesh, a rank or the environment. Parameters may have become DTensors by the time
-they are filled; then a rank fills the part it holds (``slices``) and asks nobody for the rest."""
+No module here knows a mesh, a rank or the environment. If parameters are DTensors, each rank fills its own shards
+without communication (runtime/parallel/shard_slices.py).
+"""

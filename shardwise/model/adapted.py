@@ -1,9 +1,7 @@
-"""A model with adapters as a blueprint: another blueprint's model, frozen, and few weights beside it.
+"""A blueprint that adds adapters (LoRA, DoRA) to another blueprint's frozen model.
 
-Which weights are trained is a matter of the model and not of how it is divided. So adapters are put on where the model
-is built: the reference of ``verify``, the stages of a pipeline and the samples of a trained run have them without
-knowing of them, and techniques divide them as they divide any layer. What a strategy has to know of adapters is in
-technique/adapter.py.
+Adapters are part of the built model, so stages, ``verify`` and sampling have them too, and techniques shard
+them like any other layer. technique/adapter.py holds the rules for strategies.
 """
 
 from __future__ import annotations
@@ -16,24 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.sections import AdapterSpec
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes
-from shardwise.model.filling import bare, fill_magnitudes, fill_packed
-from shardwise.model.fingerprint import fingerprint_of, refuse_other_base
+from shardwise.model.files.hf_folder import HFFolder
+from shardwise.model.files.peft import TENSORS, AdapterFiles, config_of
+from shardwise.model.filling import fill_magnitudes, fill_packed, without_adapters
 from shardwise.model.initial import fill_uniform
-from shardwise.model.layout import Layout
 from shardwise.model.lora import A, B, LoraLinear, adapt, is_adapter, linear_layers, require_targets
-from shardwise.model.parts import Part
-from shardwise.model.peft import TENSORS, AdapterFiles, config_of
-from shardwise.model.slices import local_part, named_parameters
-from shardwise.model.split import Split, TensorPlan
+from shardwise.model.stage import Stage
+from shardwise.recipe.sections import AdapterSpec
+from shardwise.runtime.fingerprint import fingerprint_of, refuse_other_base
+from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
+from shardwise.runtime.parallel.tensor import Split, TensorPlan
 
 
 class AdaptedModel(Blueprint):
-    """The model of ``base`` with the adapters that a recipe asks for.
+    """The model of ``base`` with the adapters of a recipe.
 
-    Raises RecipeError for targets that the model does not have, CheckpointError for an adapter to start from that is
-    damaged or not of this model.
+    Raises RecipeError if the model lacks the target layers, CheckpointError if the adapter to start from does not fit.
     """
 
     def __init__(self, base: Blueprint, spec: AdapterSpec) -> None:
@@ -49,18 +46,18 @@ class AdaptedModel(Blueprint):
             self.start.require(spec, self.adapter_shapes)
 
     def targetable(self, model: nn.Module) -> list[nn.Module]:
-        """The modules whose linear layers may be targets; [] for all of them."""
-        return self.base.units(model)
+        """The modules whose linear layers can be targets; [] for all."""
+        return self.base.blocks(model)
 
     @cached_property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the whole model's adapters by name."""
+        """Shape of every adapter tensor of the whole model, by name."""
         with torch.device("meta"):
             named = named_parameters(self.build())
         return {name: tuple(parameter.shape) for name, parameter in named if is_adapter(name)}
 
     def config(self) -> dict[str, Any]:
-        """As PEFT writes it, with the shortest names that mean these layers and no others."""
+        """PEFT's config, with the shortest target names that match exactly these layers."""
         with torch.device("meta"):
             model = self.base.build()
         linear = list(linear_layers(model, []))
@@ -72,19 +69,19 @@ class AdaptedModel(Blueprint):
 
     @cached_property
     def depth(self) -> int | None:  # type: ignore[override]
-        """None too where the blocks' adapters are not alike."""
+        """None also if the blocks have different adapters."""
         if self.base.depth is None:
             return None
         with torch.device("meta"):
-            units = self.units(self.build())
-        alike = {tuple((name, p.shape) for name, p in unit.named_parameters()) for unit in units}
+            blocks = self.blocks(self.build())
+        alike = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks}
         return self.base.depth if len(alike) == 1 else None
 
     def build(self, depth: int | None = None) -> nn.Module:
         return self._adapted(self.base.build(depth))
 
-    def part(self, part: Part) -> nn.Module:
-        return self._adapted(self.base.part(part))
+    def stage(self, stage: Stage) -> nn.Module:
+        return self._adapted(self.base.stage(stage))
 
     def _adapted(self, model: nn.Module) -> nn.Module:
         adapt(model, self.targetable(model), self.spec)
@@ -93,8 +90,8 @@ class AdaptedModel(Blueprint):
     def tied(self) -> tuple[str, ...]:
         return self.base.tied()
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        return self.base.units(model)
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return self.base.blocks(model)
 
     def head(self, model: nn.Module) -> list[nn.Module]:
         return self.base.head(model)
@@ -103,7 +100,7 @@ class AdaptedModel(Blueprint):
         return self.base.output(model)
 
     def tensor_plan(self, model: nn.Module) -> TensorPlan:
-        """Every split layer's adapter is split with it: its own side as the layer, the other is on every rank."""
+        """The base's plan plus the adapters: one side is sharded like its layer, the other is replicated."""
         plan = dict(self.base.tensor_plan(model))
         for path, how in list(plan.items()):
             if how.how in ("column", "logits"):
@@ -121,9 +118,9 @@ class AdaptedModel(Blueprint):
     def restore(self, model: nn.Module) -> None:
         self.base.restore(model)
 
-    def layout(self) -> Layout:
-        """Of the model without adapters, which holds the merged one."""
-        return self.base.layout()
+    def hf_folder(self) -> HFFolder:
+        """The base model's folder; a merged model is written in the same form."""
+        return self.base.hf_folder()
 
     def count(self, batch: Batch) -> Tensor:
         return self.base.count(batch)
@@ -136,19 +133,19 @@ class AdaptedModel(Blueprint):
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return self.base.sample_shapes(sequence_length)
 
-    def indivisible(self, model: nn.Module) -> str:
-        return self.base.indivisible(model)
+    def context_parallel_obstacle(self, model: nn.Module) -> str:
+        return self.base.context_parallel_obstacle(model)
 
-    def unpackable(self, model: nn.Module) -> str:
-        return self.base.unpackable(model)
+    def packing_obstacle(self, model: nn.Module) -> str:
+        return self.base.packing_obstacle(model)
 
     def rate_ratio(self, name: str) -> float:
         return self.spec.learning_rate_ratio if f".{B}." in name else 1.0
 
     @torch.no_grad()
     def fill(self, model: nn.Module, seed: int) -> None:
-        """Raises CheckpointError where the adapter to start from was trained beside other weights."""
-        with bare(model):
+        """Raises CheckpointError if the adapter to start from was trained on other base weights."""
+        with without_adapters(model):
             self.base.fill(model, seed)
         fill_packed(model, lambda part: self.base.fill(part, seed))
         for name, parameter in named_parameters(model):

@@ -1,25 +1,19 @@
-"""The native decoder: one file, two families, nothing but tensors.
+"""The native decoder: Llama and GPT-2 in plain PyTorch.
 
     llama   RMSNorm, rotary positions, SwiGLU, grouped key/value heads, no biases (arXiv:2302.13971)
     gpt2    LayerNorm, GELU, learned positions, biases everywhere but the head (Radford et al. 2019)
 
-Names follow Hugging Face's Llama (``layers.3.self_attn.q_proj.weight``), so exporting is renaming, and the
-two families differ in what a block is made of, not in how blocks are put together.
+Parameters have Hugging Face Llama's names, so export only renames them.
 
-What a block keeps for its backward pass is counted by the ledger, so nothing is kept twice: attention works
-on views of what the projections wrote, rotary angles are made once per forward pass and shared by all blocks
-(their products keep the angles, not the queries), and there is no buffer to allocate, shard or save. A llama
-block with fused norm and flash attention keeps h(12 + 4r) + 8f bytes per token in 16 bits, r being kv_heads /
-heads.
+Attention works on views of the projections' outputs. All blocks share the rotary angles of a forward pass. Queries and
+keys are rotated in the compute dtype, with angles computed in fp32, as in transformers. A llama block with fused norm
+and flash attention saves h(12 + 4r) + 8f bytes per token in 16 bits, where r = kv_heads / heads.
 
-Chosen: queries and keys are rotated in the compute dtype from angles made in fp32, as transformers does.
-Refused: fp32 rotation, which keeps fp32 copies; fused qkv and gate/up projections, which save two kernel
-calls on short sequences and make tensor parallelism and export harder. A key/value cache is only handed through
-(``KeyValues``): training has none, and what it runs is the same with and without this.
+Refused: fp32 rotation, which saves fp32 copies; fused qkv and gate/up projections, which complicate tensor parallelism
+and export.
 
-Of packed documents the positions are a row for each sequence, and every 0 in them begins a document: attention then
-takes a mask, in which a token sees the earlier ones of its own document (``document_mask``). It is made once per
-forward pass and shared by all blocks; the price is b s² values, and the kernels that take masks.
+For packed documents attention takes a mask of b s² values, built once per forward pass. The key/value cache
+(``KeyValues``) serves generation only.
 
 Legend: b batch, s sequence, h width, a heads, k kv_heads, d head width, f ffn, V vocab.
 """
@@ -33,26 +27,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.core.presets import Dimensions
+from shardwise.recipe.presets import Dimensions
 
 Rotation = tuple[Tensor, Tensor]
 """(cos, sin), each [s, 1, d] or [b, s, 1, d], in the compute dtype."""
 
 
 class KeyValues(Protocol):
-    """The keys and values of one block that were there before."""
+    """The key/value cache of one block."""
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-        """Add [b, k, s, d]; returns all keys and values, who of them sees whom, and whether that is causal."""
+        """Append keys and values [b, k, s, d].
+
+        Returns (all keys, all values, attention mask, whether attention is causal).
+        """
 
 
 class Decoder(nn.Module):
-    """Token ids [b, s] in, and their positions where these are not the first s; logits [b, s, V] out.
+    """Token ids [b, s] to logits [b, s, V].
 
-    Positions [s] are those of a part of each sequence, positions [b, s] those of packed documents.
-
-    Or a part of that (``keep``), from or to the stream [b, s, h]. With a ``cache``, one for every block, the ids follow
-    those that it has seen, positions may be [b, s], and logits come out for the last id alone.
+    A stage (``keep``) takes or returns hidden states [b, s, h]. With a ``cache`` (one per block), the ids
+    continue the cached tokens, positions may be [b, s], and only the last id gets logits.
     """
 
     embed_tokens: nn.Embedding | None
@@ -73,10 +68,7 @@ class Decoder(nn.Module):
         self.first = True
 
     def keep(self, first: bool, last: bool) -> None:
-        """Let go of what comes before the blocks, and of what comes after them, where that is another part's.
-
-        A tied table stays on both sides, under its one name.
-        """
+        """Drop the embedding or the head of other stages. A tied table stays in both, under one name."""
         self.first = first
         if not first:
             self.embed_positions = None
@@ -88,7 +80,7 @@ class Decoder(nn.Module):
     def forward(
         self, given: Tensor, positions: Tensor | None = None, cache: Sequence[KeyValues] = ()
     ) -> Tensor:
-        """``given`` are ids, or the stream where this is a later part."""
+        """``given``: ids, or hidden states if this is not the first stage."""
         hidden, d = given, self.dimensions
         if positions is None:
             positions = torch.arange(given.shape[1], device=given.device)
@@ -110,7 +102,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each normed first and added to the stream. [b, s, h] -> [b, s, h]."""
+    """Pre-norm attention and feed-forward with residual connections. [b, s, h] -> [b, s, h]."""
 
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
@@ -133,7 +125,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal attention with grouped key/value heads. [b, s, h] -> [b, s, h].
 
-    The number of heads is read off what the projections return, so they may be split over ranks.
+    The projections' outputs give the number of heads, so tensor parallelism can shard them.
     """
 
     def __init__(self, dimensions: Dimensions) -> None:
@@ -165,7 +157,7 @@ class Attention(nn.Module):
         causal, grouped = mask is None, self.grouped
         if cache is not None:
             k, v, mask, causal = cache.extend(k, v)
-        elif mask is not None and grouped:  # CUDA's kernel for masks knows no groups
+        elif mask is not None and grouped:  # CUDA's kernel with masks does not support grouped heads
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
             grouped = False
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
@@ -210,7 +202,7 @@ def rotary_angles(positions: Tensor, head_width: int, theta: float, dtype: torch
         positions: [s] or [b, s], integers.
         head_width: d, even. Pairs are (i, i + d/2), as in Hugging Face's checkpoints.
         theta: base of the wavelengths, theta^(2i/d).
-        dtype: of the result; the angles themselves are computed in fp32, in fp64 for fp64.
+        dtype: of the result. Angles are computed in fp32 (fp64 for fp64).
     """
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=precise) / head_width
@@ -221,23 +213,23 @@ def rotary_angles(positions: Tensor, head_width: int, theta: float, dtype: torch
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i+d/2}) of [b, s, heads, d] by its position's angle."""
+    """Rotate each pair (x_i, x_{i+d/2}) of [b, s, heads, d]."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
 def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to the scores [b, a, s, s] of packed documents: 0 within a document and back, else -inf.
+    """Additive attention mask [b, 1, s, s] of packed documents: 0 for earlier tokens of the same document, else -inf.
 
     Args:
-        positions: [b, s]; a document begins at every 0. A token always sees itself, so no row is empty.
-        dtype: of the queries: kernels take no other, and a mask of booleans would be converted by every block.
+        positions: [b, s]; every 0 begins a document.
+        dtype: dtype of the queries, which kernels require.
     """
     seen = same_document(positions)
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)
 
 
 def same_document(positions: Tensor) -> Tensor:
-    """Which tokens see which, [b, 1, s, s] booleans, for positions [b, s]."""
+    """Boolean mask [b, 1, s, s]: causal attention within a document, for positions [b, s]."""
     document = (positions == 0).cumsum(-1)
     return (document.unsqueeze(-1) == document.unsqueeze(-2)).tril().unsqueeze(1)

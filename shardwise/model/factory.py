@@ -1,27 +1,23 @@
-"""A user's own model: any ``nn.Module`` and a loss, so Shardwise is not for language models alone.
+"""A user's own model: any ``nn.Module`` with a loss function, not only language models.
 
-``model: {factory: package.module:function, arguments: {...}}`` names a function that returns
-``(module, loss)`` or ``(module, loss, dataset)``:
+``model: {factory: package.module:function, arguments: {...}}`` names a function that returns ``(module, loss)`` or
+``(module, loss, dataset)``:
 
-    module   any nn.Module. If it has a method ``units()``, the modules that returns, in forward order, are
-             wrapped one by one; otherwise it is wrapped as a whole. If it has a method ``tensor_plan()``, it can be
-             split over ranks: that returns ways to split (model/split.py) by names of layers, with ``*`` for one part
-             of a name and, after a colon, into how many pieces at most: ``{"blocks.*.query": "column:12"}``.
-    loss     called as loss(module, batch); returns (sum over the valid targets, int64 count of them), both
-             scalar tensors, without waiting for the device.
-             Where batches are parts of sequences (sequence_parallel), batch["positions"] says of which tokens.
-    dataset  map-style, of dicts of tensors; or a function without arguments that returns one, called outside
-             the meta device. ``labels`` is one of the keys, and -100 in it is not a target. Without a dataset
-             the recipe's text is read, and batches are those of a language model.
+    module   any nn.Module. A method ``units()`` returns the modules to wrap one by one, in forward order; without it
+             the module is wrapped as a whole. A method ``tensor_plan()`` enables tensor parallelism: it maps layer
+             names to splits (runtime/parallel/tensor.py), e.g. ``{"blocks.*.query": "column:12"}`` for 12 heads.
+             ``*`` matches one part of a name.
+    loss     called as loss(module, batch); returns (sum over the valid targets, int64 number of valid targets),
+             both scalar tensors, without waiting for the device. Under context parallelism (sequence_parallel) it
+             must use batch["positions"].
+    dataset  map-style dataset of dicts of tensors, or a function without arguments that returns one; the function is
+             called outside the meta device. It needs a key ``labels``; -100 there is not a target. Without a
+             dataset, the recipe's text is read as for a language model.
 
-The function is called on the meta device, and more than once: what it returns must follow from its arguments.
-So constructors cannot give values; those come from ``reset_parameters()``, PyTorch's own convention, which
-every module with parameters or buffers of its own must have. Each is run at full size on the CPU under a seed
-of its own and this rank's slice is copied, so values do not depend on the sharding and memory is one module's
-at a time.
-
-Refused: building the module for real on every rank to slice it, which is what does not fit; and a base class
-to inherit from.
+The function is called several times on the meta device, so its result must depend on its arguments only. Values come
+from ``reset_parameters()``, PyTorch's convention; every module with its own parameters or buffers needs one. Each
+module is initialized at full size on the CPU with its own seed, and this rank's slice is copied. So values do not
+depend on the sharding, and memory is that of one module.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
 from shardwise.model.initial import seed_of
-from shardwise.model.slices import (
+from shardwise.runtime.parallel.shard_slices import (
     canonical_name,
     local_part,
     local_slices,
@@ -46,16 +42,15 @@ from shardwise.model.slices import (
     share,
     shared_names,
 )
-from shardwise.model.split import Split, TensorPlan
+from shardwise.runtime.parallel.tensor import Split, TensorPlan
 
 LossFunction = Callable[[nn.Module, Batch], LossSum]
 
 
 class FactoryModel(Blueprint):
-    """What ``target`` ("package.module:function") returns for ``arguments``.
+    """The model that the function ``target`` ("package.module:function") returns for ``arguments``.
 
-    The working directory is importable. Raises RecipeError when the function cannot be had or returns
-    something else.
+    The working directory is importable. Raises RecipeError if that fails.
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
@@ -65,13 +60,13 @@ class FactoryModel(Blueprint):
         self._function = _import(target)
         with torch.device("meta"):
             _, self._loss, dataset = self._call()
-        self.dataset = self._made(dataset)
+        self.dataset = self._make_dataset(dataset)
         self._sample = None if dataset is None else self._first_sample()
 
     def build(self, depth: int | None = None) -> nn.Module:
         return self._call()[0]
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
         method = getattr(model, "units", None)
         units = list(method()) if callable(method) else []
         if not all(isinstance(unit, nn.Module) for unit in units):
@@ -85,18 +80,18 @@ class FactoryModel(Blueprint):
         try:
             return {name: Split.parsed(how) for name, how in dict(method()).items()}
         except (TypeError, ValueError) as error:
-            raise self._error("tensor_plan() must return names and ways to split", why=str(error)) from error
+            raise self._error("tensor_plan() must map layer names to splits", why=str(error)) from error
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         if "positions" not in batch:
             return self._loss(model, batch)
-        watched = _Watched(batch)
-        result = self._loss(model, watched)
-        if not watched.asked:
+        recorded = _RecordingBatch(batch)
+        result = self._loss(model, recorded)
+        if not recorded.positions_read:
             raise self._error(
                 "the loss does not read batch['positions']",
-                why="with sequence_parallel a batch is a part of its sequences, and positions say which",
-                fix="give them to the model, or set sequence_parallel to 1",
+                why="with sequence_parallel (context parallelism) a batch holds parts of sequences",
+                fix="pass the positions to the model, or set sequence_parallel to 1",
             )
         return result
 
@@ -107,7 +102,7 @@ class FactoryModel(Blueprint):
 
     @torch.no_grad()
     def fill(self, model: nn.Module, seed: int) -> None:
-        """Raises RecipeError, naming the module, where there are tensors and no ``reset_parameters``."""
+        """Raises RecipeError, naming the module, if a module has tensors but no ``reset_parameters``."""
         with torch.device("meta"):
             reference = self.build()
         share(model, shared_names(reference))
@@ -127,8 +122,8 @@ class FactoryModel(Blueprint):
                 module.to("meta")
 
     def _resettable(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """The topmost modules that can start themselves; together they have every tensor."""
-        if _starter(module) is not None:
+        """The topmost modules with ``reset_parameters``; together they hold every tensor."""
+        if _reset_function(module) is not None:
             yield path, module
             return
         self._require_no_tensors(path, module)
@@ -136,14 +131,14 @@ class FactoryModel(Blueprint):
             yield from self._resettable(f"{path}.{name}" if path else name, child)
 
     def _reset(self, path: str, module: nn.Module) -> None:
-        """Children first, as their constructors ran first."""
+        """Reset children first, since their constructors run first."""
         for name, child in module.named_children():
             self._reset(f"{path}.{name}" if path else name, child)
-        starter = _starter(module)
-        if starter is None:
+        reset = _reset_function(module)
+        if reset is None:
             self._require_no_tensors(path, module)
         else:
-            starter()
+            reset()
 
     def _require_no_tensors(self, path: str, module: nn.Module) -> None:
         own = [
@@ -152,7 +147,7 @@ class FactoryModel(Blueprint):
         ]
         if own:
             raise self._error(
-                f"module {path or type(module).__name__!r} does not say how {own[0]} starts",
+                f"module {path or type(module).__name__!r} does not initialize {own[0]}",
                 fix=f"give {type(module).__name__} a reset_parameters() that fills it",
             )
 
@@ -169,8 +164,8 @@ class FactoryModel(Blueprint):
             raise self._error(f"{self.name}() must return an nn.Module and a function", why=kinds)
         return module, loss, dataset
 
-    def _made(self, dataset: Any) -> Any:
-        """The dataset itself, where a function (or a class) that makes it was given."""
+    def _make_dataset(self, dataset: Any) -> Any:
+        """The dataset; a function or class is called to make it."""
         if not callable(dataset) or (hasattr(dataset, "__getitem__") and not isinstance(dataset, type)):
             return dataset
         try:
@@ -186,7 +181,7 @@ class FactoryModel(Blueprint):
         except Exception as error:  # the user's code
             raise self._error("the dataset cannot be read", why=f"{type(error).__name__}: {error}") from error
         if length < 1 or not isinstance(sample, dict) or not isinstance(sample.get("labels"), Tensor):
-            raise self._error("the dataset's samples must be dicts of tensors, labels among them")
+            raise self._error("the dataset's samples must be dicts of tensors with the key labels")
         for name, value in sample.items():
             if not isinstance(value, Tensor) or value.is_meta:
                 found = "is on the meta device" if isinstance(value, Tensor) else "is not a tensor"
@@ -200,22 +195,22 @@ class FactoryModel(Blueprint):
         return RecipeError(what, where=f"model.factory: {self.target}", why=why, fix=fix)
 
 
-class _Watched(dict[str, Tensor]):
-    """A batch that knows whether its positions have been asked for."""
+class _RecordingBatch(dict[str, Tensor]):
+    """A batch that records whether its positions were read."""
 
-    asked = False
+    positions_read = False
 
     def __getitem__(self, key: str) -> Tensor:
-        self.asked |= key == "positions"
+        self.positions_read |= key == "positions"
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.asked |= key == "positions"
+        self.positions_read |= key == "positions"
         return super().get(key, default)
 
 
-def _starter(module: nn.Module) -> Callable[[], object] | None:
-    """How a module starts its tensors. The underscored name is that of PyTorch's own attention."""
+def _reset_function(module: nn.Module) -> Callable[[], object] | None:
+    """The module's reset function. ``_reset_parameters`` is the name in PyTorch's own attention."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
@@ -229,7 +224,7 @@ def _import(target: str) -> Callable[..., Any]:
         sys.path.insert(0, here)
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # not found, or whatever the module does when imported
+    except Exception as error:  # not found, or an error during import
         raise RecipeError(
             "the factory cannot be imported",
             where=where,

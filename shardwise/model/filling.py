@@ -1,9 +1,8 @@
-"""Values of a model with adapters, where the model below knows only of its own plain weights.
+"""Fills a model that has adapters or packed weights, using the base model's ``fill``.
 
-``bare`` hides adapters and packed weights from it. What is packed is filled a block at a time: the block's layers as
-plain fp32 weights in a tree of their own, under their names, which the model below fills as it fills any part; each
-rank packs its rows of them. So every rank draws or reads all of a block's weights and keeps its rows: the price of
-scales that do not depend on who packs, and of a form that needs no weight to be there as a whole model.
+``without_adapters`` hides adapters and packed weights, which the base does not know. Packed weights are filled one
+block at a time: the block's layers become plain fp32 weights in a temporary module, the base fills them, and each rank
+packs its rows. So every rank draws or reads all weights of a block, and scales do not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.model.lora import MAGNITUDE, PACKED, A, B, FrozenLinear, LoraLinear, row_norms
-from shardwise.model.slices import canonical_name, local_part, local_slices
+from shardwise.runtime.parallel.shard_slices import canonical_name, gather, local_part, local_slices
 
 
 @contextmanager
-def bare(model: nn.Module) -> Iterator[None]:
-    """Within it the model has neither adapters nor packed weights."""
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Remove adapters and packed weights from the model inside the context."""
     hidden: list[tuple[FrozenLinear, dict[str, nn.Module | None], dict[str, nn.Parameter | None]]] = []
     for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
         modules = {name: layer._modules.pop(name) for name in (A, B) if name in layer._modules}
@@ -39,7 +37,7 @@ def bare(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def fill_packed(model: nn.Module, fill: Callable[[nn.Module], None]) -> None:
-    """Write this rank's part of every packed weight; ``fill`` writes values into any part of the model below."""
+    """Write this rank's rows of every packed weight. ``fill`` writes values into any part of the base model."""
     blocks: dict[str, list[tuple[str, FrozenLinear]]] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, FrozenLinear) and layer.packing is not None:
@@ -57,14 +55,14 @@ def fill_packed(model: nn.Module, fill: Callable[[nn.Module], None]) -> None:
 
 
 def _block(name: str) -> str:
-    """The path of the block that a layer lies in: up to its number; of a layer in none its own."""
+    """The path of a layer's block, up to its number; the layer's own path if it is in no block."""
     parts = name.split(".")
     ends = [index for index, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: ends[0] + 1]) if ends else name
 
 
 def _leaf(tree: nn.Module, path: str, layer: FrozenLinear) -> Tensor:
-    """An undefined plain weight of a layer under its name in a tree."""
+    """Add an undefined plain weight for a layer to a module, under the layer's name."""
     for part in path.split("."):
         if part not in tree._modules:
             tree.add_module(part, nn.Module())
@@ -78,7 +76,7 @@ def _leaf(tree: nn.Module, path: str, layer: FrozenLinear) -> Tensor:
 
 @torch.no_grad()
 def fill_magnitudes(model: nn.Module) -> None:
-    """Let the magnitudes of DoRA be the norms of the rows of the weights, which have their values."""
+    """Set DoRA's magnitudes to the row norms of the filled weights."""
     for layer in model.modules():
         if isinstance(layer, LoraLinear) and layer.lora_magnitude_vector is not None:
             magnitude = layer.lora_magnitude_vector
@@ -87,22 +85,10 @@ def fill_magnitudes(model: nn.Module) -> None:
 
 
 def _rows(layer: LoraLinear, magnitude: Tensor) -> Tensor:
-    """The rows of the weight [o, i] that this rank has the magnitudes of."""
+    """The rows of the weight [o, i] whose magnitudes this rank holds."""
     rows = local_slices(magnitude)[0]
     if layer.packing is None and not layer.transposed:
-        return local_part(layer.weight)  # divided as the magnitudes are
+        return local_part(layer.weight)  # sharded like the magnitudes
     if layer.packing is not None:
-        return layer.packing.unpack(_whole(layer.packed), magnitude.dtype)[rows]
-    return _whole(layer.weight).t()[rows]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be divided, on the device of its mesh. Collective."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    part = local_part(tensor).to(tensor.device_mesh.device_type)
-    shape, stride = tensor.shape, tensor.stride()
-    whole = DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
-    )
-    return whole.full_tensor()
+        return layer.packing.unpack(gather(layer.packed), magnitude.dtype)[rows]
+    return gather(layer.weight).t()[rows]

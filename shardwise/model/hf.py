@@ -1,14 +1,11 @@
 """Any causal language model of transformers, from a folder or a hub id.
 
-The class comes from transformers, the rest does not: the model is built on the meta device, its blocks are
-what its class says must not be split, and weights are read from safetensors by slice, so a rank never holds
-more than its part. ``from_pretrained`` is not used, because it loads before techniques can divide.
+transformers provides the class. The model is built on the meta device, its blocks come from ``_no_split_modules``, and
+weights are read from safetensors by slice. ``from_pretrained`` is not used: it loads before techniques can shard.
 
-Three things differ from transformers' defaults, each because a step must be the same function on every rank,
-real or fake. Dropout is zero: its masks would depend on the sharding. The pad token is forgotten: batches are
-packed, and looking for it in the ids waits for the device. And packed sequences are not guessed from the
-position ids, which waits for the device too: of packed documents the model is given the mask itself, and a model that
-would not keep to it is refused (``unpackable``).
+Three defaults of transformers are changed, so that a step is the same function on every rank, real or fake. Dropout is
+zero, since its masks would depend on the sharding. The pad token and the detection of packed sequences are off, since
+both wait for the device; packed documents get an explicit mask, and a model that would ignore it is refused.
 
 Refused: ``trust_remote_code``, pickled weights, and quantized weights, which cannot be trained.
 """
@@ -29,24 +26,25 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, language_loss, token_shapes
-from shardwise.model.conversion import fill_from_files, restore_buffers
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
 from shardwise.model.decoder import document_mask, same_document
-from shardwise.model.hf_layout import FolderWeights, groups_of
-from shardwise.model.hf_split import tensor_plan_of
-from shardwise.model.layout import Layout
-from shardwise.model.parts import Part, renumbered
-from shardwise.model.slices import shared_names
-from shardwise.model.split import TensorPlan
-from shardwise.model.weights import WeightFiles
+from shardwise.model.files.hf_conversion import fill_from_files, restore_buffers
+from shardwise.model.files.hf_folder import HFFolder
+from shardwise.model.files.hf_model_folder import FolderWeights, groups_of
+from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.model.hf_tensor_plan import tensor_plan_of
+from shardwise.model.stage import Stage, renumbered
+from shardwise.runtime.language_loss import language_loss
+from shardwise.runtime.parallel.shard_slices import shared_names
+from shardwise.runtime.parallel.tensor import TensorPlan
 
 _NEEDS_CODE = "auto_map"
 _CUTTABLE = {"embed_tokens", "layers", "norm"}
-"""The modules of a decoder whose plan for pipelines is the one that ``part`` knows."""
+"""Modules of a decoder that ``stage`` can cut; a model with another ``base_model_pp_plan`` is not cut."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-"""Settings of attention that sees a part of the sequence."""
+"""Config keys of attention over a part of the sequence."""
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Types of layers in which tokens meet through attention alone."""
+"""Layer types that mix tokens by attention alone."""
 _ROPE_BY_LENGTH = ("'dynamic'", "'longrope'")
 GENERATION = "generation_config.json"
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
@@ -57,9 +55,9 @@ class HuggingFaceModel(Blueprint):
 
     Args:
         source: a folder, or a hub id such as ``org/name``.
-        sequence_length: what it will be trained on.
+        sequence_length: training sequence length.
 
-    Raises RecipeError when there is no such model, it asks for custom code, is quantized or is too short.
+    Raises RecipeError if it is missing, needs custom code, is quantized or has a shorter context.
     """
 
     def __init__(self, source: str, sequence_length: int) -> None:
@@ -74,26 +72,26 @@ class HuggingFaceModel(Blueprint):
         context = getattr(text, "max_position_embeddings", None)
         if context is not None and sequence_length > context:
             raise RecipeError(
-                "the sequences are longer than the model was trained for",
+                "the sequences are longer than the model's context",
                 where="data.sequence_length",
-                why=f"{sequence_length} tokens against max_position_embeddings {context}",
+                why=f"{sequence_length} tokens exceed max_position_embeddings {context}",
                 fix=f"use at most {context}",
             )
 
     @cached_property
     def _reference(self) -> nn.Module:
-        """The whole model on the meta device: what the weight files must contain."""
+        """The whole model on the meta device; the weight files must match it."""
         with torch.device("meta"):
             return self.build()
 
     @cached_property
     def depth(self) -> int | None:  # type: ignore[override]
-        """Number of blocks if all are alike, else None: then a shallow model says nothing of the deep one."""
+        """Number of blocks if all are identical, else None: a shallow model then does not predict a deep one."""
         layers = self.config.get_text_config().num_hidden_layers
-        units = self.units(self._reference)
-        alike = len({_signature(unit) for unit in units}) == 1
+        blocks = self.blocks(self._reference)
+        alike = len({_signature(block) for block in blocks}) == 1
         uniform = all(len(set(map(str, values))) == 1 for values in _per_layer(self.config).values())
-        return layers if alike and uniform and len(units) == layers else None
+        return layers if alike and uniform and len(blocks) == layers else None
 
     def build(self, depth: int | None = None) -> nn.Module:
         transformers = _transformers()
@@ -113,25 +111,25 @@ class HuggingFaceModel(Blueprint):
                 "not a causal language model", where=f"model.hf: {self.source}", why=str(error)
             ) from error
 
-    def part(self, part: Part) -> nn.Module:
-        """By the class's own plan for pipelines: what is left out is an identity, or is never called."""
+    def stage(self, stage: Stage) -> nn.Module:
+        """Cut the model by its class's ``base_model_pp_plan``."""
         if self.width is None or self.depth is None:
-            return super().part(part)
-        model: Any = self.build(len(part.blocks))
+            return super().stage(stage)
+        model: Any = self.build(len(stage.blocks))
         base, tied = model.base_model, bool(shared_names(model))
         if not _starts_with_its_blocks(base, self.width):
-            return super().part(part)
-        renumbered(base.layers, part.blocks.start)
-        if not part.first and not (part.last and tied):
+            return super().stage(stage)
+        renumbered(base.layers, stage.blocks.start)
+        if not stage.first and not (stage.last and tied):
             base.embed_tokens = nn.Identity()
-        if not part.last:
+        if not stage.last:
             base.norm = nn.Identity()
             model.set_output_embeddings(nn.Identity())
         return cast("nn.Module", model)
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
         names = set(getattr(model, "_no_split_modules", None) or ())
-        # Wrapping derives a new class from the block's own, hence the search through its bases.
+        # FSDP2 subclasses the block's class, so search the base classes too.
         blocks = {
             path: module
             for path, module in model.named_modules()
@@ -140,8 +138,8 @@ class HuggingFaceModel(Blueprint):
         return [module for path, module in blocks.items() if not _inside(path, blocks)]
 
     def head(self, model: nn.Module) -> list[nn.Module]:
-        """What owns parameters and is registered after the last block: a norm and the output layer, as a rule."""
-        inside = {module for unit in self.units(model) for module in unit.modules()}
+        """The modules with parameters that are registered after the last block: usually a norm and the output layer."""
+        inside = {module for block in self.blocks(model) for module in block.modules()}
         owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
         last = max((i for i, module in enumerate(owners) if module in inside), default=len(owners))
         before, after = owners[: last + 1], owners[last + 1 :]
@@ -155,7 +153,7 @@ class HuggingFaceModel(Blueprint):
         return tensor_plan_of(model, self.config)
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        return language_loss(self, model, batch)
+        return language_loss(self.logits, model, batch)
 
     def logits(self, model: nn.Module, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         name = "inputs_embeds" if input_ids.is_floating_point() else "input_ids"
@@ -167,18 +165,18 @@ class HuggingFaceModel(Blueprint):
         with _no_guessing():
             return cast("Tensor", model(**{name: input_ids}, use_cache=False, **given).logits)
 
-    def unpackable(self, model: nn.Module) -> str:
-        """A mask of four dimensions is taken as it is by models that make theirs with ``create_causal_mask``."""
+    def packing_obstacle(self, model: nn.Module) -> str:
+        """Models that use ``create_causal_mask`` take a 4-D mask unchanged."""
         text, kind = self.config.get_text_config(), type(model).__name__
         if not hasattr(sys.modules[type(model).__module__], "create_causal_mask"):
-            return f"{kind} makes its mask in a way of its own"
+            return f"{kind} builds its own attention mask"
         if getattr(text, "alibi", False):
-            return f"{kind} tells positions by the distance in the sequence, which packing changes"
+            return f"{kind} uses ALiBi, whose distances ignore the borders of packed documents"
         if other := set(getattr(text, "layer_types", None) or ()) - _ATTENDING:
             return f"it has layers of the type {min(other)}"
-        return self.indivisible(model)
+        return self.context_parallel_obstacle(model)
 
-    def indivisible(self, model: nn.Module) -> str:
+    def context_parallel_obstacle(self, model: nn.Module) -> str:
         text = self.config.get_text_config()
         if "position_ids" not in inspect.signature(model.forward).parameters:
             return f"{type(model).__name__} takes no position_ids"
@@ -191,29 +189,26 @@ class HuggingFaceModel(Blueprint):
         return ""
 
     def weights(self) -> FolderWeights:
-        """What is on disk, under the names of the model. Raises CheckpointError."""
+        """The weights on disk, under the model's names. Raises CheckpointError."""
         return FolderWeights(self._reference, WeightFiles(folder_of(self.source, _WEIGHTS)))
 
     def restore(self, model: nn.Module) -> None:
         restore_buffers(model)
 
-    def layout(self) -> Layout:
-        """As the source has it; the config is the source's own, not the one that is trained with."""
-        beside = folder_of(self.source, ["config.json", GENERATION])
-        config = json.loads((beside / "config.json").read_text(encoding="utf-8"))
+    def hf_folder(self) -> HFFolder:
+        """The source's own form and config, without the changes made for training."""
+        folder = folder_of(self.source, ["config.json", GENERATION])
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         files = WeightFiles(folder_of(self.source, _WEIGHTS))
         groups = list(groups_of(self._reference, files))
-        copied = [beside / GENERATION] if (beside / GENERATION).is_file() else []
-        return Layout(config, groups, copied)
+        copied = [folder / GENERATION] if (folder / GENERATION).is_file() else []
+        return HFFolder(config, groups, copied)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return token_shapes(sequence_length)
 
     def fill(self, model: nn.Module, seed: int) -> None:
-        """Read the weights. ``seed`` changes nothing: every value is on disk.
-
-        Raises CheckpointError, naming the tensor, when one is missing, has another shape, or has no place.
-        """
+        """Read the weights; ``seed`` is unused. Raises CheckpointError, naming the tensor, if the files do not fit."""
         folder = folder_of(self.source, _WEIGHTS)
         restore_buffers(model)
         fill_from_files(model, self._reference, folder)
@@ -224,9 +219,8 @@ def _parameters(modules: list[nn.Module]) -> set[nn.Parameter]:
 
 
 def _starts_with_its_blocks(base: Any, width: int) -> bool:
-    """Whether embeddings reach the first block as they are; some models scale them first, at every call.
-
-    ``base`` lies on the meta device.
+    """Whether embeddings reach the first block unchanged; some models scale them first. ``base`` is on the meta
+    device.
     """
     layers, norm = base.layers, base.norm
     base.layers, base.norm = nn.ModuleList(), nn.Identity()
@@ -244,13 +238,13 @@ def _inside(path: str, blocks: dict[str, nn.Module]) -> bool:
     return any(".".join(parents[:count]) in blocks for count in range(1, len(parents) + 1))
 
 
-def _signature(unit: nn.Module) -> tuple[str, ...]:
-    shapes = [f"{name}{tuple(p.shape)}" for name, p in unit.named_parameters()]
-    return (type(unit).__name__, *shapes)
+def _signature(block: nn.Module) -> tuple[str, ...]:
+    shapes = [f"{name}{tuple(p.shape)}" for name, p in block.named_parameters()]
+    return (type(block).__name__, *shapes)
 
 
 def _mask(model: nn.Module, positions: Tensor) -> Tensor:
-    """Which tokens see which, as the model's attention takes it: eager attention adds it to the scores."""
+    """The mask of packed documents: boolean for SDPA, additive for eager attention."""
     kernel = cast("Any", model).config._attn_implementation
     return same_document(positions) if kernel == "sdpa" else document_mask(positions, torch.float32)
 
@@ -268,7 +262,7 @@ def _per_layer(config: Any) -> dict[str, list[Any]]:
 
 @contextmanager
 def _no_guessing() -> Iterator[None]:
-    """Keep transformers from looking for packed sequences in the position ids, which there are none of."""
+    """Stop transformers from detecting packed sequences in position ids."""
     from transformers import masking_utils
 
     original = masking_utils.find_packed_sequence_indices
@@ -303,16 +297,16 @@ def _load_config(source: str) -> Any:
         raise RecipeError("config.json names no model_type", where=where)
     if _NEEDS_CODE in raw:
         raise RecipeError(
-            "the model asks to run its own code",
+            "the model needs its own code (trust_remote_code)",
             where=where,
             why=f"config.json has {_NEEDS_CODE}",
-            fix="use a model that transformers itself knows",
+            fix="use a model that transformers knows",
         )
     if raw.get("quantization_config"):
         raise RecipeError("quantized weights cannot be trained", where=where, fix="use the unquantized model")
     try:
         config = _transformers().AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
-    except Exception as error:  # any validation of any model's config
+    except Exception as error:  # each model validates its config in its own way
         raise RecipeError("config.json is not valid", where=where, why=str(error)) from error
     _make_deterministic(config)
     return config
@@ -329,7 +323,7 @@ def _make_deterministic(config: Any) -> None:
 
 
 def folder_of(source: str, files: list[str]) -> Path:
-    """The folder itself, or where the hub's ``files`` lie once downloaded."""
+    """The folder itself, or the local folder with the downloaded ``files`` of a hub id."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -341,7 +335,7 @@ def folder_of(source: str, files: list[str]) -> Path:
 
     try:
         return Path(snapshot_download(source, allow_patterns=files))
-    except Exception as error:  # the network, the name, the licence: the reason is in the text
+    except Exception as error:  # network, name or licence; the text says which
         raise RecipeError(
             "the model cannot be downloaded",
             where=where,

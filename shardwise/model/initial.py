@@ -1,16 +1,14 @@
-"""Initial values that do not depend on who makes them.
+"""Initial values that do not depend on the sharding.
 
-A parameter is covered by a fixed grid of tiles. Each tile has its own seed, from the run's seed, the
-parameter's name and the tile's place, and is always drawn whole, in fp32, on the CPU. A rank draws the tiles
-that its slice touches and copies what it holds of them, so any sharding, in any precision, on any device
-starts from the same numbers, and no rank makes or receives a tensor it does not keep.
+A grid of tiles covers each parameter. The seed of a tile depends on the run's seed, the parameter's name and the
+tile's position. A tile is always drawn whole, in fp32, on the CPU. A rank draws the tiles that overlap its slice. So
+every sharding, precision and device starts from the same numbers, without communication.
 
-Tiles are low and wide, as slices are: on 16,384 ranks a rank holds one row of a matrix, and draws 32. The
-price of the grid is that waste (on one process it is nothing) and drawing on one CPU thread, at about 400
-million values a second. The CPU generator takes 32 bits of seed: in a model of 8 billion parameters about two
-of its 123,000 tiles are alike, at unrelated places. Refused: a counter-based generator, which has no such
-repeats but runs 3.5 times slower in NumPy; drawing on the GPU, which gives other numbers than the CPU;
-filling whole tensors on one rank and scattering them, which is what cannot be done when a model does not fit.
+Tiles are low and wide, as shards are: on 16,384 ranks a rank holds one row of a matrix and draws 32. The CPU draws
+about 400 million values a second. Its seeds have 32 bits: of the 123,000 tiles of an 8B model, about two are equal, at
+unrelated positions.
+
+Refused: a counter-based generator, 3.5 times slower in NumPy; drawing on the GPU, whose numbers differ from the CPU's.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise.model.slices import local_part, local_slices
+from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 
 TILE = (32, 2048)
-"""Rows and columns drawn from one seed. Changing it changes every model's initial values."""
+"""Rows and columns of a tile. A change alters every model's initial values."""
 
 
 def fill_normal(tensor: Tensor, std: float, seed: int, name: str) -> None:
@@ -33,14 +31,14 @@ def fill_normal(tensor: Tensor, std: float, seed: int, name: str) -> None:
     Args:
         tensor: [rows, columns], plain or DTensor, any float dtype and device.
         std: standard deviation.
-        seed: the run's.
+        seed: the run's seed.
         name: the parameter's canonical name.
     """
     _fill(tensor, lambda tile, chance: tile.normal_(0.0, std, generator=chance), seed, name)
 
 
 def fill_uniform(tensor: Tensor, bound: float, seed: int, name: str) -> None:
-    """As ``fill_normal``, of values that are uniform between ``-bound`` and ``bound``."""
+    """As ``fill_normal``, with values uniform between ``-bound`` and ``bound``."""
     _fill(tensor, lambda tile, chance: tile.uniform_(-bound, bound, generator=chance), seed, name)
 
 
@@ -62,17 +60,17 @@ def _fill(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object], see
 
 
 def seed_of(*parts: object) -> int:
-    """32 bits that depend on every part, the same on every machine."""
+    """A 32-bit hash of the parts, equal on every machine."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 def _touched(held: slice, size: int) -> range:
-    """Indices of the tiles of ``size`` that [start, stop) touches."""
+    """Indices of the tiles that overlap the held range."""
     return range(held.start // size, -(-held.stop // size))
 
 
 def _overlap(held: slice, index: int, size: int) -> tuple[slice, slice]:
-    """Where tile ``index`` and the held range meet: counted from the held range, and from the tile."""
+    """The overlap of tile ``index`` and the held range: relative to the range, and relative to the tile."""
     start, stop = max(held.start, index * size), min(held.stop, (index + 1) * size)
     return slice(start - held.start, stop - held.start), slice(start - index * size, stop - index * size)

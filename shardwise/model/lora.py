@@ -1,19 +1,17 @@
-"""LoRA: beside a frozen linear layer a product of two thin ones, which alone is trained (Hu et al. 2021).
+"""LoRA and DoRA: a frozen linear layer plus a trained low-rank product (Hu et al. 2021).
 
     lora   h = W x + b + scale · B A x      W [o, i] frozen, A [r, i], B [o, r]
-    dora   h = m / |W + scale · B A| · (W x + scale · B A x) + b, m [o] and the norm of every row [o] (Liu et al. 2024)
+    dora   h = m / |W + scale · B A| · (W x + scale · B A x) + b, m [o] and row norms [o] (Liu et al. 2024)
 
-with scale alpha / r, or rank-stabilised alpha / √r. A starts as torch starts a linear layer (uniform within 1 / √i,
-which is PEFT's kaiming with a = √5), B at zero and m at the norm of W's rows, so an adapted model starts as the model
-that it adapts. The norm counts as a constant in the backward pass (section 4.3 of the paper).
+The scale is alpha / r, or alpha / √r if rank-stabilized; it multiplies A x, which is smaller than the result. A is
+uniform within 1 / √i (PEFT's kaiming with a = √5), B is zero and m is the row norm of W, so an adapted model starts
+equal to its base. The norm is a constant in the backward pass (section 4.3).
 
-An adapted layer keeps the names of what it replaces: ``q_proj.weight`` stays, and ``q_proj.lora_A.weight`` and
-``q_proj.lora_B.weight`` come beside it. Weight files, seeds, plans of tensor parallelism and checkpoints thus find what
-they know. A and B are linear layers of their own (PEFT's names), so that whoever divides layers divides them too. A
-frozen weight may be packed (quantized.py): then ``packed`` is there in the place of ``weight``.
+An adapted layer keeps its names and adds linear layers with PEFT's names, ``q_proj.lora_A`` and ``q_proj.lora_B``. So
+weight files, seeds, tensor-parallel plans and checkpoints still match, and techniques shard A and B like other layers.
+A packed layer (quantized.py) has ``packed`` instead of ``weight``.
 
-The scale is multiplied into A x, r values a token, and not into the o values of the result. Refused: merging B A into W
-for every forward pass, which keeps a full-size product per layer for the backward pass.
+Refused: merging B A into W in every forward pass, which saves a full-size product per layer for the backward pass.
 """
 
 from __future__ import annotations
@@ -27,28 +25,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.sections import AdapterSpec
-from shardwise.model.quantized import Packing, linear
-from shardwise.model.slices import shared_names
-from shardwise.model.split import take_over
+from shardwise.recipe.sections import AdapterSpec
+from shardwise.runtime.layer_replacement import take_over
+from shardwise.runtime.parallel.shard_slices import shared_names
+from shardwise.runtime.quantized import Packing, linear
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
-"""The names of what lies below an adapted layer: two layers, and DoRA's vector."""
+"""Names below an adapted layer: two linear layers, and DoRA's magnitudes."""
 
 PACKED = "packed"
-"""The name of a packed weight."""
+"""Name of a packed weight."""
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter, by its canonical name, is an adapter's."""
+    """Whether a parameter, by canonical name, belongs to an adapter."""
     return f".{A}." in name or f".{B}." in name or name.endswith(MAGNITUDE)
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer that is not trained. Takes over the weight and bias of the layer that it replaces.
+    """A frozen linear layer. Takes over the weight and bias of the layer that it replaces.
 
-    ``transposed``: the weight is stored as [i, o], as GPT-2's ``Conv1D`` of transformers has it. ``packing``: how the
-    weight is packed, if it is; always as [o, i].
+    Attributes:
+        transposed: the weight is stored as [i, o], as in transformers' ``Conv1D`` (GPT-2).
+        packing: format of a packed weight, always [o, i]; None if the weight is not packed.
     """
 
     packed: nn.Parameter
@@ -105,12 +104,12 @@ class LoraLinear(FrozenLinear):
         if self.lora_magnitude_vector is None:
             return out
         share = self.lora_magnitude_vector / self._norms(input.dtype)
-        # As a change of the sum, which at the start is zero to the bit.
+        # Written as a change of the sum, so that it is exactly zero at the start.
         return out + (share - 1) * (out if self.bias is None else out - self.bias)
 
     @torch.no_grad()
     def _norms(self, dtype: torch.dtype) -> Tensor:
-        """Of the rows of the weight with its adapter, [o]."""
+        """Row norms of the adapted weight, [o]."""
         weight = self.plain_weight(dtype)
         return row_norms(torch.addmm(weight, self.lora_B.weight, self.lora_A.weight, alpha=self.scale))
 
@@ -119,14 +118,14 @@ class LoraLinear(FrozenLinear):
 
 
 def row_norms(weight: Tensor) -> Tensor:
-    """The norms of the rows of a weight [o, i], taken in fp32 or wider, in its dtype."""
+    """Row norms of a weight [o, i], computed in at least fp32, returned in its dtype."""
     wide = torch.promote_types(weight.dtype, torch.float32)
-    # Of one layout, so that equal weights have norms that are equal to the bit.
+    # One memory layout, so that equal weights have bit-equal norms.
     return torch.linalg.vector_norm(weight.contiguous(), dim=1, dtype=wide).to(weight.dtype)
 
 
 def weights_in(model: nn.Module) -> int:
-    """How many weights a model has, undivided; of packed ones those that they stand for, not their bytes."""
+    """Global parameter count; a packed weight counts its logical elements."""
     layers = [layer for layer in model.modules() if isinstance(layer, FrozenLinear)]
     packed = [(layer.packing, layer.packed.numel()) for layer in layers if layer.packing is not None]
     plain = sum(parameter.numel() for parameter in model.parameters())
@@ -136,14 +135,13 @@ def weights_in(model: nn.Module) -> int:
 # ---- which layers -----------------------------------------------------------------------------------------
 
 
-def adapt(model: nn.Module, units: Sequence[nn.Module], spec: AdapterSpec) -> list[str]:
-    """Freeze a model and put adapters on the layers of its units that are targets; their paths.
+def adapt(model: nn.Module, blocks: Sequence[nn.Module], spec: AdapterSpec) -> list[str]:
+    """Freeze a model and add adapters to the target layers of its blocks; returns their paths.
 
-    Without ``units`` all linear layers of the model may be targets. What is no target is packed too, where the recipe
-    asks for that.
+    Without ``blocks``, all linear layers can be targets. If the recipe quantizes, all linear layers are packed.
     """
     model.requires_grad_(False)
-    paths = list(linear_layers(model, units))
+    paths = list(linear_layers(model, blocks))
     targets = [path for path in paths if is_targeted(path, spec.targets)]
     for path in targets:
         model.set_submodule(path, LoraLinear(model.get_submodule(path), spec))
@@ -153,12 +151,12 @@ def adapt(model: nn.Module, units: Sequence[nn.Module], spec: AdapterSpec) -> li
     return targets
 
 
-def linear_layers(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[str]:
-    """Paths of the plain linear layers below the units, or of all, whose weights are their own.
+def linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[str]:
+    """Paths of the plain linear layers in the blocks, or in the model, without shared weights.
 
-    Subclasses are left out: they may not call their own forward.
+    Subclasses are skipped: they may not call their own forward.
     """
-    inside = {module for unit in units or [model] for module in unit.modules()}
+    inside = {module for block in blocks or [model] for module in block.modules()}
     aliases = shared_names(model)
     shared = aliases.keys() | aliases.values()
     for path, module in model.named_modules():
@@ -167,9 +165,9 @@ def linear_layers(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[str]
             yield path
 
 
-def require_targets(model: nn.Module, units: Sequence[nn.Module], spec: AdapterSpec) -> None:
-    """Raise RecipeError for a target that is no linear layer of the units; ``model`` has not been adapted."""
-    paths = list(linear_layers(model, units))
+def require_targets(model: nn.Module, blocks: Sequence[nn.Module], spec: AdapterSpec) -> None:
+    """Raise RecipeError for a target that matches no linear layer of the blocks. ``model`` is not adapted yet."""
+    paths = list(linear_layers(model, blocks))
     targets = spec.targets if isinstance(spec.targets, tuple) else (spec.targets,)
     for target in targets:
         kind = (target,) if isinstance(spec.targets, tuple) else target
@@ -179,12 +177,12 @@ def require_targets(model: nn.Module, units: Sequence[nn.Module], spec: AdapterS
                 f"no linear layer of the model's blocks is {target!r}",
                 where="adapter.targets",
                 why=f"their names are {', '.join(names)}" if names else "there is no linear layer",
-                fix="name some of these, or take attention, mlp or all",
+                fix="choose some of these names, or attention, mlp or all",
             )
 
 
 def is_targeted(path: str, targets: str | tuple[str, ...]) -> bool:
-    """Whether a layer is meant: by a word, by the last parts of its path, or by an expression for all of it."""
+    """Whether a layer is a target: by keyword, by the end of its path, or by a regular expression for the path."""
     if isinstance(targets, tuple):
         return any(path == name or path.endswith(f".{name}") for name in targets)
     if targets == "all":
@@ -195,11 +193,11 @@ def is_targeted(path: str, targets: str | tuple[str, ...]) -> bool:
 
 
 def _in_attention(path: str) -> bool:
-    """By the names that models give it: self_attn, attn, attention, SelfAttention, EncDecAttention."""
+    """Models name attention self_attn, attn, attention, SelfAttention, EncDecAttention."""
     return any("attn" in part or "attention" in part for part in path.lower().split("."))
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' linear layer with a transposed weight, told without importing transformers."""
+    """Whether this is transformers' ``Conv1D``, without importing transformers."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"

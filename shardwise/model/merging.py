@@ -1,14 +1,13 @@
-"""An adapter added into the weights beside which it was trained, and taken out of them again, a tensor at a time.
+"""Merging an adapter into its base weights, and unmerging it, one tensor at a time.
 
     lora   W' = W + scale · B A                  W = W' - scale · B A
     dora   W' = m / n · (W + scale · B A)        W = n / m · W' - scale · B A        n: the norms of the rows of the sum
 
-in fp32, in fp64 where the weights are, and rounded by whoever writes them. A merged layer is a plain one, so its
-forward pass costs what the base's does. Packed weights are unpacked, merged and stay unpacked: packing the sum again
-would round the adapter away.
+Computed in fp32, or fp64 for fp64 weights; the writer rounds the result. A merged layer is a plain linear layer, so
+its forward pass costs as much as the base's. Quantized weights are dequantized, merged and stay so: quantizing the
+sum again would round the adapter away.
 
-The norms of DoRA are lost in its result (every row of W' has the norm m), so whoever wants to come back keeps them. A
-row with m = 0 does not come back.
+Every row of DoRA's W' has the norm m, so unmerging needs the stored norms n. A row with m = 0 cannot be unmerged.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ from shardwise.core.errors import CheckpointError
 from shardwise.model.lora import MAGNITUDE, PACKED, A, B, FrozenLinear, LoraLinear
 
 Read = Callable[[str], Tensor]
-"""A whole tensor by canonical name."""
+"""Reads a whole tensor by canonical name."""
 
 
 class Merged:
-    """The tensors of a plain model, made of those of one with adapters.
+    """Reads the tensors of the plain model from those of a model with adapters.
 
     Args:
-        adapted: the model with its adapters, on the meta device; without any, tensors are given as they are.
-        read: gives the tensors that it has, adapters included.
+        adapted: the model with its adapters, on the meta device; tensors without an adapter are returned unchanged.
+        read: reads the tensors of ``adapted``, including those of adapters.
 
-    ``norms`` collects those of DoRA by the path of their layer, as layers are read.
+    Attributes:
+        norms: DoRA's row norms by path of the layer, filled while layers are read.
     """
 
     def __init__(self, adapted: nn.Module, read: Read) -> None:
@@ -42,12 +42,12 @@ class Merged:
 
     @property
     def layers(self) -> list[str]:
-        """Paths of the layers that have adapters."""
+        """Paths of the layers with adapters."""
         return [path for path, layer in self._frozen.items() if isinstance(layer, LoraLinear)]
 
     @property
     def packings(self) -> set[str]:
-        """How weights are packed: nf4, int8."""
+        """Quantization formats of the weights: nf4, int8."""
         return {layer.packing.kind for layer in self._frozen.values() if layer.packing is not None}
 
     @torch.no_grad()
@@ -70,7 +70,7 @@ class Merged:
 
 
 class Unmerged:
-    """The tensors of the base, made of those of the merged model and the adapter. ``norms`` are those of ``Merged``."""
+    """Reads the base's tensors from those of the merged model and the adapter, with the ``norms`` of ``Merged``."""
 
     def __init__(self, adapted: nn.Module, read: Read, norms: Mapping[str, Tensor]) -> None:
         self._read, self._norms = read, norms
@@ -88,9 +88,9 @@ class Unmerged:
             magnitude = self._read(f"{path}.{MAGNITUDE}").to(weight)
             if not magnitude.all():
                 raise CheckpointError(
-                    "the base cannot be brought back",
+                    "the base cannot be restored",
                     where=f"{path}.{MAGNITUDE}",
-                    why="a row's magnitude is zero, and so is all of the merged row",
+                    why="a row's magnitude is zero, so the merged row is zero",
                 )
             weight = weight * (self._norms[path].to(weight) / magnitude).unsqueeze(1)
         weight = weight - product(layer, path, self._read).to(weight.dtype)

@@ -1,9 +1,8 @@
-"""The native decoder as a blueprint: dimensions in, GPT-2's initial values.
+"""The blueprint of the native decoder, with GPT-2's initial values.
 
-Weights are normal with standard deviation 0.02; the projections that add to the residual stream (``o_proj``,
-``down_proj``) are scaled by 1/sqrt(2 layers), so that the stream's variance at the last block does not grow
-with depth (Radford et al. 2019, section 2.3). Norms start at one, biases at zero. Both families start so;
-Llama's papers do not say how theirs did.
+Weights are normal with standard deviation 0.02. The projections that add to the residual stream (``o_proj``,
+``down_proj``) are scaled by 1/sqrt(2 layers), so the variance does not grow with depth (Radford et al. 2019, section
+2.3). Norms start at one, biases at zero. Llama's papers do not give initial values, so both families use these.
 """
 
 from __future__ import annotations
@@ -15,23 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.presets import Dimensions, dimensions_of
-from shardwise.core.sections import ModelSpec
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, language_loss, token_shapes
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
 from shardwise.model.decoder import Decoder
+from shardwise.model.files.hf_folder import HFFolder
+from shardwise.model.files.native_folder import native_hf_folder
 from shardwise.model.initial import fill_normal
-from shardwise.model.layout import Layout
-from shardwise.model.native_layout import native_layout
-from shardwise.model.parts import Part, renumbered
-from shardwise.model.slices import local_part, named_parameters, share, shared_names
-from shardwise.model.split import Split, TensorPlan
+from shardwise.model.stage import Stage, renumbered
+from shardwise.recipe.presets import Dimensions, dimensions_of
+from shardwise.recipe.sections import ModelSpec
+from shardwise.runtime.language_loss import language_loss
+from shardwise.runtime.parallel.shard_slices import local_part, named_parameters, share, shared_names
+from shardwise.runtime.parallel.tensor import Split, TensorPlan
 
 STD = 0.02
 _RESIDUAL = ("o_proj.weight", "down_proj.weight")
 
 
 class NativeModel(Blueprint):
-    """A Decoder of given dimensions."""
+    """A Decoder with given dimensions."""
 
     def __init__(self, dimensions: Dimensions, name: str = "") -> None:
         d = self.dimensions = dimensions
@@ -42,13 +42,13 @@ class NativeModel(Blueprint):
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, sequence_length: int) -> Self:
-        """The model of a recipe. Raises RecipeError for wrong dimensions, or sequences beyond its context."""
+        """The model of a recipe. Raises RecipeError for invalid dimensions, or sequences longer than its context."""
         dimensions = dimensions_of(spec)
         if sequence_length > dimensions.context:
             raise RecipeError(
                 "the sequences are longer than the model's context",
                 where="data.sequence_length",
-                why=f"{sequence_length} tokens against a context of {dimensions.context}",
+                why=f"{sequence_length} tokens exceed the context of {dimensions.context}",
                 fix="shorten them, or raise model.context",
             )
         return cls(dimensions, spec.preset or "")
@@ -56,13 +56,13 @@ class NativeModel(Blueprint):
     def build(self, depth: int | None = None) -> Decoder:
         return Decoder(self.dimensions, depth)
 
-    def part(self, part: Part) -> Decoder:
-        model = self.build(len(part.blocks))
-        model.keep(part.first, part.last)
-        renumbered(model.layers, part.blocks.start)
+    def stage(self, stage: Stage) -> Decoder:
+        model = self.build(len(stage.blocks))
+        model.keep(stage.first, stage.last)
+        renumbered(model.layers, stage.blocks.start)
         return model
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(cast("Decoder", model).layers)
 
     def head(self, model: nn.Module) -> list[nn.Module]:
@@ -90,18 +90,18 @@ class NativeModel(Blueprint):
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        return language_loss(self, model, batch)
+        return language_loss(self.logits, model, batch)
 
     def logits(self, model: nn.Module, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         return cast("Tensor", model(input_ids, positions))
 
-    def unpackable(self, model: nn.Module) -> str:
+    def packing_obstacle(self, model: nn.Module) -> str:
         return ""
 
-    def layout(self) -> Layout:
+    def hf_folder(self) -> HFFolder:
         with torch.device("meta"):
             shapes = {name: tuple(p.shape) for name, p in named_parameters(self.build())}
-        return native_layout(self.dimensions, shapes)
+        return native_hf_folder(self.dimensions, shapes)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return token_shapes(sequence_length)

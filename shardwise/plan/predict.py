@@ -2,8 +2,8 @@
 
 A quick prediction dry-runs two shallow models that differ by one block and adds the difference as often as
 the model has blocks more; it ranks strategies. Where blocks are not treated alike but in a repeating pattern,
-the two differ by one period of it; where the pattern depends on the depth, only the whole model will do. A full
-prediction dry-runs the whole model; it is what is shown. The two agree to the byte when the peak lies at the
+the two differ by one repetition of it; where the pattern depends on the depth, only the whole model will do. A full
+prediction dry-runs the whole model; its figure is shown. The two agree to the byte when the peak is at the
 same place of every depth. Where it does not yet (a loss that outweighs two blocks but not eighty), the shallow
 models are made deeper until it does.
 
@@ -23,27 +23,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from shardwise.core.allocator_options import VARIABLES, AllocatorOptions, options_in
-from shardwise.core.cluster import Cluster
 from shardwise.core.cost import StepCost
 from shardwise.core.ledger import Ledger, Peak
-from shardwise.core.pipeline_plan import PipelinePlan
 from shardwise.core.plan import StepEstimate
-from shardwise.core.recipe import Recipe
 from shardwise.core.strategy import Layout, Strategy
+from shardwise.core.timetable import Timetable
 from shardwise.core.units import format_bytes
 from shardwise.dryrun.replay import Replay
-from shardwise.dryrun.run import DryRun, dry_run
+from shardwise.dryrun.run import WHOLE_STEP, DryRun, dry_run
+from shardwise.hardware.allocator_options import VARIABLES, AllocatorOptions, options_in
+from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.timing import mfu, step_time
-from shardwise.technique import layout_of, micro_batches
-from shardwise.technique.base import Pipeline
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import has_stages, layout_of, micro_batches
+from shardwise.technique.place import Place, Reduced
 
 SHALLOW = 2
 """Blocks of the shallower model: prefetching needs a neighbour. Models of up to SHALLOW + 2 run whole."""
-
-FEW = 3
-"""Micro-batches in flight in a quick prediction of a pipeline in which more are."""
 
 EXPANDABLE = AllocatorOptions(expandable_segments=True)
 
@@ -59,7 +56,7 @@ class Prediction:
         disk_bytes: what it holds on a disk.
         limited: the replay under the budget, where the unlimited one does not stay within it.
         expanded: the same with expandable segments, where it fails without them.
-        pipeline: what its pipeline is played with, once all kinds of ranks have been looked at.
+        timetable: what the report draws a step of all ranks from, where they hold different blocks.
         allocated_by_rank: ``allocated_bytes`` of all ranks that were looked at, where that was more than one.
     """
 
@@ -74,10 +71,11 @@ class Prediction:
     step: StepEstimate
     parameters: int
     run: DryRun
+    whole: bool
     limited: Replay | None = None
     expanded: Replay | None = None
     allocated_by_rank: Mapping[int, int] = field(default_factory=dict)
-    pipeline: PipelinePlan | None = None
+    timetable: Timetable | None = None
 
     @property
     def sum_bytes(self) -> int:
@@ -124,21 +122,14 @@ def predict(
         budget: bytes of the device that may be used; its capacity when not given.
     """
     counts = (_quick if quick else _full)(recipe, blueprint, strategy, cluster, rank)
-    peaks, cost, parameters, run = counts.peaks, counts.cost, counts.parameters, counts.run
+    cost, run = counts.cost, counts.run
     layout = layout_of(strategy, cluster.world_size)
-    worst = max(peaks.values(), key=lambda peak: peak.bytes)
+    worst = max(counts.peaks.values(), key=lambda peak: peak.bytes)
     overhead = cluster.device.overhead
     seen = overhead.workspace_bytes
     unseen = overhead.outside_allocator(run.communicators)
-    reserved, limited, expanded = counts.reserved, None, None
-    options = options_in(cluster.device.kind)
     room = (cluster.capacity_bytes if budget is None else budget) - unseen
-    if run.trace is not None and worst.bytes + seen <= room < reserved:
-        limited = run.trace.replayed(options, limit=room)
-        if limited.failure is None:
-            reserved = limited.reserved
-        elif not options.expandable_segments:
-            expanded = run.trace.replayed(EXPANDABLE, limit=room)
+    reserved, limited, expanded = _reserved(counts, worst.bytes + seen, room, options_in(cluster.device.kind))
     fragmentation = max(0, reserved - worst.bytes - seen)
     time = step_time(cost, layout, cluster)
     estimate = StepEstimate(
@@ -162,11 +153,29 @@ def predict(
         disk_bytes=counts.disk_bytes,
         cost=cost,
         step=estimate,
-        parameters=parameters,
+        parameters=counts.parameters,
         run=run,
+        whole=counts.whole,
         limited=limited,
         expanded=expanded,
     )
+
+
+def _reserved(
+    counts: _Counts, needed: int, room: int, options: AllocatorOptions
+) -> tuple[int, Replay | None, Replay | None]:
+    """(bytes that the allocator reserves, its replay within ``room``, the same with expandable segments).
+
+    The replays are None where they are not needed: where the tensors do not fit, or where they fit with fragmentation.
+    """
+    trace, reserved = counts.run.trace, counts.reserved
+    if trace is None or not needed <= room < reserved:
+        return reserved, None, None
+    limited = trace.replayed(options, limit=room)
+    if limited.failure is None:
+        return limited.reserved, limited, None
+    expanded = None if options.expandable_segments else trace.replayed(EXPANDABLE, limit=room)
+    return reserved, limited, expanded
 
 
 def _targets(recipe: Recipe, blueprint: Blueprint) -> int:
@@ -178,7 +187,7 @@ def _targets(recipe: Recipe, blueprint: Blueprint) -> int:
 
 @dataclass(frozen=True)
 class _Counts:
-    """What is counted; ``reserved`` is 0 where no allocator caches, or it was not replayed."""
+    """Counted memory; ``reserved`` is 0 without a caching allocator or without a replay."""
 
     peaks: Mapping[str, Peak]
     host: Ledger
@@ -187,62 +196,58 @@ class _Counts:
     cost: StepCost
     parameters: int
     run: DryRun
+    whole: bool
 
 
 def _full(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
     run = dry_run(recipe, blueprint, strategy, cluster, rank=rank)
     reserved = run.replay.reserved if run.replay is not None else 0
-    return _Counts(run.peaks, run.host, run.disk_bytes, reserved, run.cost, run.parameters, run)
+    return _Counts(run.peaks, run.host, run.disk_bytes, reserved, run.cost, run.parameters, run, whole=True)
 
 
 def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
-    depth, shallow, period = blueprint.depth, SHALLOW, 1
-    pipelined = layout_of(strategy, cluster.world_size).degree("pipeline") > 1
+    layout = layout_of(strategy, cluster.world_size)
+    count = micro_batches(strategy, layout, recipe.batch_size)
+    depth, shallow = blueprint.depth, SHALLOW
 
-    def run(blocks: int, **how: int) -> DryRun:
-        return dry_run(recipe, blueprint, strategy, cluster, rank=rank, depth=blocks, history=False, **how)
+    def run(blocks: int, reduced: Reduced = WHOLE_STEP) -> DryRun:
+        return dry_run(
+            recipe, blueprint, strategy, cluster, rank=rank, depth=blocks, reduced=reduced, history=False
+        )
 
-    count = micro_batches(strategy, layout_of(strategy, cluster.world_size), recipe.batch_size)
-    place = run(1, seen=1).pipeline if pipelined and depth is not None else None
+    place = run(1, Reduced(micro_batches=1)).place if has_stages(layout) and depth is not None else None
     if place is not None:
         depth = place.depth
-    while depth is not None and depth > shallow + 1 + period:
+    repeat = 1
+    while depth is not None and depth > shallow + 1 + repeat:
         first = _filled(partial(run, shallow), place, count)
-        period = first.period
-        if period == 0:
+        repeat = first.hints.repeat_every
+        if repeat == 0:
             break
-        if shallow < first.shallowest:
-            shallow = first.shallowest
+        if shallow < first.hints.min_depth:
+            shallow = first.hints.min_depth
             continue
-        if over := (depth - shallow) % period:
-            shallow += over  # so that whole periods are missing from the model's own depth
+        if over := (depth - shallow) % repeat:
+            shallow += over  # so that whole repetitions are missing from the model's own depth
             continue
-        second = _filled(partial(run, shallow + period), place, count)
-        if _same_place(first, shallow, second, shallow + period):
-            return _extrapolated(first, second, (depth - shallow) // period)
+        second = _filled(partial(run, shallow + repeat), place, count)
+        if _same_place(first, shallow, second, shallow + repeat):
+            return _extrapolated(first, second, (depth - shallow) // repeat)
         shallow *= 2
     return _full(recipe, blueprint, strategy, cluster, rank)
 
 
-def _filled(run: Callable[..., DryRun], place: Pipeline | None, count: int) -> DryRun:
-    """A dry run with all micro-batches that are in flight, extrapolated where there are many.
-
-    Of a pipeline that is ever full, the same rank with fewer after it, which is full with fewer of them; of others
-    fewer micro-batches. Two such runs, which differ by one in flight, give what each of the others adds.
-    """
-    flying = None if place is None else place.in_flight(count)
-    if place is None or place.endless or flying is None or flying <= FEW:
+def _filled(run: Callable[..., DryRun], place: Place | None, count: int) -> DryRun:
+    """A dry run of a whole step, or two reduced ones where its peaks can be extrapolated from them."""
+    shortcut = None if place is None else place.shortcut(count)
+    if shortcut is None:
         return run()
-    shorter = place.shorter(FEW - 1).in_flight(count)
-    if shorter is not None and shorter < flying:
-        more, fewer, missing = run(after=FEW - 1), run(after=FEW - 2), flying - shorter
-    else:
-        more, fewer, missing = run(seen=FEW), run(seen=FEW - 1), flying - FEW
+    more, fewer = run(shortcut.more), run(shortcut.fewer)
     peaks = {
-        phase: Peak(fewer.peaks[phase].ledger.extrapolated(peak.ledger, 1 + missing), phase, peak.where)
+        phase: Peak(fewer.peaks[phase].ledger.extrapolated(peak.ledger, shortcut.times), phase, peak.where)
         for phase, peak in more.peaks.items()
     }
-    return replace(more, peaks=peaks, pipeline=place)
+    return replace(more, peaks=peaks, place=place)
 
 
 def _extrapolated(first: DryRun, second: DryRun, times: int) -> _Counts:
@@ -254,7 +259,7 @@ def _extrapolated(first: DryRun, second: DryRun, times: int) -> _Counts:
     parameters = first.parameters + times * (second.parameters - first.parameters)
     host, cost = first.host.extrapolated(second.host, times), first.cost.extrapolated(second.cost, times)
     on_disk = first.disk_bytes + times * (second.disk_bytes - first.disk_bytes)
-    return _Counts(peaks, host, on_disk, 0, cost, parameters, first)
+    return _Counts(peaks, host, on_disk, 0, cost, parameters, first, whole=False)
 
 
 def _same_place(first: DryRun, depth: int, second: DryRun, deeper: int) -> bool:

@@ -1,18 +1,15 @@
-"""From counted kernels and collectives to seconds: a roofline, and rings.
+"""Step time: a roofline over the counted kernels, ring times of the counted collectives, and overlap.
 
-A kernel takes the longer of its arithmetic and its memory traffic, at the fractions of peak that the device's
-profile gives, and no less than a launch. A collective takes a ring's time on the slowest link that its group
-crosses. On accelerators communication overlaps with compute as FSDP2 issues it: per layer the longer of the
-two counts, so what is exposed is what exceeds the compute of the pass, plus the first gathering, which nothing
-hides. Collectives between two operations that need each other's results (tensor parallelism's, and all-to-alls) are
-hidden by nothing. On the CPU gloo blocks, so everything adds up.
+- **Kernels** take the longer of compute and memory time, at the achieved fractions of the device's peaks, and at least
+  the launch overhead.
+- **Collectives** take a ring's time on the slowest link of the group. On accelerators FSDP2 overlaps them with compute.
+  Exposed is the part that exceeds the compute of the step, plus the first all-gather. Collectives on the critical path
+  (tensor parallelism, all-to-all) do not overlap. On the CPU gloo blocks, so nothing overlaps.
+- **Offload**: copies to and from the host, disk reads and writes, and CPU kernels run concurrently with the device. A
+  phase takes the longest of them. CPU kernels are memory-bound, at the device's share of the host memory bandwidth.
 
-Copies between a device and its host, one way and the other, reads and writes of a disk, and what the processor
-computes run beside the device: a phase takes the longest of these. The processor's kernels take their bytes at the
-device's share of the host's memory bandwidth.
-
-Chosen: totals per pass, not a simulation of streams in order. The price is that a step whose communication is
-uneven over layers comes out too fast; a calibrated model with an event simulation is a later step.
+Totals per step are compared; streams are not simulated in order. A step whose communication is uneven over its layers
+is therefore predicted too fast.
 """
 
 from __future__ import annotations
@@ -20,30 +17,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.core.cluster import Cluster
 from shardwise.core.cost import Collective, Kernel, StepCost, Transfer
 from shardwise.core.strategy import Layout
-from shardwise.technique.base import BLOCKING_AXES
+from shardwise.hardware.cluster import Cluster
+from shardwise.technique import BLOCKING_AXES
 
 LAUNCH_SECONDS: Mapping[str, float] = {"cpu": 2e-6, "cuda": 5e-6, "rocm": 7e-6}
-"""A floor per kernel in eager mode."""
+"""Minimum seconds per kernel in eager mode."""
 
 AWAITED = frozenset({"all_to_all"})
-"""Collectives whose result is computed with at once: nothing runs beside them."""
+"""Collectives whose result is needed at once, so that nothing overlaps with them."""
 
 OVERLAPS: Mapping[str, bool] = {"cpu": False, "cuda": True, "rocm": True}
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step and what they are spent on."""
+    """Seconds of one optimizer step, in total and by kind of work."""
 
     seconds: float
     split: Mapping[str, float]
 
 
 def step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> StepTime:
-    """Predicted time of one step of one rank."""
+    """Predicted time of one optimizer step of one rank."""
     device = cluster.device
     compute = {"matrix products": 0.0, "memory-bound": 0.0}
     for kernel in cost.kernels:
@@ -51,56 +48,56 @@ def step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> StepTime:
             row = "matrix products" if kernel.flops else "memory-bound"
             compute[row] += kernel.calls * kernel_seconds(kernel, cluster)
     blocking = _sending([c for c in cost.collectives if _awaited(c)], layout, cluster)
-    beside = [c for c in cost.collectives if not _awaited(c)]
-    sending, busy = _sending(beside, layout, cluster), sum(compute.values())
+    overlapped = [c for c in cost.collectives if not _awaited(c)]
+    sending, busy = _sending(overlapped, layout, cluster), sum(compute.values())
     if OVERLAPS[device.kind]:
-        first = max((collective_seconds(c, layout, cluster) / c.calls for c in beside), default=0.0)
+        first = max((collective_seconds(c, layout, cluster) / c.calls for c in overlapped), default=0.0)
         exposed = blocking + max(0.0, sending - busy) + min(first, sending)
     else:
         exposed = blocking + sending
     split = {**compute, "exposed communication": exposed}
-    if offloaded := phases_beside_host(cost, cluster):
+    if offloaded := offload_phases(cost, cluster):
         split["exposed offload"] = sum(phase.exposed for phase in offloaded)
     return StepTime(sum(split.values()), split)
 
 
 @dataclass(frozen=True)
-class PhaseBesideHost:
-    """Seconds of one phase: what the device computes, and what runs beside it (copies by way, the processor)."""
+class OffloadPhase:
+    """Seconds of one phase: the device's compute, and concurrent copies, disk transfers and CPU kernels."""
 
     phase: str
     device: float
-    beside: Mapping[str, float]
+    concurrent: Mapping[str, float]
 
     @property
-    def longest_beside(self) -> float:
-        return max(self.beside.values(), default=0.0)
+    def longest(self) -> float:
+        return max(self.concurrent.values(), default=0.0)
 
     @property
     def exposed(self) -> float:
-        """What the device waits."""
-        return max(0.0, self.longest_beside - self.device)
+        """Seconds that the device waits."""
+        return max(0.0, self.longest - self.device)
 
 
-def phases_beside_host(cost: StepCost, cluster: Cluster) -> list[PhaseBesideHost]:
-    """Every phase in which anything is copied to or from the host or a disk, or computed on the host."""
+def offload_phases(cost: StepCost, cluster: Cluster) -> list[OffloadPhase]:
+    """The phases with copies to or from the host or a disk, or with CPU kernels."""
     device: dict[str, float] = {}
-    beside: dict[str, dict[str, float]] = {}
+    concurrent: dict[str, dict[str, float]] = {}
     for kernel in cost.kernels:
         spent = kernel.calls * kernel_seconds(kernel, cluster)
         if kernel.on_host:
-            lane = beside.setdefault(kernel.phase, {})
+            lane = concurrent.setdefault(kernel.phase, {})
             lane["processor"] = lane.get("processor", 0.0) + spent
         else:
             device[kernel.phase] = device.get(kernel.phase, 0.0) + spent
     for transfer in cost.transfers:
-        lane = beside.setdefault(transfer.phase, {})
+        lane = concurrent.setdefault(transfer.phase, {})
         lane[transfer.way] = lane.get(transfer.way, 0.0) + transfer_seconds(transfer, cluster)
-    return [PhaseBesideHost(phase, device.get(phase, 0.0), lanes) for phase, lanes in beside.items()]
+    return [OffloadPhase(phase, device.get(phase, 0.0), lanes) for phase, lanes in concurrent.items()]
 
 
 def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
-    """Time of all calls of one transfer."""
+    """Seconds of all calls of one transfer."""
     device = cluster.device
     if transfer.way.startswith("disk_"):
         return transfer.calls * transfer.bytes / device.disk_bandwidth
@@ -108,7 +105,7 @@ def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
 
 
 def kernel_seconds(kernel: Kernel, cluster: Cluster) -> float:
-    """Roofline time of one call. What runs on the host is memory-bound: updates of weights and moments."""
+    """Roofline time of one call. CPU kernels update weights and moments, and are memory-bound."""
     device = cluster.device
     if kernel.on_host:
         return kernel.bytes / (device.host_memory_bandwidth * device.efficiency.memory)
@@ -119,7 +116,7 @@ def kernel_seconds(kernel: Kernel, cluster: Cluster) -> float:
 
 
 def _awaited(collective: Collective) -> bool:
-    """Whether its result is computed with at once, so that nothing runs beside it."""
+    """Whether the collective's result is needed at once, so that nothing overlaps with it."""
     return collective.axis in BLOCKING_AXES or collective.kind in AWAITED
 
 
@@ -128,7 +125,7 @@ def _sending(collectives: Sequence[Collective], layout: Layout, cluster: Cluster
 
 
 def collective_seconds(collective: Collective, layout: Layout, cluster: Cluster) -> float:
-    """Time of all calls of one collective: a ring's, or what an all-to-all or a send takes."""
+    """Seconds of all calls of one collective: a ring, an all-to-all or a send."""
     stride = layout.stride(collective.axis) if collective.axis in layout else 1
     degree, size = collective.degree, collective.bytes
     if collective.kind == "send":
@@ -139,7 +136,7 @@ def collective_seconds(collective: Collective, layout: Layout, cluster: Cluster)
 
 
 def phase_seconds(cost: StepCost, cluster: Cluster) -> dict[str, float]:
-    """What the device computes in every phase of a step."""
+    """Seconds of device compute by phase."""
     spent: dict[str, float] = {}
     for kernel in cost.kernels:
         if not kernel.on_host:

@@ -1,11 +1,11 @@
-"""What a plan and a run look like to people: terminal tables, pictures, one HTML page; and the doctor.
+"""Reports of plans and runs: terminal tables, pictures, one HTML page.
 
-    notation    names, colours and units, shared by all below
+    notation    names, colours and units, shared by all modules below
     tables      a plan in the terminal or as plain text (`shardwise plan`)
-    record      a run's folder, read back
+    record      reads a run's folder
     pictures    matplotlib figures of a plan and a run
     page        a run as one self-contained HTML page
     run         `write_report`: page and PNGs into the folder (`shardwise report`)
 
-Only `pictures`, and with it `page` and `run`, loads matplotlib; nothing here loads torch to show a plan.
+Only `pictures`, `page` and `run` load matplotlib. No module loads torch to show a plan.
 """

@@ -1,8 +1,8 @@
-"""The mesh as a picture of who holds what: one box per rank, in the order in which ranks lie in nodes.
+"""Picture of the mesh: one box per rank, in the order of ranks within nodes.
 
-A box says which part of the model a rank holds (its pipeline stage and tensor slice), which share of that state it
-keeps (its shard), and what it reads (its samples, and its part of each sequence). Boxes of one colour hold the same
-layers; ranks whose box says the same in its last line read the same tokens.
+A box shows the part of the model on a rank (pipeline stage and tensor slice), its shard of that state, and its data
+(samples, and part of each sequence). Boxes of one colour hold the same layers. Boxes with an equal last line read the
+same tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shardwise.core.strategy import Layout
 from shardwise.report.pictures import LINE, MUTED, STYLE, WIDE, on
 
 SHOWN_ROWS = 4
-"""Rows of a picture; of more, those in which the first and the last pipeline stages begin."""
+"""Most rows of a picture; with more, the first rows of the first and the last pipeline stages are drawn."""
 
 HUES = ("#47639c", "#eda83e", "#1f8a5b", "#a777d8", "#6cc8ee", "#bd2f3d", "#93cc9c", "#727882")
-"""Of pipeline stages, by turns."""
+"""Colours of pipeline stages, cyclic."""
 
 
 def held(layout: Layout, rank: int) -> list[str]:
-    """What a rank holds and reads, a line each; axes of degree 1 are left out."""
+    """The state and the data of a rank, one line each; axes of degree 1 are left out."""
 
     def place(axis: str, name: str) -> Iterator[str]:
         if layout.degree(axis) > 1:
@@ -44,7 +44,7 @@ def held(layout: Layout, rank: int) -> list[str]:
 
 @matplotlib.rc_context(STYLE)
 def mesh(layout: Layout, devices_per_node: int, width: float = WIDE) -> Figure:
-    """Who holds what, a row of boxes for each node (or part of one)."""
+    """Draw the state and data of every rank, a row of boxes for each node (or part of one)."""
     columns = min(devices_per_node, layout.world_size, 8 if width >= WIDE else 2)
     rows = _shown(layout, columns, devices_per_node)
     ranks = [rank for row in rows for rank in row]
@@ -66,7 +66,7 @@ def mesh(layout: Layout, devices_per_node: int, width: float = WIDE) -> Figure:
 
 
 def _shown(layout: Layout, columns: int, in_node: int) -> list[range]:
-    """Rows of neighbouring ranks: all, or the first of every stage, or of many stages those of the first and last."""
+    """Rows of neighbouring ranks: all, else the first of every stage, else those of the first and last stages."""
     world, stages, stride = layout.world_size, layout.degree("pipeline"), layout.stride("pipeline")
     every = list(islice(_rows(range(world), columns, in_node, world), SHOWN_ROWS + 1))
     if len(every) <= SHOWN_ROWS:
@@ -75,13 +75,13 @@ def _shown(layout: Layout, columns: int, in_node: int) -> list[range]:
     for stage in range(stages):
         members = range(stage * stride, (stage + 1) * stride)
         found += islice(_rows(members, columns, in_node, world), max(1, SHOWN_ROWS // stages))
-    # Where a stage ends within a row, the next one begins in it: each row once.
+    # Two stages can share a row; draw each row once.
     rows, half = list(dict.fromkeys(found)), SHOWN_ROWS // 2
     return rows if len(rows) <= SHOWN_ROWS else [*rows[:half], *rows[-half:]]
 
 
 def _rows(ranks: range, columns: int, in_node: int, world: int) -> Iterator[range]:
-    """The rows in which ``ranks`` lie. A row is part of one node, whose first row begins with its first rank."""
+    """The rows of ``ranks``. A row is part of one node; a node's first row starts with its first rank."""
     at = ranks.start
     while at < ranks.stop:
         node = at // in_node * in_node

@@ -1,11 +1,10 @@
-"""How quantities are named, coloured and written, the same in terminal, pictures and page.
+"""Names, colours and number formats of quantities, the same in terminal, pictures and page.
 
-One colour per ledger row. The nine were searched for, not picked: under full protanopia, deuteranopia and
-tritanopia (Machado, Oliveira & Fernandes 2009) every two of them stay at least 17 apart in CIE Lab, and each
-is visible on white and on near-black. The two that are no tensor of the model are greys.
+Each ledger row has one colour. A search found the nine colours: under full protanopia, deuteranopia and tritanopia
+(Machado, Oliveira & Fernandes 2009) any two have a CIE Lab distance of at least 17, and each is visible on white and on
+near-black. The two rows that are not tensors of the model are grey.
 
-Chosen: one unit per table, so that a column of sizes compares at a glance. The price is that a small row
-reads `<0.01` where `format_bytes` would have written kibibytes.
+A table has one unit, so that a column of sizes compares at a glance. A small row then reads `<0.01`.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ _UNITS = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("B", 1))
 
 
 def label(row: str) -> str:
-    """A ledger row as people read it: `optimizer_state` is `optimizer state`."""
+    """A ledger row for display: `optimizer_state` becomes `optimizer state`."""
     return row.replace("_", " ")
 
 
 def by_size(ledger: Ledger) -> list[tuple[str, int]]:
-    """The rows that hold anything, largest first."""
+    """The non-empty rows, largest first."""
     rows = [(row, size) for row, size in ledger.as_dict().items() if size]
     return sorted(rows, key=lambda pair: -pair[1])
 
 
 @dataclass(frozen=True)
 class MemoryUnit:
-    """The unit of a column of sizes, and how many decimals all of them get."""
+    """The unit of a column of sizes, and its number of decimals."""
 
     name: str
     size: int
     decimals: int
 
     def number(self, size: float) -> str:
-        """`size` bytes without the unit: `43.12`, `0`, or `<0.01` for what would round to nothing."""
+        """`size` bytes without the unit: `43.12`, `0`, or `<0.01` for a size that would round to 0."""
         text = f"{size / self.size:.{self.decimals}f}"
         if size and float(text) == 0:
             return f"<{10.0**-self.decimals:.{self.decimals}f}"
@@ -64,14 +63,14 @@ class MemoryUnit:
 
 
 def unit_for(largest: float) -> MemoryUnit:
-    """The unit in which the largest size of a table reads best."""
+    """The unit for a table with this largest size."""
     name, size = next((pair for pair in _UNITS if largest >= pair[1]), _UNITS[-1])
     decimals = 0 if size == 1 else 2 if largest / size < 99.995 else 1
     return MemoryUnit(name, size, decimals)
 
 
 def share(part: float, whole: float) -> str:
-    """`part` of `whole` in percent: `62 %`, `<1 %`, or nothing where there is no whole."""
+    """`part` of `whole` in percent: `62 %`, `<1 %`, or "" if `whole` is 0."""
     if not whole:
         return ""
     percent = 100 * part / whole
@@ -79,12 +78,12 @@ def share(part: float, whole: float) -> str:
 
 
 def deviation(predicted: float, measured: float) -> str:
-    """How far the prediction is from the measurement, signed: `+1.8 %` predicts too much."""
+    """Signed error of a prediction: `+1.8 %` means that the prediction was too high."""
     return f"{100 * (predicted / measured - 1):+.1f} %".replace("-", "−") if measured > 0 else "–"
 
 
 def seconds(value: float) -> str:
-    """A duration; `–` for what was not timed."""
+    """A duration; `–` if it was not measured."""
     return format_seconds(value) if value > 0 else "–"
 
 
@@ -99,7 +98,7 @@ def tokens_rate(rate: float) -> str:
 
 
 def of_capacity(peak: float, capacity: float) -> str:
-    """A peak beside what there is: `69.4 of 79.1 GiB`, `482 MiB of 11.8 GiB`."""
+    """A peak and the capacity: `69.4 of 79.1 GiB`, `482 MiB of 11.8 GiB`."""
     (few, unit), (many, capacity_unit) = _three_digits(peak), _three_digits(capacity)
     return f"{few}{'' if unit == capacity_unit else f' {unit}'} of {many} {capacity_unit}"
 

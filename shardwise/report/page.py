@@ -1,12 +1,11 @@
-"""A run as one HTML page that can be sent to somebody: no other file, no script, no request to anywhere.
+"""A run as one self-contained HTML page: no other files, no scripts, no network requests.
 
-What is shown is decided here, as plain values; how, in `page.html`. Every text that came from a run (names,
-reasons, the recipe, what the model wrote) is escaped by the template engine, and a content security policy in
-the page forbids scripts and requests even where that failed. Only the pictures, drawn here, go in as markup.
+This module computes the values; `page.html` lays them out. The template engine escapes every text of a run (names,
+reasons, the recipe, generated text). A content security policy in the page also forbids scripts and requests. Only the
+pictures drawn here are inserted as markup.
 
-Chosen: inline SVG in two widths, which stays sharp and follows the reader's light or dark scheme. Refused:
-an interactive chart library, which is megabytes per page and stops working one day; the price is that one
-cannot zoom, but every figure is in a table beside its picture, and in the run's JSON files.
+Pictures are inline SVG in two widths. They stay sharp and follow the reader's light or dark scheme. They do not zoom,
+but every figure is also in a table and in the run's JSON files.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from shardwise.core.plan import Plan
+from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
 from shardwise.report.mesh import mesh
 from shardwise.report.notation import (
@@ -45,12 +45,12 @@ from shardwise.report.pictures import (
     peaks_by_rank,
     svg,
 )
-from shardwise.report.pipeline import held_in_words, planned_and_measured, side_by_side
-from shardwise.report.record import Outcome, RunRecord
+from shardwise.report.pipeline.pictures import section
+from shardwise.report.record import RunRecord
 from shardwise.report.tables import peak_of, verdict
 
 SHOWN_RANKS = 64
-"""Rows of the table of ranks; of more ranks, those that held most."""
+"""Most rows in the table of ranks; with more ranks, those with the highest peaks are shown."""
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -66,7 +66,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Bar:
-    """One row of a table with a bar: ``percent`` is the bar's length, of the longest; hollow is predicted."""
+    """One row of a table with a bar. ``percent`` is its length relative to the longest bar; hollow means predicted."""
 
     name: str
     value: str
@@ -78,7 +78,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Picture:
-    """The same picture for desks and for phones."""
+    """One picture in the widths of a desktop and of a phone."""
 
     wide: Markup
     narrow: Markup
@@ -99,7 +99,7 @@ def render_page(run: RunRecord) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with control characters, direction overrides and half characters made visible as U+FFFD."""
+    """`text` with control characters, direction overrides and lone surrogates replaced by U+FFFD."""
     return _UNPRINTABLE.sub("\ufffd", text)
 
 
@@ -129,22 +129,20 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "total": unit_for(plan.peak.bytes).write(plan.peak.bytes),
         "peak": of_capacity(plan.peak.bytes, plan.capacity_bytes),
         "unseen": _unseen(plan),
-        "bar": _picture(
-            "The ledger at the peak", lambda w: ledger_bar(plan.peak.ledger, plan.capacity_bytes, w)
-        ),
+        "bar": _picture("The ledger at the peak", lambda w: ledger_bar(plan.ledger, plan.capacity_bytes, w)),
         "ledger": _ledger_rows(plan),
         "timeline": _picture("Memory through one optimizer step", lambda w: memory_timeline(plan, w)),
         "has_timeline": bool(plan.timeline),
         "mesh": _picture("Who holds what", lambda w: mesh(plan.layout, plan.devices_per_node, w))
         if plan.world_size > 1
         else None,
-        **_pipeline_pictures(run),
+        **section(plan, outcome.passes if outcome else None, _picture),
         "times": _time_rows(run),
         "split": _split_rows(plan),
         "traffic": _traffic_rows(plan),
         "loss": _picture("Loss and learning rate", lambda w: loss_curve(run.steps, w)),
         "sample": outcome.sample if outcome else None,
-        # A run is planned without comparing, and then nothing else may have been looked at.
+        # A run is planned without comparing candidates.
         "candidates": [
             (c, peak_of(c), seconds(c.step_seconds)) for c in plan.candidates if len(plan.candidates) > 1
         ],
@@ -155,7 +153,7 @@ def _values(run: RunRecord) -> dict[str, Any]:
 
 
 def _picture(name: str, draw: Callable[[float], Figure]) -> Picture:
-    # The one place where markup skips the escaping: matplotlib has escaped the texts in its SVG.
+    # The only markup that is not escaped: matplotlib has escaped the texts in its SVG.
     return Picture(Markup(svg(draw(WIDE), name)), Markup(svg(draw(NARROW), name)))
 
 
@@ -171,8 +169,8 @@ def _facts(run: RunRecord) -> Iterator[str]:
     if run.steps and (rewinds := run.steps[-1].rewinds):
         yield f"{rewinds} rewind{'s' if rewinds > 1 else ''}"
     if run.steps:
-        # All of the same steps: the outcome's seconds are of the last process alone, where a run was resumed, and
-        # its tokens also of the run that this one started from.
+        # Count the same steps for both: the outcome's seconds cover only the last process of a resumed run, and its
+        # tokens include the run that this one started from.
         yield f"{format_count(sum(step.tokens for step in run.steps))} tokens"
         yield f"{seconds(sum(step.seconds for step in run.steps))} in steps"
     elif run.outcome:
@@ -187,12 +185,12 @@ def _progress(run: RunRecord) -> str:
         fault = "" if run.plan.fits else f" It {verdict(run.plan)}."
         return f"A plan: nothing has been trained. Every figure is predicted.{fault}"
     at = f"after step {run.steps[-1].step}" if run.steps else "before its first step has finished"
-    return f"Read {at}: the run is going on, or ended early. What is measured at its end is not here yet."
+    return f"Read {at}: the run is in progress, or ended early. Its final measurements are missing."
 
 
 def _peak_card(plan: Plan, outcome: Outcome | None) -> Card:
     if outcome is None:
-        return Card("Predicted peak", format_bytes(plan.predicted_allocated(plan.worst_rank)), "of a rank")
+        return Card("Predicted peak", format_bytes(plan.predicted_allocated(plan.peak.rank)), "of a rank")
     worst = outcome.worst
     error = deviation(worst.predicted_peak_bytes, worst.measured_peak_bytes)
     note = f"of rank {worst.rank}\npredicted {format_bytes(worst.predicted_peak_bytes)}, {error}"
@@ -205,7 +203,7 @@ def _speed_card(run: RunRecord) -> Card:
         return Card("Throughput", tokens_rate(step.tokens_per_second), "predicted")
     error = deviation(step.seconds, measured)
     note = f"{seconds(measured)} per step\npredicted {seconds(step.seconds)}, {error}"
-    # Not the plan's tokens over the measured time: the plan counts what sequences are padded with.
+    # Use measured tokens: the plan's tokens include padding.
     rate = run.tokens_per_second
     return Card("Throughput", "–" if rate is None else tokens_rate(rate), note)
 
@@ -229,7 +227,7 @@ def _perplexity(loss: float) -> str:
 
 
 def _mfu_card(run: RunRecord) -> Card:
-    """Measured utilisation: the same FLOPs over the measured time."""
+    """Measured MFU: the planned FLOPs over the measured time."""
     step, measured = run.plan.step, run.step_seconds
     if not measured:
         return Card("MFU", share(step.mfu, 1), "predicted")
@@ -244,7 +242,7 @@ def _mfu_card(run: RunRecord) -> Card:
 
 
 def _rank_rows(outcome: Outcome) -> list[dict[str, str]]:
-    """Predicted, measured and error; of many ranks those that held most, in rank order."""
+    """Predicted, measured and error by rank; of many ranks those with the highest peaks, in rank order."""
     most = sorted(outcome.ranks, key=lambda rank: -rank.measured_peak_bytes)[:SHOWN_RANKS]
     unit = unit_for(max(max(rank.predicted_peak_bytes, rank.measured_peak_bytes) for rank in most))
     return [
@@ -261,40 +259,22 @@ def _rank_rows(outcome: Outcome) -> list[dict[str, str]]:
 
 def _place(plan: Plan) -> str:
     where = f", at {plan.peak.where}" if plan.peak.where else ""
-    return f"in the {plan.peak.phase} phase{where}, on rank {plan.worst_rank}"
+    return f"in the {plan.peak.phase} phase{where}, on rank {plan.peak.rank}"
 
 
 def _unseen(plan: Plan) -> str | None:
-    """What the plan counts and the measurement does not see; None when there is no such thing."""
-    unseen = plan.peak.bytes - plan.predicted_allocated(plan.worst_rank)
+    """A sentence about memory that the plan counts and the measurement does not see; None if there is none."""
+    unseen = plan.peak.bytes - plan.predicted_allocated(plan.peak.rank)
     return format_bytes(unseen) if unseen > 0 else None
 
 
 def _ledger_rows(plan: Plan) -> list[Bar]:
-    rows, peak = by_size(plan.peak.ledger), plan.peak.bytes
+    rows, peak = by_size(plan.ledger), plan.peak.bytes
     unit, longest = unit_for(peak), max((size for _, size in rows), default=1)
     return [
         Bar(label(row), unit.write(size), share(size, peak), 100 * size / longest, COLOURS[row])
         for row, size in rows
     ]
-
-
-# -- pipelines ----------------------------------------------------------------------------------------
-
-
-def _pipeline_pictures(run: RunRecord) -> dict[str, Any]:
-    """The planned step and the measured one, and all schedules; None where the model is not cut into stages."""
-    pipeline, passes = run.plan.pipeline, run.outcome.passes if run.outcome else None
-    if pipeline is None:
-        return {"pipeline": None, "schedules": None, "measured_step": None, "held": ""}
-    return {
-        "pipeline": _picture(
-            "Passes of one step, rank by rank", lambda w: planned_and_measured(pipeline, passes, w)
-        ),
-        "schedules": _picture("All schedules", lambda w: side_by_side(pipeline, w)),
-        "measured_step": passes.step if passes else None,
-        "held": held_in_words(pipeline),
-    }
 
 
 # -- time ---------------------------------------------------------------------------------------------
@@ -319,7 +299,7 @@ def _split_rows(plan: Plan) -> list[Bar]:
 
 
 def _traffic_rows(plan: Plan) -> Sequence[tuple[str, str, str]]:
-    """Axis, bytes per step and rank, and the average rate, by which to judge the link."""
+    """Axis, bytes per step and rank, and the average rate, to compare with the link."""
     rows = sorted(plan.step.traffic_bytes.items(), key=lambda pair: -pair[1])
     return [
         (axis, format_bytes(sent), format_rate(sent / plan.step.seconds, "B") if sent >= MiB else "–")

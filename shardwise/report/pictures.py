@@ -2,15 +2,13 @@
 
     loss_curve         training loss, held-out loss and learning rate over steps
     memory_timeline    the ledger through one optimizer step, its peak, the device's capacity
-    peaks_by_rank      predicted beside measured, with the error
+    peaks_by_rank      predicted and measured peaks, with the error
     ledger_bar         the ledger at the peak as one bar
 
-Figures are made without pyplot, so nothing global is touched and nothing needs to be closed. In SVG the five
-colours of the theme become CSS variables and letters stay letters, so that a picture follows the page's light
-or dark scheme and can be searched and copied from; no fonts are embedded.
-
-Chosen: every figure is drawn at the width at which it is shown (the page has one for desks, one for phones).
-Refused: one figure scaled by the browser, whose letters shrink with it; the price is drawing twice.
+Figures are made without pyplot, so there is no global state and no figure to close. In SVG the five theme colours
+become CSS variables and text stays text. So a picture follows the page's light or dark scheme, and its text can be
+searched and copied. No fonts are embedded. Every figure is drawn at its display width, once for desktops and once for
+phones, because scaling in the browser would shrink the text.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from matplotlib.ticker import MaxNLocator
 from shardwise.core.errors import one_line
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import Plan
+from shardwise.core.run_files import RankMemory, StepRecord
 from shardwise.report.notation import COLOURS, MemoryUnit, by_size, deviation, label, unit_for
-from shardwise.report.record import RankMemory, StepRecord
 
 INK, MUTED, LINE, SHADE, PAPER, ACCENT = "#1b1f25", "#68707d", "#dde1e6", "#f1f3f6", "#ffffff", "#0b6b88"
 _VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", SHADE: "shade", PAPER: "paper", ACCENT: "accent"}
 
 WIDE, NARROW = 9.6, 3.9
-"""Inches: the page's column on a desk, and on a phone."""
+"""Width in inches of the page's column on a desktop and on a phone."""
 
 STACK = (
     "overhead",
@@ -50,13 +48,13 @@ STACK = (
     "communication",
     "temporaries",
 )
-"""Ledger rows from the bottom of the timeline up: what stays through the step below what comes and goes."""
+"""Ledger rows from the bottom of the timeline up: constant rows below changing rows."""
 
 SHOWN_RANKS = 16
 _HOLLOW = {"marker": "o", "markersize": 5, "markerfacecolor": PAPER, "markeredgewidth": 1.5}
 
 MOST_POINTS = 900
-"""Points of a curve beyond which neighbours are merged into their extremes."""
+"""Most points of a curve; with more, neighbours are merged into their extremes."""
 
 STYLE: dict[str, Any] = {
     "font.size": 9.0,
@@ -97,10 +95,10 @@ def png(figure: Figure, dots_per_inch: int = 160) -> bytes:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """The figure as an `<svg>` element to stand in HTML, transparent, in the page's colours and font.
+    """The figure as a transparent `<svg>` element for HTML, in the page's colours and font.
 
     Args:
-        name: what the picture shows, for those who do not see it; also keeps ids of several pictures apart.
+        name: text alternative of the picture; it also makes ids unique among several pictures.
     """
     stream = io.StringIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -127,7 +125,7 @@ _FOR_THE_PAGE = (
     (r"font: (\w+) ([\d.]+px) [^;\"]*", r"font-weight: \1; font-size: \2"),
     (r' id="(?![mph][0-9a-f]{10}")[^"]*"', ""),
 )
-"""What an `<svg>` file has and an element within a page must not have: namespaces, page-wide style, fonts."""
+"""Parts of an `<svg>` file that an element within a page must not have: namespaces, global style, fonts."""
 
 
 def _attribute(text: str) -> str:
@@ -139,7 +137,7 @@ def _attribute(text: str) -> str:
 
 @matplotlib.rc_context(STYLE)
 def loss_curve(steps: Sequence[StepRecord], width: float = WIDE) -> Figure:
-    """Training loss (each step, and smoothed where there are many), held-out loss, and the learning rate."""
+    """Training loss (each step, and smoothed if there are many), validation loss, and the learning rate."""
     figure = Figure(figsize=(width, 4.3), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(4.5, 1))
     below.set_xlabel("optimizer step")
@@ -177,7 +175,7 @@ def _draw_training(axes: Any, number: np.ndarray[Any, Any], loss: np.ndarray[Any
 
 
 def _smoothed(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:
-    """Mean over ``window`` neighbours; over fewer at the ends, and none where a value is no number."""
+    """Mean over ``window`` neighbours, fewer at the ends; NaN where a value is NaN."""
     valid = np.isfinite(values)
     kernel = np.ones(window)
     sums = np.convolve(np.where(valid, values, 0.0), kernel, "same")
@@ -188,7 +186,7 @@ def _smoothed(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]
 def _thinned(
     x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """At most about `MOST_POINTS` of the points: the lowest and the highest of each run of neighbours."""
+    """About `MOST_POINTS` of the points or fewer: the lowest and the highest of each group of neighbours."""
     if len(x) <= MOST_POINTS:
         return x, y
     kept = set[int]()
@@ -202,7 +200,7 @@ def _thinned(
 
 
 def _mark(axes: Any, steps: Sequence[int], name: str, marker: str) -> None:
-    """A mark at the foot of the picture for every one of ``steps``."""
+    """A mark at the bottom of the picture for each of ``steps``."""
     if steps:
         foot = axes.get_xaxis_transform()
         heights = [0.03] * len(steps)
@@ -246,19 +244,19 @@ def memory_timeline(plan: Plan, width: float = WIDE) -> Figure:
 
 
 def _through_the_step(plan: Plan) -> tuple[list[Ledger], int]:
-    """The ledger at every point, the profile's overhead included, and the index of the peak.
+    """(the ledger at every point, with the profile's overhead; the index of the peak).
 
-    The timeline holds what the dry run counted; the highest point takes the peak's own ledger, which also
-    has what lives within one operation.
+    The timeline comes from the dry run. The highest point uses the peak's own ledger, which also includes memory that
+    lives only within one operation.
     """
     points = [point.ledger for point in plan.timeline]
     if not points:
         return [], 0
     if not any(ledger.overhead for ledger in points):
-        points = [ledger.plus(overhead=plan.peak.ledger.overhead) for ledger in points]
+        points = [ledger.plus(overhead=plan.ledger.overhead) for ledger in points]
     same_phase = [i for i, point in enumerate(plan.timeline) if point.phase == plan.peak.phase]
     top = max(same_phase or range(len(points)), key=lambda index: points[index].total)
-    points[top] = plan.peak.ledger
+    points[top] = plan.ledger
     return points, top
 
 
@@ -290,7 +288,7 @@ def _mark_peak(axes: Any, top: int, points: int, height: float, unit: MemoryUnit
 
 
 def _draw_capacity(axes: Any, capacity: int, peak: int, unit: MemoryUnit) -> None:
-    """A dashed line; words alone where the line would be so far up that the rest became flat."""
+    """A dashed line at the capacity; only words if the line would flatten the rest of the picture."""
     words = f"capacity {unit_for(capacity).write(capacity)}"
     if capacity <= 2 * peak:
         axes.axhline(capacity / unit.size, color=INK, linewidth=1, linestyle=(0, (4, 3)))
@@ -302,9 +300,9 @@ def _draw_capacity(axes: Any, capacity: int, peak: int, unit: MemoryUnit) -> Non
 
 @matplotlib.rc_context(STYLE)
 def peaks_by_rank(ranks: Sequence[RankMemory], width: float = WIDE) -> Figure:
-    """Predicted and measured peak of every rank, and how far the one is from the other.
+    """Predicted and measured peak of every rank, with the error.
 
-    Of more than `SHOWN_RANKS` ranks, those that held most.
+    With more than `SHOWN_RANKS` ranks, those with the highest peaks.
     """
     most = sorted(ranks, key=lambda rank: -rank.measured_peak_bytes)[:SHOWN_RANKS]
     shown = sorted(most, key=lambda rank: rank.rank)
@@ -333,7 +331,7 @@ def peaks_by_rank(ranks: Sequence[RankMemory], width: float = WIDE) -> Figure:
 
 @matplotlib.rc_context(STYLE)
 def ledger_bar(ledger: Ledger, capacity: int, width: float = WIDE) -> Figure:
-    """The ledger as one bar, largest row first, and what the device has left."""
+    """The ledger as one bar, largest row first, and the free memory."""
     figure = Figure(figsize=(width, 0.95), layout="constrained")
     axes = figure.subplots()
     unit = unit_for(ledger.total)
@@ -362,11 +360,11 @@ def ledger_bar(ledger: Ledger, capacity: int, width: float = WIDE) -> Figure:
 
 
 def _that_fits(long: str, short: str, inches: float) -> Iterator[str]:
-    """The longest of two texts that fits in so much space; nothing when neither does."""
+    """The longer of two texts that fits in ``inches``; nothing if neither fits."""
     yield from [text for text in (long, short) if 0.072 * len(text) + 0.1 < inches][:1]
 
 
 def on(colour: str) -> str:
-    """Near-black or near-white, whichever reads better on ``colour`` in either scheme."""
+    """Near-black or near-white: the one with more contrast on ``colour`` in both schemes."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#101318" if 0.299 * red + 0.587 * green + 0.114 * blue > 135 else "#fdfdfd"

@@ -1,12 +1,8 @@
-"""A plan as text: what `shardwise plan` prints, in a terminal or through a pipe.
+"""A plan as text, for a terminal or a pipe: the output of `shardwise plan`.
 
-Read from the top it answers, in this order: what will be run and how fast; what fills the memory, and when;
-where the time goes; what else was considered and why it was not taken; what all this rests on. No lines or
-frames: columns, blank lines and bars of block characters survive a pipe, a log file and a README, and
-without colour nothing is lost, since every colour stands beside its name.
-
-Chosen: a renderable that lays itself out for the width it is given, at most `WIDEST` columns. Refused:
-printing while computing; the price of a renderable is rich's protocol in one class.
+Sections in order: the strategy and its speed, memory at the peak, time of a step, candidates with reasons, assumptions.
+There are no lines or frames: columns, blank lines and bars of block characters survive a pipe, a log file and a README.
+Every colour has its name next to it. The layout adapts to the width, up to `WIDEST` columns.
 """
 
 from __future__ import annotations
@@ -37,10 +33,10 @@ from shardwise.report.notation import (
 )
 
 WIDEST = 100
-"""Columns beyond which nothing gets wider."""
+"""Largest width in columns."""
 
 SHOWN_CANDIDATES = 12
-"""Candidates shown unless more, or fewer, are asked for."""
+"""Number of candidates shown by default."""
 
 VERDICT_STYLES = {
     "chosen": "bold green",
@@ -53,10 +49,10 @@ _ASCII = str.maketrans("×·–−…≥•µ░█▉▊▋▌▍▎▏", "x|--
 
 
 def plan_table(plan: Plan, top: int | None = None) -> RenderableType:
-    """What `shardwise plan` prints.
+    """The output of `shardwise plan`.
 
     Args:
-        top: how many candidates to show; None for `SHOWN_CANDIDATES`.
+        top: number of candidates to show; None for `SHOWN_CANDIDATES`.
     """
     return PlanTable(plan, SHOWN_CANDIDATES if top is None else max(0, top))
 
@@ -71,7 +67,7 @@ def plan_text(plan: Plan, width: int = WIDEST, top: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class PlanTable:
-    """A plan that rich can print. Where the stream holds only ASCII, look-alikes of one column are used."""
+    """A plan that rich can print. On ASCII streams, similar characters of one column replace the others."""
 
     plan: Plan
     top: int
@@ -88,12 +84,12 @@ class PlanTable:
     def _parts(self, width: int) -> Iterator[RenderableType]:
         plan = self.plan
         yield from headline(plan, width)
-        device = _memory(plan.peak.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
+        device = _memory(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
         yield from section("Memory at the peak", _place(plan), device)
-        if plan.disk_bytes:
-            yield f"On the disk: {format_bytes(plan.disk_bytes)} of a rank"
-        if plan.host.total:
-            host = _memory(plan.host, plan.host_capacity_bytes, width)
+        if plan.disk.bytes:
+            yield f"On the disk: {format_bytes(plan.disk.bytes)} of a rank"
+        if plan.host.bytes:
+            host = _memory(plan.host.ledger, plan.host.capacity_bytes, width)
             yield from section("Host memory", "of a rank, when it holds most", host)
         yield from section("Time of a step", seconds(plan.step.seconds), _time(plan, width))
         if any(plan.step.traffic_bytes.values()):
@@ -112,7 +108,7 @@ class PlanTable:
 
 
 def headline(plan: Plan, width: int) -> Iterator[Text]:
-    """The strategy with what it needs and reaches, on two lines where one is too short; then the verdict."""
+    """The strategy with its memory and speed, on one or two lines; then the verdict."""
     strategy = Text(one_line(plan.line), "bold")
     figures = Text("   ").join(
         Text(figure)
@@ -131,20 +127,20 @@ def headline(plan: Plan, width: int) -> Iterator[Text]:
 
 
 def verdict(plan: Plan) -> str:
-    """`fits`, or what is too much. The reserve is named beside it: with it, less than the capacity can be too much."""
+    """`fits`, or the excess. The reserve is named too: with it, a plan below the capacity may not fit."""
     if plan.fits:
         return "fits"
     missing = []
     if (over := plan.peak.bytes + plan.reserve_bytes - plan.capacity_bytes) > 0:
-        beside = f" beside a reserve of {format_bytes(plan.reserve_bytes)}" if plan.reserve_bytes else ""
-        missing.append(f"{format_bytes(over)} too much{beside}")
-    if (excess := plan.host.total - plan.host_capacity_bytes) > 0:
+        reserve = f" with a reserve of {format_bytes(plan.reserve_bytes)}" if plan.reserve_bytes else ""
+        missing.append(f"{format_bytes(over)} too much{reserve}")
+    if (excess := plan.host.bytes - plan.host.capacity_bytes) > 0:
         missing.append(f"{format_bytes(excess)} too much in host memory")
     return f"does not fit: {', '.join(missing)}"
 
 
 def section(title: str, note: str, body: RenderableType) -> Iterator[RenderableType]:
-    """A blank line, the title with a note beside it, and the body, indented."""
+    """A blank line, the title with a note, and the indented body."""
     yield ""
     yield Text.assemble((title, "bold"), (f"   {one_line(note)}" if note else "", "dim"))
     yield Padding(body, (0, 0, 0, 2))
@@ -152,14 +148,14 @@ def section(title: str, note: str, body: RenderableType) -> Iterator[RenderableT
 
 def _place(plan: Plan) -> str:
     where = f", at {plan.peak.where}" if plan.peak.where else ""
-    return f"in the {plan.peak.phase} phase{where}, on rank {plan.worst_rank}"
+    return f"in the {plan.peak.phase} phase{where}, on rank {plan.peak.rank}"
 
 
 def _memory(ledger: Ledger, capacity: int, width: int, reserve: int = 0) -> Table:
-    """The ledger: a row per category that holds anything, the sum, and what is left free.
+    """The ledger: a row per non-empty category, the total, and the free memory.
 
-    The longest bar is the largest row's; what is free gets a bar only where it is not longer than that. Where it
-    is less than the reserve, nothing of it may be used, and it is called by that name.
+    The largest row has the longest bar. Free memory gets a bar only if it is not longer than that. If free memory is
+    below the reserve, it is labelled as the reserve, because none of it may be used.
     """
     peak, free = ledger.total, capacity - ledger.total
     unit, cells, rows = unit_for(peak), _bar_cells(width), by_size(ledger)
@@ -186,7 +182,7 @@ def _time(plan: Plan, width: int) -> Table:
 
 
 def _traffic(plan: Plan) -> Table:
-    """By mesh axis, in the ring convention; the rate is the step's average, to hold against the link."""
+    """Traffic by mesh axis, in the ring convention. The rate is the step's average, to compare with the link."""
     table = columns("left", "right", "right")
     for axis, sent in sorted(plan.step.traffic_bytes.items(), key=lambda pair: -pair[1]):
         rate = f"{format_rate(sent / plan.step.seconds, 'B')} on average" if sent >= MiB else ""
@@ -206,7 +202,7 @@ def _candidates(candidates: Iterable[Candidate]) -> Table:
 
 
 def peak_of(candidate: Candidate) -> str:
-    """A candidate's peak. Refused without a dry run (no time was predicted), it is a lower bound."""
+    """A candidate's peak. It is a lower bound if the candidate was refused without a dry run."""
     if not candidate.peak_bytes:
         return "–"
     bound = "≥ " if candidate.verdict == "does not fit" and not candidate.step_seconds else ""
@@ -214,7 +210,7 @@ def peak_of(candidate: Candidate) -> str:
 
 
 def sentences(listed: Iterable[str], style: str) -> Table:
-    """Sentences with a dot before each."""
+    """Sentences as a bulleted list."""
     table = columns("left", "left")
     for sentence in listed:
         table.add_row(Text("•", "dim"), Text(one_line(sentence), style))
@@ -225,7 +221,7 @@ def sentences(listed: Iterable[str], style: str) -> Table:
 
 
 def columns(*justify: str, titles: tuple[str, ...] = ()) -> Table:
-    """A table of columns two blanks apart, without lines. The last column wraps, the others do not."""
+    """A table without lines, with two blanks between columns. Only the last column wraps."""
     table = Table(box=None, show_header=bool(titles), padding=(0, 2, 0, 0), pad_edge=False)
     names = titles or ("",) * len(justify)
     for index, (name, side) in enumerate(zip(names, justify, strict=True)):
@@ -239,12 +235,12 @@ def columns(*justify: str, titles: tuple[str, ...] = ()) -> Table:
 
 
 def _bar_cells(width: int) -> int:
-    """Columns for a bar in a table `width` wide, beside a name, a size and a share."""
+    """Width of a bar in a table of `width` columns that also has a name, a size and a share."""
     return max(8, min(48, width - 50))
 
 
 def _bar(fraction: float, cells: int) -> str:
-    """A bar of `fraction` of `cells` columns, in eighths; at least one eighth for what is not nothing."""
+    """A bar of `fraction` of `cells` columns, in eighths; at least one eighth if `fraction` is not 0."""
     eighths = max(1, round(8 * cells * min(1.0, fraction))) if fraction > 0 else 0
     whole, rest = divmod(eighths, 8)
     return "█" * whole + ("", *"▏▎▍▌▋▊▉")[rest]

@@ -1,5 +1,5 @@
-"""Writing text with a trained model: one base, many adapters beside it, requests in batches.
+"""Text generation with a trained model: one base model, many adapters, requests in batches.
 
-opening.py reads a folder, bank.py holds the adapters, readers.py and cache.py run the model token by token, sampling.py
-chooses a token, writing.py turns tokens into text, and serving.py puts them together.
+load.py reads a folder, multi_lora.py holds the adapters, decoding.py and kv_cache.py run the model token by token,
+sampling.py chooses a token, detokenize.py turns tokens into text, and serving.py combines them.
 """

@@ -1,7 +1,7 @@
-"""What is asked for: a prompt, the adapter that continues it, and how; and files of such requests.
+"""Requests: a prompt, an adapter and sampling options; and files of requests.
 
-A file has one JSON object a line: ``{"prompt": "...", "adapter": "...", "temperature": 0}``. All but the prompt may be
-left out; options that are left out are those of the command line.
+A file has one JSON object per line: ``{"prompt": "...", "adapter": "...", "temperature": 0}``. Only the prompt is
+required. Missing options take the values of the command line.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ class Request:
     """A text to continue.
 
     Attributes:
-        adapter: its name; ``base`` for none. None is the model as its folder has it: of a run that trained an adapter
-            with that adapter, of any other without.
-        where: what errors call it.
+        adapter: its name; ``base`` for none. None takes the adapter that the run trained, if it trained one.
+        where: its position, for error messages.
     """
 
     prompt: str
@@ -33,11 +32,11 @@ class Request:
 
 
 def read_requests(path: Path, sampling: Sampling) -> list[Request]:
-    """The requests of a file. Raises DataError, naming the line, for a file that is missing or malformed."""
+    """The requests of a file. Raises DataError, with the line, if the file is missing or malformed."""
     try:
         lines = path.read_text(encoding="utf-8").split(
             "\n"
-        )  # JSON's strings may hold what str.splitlines cuts at
+        )  # str.splitlines also splits at characters that JSON strings may contain
     except (OSError, UnicodeDecodeError) as error:
         raise DataError("the requests cannot be read", where=str(path), why=str(error)) from error
     found = list(_requests(path, lines, sampling))
@@ -63,13 +62,13 @@ def _request(value: Any, where: str, sampling: Sampling) -> Request:
         raise DataError("a request has no prompt", where=where, fix='give {"prompt": "..."}')
     adapter = value.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
-        raise DataError("a request's adapter is no name", where=where, why=f"it is {adapter!r}")
+        raise DataError("a request's adapter is not a name", where=where, why=f"it is {adapter!r}")
     options = {key: value[key] for key in value if key not in ("prompt", "adapter")}
     if unknown := options.keys() - set(OPTIONS):
         raise DataError(
             f"unknown key {min(unknown)!r}",
             where=where,
-            fix=f"there are prompt, adapter, {', '.join(OPTIONS)}",
+            fix=f"known are prompt, adapter, {', '.join(OPTIONS)}",
         )
     if isinstance(options.get("stop"), str | list):
         stop = options["stop"]

@@ -1,9 +1,8 @@
-"""Choosing the next token: the options of a request, and one row of logits at a time.
+"""Sampling: the options of a request, and the choice of the next token from one row of logits.
 
-The order is that of transformers: repetition penalty, temperature, top-k, top-p. Every request draws from a generator
-of its own, on the CPU and in fp32, so what it writes does not depend on the device or on what else is in its batch (but
-for rounding in the model). The price is a copy of one row of logits to the host per token, which ends there anyway:
-somebody reads the text.
+The order is that of transformers: repetition penalty, temperature, top-k, top-p. Every request has its own generator,
+on the CPU and in fp32. So its text does not depend on the device or on the other requests of its batch, except for
+rounding in the model. This copies one row of logits to the host per token.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ from shardwise.core.errors import RecipeError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request is continued.
+    """Sampling options of a request.
 
     Attributes:
-        tokens: how many at most.
+        tokens: largest number of new tokens.
         temperature: 0 takes the most likely token.
-        top_k: sample among so many most likely tokens; None among all.
-        top_p: sample among the fewest tokens that together are this likely.
-        repetition_penalty: logits of tokens that were there are divided by it, negative ones multiplied
+        top_k: sample from the k most likely tokens; None from all.
+        top_p: sample from the smallest set of tokens with this total probability.
+        repetition_penalty: positive logits of earlier tokens are divided by it, negative ones multiplied
             (Keskar et al. 2019).
-        stop: texts before which the answer ends.
-        past_end: go on after the tokenizer's end-of-text.
-        seed: of the draws.
+        stop: stop texts; the answer ends before the first of them.
+        past_end: continue after the end-of-text token.
+        seed: seed of the generator.
 
-    Raises RecipeError for a value out of range.
+    Raises:
+        RecipeError: a value is out of range.
     """
 
     tokens: int = 200
@@ -70,11 +70,11 @@ def _within(value: Any, low: float, high: float) -> bool:
 
 def _require(good: bool, name: str, value: object, wanted: str) -> None:
     if not good:
-        raise RecipeError(f"{name} is {value!r}", where=name, fix=f"give it {wanted}")
+        raise RecipeError(f"{name} is {value!r}", where=name, fix=f"use {wanted}")
 
 
 def choose(logits: Tensor, before: Sequence[int], how: Sampling, generator: torch.Generator) -> int:
-    """One token id from the logits [vocab] of the last position, on the CPU; ``before`` are the ids up to there."""
+    """Choose a token id from the logits [vocab] of the last position, on the CPU; ``before`` are the ids so far."""
     scores = logits.float()
     if how.repetition_penalty != 1:
         seen = torch.tensor(sorted({token for token in before if token < scores.numel()}), dtype=torch.int64)
@@ -89,6 +89,6 @@ def choose(logits: Tensor, before: Sequence[int], how: Sampling, generator: torc
     shares = scores.softmax(0)
     if how.top_p < 1:
         ordered, places = shares.sort(descending=True, stable=True)
-        beyond = ordered.cumsum(0) - ordered >= how.top_p  # what is more likely is enough without it
+        beyond = ordered.cumsum(0) - ordered >= how.top_p  # the more likely tokens reach top_p without it
         shares = shares.index_fill(0, places[beyond], 0.0)
     return int(torch.multinomial(shares, 1, generator=generator))

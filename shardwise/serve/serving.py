@@ -1,11 +1,11 @@
-"""A model and its adapters, answering requests in batches.
+"""A model and its adapters that answer requests in batches.
 
-Requests are taken in the order in which they come, so many at once, whatever adapters they name. Who is done leaves the
-batch, and the next ones come when it is empty. What a request is answered depends on nothing but itself, but for
-rounding in the model: its seed is its own, and so is the part of its text that the model still reads. That part begins
-anew, with the last half of the context, whenever the context is full; the texts of the batch are then read once more.
+A batch takes the next requests in order, with any mix of adapters. Finished requests leave the batch, and the next
+batch starts when it is empty. The answer to a request depends only on the request, except for rounding in the model:
+each request has its own seed and its own context window. When the context is full, the window restarts with the last
+half of the context, and the texts of the batch are read again.
 
-Refused: letting the next request in as soon as one leaves, which needs pages of cache that are not aligned.
+Continuous batching, where a new request joins as soon as one leaves, would need a paged KV cache.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.serve.adapters import open_adapter
-from shardwise.serve.bank import BASE, Bank
-from shardwise.serve.opening import OWN, Opened, open_model, require_base
-from shardwise.serve.readers import Reader, reader_of
+from shardwise.serve.decoding import Reader, reader_of
+from shardwise.serve.detokenize import Writer
+from shardwise.serve.load import OWN, Opened, open_model, require_base
+from shardwise.serve.multi_lora import BASE, Bank
 from shardwise.serve.requests import Request
 from shardwise.serve.sampling import Sampling, choose
-from shardwise.serve.writing import Writer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 LENGTH, STOP, END = "length", "stop", "end of text"
-"""Why an answer ended: as many tokens as asked for, a stop text, or the tokenizer's end of a text."""
+"""Why an answer ended: the token limit, a stop text, or the end-of-text token."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of an answer. ``end`` says why there is no more; it is empty while there may be."""
+    """A part of an answer's text. ``end`` is the reason for the end, or empty if more may follow."""
 
     request: int
     text: str
@@ -42,13 +42,18 @@ class Piece:
 
 
 class ServedModel:
-    """A base and its adapters in memory.
+    """A base model and its adapters in memory.
 
-    ``adapters`` are their names; ``base`` is none of them, and ``own`` that of a run which trained one.
+    ``adapters`` lists their names. The name ``base`` means no adapter, ``own`` the adapter that the run trained.
     """
 
     def __init__(self, opened: Opened, adapters: Mapping[str, str | Path] | None = None) -> None:
-        """Raises CheckpointError for an adapter that is damaged or for another base, RecipeError for its name."""
+        """Load the adapters.
+
+        Raises:
+            CheckpointError: an adapter is damaged or for another base model.
+            RecipeError: an adapter's name is taken.
+        """
         found = [open_adapter(name, Path(folder)) for name, folder in (adapters or {}).items()]
         require_base(opened.model, found)
         self._opened = opened
@@ -57,7 +62,7 @@ class ServedModel:
 
     @property
     def model(self) -> nn.Module:
-        """The base."""
+        """The base model."""
         return self._opened.model
 
     @property
@@ -66,25 +71,26 @@ class ServedModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the base and of all adapters."""
+        """Bytes of the base model and of all adapters."""
         tensors = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
         return sum(tensor.nbytes for tensor in tensors.values()) + self.bank.nbytes
 
     def generate(
         self, requests: Sequence[Request], *, batch: int = 8, cached: bool = True
     ) -> Iterator[Piece]:
-        """Answer requests, ``batch`` at once; pieces of text as they come, the last of each with its ``end``.
+        """Answer requests in batches of ``batch``; yield text as it is generated, the last part with its ``end``.
 
-        All requests are checked before the first is answered. ``cached=False`` reads everything again for every token.
+        All requests are checked before the first answer. ``cached=False`` decodes without a KV cache.
 
-        Raises RecipeError for an adapter that is not there or a prompt longer than the context, DataError for one that
-        cannot be tokens.
+        Raises:
+            RecipeError: an adapter is unknown, or a prompt is longer than the context.
+            DataError: a prompt cannot be tokenized.
         """
         answers = [self._answer(place, request) for place, request in enumerate(requests)]
         return self._pieces(answers, batch, cached)
 
     def complete(self, requests: Sequence[Request], *, batch: int = 8) -> list[str]:
-        """The whole answers."""
+        """The complete answers."""
         texts = [""] * len(requests)
         for piece in self.generate(requests, batch=batch):
             texts[piece.request] += piece.text
@@ -104,20 +110,20 @@ class ServedModel:
         adapter = self._as_it_is if request.adapter is None else request.adapter
         self.bank.require(adapter, where)
         tokenizer, context = self._opened.tokenizer, self._opened.context
-        # An empty prompt is the beginning of a document.
+        # An empty prompt starts a document.
         ids = tokenizer.encode(request.prompt) or [tokenizer.separator]
         if context is not None and len(ids) > context:
             raise RecipeError(
                 "the prompt is longer than the model's context",
                 where=where,
-                why=f"it is {len(ids)} tokens, and the model reads {context}",
+                why=f"it has {len(ids)} tokens, and the context has {context}",
                 fix="shorten it",
             )
         return _Answer(place, request.sampling, adapter, ids, self._opened)
 
 
 class _Answer:
-    """One request on its way."""
+    """One request in progress."""
 
     def __init__(self, place: int, how: Sampling, adapter: str, ids: list[int], opened: Opened) -> None:
         self.place, self.how, self.adapter = place, how, adapter
@@ -129,23 +135,23 @@ class _Answer:
 
     @property
     def read(self) -> list[int]:
-        """The part of the text that the model reads."""
+        """The part of the text in the context window."""
         return self._ids[self._begin :]
 
     @property
     def left(self) -> int:
-        """How many tokens it may still get before it must be read from another place."""
+        """Number of tokens before the context window must move."""
         return self._left if self._context is None else min(self._left, self._context - len(self.read))
 
     def move(self) -> bool:
-        """Where the context is full, read on with its last half; whether it was."""
+        """If the context is full, keep its last half; return whether it was full."""
         if self._context is None or len(self.read) <= self._context:
             return False
         self._begin = len(self._ids) - max(1, self._context // 2)
         return True
 
     def take(self, logits: torch.Tensor) -> tuple[int, Piece]:
-        """Choose a token, and write it."""
+        """Choose a token and append it."""
         token = choose(logits, self._ids, self.how, self._generator)
         self._left -= 1
         self._ids.append(token)
@@ -160,7 +166,7 @@ class _Answer:
 
 
 def _answered(answers: list[_Answer], reader: Reader, vocab: int) -> Iterator[Piece]:
-    """Answer one batch. Ids from ``vocab`` on mean nothing to the tokenizer: a model's vocabulary is often padded."""
+    """Answer one batch. Ids from ``vocab`` on are padding of the model's vocabulary and are never chosen."""
     logits = _begun(answers, reader)
     while True:
         rows, left, tokens = logits[:, :vocab].float().cpu(), [], []
@@ -176,7 +182,7 @@ def _answered(answers: list[_Answer], reader: Reader, vocab: int) -> Iterator[Pi
         if len(left) < len(answers):
             answers = [answers[row] for row in left]
             reader.keep(left)
-        # All of them are asked: any() of a generator would stop at the first.
+        # A list, so that every answer moves: any() of a generator would stop at the first.
         moved = [answer.move() for answer in answers]
         logits = _begun(answers, reader) if any(moved) else _followed(reader, tokens)
 
@@ -200,10 +206,12 @@ def load_model(
     precision: str = "fp32",
     device: str = "cpu",
 ) -> ServedModel:
-    """Read a run's folder, or a model's in Hugging Face's format, and adapters by name.
+    """Load the folder of a run, or a Hugging Face folder, and adapters by name.
 
-    Raises CheckpointError for what is missing, damaged or of another base, DataError for the tokenizer, RecipeError for
-    the rest.
+    Raises:
+        CheckpointError: a file is missing or damaged, or an adapter is for another base model.
+        DataError: the tokenizer is missing or unreadable.
+        RecipeError: an option is invalid.
     """
     if precision not in DTYPES:
         raise RecipeError(

@@ -14,30 +14,32 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shardwise.core.device import DeviceProfile
 from shardwise.core.errors import RecipeError
-from shardwise.core.recipe import Recipe
-from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy, Violation, complete, violations
+from shardwise.core.strategy import Layout, Setting, Strategy, complete
+from shardwise.hardware.device import DeviceProfile
+from shardwise.recipe.sections import Recipe
 from shardwise.technique.activation_offload import ActivationOffload
 from shardwise.technique.adapter import Adapter
-from shardwise.technique.base import AXES, DATA_AXES, Technique
+from shardwise.technique.base import MICRO_BATCH_SIZE as MICRO_BATCH_SIZE
+from shardwise.technique.base import Axis, Dividing, Technique
 from shardwise.technique.checkpointing import Checkpointing
+from shardwise.technique.chunked_loss import ChunkedLoss
+from shardwise.technique.fit_advice import REMEDIES as REMEDIES
+from shardwise.technique.fit_advice import UNSHARDED as UNSHARDED
 from shardwise.technique.float8 import Float8
 from shardwise.technique.in_backward import InBackward
-from shardwise.technique.ladder import LADDER as LADDER
-from shardwise.technique.ladder import WHOLE as WHOLE
-from shardwise.technique.loss import ChunkedLoss
-from shardwise.technique.pipeline import PIPELINE_PARALLEL, PipelineParallel, stages_per_rank
+from shardwise.technique.pipeline.technique import PIPELINE_PARALLEL, PipelineParallel, stages_per_rank
 from shardwise.technique.precision import PRECISION, Precision
+from shardwise.technique.rules import Case, Rule, Violation, violations
 from shardwise.technique.sequence import SequenceParallel
 from shardwise.technique.state_offload import StateOffloading
-from shardwise.technique.tensor import Tensor
-from shardwise.technique.zero import Zero
+from shardwise.technique.tensor import TensorParallel
+from shardwise.technique.zero import ZeRO
 
 ORDER: tuple[Technique, ...] = (
     Adapter(),
     PipelineParallel(),
-    Tensor(),
+    TensorParallel(),
     SequenceParallel(),
     Checkpointing(),
     ActivationOffload(),
@@ -45,17 +47,26 @@ ORDER: tuple[Technique, ...] = (
     Precision(),
     Float8(),
     StateOffloading(),
-    Zero(),
+    ZeRO(),
     InBackward(),
 )
 
-MICRO_BATCH_SIZE: Setting[int] = Setting(
-    "micro_batch_size",
-    default=1,
-    doc="sequences per forward pass and rank; the rest of the batch is accumulated",
-    kind=int,
-    minimum=1,
+AXES: tuple[Axis, ...] = tuple(
+    sorted(
+        (axis for technique in ORDER if isinstance(technique, Dividing) for axis in technique.axes),
+        key=lambda axis: axis.position,
+    )
 )
+"""The axes of the mesh, outermost first."""
+
+DATA_AXES = tuple(axis.name for axis in AXES if axis.samples)
+"""Axes whose ranks read different samples."""
+
+TOKEN_AXES = tuple(axis.name for axis in AXES if axis.tokens)
+"""Axes whose ranks see different tokens: counts of targets and sums of losses are summed over them."""
+
+BLOCKING_AXES = tuple(axis.name for axis in AXES if axis.blocking)
+"""Axes whose collectives stand between one operation and the next, so that no computation hides them."""
 
 _LATER = "not in this version yet"
 RESERVED: tuple[Setting[Any], ...] = (
@@ -72,7 +83,7 @@ RULES: tuple[Rule, ...] = tuple(rule for technique in ORDER for rule in techniqu
 
 
 def strategy_from(pinned: Mapping[str, object]) -> Strategy:
-    """The strategy that keeps what is pinned and takes every other setting's default."""
+    """The strategy with the pinned settings and the defaults of all others."""
     return complete(pinned, SETTINGS)
 
 
@@ -138,29 +149,38 @@ def _beyond(strategy: Strategy, device: DeviceProfile) -> Iterator[tuple[Setting
 
 
 def precision_of(strategy: Strategy) -> str:
-    """The precision by name, for whoever compares runs or their checkpoints."""
+    """The precision by name, to compare runs or their checkpoints."""
     return strategy[PRECISION]
 
 
 def stages_of(strategy: Strategy) -> int:
-    """Into how many stages the blocks of a model are cut, for whoever needs a model of as many."""
+    """The number of stages into which the blocks of a model are cut."""
     return strategy[PIPELINE_PARALLEL] * stages_per_rank(strategy)
 
 
 def layout_of(strategy: Strategy, world_size: int) -> Layout:
-    """The mesh that a valid strategy needs. Each technique takes of what those before it have left of the world."""
-    degrees, left = dict.fromkeys(AXES, 1), world_size
+    """The mesh of a valid strategy. Each technique takes its degrees from the remaining world size."""
+    degrees, left = {axis.name: 1 for axis in AXES}, world_size
     for technique in ORDER:
         taken = technique.degrees(strategy, left)
         degrees.update(taken)
         left //= math.prod(taken.values())
-    return Layout(tuple((axis, degrees[axis]) for axis in AXES))
+    return Layout(tuple(degrees.items()))
+
+
+def has_stages(layout: Layout) -> bool:
+    """Whether ranks hold different blocks of the model."""
+    return any(axis.stages and layout.degree(axis.name) > 1 for axis in AXES)
+
+
+def data_degree(layout: Layout) -> int:
+    """The number of shares into which a batch is divided over ranks."""
+    return math.prod(layout.degree(axis) for axis in DATA_AXES)
 
 
 def micro_batches(strategy: Strategy, layout: Layout, batch_size: int) -> int:
     """Micro-batches per rank and optimizer step: the batch divided over data-parallel ranks, rounded up."""
-    per_pass = strategy[MICRO_BATCH_SIZE] * layout.degree("replicate") * layout.degree("shard")
-    return -(-batch_size // per_pass)
+    return -(-batch_size // (strategy[MICRO_BATCH_SIZE] * data_degree(layout)))
 
 
 def one_line(strategy: Strategy, layout: Layout, batch_size: int) -> str:

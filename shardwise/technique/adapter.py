@@ -1,22 +1,17 @@
-"""What a strategy has to know of adapters (``adapter:`` in the recipe), which are the model's own: model/adapted.py.
+"""Rules and a note for adapters (``adapter:`` in the recipe). The adapters themselves belong to the model
+(model/adapted.py).
 
-Nothing is applied here but a sentence for the plan: adapters are there when the first technique sees the model, and
-every technique treats frozen weights for what they are. Precision stores them in the dtype of compute, ZeRO gathers
-them and never reduces them, optimizers do not know them.
-
-Excluded is what would do other than it says.
+They are part of the model before the first technique sees it, and every technique handles frozen weights: precision
+stores them in the compute dtype, ZeRO gathers them and never reduces them, optimizers skip them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
 from shardwise.core.units import format_count
-from shardwise.technique.base import Site
+from shardwise.technique.base import Wrapping
 from shardwise.technique.precision import PRECISION
+from shardwise.technique.rules import Case, Rule
+from shardwise.technique.site import Site
 from shardwise.technique.tensor import TENSOR_PARALLEL, TENSOR_SEQUENCE_PARALLEL
 
 
@@ -60,26 +55,18 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """Says what is trained, and what cannot be combined with it."""
+class Adapter(Wrapping):
+    """Describes the trained weights, and excludes combinations."""
 
-    name: str = "adapter"
-    settings: Sequence[Setting[Any]] = ()
-    rules: Sequence[Rule] = RULES
-
-    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
-        return {}
-
-    def label(self, strategy: Strategy, layout: Layout) -> str:
-        return ""
+    name = "adapter"
+    rules = RULES
 
     def apply(self, site: Site) -> None:
-        spec = site.recipe.adapter
+        spec = site.context.recipe.adapter
         if spec is None:
             return
-        trained, frozen = site.blueprint.parameter_counts()
-        site.notes.append(
+        trained, frozen = site.context.blueprint.parameter_counts()
+        site.hints.note(
             f"{spec.name} of rank {spec.rank} trains {format_count(trained)} weights"
-            f" ({trained / (trained + frozen):.2%}) beside {format_count(frozen)} frozen ones"
+            f" ({trained / (trained + frozen):.2%}) and {format_count(frozen)} frozen ones"
         )

@@ -1,33 +1,31 @@
-"""Activation checkpointing: keep less of what the forward pass computed, and compute it again in the backward pass.
+"""Activation checkpointing: recompute activations in the backward pass instead of keeping them.
 
-    none       everything is kept
-    selective  results of matrix products and attention are kept, the rest of every block runs again
-    every:K    every K-th block runs again, from its input
-    full       every block runs again (Chen et al. 2016): one block's activations live at a time, for one more
-               forward pass of the blocks less the last product of each: up to a third more FLOPs
-    sqrt       about sqrt(n) blocks run again together, from the input of the first: the FLOPs of full for fewer
-               inputs and more blocks that live at a time (model/segments.py; Chen et al.'s own schedule)
-    budget:F   every block keeps at most the share F of what it would keep with none, beside its input, and of all
-               that it could keep what spares most (model/budget.py); 0 keeps what full keeps, 1 is none
+    none       keeps everything
+    selective  keeps results of matrix products and attention; recomputes the rest of every block
+    every:K    recomputes every K-th block from its input
+    full       recomputes every block (Chen et al. 2016). One block's activations live at a time, for one more forward
+               pass of the blocks, less the last product of each: up to a third more FLOPs
+    sqrt       recomputes segments of about sqrt(n) blocks, each from its first input (Chen et al.'s own schedule). The
+               FLOPs of full, fewer kept inputs, more live blocks (runtime/recompute/segments.py)
+    budget:F   keeps at most the share F of a block's activations, and its input: those that save the most recomputation
+               (runtime/recompute/budget.py). 0 is full, 1 is none
 
-What each keeps and costs is counted in docs/concepts/activation-memory.md. All are non-reentrant, so they work
-with frozen weights and leave gradients bit-identical; the generators' states are restored before a second run, so
-dropout repeats itself.
+docs/concepts/activation-memory.md counts what each keeps and costs. All are non-reentrant, so they work with frozen
+weights and leave gradients bit-identical. Generator states are restored before recomputation, so dropout is the same.
 
-Wrapping comes before sharding: FSDP2 then gathers a block once for its second run and its backward pass together.
-Refused: the reentrant form, which needs inputs that require gradients; wrapping after sharding, which gathers
-twice; and leaving out the last blocks, which are needed at once: their activations would live beside the logits,
-which are the peak of models with large vocabularies.
+Wrapping comes before sharding, so FSDP2 gathers a block once for its recomputation and its backward pass. Refused: the
+reentrant form, which needs inputs that require gradients; wrapping after sharding, which gathers twice; and no
+checkpointing of the last blocks, whose activations would be live together with the logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardwise.core.strategy import Form, Layout, Rule, Setting, Strategy
-from shardwise.technique.base import Site
+from shardwise.core.strategy import Form, Layout, Setting, Strategy
+from shardwise.technique.base import Wrapping
+from shardwise.technique.site import Site
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,25 +35,21 @@ BUDGET = Form("budget", "F", minimum=0.0, example=0.4, maximum=1.0, kind=float)
 ACTIVATION_CHECKPOINTING: Setting[str] = Setting(
     "activation_checkpointing",
     default="none",
-    doc="what the backward pass recomputes: none; all of a block but products and attention (selective); every"
-    " K-th block; every block (full); blocks in segments of about the square root of their number (sqrt); or what"
-    " costs least to compute again, so that each block keeps at most the share F of its activations (budget:F)",
+    doc="activation checkpointing (gradient checkpointing), what the backward pass recomputes: nothing (none); all of a"
+    " block except matmuls and attention (selective); every K-th block (every:K); every block (full); segments of about"
+    " √layers blocks (sqrt); or the cheapest operations, so that each block keeps at most the fraction F of its"
+    " activations (budget:F)",
     choices=("none", "selective", "full", "sqrt"),
     candidates=("none", "selective", "full"),
     forms=(EVERY, BUDGET),
 )
 
 
-@dataclass(frozen=True)
-class Checkpointing:
-    """Wraps units so that they are recomputed."""
+class Checkpointing(Wrapping):
+    """Wraps blocks so that the backward pass recomputes them."""
 
-    name: str = "checkpointing"
-    settings: Sequence[Setting[Any]] = (ACTIVATION_CHECKPOINTING,)
-    rules: Sequence[Rule] = ()
-
-    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
-        return {}
+    name = "checkpointing"
+    settings = (ACTIVATION_CHECKPOINTING,)
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         kind = strategy[ACTIVATION_CHECKPOINTING]
@@ -65,32 +59,28 @@ class Checkpointing:
         kind = site.strategy[ACTIVATION_CHECKPOINTING]
         if kind == "none":
             return
-        names = {module: name for name, module in site.model.named_modules()}
-        # Segments end where a stage does: what runs next there is another micro-batch.
-        stretches = site.stretches if kind == "sqrt" else [site.units]
-        everything = [unit for units in stretches for unit in _wrapped(kind, units)]
-        for index, wrapped in enumerate(everything):
-            if wrapped is not site.units[index]:
-                site.model.set_submodule(names[site.units[index]], wrapped)
-                site.units[index] = wrapped
-        site.period = 0 if kind == "sqrt" else EVERY.number(kind) or 1
+        # Segments end where a stage does: the next pass there is of another micro-batch.
+        segments = [stage.blocks for stage in site.view.stages] if kind == "sqrt" else [site.view.blocks]
+        wrapped = [block for blocks in segments for block in _wrapped(kind, blocks)]
+        pairs = zip(site.view.blocks, wrapped, strict=True)
+        site.view.replace({block: new for block, new in pairs if new is not block})
+        site.hints.repeats(0 if kind == "sqrt" else EVERY.number(kind) or 1)
 
 
-def _wrapped(kind: str, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """What takes the place of each unit; the unit itself where nothing does."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    from shardwise.model.budget import within_budget
-    from shardwise.model.segments import in_segments
-    from shardwise.model.selective import selective_contexts
+def _wrapped(kind: str, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The module in the place of each block: its wrapper, or the block itself."""
+    from shardwise.runtime.recompute.budget import within_budget
+    from shardwise.runtime.recompute.segments import in_segments
+    from shardwise.runtime.recompute.selective import selective_contexts
+    from shardwise.runtime.torch_private import checkpoint_wrapper
 
     if kind == "sqrt":
-        return in_segments(units)
+        return in_segments(blocks)
     if (share := BUDGET.number(kind)) is not None:
-        return within_budget(units, share)
+        return within_budget(blocks, share)
     if kind == "selective":
-        return [checkpoint_wrapper(unit, context_fn=selective_contexts) for unit in units]
+        return [checkpoint_wrapper(block, context_fn=selective_contexts) for block in blocks]
     # The first of every K, not the last: the backward pass then frees a block before it needs room to
     # run one again.
     every = EVERY.number(kind) or 1
-    return [checkpoint_wrapper(unit) if i % every == 0 else unit for i, unit in enumerate(units)]
+    return [checkpoint_wrapper(block) if i % every == 0 else block for i, block in enumerate(blocks)]

@@ -1,31 +1,31 @@
-"""fp8: the matrix products of large linear layers in 8 bits, everything else as ``precision: bf16`` has it.
+"""fp8: matrix products of large linear layers in 8 bits, everything else as with ``precision: bf16``.
 
-Master weights, gradients, their sums over ranks, norms, attention, the embedding and the head stay as they are;
-of a block's linear layers the three products of each (output, and gradients of input and weight) run in e4m3
-and e5m2 after torchao's recipes (model/float8.py; Micikevicius et al. 2022, arXiv:2209.05433).
+Master weights, gradients, their reduction, norms, attention, the embedding and the head do not change. The three
+products of a block's linear layer (output, gradients of input and weight) run in e4m3 and e5m2 by torchao's recipes
+(runtime/float8.py; Micikevicius et al. 2022, arXiv:2209.05433).
 
     fp8_scaling  operand                      gradient   scales
-    tensor       e4m3                         e5m2       one a tensor
-    row          e4m3                         e4m3       one a row of each product, powers of two; slower, closer
+    tensor       e4m3                         e5m2       one per tensor
+    row          e4m3                         e4m3       one per row of each product, powers of two; slower, closer
 
-A layer is taken where 8 bits gain time: on small ones the casts cost more than the products save. Chosen:
-torchao's published thresholds (from its products on an H100), as one pure function of the layer's shape, so the
-plan and the run gate alike and a plan says how many layers were taken. ``fp8_layers: all`` takes every layer
-that an 8-bit product can take, for other hardware, and for tests.
+A layer runs in 8 bits if that is faster: on small layers the casts cost more than the products save. The thresholds are
+torchao's (measured on an H100), as one pure function of the layer's shape, so the plan and the run choose the same
+layers. ``fp8_layers: all`` takes every layer that an 8-bit product can take, for other hardware and for tests.
 
-Refused: 8-bit gathering of weights, which needs a tensor subclass as parameter and one all-reduce for scales;
-the price is that ZeRO 3 sends bf16, as it does without fp8.
+Refused: 8-bit all-gathers of weights, which need a tensor subclass as parameter and an all-reduce for scales. The price
+is that ZeRO 3 sends bf16, as without fp8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
-from shardwise.technique.base import Site
+from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.technique.base import Wrapping
 from shardwise.technique.precision import PRECISION
+from shardwise.technique.rules import Case, Rule
+from shardwise.technique.site import Site
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 FP8_SCALING: Setting[str] = Setting(
     "fp8_scaling",
     default="tensor",
-    doc="with precision fp8: one scale for each tensor, or for each row",
+    doc="scaling granularity with precision fp8: one scale per tensor, or per row",
     choices=("tensor", "row"),
 )
 FP8_LAYERS: Setting[str] = Setting(
     "fp8_layers",
     default="large",
-    doc="with precision fp8: the linear layers of blocks that gain by it, or all whose dims are multiples of 16",
+    doc="linear layers in fp8: those large enough to be faster (large), or all with dims that are multiples of 16",
     choices=("large", "all"),
 )
 
@@ -77,16 +77,12 @@ def gains(rows: int, columns: int, scaling: str) -> bool:
     return rows > 2048 and columns > 1024 and (rows > 4096 or columns > 2048)
 
 
-@dataclass(frozen=True)
-class Float8:
-    """Puts 8-bit layers in the place of linear layers of the units."""
+class Float8(Wrapping):
+    """Puts 8-bit layers in the place of linear layers of the blocks."""
 
-    name: str = "fp8"
-    settings: Sequence[Setting[Any]] = (FP8_SCALING, FP8_LAYERS)
-    rules: Sequence[Rule] = RULES
-
-    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
-        return {}
+    name = "fp8"
+    settings = (FP8_SCALING, FP8_LAYERS)
+    rules = RULES
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         words = {"row": "row scales"}.get(strategy[FP8_SCALING], "")
@@ -95,27 +91,27 @@ class Float8:
     def apply(self, site: Site) -> None:
         if site.strategy[PRECISION] != "fp8":
             return
-        from shardwise.model.float8 import Float8Linear, scaling_named
-        from shardwise.model.slices import local_part
+        from shardwise.runtime.float8 import Float8Linear, scaling_named
+        from shardwise.runtime.parallel.shard_slices import local_part
 
         scaling, every = site.strategy[FP8_SCALING], site.strategy[FP8_LAYERS] == "all"
         how = scaling_named({"tensor": "tensorwise", "row": "rowwise"}[scaling])
         found = taken = 0
-        for parent, name, linear in list(_linear_layers(site.units)):
+        for parent, name, linear in list(_linear_layers(site.view.blocks)):
             found += 1
             rows, columns = local_part(linear.weight).shape  # of a split layer, what this rank multiplies
             if can_run(rows, columns) if every else gains(rows, columns, scaling):
                 taken += 1
                 setattr(parent, name, Float8Linear(linear, how))
-        site.notes.append(_note(taken, found, every))
+        site.hints.note(_note(taken, found, every))
 
 
-def _linear_layers(units: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Every plain linear layer below the units, with its parent and its name there."""
+def _linear_layers(blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Every plain linear layer of the blocks, with its parent and its name there."""
     from torch import nn
 
-    for unit in units:
-        for parent in unit.modules():
+    for block in blocks:
+        for parent in block.modules():
             for name, child in parent.named_children():
                 if type(child) is nn.Linear:  # a subclass may not call its own forward
                     yield parent, name, child

@@ -4,25 +4,23 @@ Gradients of one layer live at a time instead of all: the single-device twin of 
 the hook is torch's own). With accumulation that holds for the last micro-batch only. With ZeRO 0 on several ranks, or
 with replicas, FSDP2 holds the summed gradients until the backward pass ends, and nothing is saved.
 
-The price is what needs all gradients before the first update: clipping by the global norm, fixed or adaptive, loss
-scaling, and skipping a whole update because one gradient is not finite (engine/update.py says what is done instead).
-Nor does it go with pipelines (technique/pipeline.py has the rule).
+The price: operations that need all gradients before the first update are not possible. These are clipping by the global
+norm, loss scaling, and skipping a whole update because one gradient is not finite (engine/optimizer_step.py says what
+is done instead).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
-from shardwise.technique.base import Site
+from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.technique.base import Wrapping
 from shardwise.technique.precision import PRECISION
+from shardwise.technique.rules import Case, Rule
+from shardwise.technique.site import Site
 
 OPTIMIZER_IN_BACKWARD: Setting[bool] = Setting(
     "optimizer_in_backward",
     default=False,
-    doc="update each parameter during the backward pass, as soon as its gradient is complete, and free that",
+    doc="optimizer in backward: update each parameter as soon as its gradient is complete, then free the gradient",
     kind=bool,
     choices=(False, True),
     compared=(False, True),
@@ -51,19 +49,15 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class InBackward:
+class InBackward(Wrapping):
     """Has the engine update parameters within the backward pass."""
 
-    name: str = "in_backward"
-    settings: Sequence[Setting[Any]] = (OPTIMIZER_IN_BACKWARD,)
-    rules: Sequence[Rule] = RULES
-
-    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
-        return {}
+    name = "in_backward"
+    settings = (OPTIMIZER_IN_BACKWARD,)
+    rules = RULES
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         return "optimizer in backward" if strategy[OPTIMIZER_IN_BACKWARD] else ""
 
     def apply(self, site: Site) -> None:
-        site.update_in_backward = site.strategy[OPTIMIZER_IN_BACKWARD]
+        site.options.update_in_backward = site.strategy[OPTIMIZER_IN_BACKWARD]

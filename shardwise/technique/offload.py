@@ -1,9 +1,8 @@
-"""Which parts of a run live in host memory or on a disk: one key for all, as it is asked for in one breath.
+"""The ``offload`` setting: which parts of a run are in host memory or on a disk.
 
-A value is the name of one part, or the names of several joined by ``+``. Each part is moved by a technique of its own
-(activation_offload.py, state_offload.py); they all read this setting, and ``parts`` says which parts it names.
-Chosen: one key with a closed set of values, so that a wrong one is refused by name. Refused: a key per part, three
-lines of a recipe for one intent. The price is that the closed set names every combination.
+A value is the name of a part, or several names joined by ``+``. Each part has its own technique (activation_offload.py,
+state_offload.py); all of them read this setting. Refused: a key per part, three lines of a recipe for one intent. The
+price is that the closed set of values lists every combination.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ NVME: tuple[FolderForm, ...] = tuple(
 OFFLOAD: Setting[str] = Setting(
     "offload",
     default="none",
-    doc="what lives in host memory and is brought to the device for its use: nothing (none), what the forward pass"
-    " keeps for the backward pass (activations), the optimizer's state, that and the parameters, or several of these;"
-    " nvme:FOLDER keeps the optimizer's state in files of a folder",
+    doc="CPU offload to pinned host memory: none, activations, optimizer (optimizer state, with the step on the CPU),"
+    " optimizer+parameters, or combinations; nvme:FOLDER keeps the optimizer state in files (as ZeRO-Infinity)",
     choices=(
         "none",
         "activations",

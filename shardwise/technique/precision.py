@@ -1,30 +1,28 @@
-"""Precision: which dtype weights are stored in, computed in, and summed over ranks in.
+"""Mixed precision: the dtypes in which weights are stored, computed with, and gradients reduced.
 
-16-bit compute keeps fp32 master weights: they are what is sharded and updated; the 16-bit copy exists only
-while a layer is gathered (Micikevicius et al. 2018, with FSDP2's mixed-precision policy as the mechanism).
-Gradients are summed over ranks and micro-batches in fp32 (with bf16 weights alone and ZeRO 2 or 3, over micro-batches
-in bf16, in which FSDP2 stores them), the loss is computed in fp32 by the model's
-blueprint, norms of layers compute in fp32 within their kernels. fp16 has the range of neither gradients nor
-sums, so its loss is scaled (engine/control.py).
+16-bit compute keeps fp32 master weights, which are sharded and updated. The 16-bit copy exists only while a layer is
+gathered (Micikevicius et al. 2018; FSDP2's mixed-precision policy). Gradients are summed over ranks and micro-batches
+in fp32, or over micro-batches in bf16 with bf16 weights alone and ZeRO 2 or 3, as FSDP2 stores them. The loss is
+computed in fp32, and so are norm layers, within their kernels. fp16 has too narrow a range for gradients and sums, so
+its loss is scaled (engine/loss_scale.py).
 
-Each can be given up for memory or traffic, in words: ``master_weights: false`` stores bf16 weights alone and
-rounds their updates stochastically (engine/optim/rounding.py), 2 bytes a parameter instead of 4 and no second
-copy of gradients in fp32; ``reduce_dtype: compute`` halves the gradient traffic and loses small gradients when
-thousands of ranks are summed; ``buffer_dtype: compute`` narrows tables such as rotary angles.
+Settings trade this for memory or traffic. ``master_weights: false`` stores bf16 weights alone and rounds their updates
+stochastically (engine/optim/rounding.py): 2 bytes per parameter instead of 4, and no second copy of gradients in fp32.
+``reduce_dtype: compute`` halves the gradient traffic, and loses small gradients in sums over thousands of ranks.
+``buffer_dtype: compute`` narrows buffers such as rotary tables.
 
-Refused: autocast, which keeps a 16-bit copy of every weight alive from forward to backward and decides per
-operation; and fp16 weights without a master copy, whose updates vanish below a 2048th of the weight and whose
-range stochastic rounding does not widen.
+Refused: autocast, which keeps a 16-bit copy of every weight from forward to backward and decides per operation; and
+fp16 weights without master weights, whose updates vanish below 1/2048 of the weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardwise.core.strategy import Layout, Rule, Setting, Strategy
-from shardwise.technique.base import Dtypes, Site
+from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.technique.base import Wrapping
+from shardwise.technique.rules import Rule
+from shardwise.technique.site import Dtypes, Site
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +31,8 @@ if TYPE_CHECKING:
 PRECISION: Setting[str] = Setting(
     "precision",
     default="fp32",
-    doc="dtype of compute: fp32; bf16 or fp16, with fp32 master weights; fp8: bf16, but for the large products;"
-    " or fp64 for proofs",
+    doc="mixed precision, the dtype of compute: fp32; bf16 or fp16 with fp32 master weights; fp8 for large matmuls and"
+    " bf16 for the rest; or fp64 for proofs",
     choices=("fp32", "bf16", "fp16", "fp8", "fp64"),
     compared=("bf16", "fp16", "fp8"),
     units={"fp8": "fp8"},
@@ -42,7 +40,7 @@ PRECISION: Setting[str] = Setting(
 MASTER_WEIGHTS: Setting[bool] = Setting(
     "master_weights",
     default=True,
-    doc="keep fp32 weights beside bf16 compute; false stores bf16 alone, updated with stochastic rounding",
+    doc="fp32 master weights with bf16 compute; false stores only bf16 weights, updated with stochastic rounding",
     kind=bool,
     choices=(True, False),
     compared=(True, False),
@@ -50,13 +48,13 @@ MASTER_WEIGHTS: Setting[bool] = Setting(
 REDUCE_DTYPE: Setting[str] = Setting(
     "reduce_dtype",
     default="fp32",
-    doc="dtype in which gradients are summed over ranks: fp32, or that of compute",
+    doc="dtype of the gradients' reduce-scatter or all-reduce: fp32, or the compute dtype",
     choices=("fp32", "compute"),
 )
 BUFFER_DTYPE: Setting[str] = Setting(
     "buffer_dtype",
     default="fp32",
-    doc="dtype of floating-point buffers, such as rotary tables: fp32, or that of compute",
+    doc="dtype of floating-point buffers, such as RoPE tables: fp32, or the compute dtype",
     choices=("fp32", "compute"),
 )
 _HALF = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
@@ -90,16 +88,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Precision:
+class Precision(Wrapping):
     """Sets the dtypes that the techniques after it use."""
 
-    name: str = "precision"
-    settings: Sequence[Setting[Any]] = (PRECISION, MASTER_WEIGHTS, REDUCE_DTYPE, BUFFER_DTYPE)
-    rules: Sequence[Rule] = RULES
-
-    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
-        return {}
+    name = "precision"
+    settings = (PRECISION, MASTER_WEIGHTS, REDUCE_DTYPE, BUFFER_DTYPE)
+    rules = RULES
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         words = [strategy[PRECISION]]
@@ -125,28 +119,28 @@ class Precision:
         }[site.strategy[PRECISION]]
         wide = torch.promote_types(compute, torch.float32)
         storage = wide if site.strategy[MASTER_WEIGHTS] else compute
-        site.dtypes = Dtypes(
+        site.options.dtypes = Dtypes(
             storage=storage,
             compute=compute,
             reduce=wide if site.strategy[REDUCE_DTYPE] == "fp32" else compute,
             loss_scaled=compute == torch.float16,
         )
-        if compute == torch.float16 and site.trained_in == torch.bfloat16:
-            site.notes.append(
+        if compute == torch.float16 and site.context.blueprint.trained_in == torch.bfloat16:
+            site.hints.note(
                 "the weights were trained in bf16; activations may exceed fp16's range of 65,504: bf16 is safer"
             )
-        site.model.to(storage)
+        site.view.model.to(storage)
         if compute != storage:
-            _narrow_frozen(site.model, compute)
+            _narrow_frozen(site.view.model, compute)
         table = wide if site.strategy[BUFFER_DTYPE] == "fp32" else compute
-        for module in site.model.modules():
+        for module in site.view.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(table))
 
 
 def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Store what is never updated in the dtype of compute: it needs no copy that is wider."""
+    """Store frozen weights in the compute dtype: they need no wider copy."""
     from torch import nn
 
     narrow: dict[nn.Parameter, nn.Parameter] = {}

@@ -1,41 +1,39 @@
-"""Sequence parallelism: the tokens of one sequence over several ranks, for contexts that do not fit on one.
+"""Context parallelism (``sequence_parallel``): the tokens of a sequence are divided over ranks.
 
-    ulysses  all-to-alls before and after attention, so that each rank attends with a share of the heads to all
-             tokens (model/ulysses.py). Traffic per rank falls with the degree; the degree must divide the heads
-    ring     queries stay, keys and values travel from rank to rank beside the computation (model/ring.py). Any
-             degree; traffic per rank does not fall, but takes keys and values alone, which are few where heads are
-             grouped
+    ulysses  all-to-alls before and after attention, so each rank attends to all tokens with a share of the heads
+             (runtime/parallel/ulysses.py). Traffic per rank falls with the degree, which must divide the heads
+    ring     keys and values travel from rank to rank while the ranks compute (runtime/parallel/ring.py). Any degree.
+             Traffic per rank does not fall, but is small with grouped heads
 
-Ranks of the axis read the same samples and keep a part of each: contiguous, or for the ring two chunks that balance
-causal attention. All of a rank's activations are those of its part. Weights are the same on all of them, and
-technique/zero.py divides state over this axis as over its own.
+Ranks of the axis read the same samples, and each keeps a part of the tokens: a contiguous one, or for the ring two
+chunks that balance causal attention. Weights are the same on all of them. ZeRO shards state over this axis, too
+(technique/zero.py).
 
-After tensor parallelism, and before whatever wraps blocks: the mode that meets attention (model/sequence.py) is entered
-by the blocks themselves, below that, and so again when they are recomputed.
+It comes after tensor parallelism and before techniques that wrap blocks. The blocks themselves enter the mode that
+replaces attention (runtime/parallel/sequence.py), and enter it again when they are recomputed.
 
-Refused: dividing the sequence for norms and residuals alone (Megatron's sequence parallelism), which belongs to
-tensor parallelism.
+Refused: dividing the sequence for norms and residuals alone (Megatron's sequence parallelism). That belongs to tensor
+parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from shardwise.core.errors import RecipeError
-from shardwise.core.presets import dimensions_of
-from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
-from shardwise.technique.base import Site, divides_world
+from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.technique.base import Axis, Dividing, divides_world
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
+from shardwise.technique.rules import Case, Rule
+from shardwise.technique.site import Site
 
 if TYPE_CHECKING:
-    from shardwise.model.sequence import Attend
+    from shardwise.runtime.parallel.sequence import Attend
 
 SEQUENCE_PARALLEL: Setting[int] = Setting(
     "sequence_parallel",
     default=1,
-    doc="ranks over which the tokens of each sequence are divided",
+    doc="context parallelism (Ulysses or ring): number of ranks among which the tokens of each sequence are divided",
     kind=int,
     minimum=1,
 )
@@ -43,7 +41,7 @@ SEQUENCE_PARALLEL: Setting[int] = Setting(
 SEQUENCE_METHOD: Setting[str] = Setting(
     "sequence_method",
     default="ulysses",
-    doc="how ranks see each other's tokens: ulysses (all-to-all, heads over ranks) or ring (keys and values travel)",
+    doc="context parallelism by ulysses (all-to-all over heads) or ring (ring attention: keys and values rotate)",
     choices=("ulysses", "ring"),
 )
 
@@ -60,13 +58,7 @@ def _uneven(case: Case) -> bool:
 
 def _heads(case: Case) -> int:
     """Query heads of each tensor-parallel rank; 0 where the recipe does not tell."""
-    spec = case.recipe.model
-    if spec.hf is not None or spec.factory is not None:
-        return 0
-    try:
-        heads = dimensions_of(spec).heads
-    except RecipeError:  # told apart from this rule, in words of its own
-        return 0
+    heads = 0 if case.dimensions is None else case.dimensions.heads
     return heads // int(str(case.strategy.values.get("tensor_parallel", 1)))
 
 
@@ -127,13 +119,13 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class SequenceParallel:
+class SequenceParallel(Dividing):
     """Divides batches along the sequence, and has attention see all of it."""
 
-    name: str = "sequence"
-    settings: Sequence[Setting[Any]] = (SEQUENCE_PARALLEL, SEQUENCE_METHOD)
-    rules: Sequence[Rule] = RULES
+    name = "sequence"
+    axes = (Axis("sequence", position=30, tokens=True),)
+    settings = (SEQUENCE_PARALLEL, SEQUENCE_METHOD)
+    rules = RULES
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {"sequence": strategy[SEQUENCE_PARALLEL]}
@@ -145,25 +137,27 @@ class SequenceParallel:
     def apply(self, site: Site) -> None:
         if site.strategy[SEQUENCE_PARALLEL] == 1:
             return
-        from shardwise.model.sequence import DividedAttention, Share, refusal
+        from shardwise.runtime.parallel.sequence import ContextParallelAttention, TokenShard, refusal
 
-        if site.indivisible:
-            raise refusal(site.indivisible)
+        if site.view.context_parallel_obstacle:
+            raise refusal(site.view.context_parallel_obstacle)
         balanced = site.strategy[SEQUENCE_METHOD] == "ring"
-        share = Share(site.mesh.get_local_rank("sequence"), site.layout.degree("sequence"), balanced)
-        site.batch_transforms.append(share.of)
-        for model, units in zip(site.parts or [site.model], site.stretches, strict=True):
-            DividedAttention(model, tuple(units) or (model,), _attend(site, balanced))
+        context = site.context
+        rank, degree = context.mesh.get_local_rank("sequence"), context.layout.degree("sequence")
+        site.options.batch_transforms.append(TokenShard(rank, degree, balanced).shard_batch)
+        for stage in site.view.stages:
+            blocks = tuple(stage.blocks) or (stage.model,)
+            ContextParallelAttention(stage.model, blocks, _attend(site, balanced))
 
 
 def _attend(site: Site, ring: bool) -> Attend:
     from torch import Tensor
 
-    from shardwise.model.ring import ring_attention
-    from shardwise.model.sequence import refusal
-    from shardwise.model.ulysses import ulysses_attention
+    from shardwise.runtime.parallel.ring import ring_attention
+    from shardwise.runtime.parallel.sequence import refusal
+    from shardwise.runtime.parallel.ulysses import ulysses_attention
 
-    group = site.mesh.get_group("sequence")
+    group = site.context.mesh.get_group("sequence")
 
     def by_ulysses(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
         return ulysses_attention(q, k, v, dropout, scale, group)

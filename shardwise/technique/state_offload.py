@@ -1,36 +1,31 @@
-"""Offload of state: optimizer state, and stored weights, in host memory or on a disk, updated by the processor.
+"""CPU and NVMe offload of optimizer state and stored weights; the CPU runs the optimizer step.
 
-``optimizer`` keeps moments in host memory (ZeRO-Offload, Ren et al. 2021); gradients and weights visit the processor
-once per step, after clipping, or within the backward pass where that updates. ``optimizer+parameters`` keeps the
-stored weights and the reduced gradients there too, by FSDP2's own policy: a layer's shard comes to the device when it
-is gathered, its gradient goes back when it is reduced, and what is gathered is all that the device holds. With
-ZeRO 1 and 2 that is the paper's scheme: 16-bit weights on the device, the masters on the host. ``nvme:FOLDER`` keeps
-the moments in a file (ZeRO-Infinity, Rajbhandari et al. 2021). The price of each is what the link, the
-processor's memory or the disk takes for it; the plan says how much of that compute hides.
+``optimizer`` keeps moments in host memory (ZeRO-Offload, Ren et al. 2021). Gradients and weights travel over PCIe once
+per step, after clipping, or within the backward pass if parameters are updated there. ``optimizer+parameters`` also
+keeps the stored weights and the reduced gradients there, by FSDP2's own policy: a layer's shard moves to the device
+when it is gathered, and its gradient returns when it is reduced. With ZeRO 1 and 2 that is the paper's scheme: 16-bit
+weights on the device, master weights on the host. ``nvme:FOLDER`` keeps the moments in a file (ZeRO-Infinity,
+Rajbhandari et al. 2021). The plan says how much of the transfers overlaps with compute.
 
-``offload_fraction`` leaves a share of the optimizer's state on the device, in whole parameters: what fits there is
-updated faster there, and while the processor updates the rest (DeepSpeed's Twin-Flow).
+``offload_fraction`` leaves a share of the optimizer state on the device, in whole parameters. The device updates that
+share while the CPU updates the rest (DeepSpeed's Twin-Flow).
 
-On a CPU the device's memory is the host's: only files save any, and everything else stays where it is.
-
-Refused: a one-step delay of the updates, which hides them all and trains on stale weights; 16-bit gradients on the
-way down, which halves it and does not give the weights of a run without offload.
+On a CPU the device's memory is the host's, so only files save memory. Refused: a one-step delay of the updates, which
+trains on stale weights; 16-bit gradients on the way to the host, which change the trained weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
-from shardwise.technique.base import Site, StateOffload
+from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.technique.base import Wrapping
 from shardwise.technique.offload import folder, parts
+from shardwise.technique.rules import Case, Rule
+from shardwise.technique.site import Site, StateOffload
 
 OFFLOAD_FRACTION: Setting[float] = Setting(
     "offload_fraction",
     default=1.0,
-    doc="share of the optimizer's state, in whole parameters, that offload moves; the rest stays on the device",
+    doc="fraction of the optimizer state to offload, in whole parameters; the rest stays on the device",
     kind=float,
     minimum=0.01,
     maximum=1.0,
@@ -56,23 +51,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="offload",
-        reason="snapshots would hold twice in memory what is to lie on the disk",
+        reason="snapshots would hold the disk's state in memory twice",
         broken=_copies_of_files,
         fix="set guard.snapshot_every to null, or offload to host memory",
     ),
 )
 
 
-@dataclass(frozen=True)
-class StateOffloading:
+class StateOffloading(Wrapping):
     """Says where optimizer state and stored weights are made."""
 
-    name: str = "state_offload"
-    settings: Sequence[Setting[Any]] = (OFFLOAD_FRACTION,)
-    rules: Sequence[Rule] = RULES
-
-    def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
-        return {}
+    name = "state_offload"
+    settings = (OFFLOAD_FRACTION,)
+    rules = RULES
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         moved = parts(strategy) - {"activations"}
@@ -84,7 +75,7 @@ class StateOffloading:
         moved = parts(site.strategy)
         if moved & {"optimizer", "nvme"}:
             fraction = site.strategy[OFFLOAD_FRACTION]
-            site.state_offload = StateOffload(fraction, folder(site.strategy))
+            site.options.state_offload = StateOffload(fraction, folder(site.strategy))
             if fraction < 1:
-                site.period = 0  # which parameters make up the share depends on how many there are
-        site.weights_on_host = "parameters" in moved
+                site.hints.repeats(0)  # the parameters that make up the share depend on their number
+        site.options.weights_on_host = "parameters" in moved

@@ -1,77 +1,65 @@
-"""Tensor parallelism: every layer in parts over ranks that read the same samples (Shoeybi et al. 2019).
+"""Tensor parallelism: each layer is split over ranks that read the same samples (Shoeybi et al. 2019).
 
-Heads and the inner width of feed-forward layers are divided by columns and then rows, the vocabulary by rows of the
-embedding and by classes of the head, whose logits are never joined for the loss. Per block and micro-batch that is
-four all-reduces of the activations [b, s, h], two in each direction, which nothing hides: hence the innermost axis.
+Heads and the inner width of feed-forward layers are split by columns and then by rows. The vocabulary is split by rows
+of the embedding and by classes of the head, whose logits are never gathered for the loss. Per block and micro-batch
+that takes four all-reduces of the activations [b, s, h], two in each direction. Nothing hides them, so this is the
+innermost axis.
 
-What is not divided, norms and residuals, every rank would compute for itself. With ``tensor_sequence_parallel`` each
-does it for a share of the sequence (Korthikanti et al. 2022, arXiv:2205.05198):
+Norms and residuals are not split: every rank computes all of them. With ``tensor_sequence_parallel`` (Megatron's
+sequence parallelism) each rank computes a share of the sequence (Korthikanti et al. 2022, arXiv:2205.05198):
 
     none         norms, residuals and the inputs of split layers are whole on every rank
-    gathered     shares; an all-gather and a reduce-scatter in place of each all-reduce, so as many bytes; the
-                 gathered inputs of split layers are kept for the backward pass
-    regathered   shares, and only shares are kept: two more all-gathers per block in the backward pass, beside the
-                 products (the paper's own form, whose bytes per layer are all divided)
+    gathered     shares; an all-gather and a reduce-scatter replace each all-reduce, with equal bytes. The gathered
+                 inputs of split layers are kept for the backward pass
+    regathered   shares, and only shares are kept: two more all-gathers per block in the backward pass, overlapped with
+                 the products (the paper's own form)
 
-Weights are DTensors, which FSDP2 divides further over ``shard``; how layers are split while they run is
-model/split.py. Applied after the pipeline's cut and before all else: what comes later sees layers of this rank's size.
+Weights are DTensors, which FSDP2 shards further. runtime/parallel/tensor.py computes with them. It comes after the cut
+into stages and before all else: later techniques see layers of this rank's size.
 
-Without shares all ranks draw the same random numbers, for what they drop must be the same outside of split layers;
-within them, every rank's heads then drop alike. With shares each draws its own.
+Without shares, all ranks draw the same random numbers, because dropout outside of split layers must be equal on all of
+them. With shares, each rank draws its own.
 
-Refused: padding heads, which computes what is thrown away, and copying key/value heads where there are more ranks;
-both are answered with the nearest degree. Vocabularies and inner widths need not divide: parts may be uneven.
-Norms of shares sum the gradients of their weights in every backward pass instead of once a step: h values each, so
-that no other technique need know of sums that are still partial.
+Not supported: padded heads, which waste compute, and copies of key/value heads for more ranks. Rules name the
+nearest degree instead. Vocabularies and inner widths need not divide evenly. Norms of shares all-reduce the gradients
+of their weights in every backward pass instead of once a step (h values each), so no other technique sees partial sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from shardwise.core.errors import RecipeError
-from shardwise.core.presets import Dimensions, dimensions_of
-from shardwise.core.strategy import Case, Layout, Rule, Setting, Strategy
-from shardwise.technique.base import Site, divides_world
+from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.recipe.presets import Dimensions
+from shardwise.technique.base import Axis, Dividing, divides_world
 from shardwise.technique.precision import PRECISION
+from shardwise.technique.rules import Case, Rule
+from shardwise.technique.site import Site
 
 TENSOR_PARALLEL: Setting[int] = Setting(
     "tensor_parallel",
     default=1,
-    doc="tensor-parallel degree: ranks that share out heads, inner widths and the vocabulary of one copy of the model",
+    doc="tensor parallelism (Megatron): number of ranks among which heads, ffn and vocabulary are sharded",
     kind=int,
     minimum=1,
 )
 TENSOR_SEQUENCE_PARALLEL: Setting[str] = Setting(
     "tensor_sequence_parallel",
     default="none",
-    doc="with tensor_parallel: norms and residuals on shares of the sequence; inputs of split layers are kept gathered"
-    " for the backward pass (gathered), or gathered again in it (regathered)",
+    doc="Megatron's sequence parallelism, with tensor_parallel: norms and residuals are sharded over the sequence; the"
+    " all-gathered inputs are saved for the backward pass (gathered) or all-gathered again in it (regathered)",
     choices=("none", "gathered", "regathered"),
 )
 _MOMENTS_BLOCK = 128
-"""Neighbours in a row that share a scale in 8-bit moments (engine/optim/moments.py)."""
-
-
-def _dimensions(case: Case) -> Dimensions | None:
-    """Of the native decoder; None where the model comes from elsewhere, or is refused elsewhere."""
-    spec = case.recipe.model
-    if spec.hf is not None or spec.factory is not None:
-        return None
-    try:
-        return dimensions_of(spec)
-    except RecipeError:
-        return None
+"""Neighbours in a row that share a scale in 8-bit moments (engine/optim/moment_storage.py)."""
 
 
 def _of_degree(fits: Callable[[Dimensions, int], bool]) -> Callable[[Case], bool]:
     """Broken where a degree above 1 does not fit the dimensions."""
 
     def broken(case: Case) -> bool:
-        degree, dimensions = case.strategy[TENSOR_PARALLEL], _dimensions(case)
+        degree, dimensions = case.strategy[TENSOR_PARALLEL], case.dimensions
         return degree > 1 and dimensions is not None and not fits(dimensions, degree)
 
     return broken
@@ -87,7 +75,7 @@ def _something_each(d: Dimensions, degree: int) -> bool:
 
 def _nearest_degree(case: Case) -> Mapping[str, object]:
     """The largest lower degree that the model and the devices allow."""
-    degree, dimensions = case.strategy[TENSOR_PARALLEL], _dimensions(case)
+    degree, dimensions = case.strategy[TENSOR_PARALLEL], case.dimensions
     assert dimensions is not None
     others = case.model_ranks // degree
     return {
@@ -114,7 +102,7 @@ def _sequence_ranks(case: Case) -> int:
 
 
 def _cut_blocks(case: Case) -> bool:
-    degree, dimensions = case.strategy[TENSOR_PARALLEL], _dimensions(case)
+    degree, dimensions = case.strategy[TENSOR_PARALLEL], case.dimensions
     if degree == 1 or dimensions is None or case.recipe.optimizer.name != "adamw_8bit":
         return False
     return any(size % (degree * _MOMENTS_BLOCK) for size in (dimensions.width, dimensions.ffn))
@@ -171,13 +159,13 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Tensor:
+class TensorParallel(Dividing):
     """Splits the layers that the model's own plan names."""
 
-    name: str = "tensor"
-    settings: Sequence[Setting[Any]] = (TENSOR_PARALLEL, TENSOR_SEQUENCE_PARALLEL)
-    rules: Sequence[Rule] = RULES
+    name = "tensor"
+    axes = (Axis("tensor", position=40, blocking=True),)
+    settings = (TENSOR_PARALLEL, TENSOR_SEQUENCE_PARALLEL)
+    rules = RULES
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {"tensor": strategy[TENSOR_PARALLEL]}
@@ -192,11 +180,12 @@ class Tensor:
     def apply(self, site: Site) -> None:
         if site.strategy[TENSOR_PARALLEL] == 1:
             return
-        from shardwise.model.split import split
+        from shardwise.runtime.parallel.tensor import shard_layers
 
         shares = site.strategy[TENSOR_SEQUENCE_PARALLEL]
         if shares != "none":
-            site.draws_apart = True  # no rank computes what another does
-            site.stream_shares = site.strategy[TENSOR_PARALLEL]
-        for model in site.parts or [site.model]:
-            split(model, site.tensor_plan(), site.mesh["tensor"], shares != "none", shares == "regathered")
+            site.options.random_per_rank = True  # no two ranks compute the same
+            site.options.sequence_shards = site.strategy[TENSOR_PARALLEL]
+        mesh = site.context.mesh["tensor"]
+        for stage in site.view.stages:
+            shard_layers(stage.model, site.view.tensor_plan(), mesh, shares != "none", shares == "regathered")

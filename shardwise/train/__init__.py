@@ -1,1 +1,1 @@
-"""Training: the loop, its data, checkpoints, the meter and the launch of processes."""
+"""The training loop, its metrics, and its recovery from faults."""

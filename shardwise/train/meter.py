@@ -1,12 +1,12 @@
-"""Measuring memory: what the operating system or CUDA saw, in the terms in which the plan predicts.
+"""Measures the peak memory of a run, in the same terms as the plan predicts it.
 
-On the CPU the measure is the process's high-water mark (VmHWM) less its level just before the model is built.
-glibc keeps freed memory for reuse, which the plan does not count: the same run peaked at 327 MiB with large
-frees returned at once and at 484 MiB by default. Returning them makes steps up to twice as slow, so it is done
-for the first optimizer steps only, where the peak is taken, and then the allocator goes back to speed.
+On the CPU this is the process's high-water mark (VmHWM) minus its memory just before the model is built. glibc keeps
+freed memory for reuse, which the plan does not count: the same run peaked at 327 MiB with large frees returned at once,
+and at 484 MiB by default. Returning them makes steps up to twice as slow. So it is done for the first optimizer steps,
+which give the peak; then the allocator returns to its fast mode.
 
-On CUDA it is ``max_memory_allocated`` since the same moment, with ``max_memory_reserved`` beside it. Nothing is taken
-from it: what lies there before are the workspaces of products, which the plan counts.
+On CUDA this is ``max_memory_allocated``, with ``max_memory_reserved``. Nothing is subtracted: allocations before
+the model are workspaces of matrix products, which the plan counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 EXACT_STEPS = 3
-"""Optimizer steps that run with large frees returned at once."""
+"""Optimizer steps that run with large frees returned at once, and give the peak."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _STATUS = Path("/proc/self/status")
@@ -30,17 +30,17 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Measured:
-    """Peak bytes of one rank since ``MemoryMeter`` was made. ``reserved`` is 0 where there is no such thing."""
+    """Peak bytes of one rank since ``MemoryMeter`` was made. ``reserved`` is 0 on the CPU."""
 
     allocated: int
     reserved: int
 
 
 class MemoryMeter:
-    """Takes the level when made; ``sample`` after a step raises ``peak``, ``forget`` drops what lay between."""
+    """Measures from its construction on. ``after_step`` raises ``peak``; ``forget`` ignores memory outside of steps."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, exact: bool = False) -> None:
+        self._device, self._exact, self._steps = device, exact, 0
         self.peak = Measured(0, 0)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -50,27 +50,28 @@ class MemoryMeter:
             _reset_high_water_mark()
             self._level = _status("VmRSS")
 
+    def after_step(self) -> None:
+        """Sample the first EXACT_STEPS optimizer steps, or all of them if ``exact``."""
+        self._steps += 1
+        if self._exact or self._steps <= EXACT_STEPS:
+            self.sample()
+        if self._steps == EXACT_STEPS and not self._exact:
+            return_large_frees(False)
+
     def sample(self) -> None:
-        """Raise ``peak`` to the mark reached since the level was taken or ``forget`` was called."""
+        """Raise ``peak`` to the highest memory since construction or ``forget``."""
         now = self.reached()
         self.peak = Measured(max(self.peak.allocated, now.allocated), max(self.peak.reserved, now.reserved))
 
     def reached(self) -> Measured:
-        """The mark reached since the level was taken or ``forget`` was called."""
+        """The highest memory since construction or ``forget``."""
         if self._device.type == "cuda":
             allocated = torch.cuda.max_memory_allocated(self._device) - self._level
             return Measured(allocated, torch.cuda.max_memory_reserved(self._device))
-        return Measured(_status("VmHWM") - self._level, 0)
-
-    def begin_again(self) -> None:
-        """Measure anew from the level that was taken: what runs from here on is another plan."""
-        if self._device.type != "cuda":
-            return_large_frees(True)
-        self.peak = Measured(0, 0)
-        self.forget()
+        return Measured(max(0, _status("VmHWM") - self._level), 0)
 
     def forget(self) -> None:
-        """What was reached since the last sample (an evaluation, a checkpoint) is not part of a step."""
+        """Ignore the memory since the last sample, as of an evaluation or a checkpoint."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
@@ -78,7 +79,7 @@ class MemoryMeter:
 
 
 def return_large_frees(enabled: bool) -> None:
-    """Whether glibc returns freed blocks of 64 KiB and more to the system at once. No effect elsewhere."""
+    """Set whether glibc returns freed blocks of at least 64 KiB to the system at once. No effect without glibc."""
     try:
         libc = ctypes.CDLL("libc.so.6")
     except OSError:
@@ -89,7 +90,7 @@ def return_large_frees(enabled: bool) -> None:
 
 @contextmanager
 def frees_returned() -> Iterator[None]:
-    """Within it large frees are returned at once: for what passes many large tensors through memory, one by one."""
+    """Return large frees at once within the block, for code that handles many large tensors one by one."""
     return_large_frees(True)
     try:
         yield
@@ -106,7 +107,7 @@ def _status(key: str) -> int:
 
 
 def _reset_high_water_mark() -> None:
-    """Lower VmHWM to the present level (Linux; in containers that forbid it the mark only rises)."""
+    """Lower VmHWM to the present memory (Linux). In containers that forbid it, the mark only rises."""
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:

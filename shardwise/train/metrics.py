@@ -1,43 +1,25 @@
-"""``metrics.jsonl``: one line per optimizer step, never rewritten.
+"""Writes ``metrics.jsonl``: one line per optimizer step.
 
-A rewind is in the file as it happened: the lines of the steps that were undone stay, the steps that take their
-place follow with ``rewinds`` one higher. Of several lines of a step the last one is true, and a step number that
-is not above the one before undoes all from it on.
+A rewind does not rewrite lines. The lines of the undone steps stay, and the steps that replace them follow with
+``rewinds`` one higher. So the last line of a step counts, and a line whose step is not above the step before undoes
+all lines from that step on.
 
-A resumed run continues the file: lines after the last one of the checkpoint's step were trained but lost, so they
-are cut off before the first new line, and a line half written when the process died is cut with them.
+A resumed run continues the file after the last line of the checkpoint's step. Later lines were trained but lost, and
+are cut off, as is a line that was half written when the process died.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """What one optimizer step did.
-
-    ``seconds`` is wall time since the step before; ``loss`` is in nats; ``rewinds`` counts those before it. What
-    is None is left out.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    skipped: bool = False
-    held_out_loss: float | None = None
-    rewinds: int | None = None
+from shardwise.core.json_file import plain
+from shardwise.core.run_files import StepRecord
 
 
 class MetricsFile:
-    """Appends step metrics. ``resumed`` is the step that the run continues after."""
+    """Appends step records. ``resumed`` is the step of the checkpoint that the run continues from; 0 starts anew."""
 
     def __init__(self, path: Path, resumed: int) -> None:
         kept = _until(resumed, _whole_lines(path)) if resumed else []
@@ -45,8 +27,8 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self.seconds: list[float] = []
 
-    def write(self, metrics: StepMetrics) -> None:
-        values = {key: value for key, value in asdict(metrics).items() if value is not None}
+    def write(self, metrics: StepRecord) -> None:
+        values = {key: value for key, value in plain(metrics).items() if value is not None}
         self._file.write(json.dumps(values) + "\n")
         self.seconds.append(metrics.seconds)
 
@@ -62,7 +44,7 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def _until(step: int, lines: list[str]) -> list[str]:
-    """All up to the last line of ``step``; where it has none, those of steps before it."""
+    """The lines up to the last line of ``step``; without such a line, the lines of earlier steps."""
     steps = [json.loads(line)["step"] for line in lines]
     if step in steps:
         return lines[: len(steps) - steps[::-1].index(step)]

@@ -1,4 +1,4 @@
-"""What a person sees while training: one bar on a terminal, plain lines elsewhere. Rank 0 only."""
+"""The progress of a run: a bar on a terminal, plain lines elsewhere. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
+from shardwise.core.run_files import StepRecord
 from shardwise.core.units import format_bytes
-from shardwise.train.metrics import StepMetrics
 
 PLAIN_SECONDS = 5.0
-"""Without a terminal: at most one line per this many seconds, and the last step."""
+"""Without a terminal: least time between two lines, except for the last step."""
 
 
 class Progressing:
-    """Shows steps as they are done. ``resumed`` steps were done before."""
+    """Shows each step. ``resumed``: number of steps that were done before."""
 
     def __init__(self, steps: int, resumed: int, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -33,8 +33,8 @@ class Progressing:
             self._task = self._bar.add_task("", total=steps, completed=resumed)
             self._bar.start()
 
-    def show(self, metrics: StepMetrics, peak_bytes: int) -> None:
-        held_out = "" if metrics.held_out_loss is None else f"  held-out {metrics.held_out_loss:.4f}"
+    def show(self, metrics: StepRecord, peak_bytes: int) -> None:
+        held_out = "" if metrics.held_out_loss is None else f"  validation loss {metrics.held_out_loss:.4f}"
         text = (
             f"loss {metrics.loss:.4f}{held_out}  {metrics.tokens_per_second:,.0f} tokens/s"
             f"  peak {format_bytes(peak_bytes)}"

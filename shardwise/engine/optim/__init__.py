@@ -1,14 +1,11 @@
-"""The optimizer: its parameter groups and the rule that updates them, chosen by the recipe.
+"""The optimizer: parameter groups, and the update rule that the recipe chooses.
 
-Chosen: torch's fused kernels where the stored weights and moments are plain (``fused.py``), which allocate
-nothing beside the moments and can leave everything untouched on the device's own verdict; and rules that go
-through a parameter in chunks where torch has no such kernel: weights stored in 16 bits, moments in 8
-(``chunked.py``). Both take parameters in any number, so the same object updates after the backward pass or,
-parameter by parameter, within it. State that is offloaded goes through the same rules on the processor
-(``offloaded.py``).
+Weights and moments in fp32 use torch's fused kernels (``fused.py``). These allocate no memory and can skip an update on
+the device. 16-bit weights and 8-bit moments have no such kernel; their rules go through a parameter in chunks of rows
+(``chunked.py``). Both take any number of parameters, so the same object updates after the backward pass or, parameter
+by parameter, within it. Offloaded state uses the same rules on the CPU (``offloaded.py``).
 
-Refused: a library's optimizer wrapped from outside. None of them can skip an update without waiting for the
-device, which is what the guard and loss scaling need.
+Library optimizers cannot skip an update without a host sync, which the guard and loss scaling need.
 """
 
 from __future__ import annotations
@@ -19,15 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.sections import OptimizerSpec
 from shardwise.engine.optim.chunked import ChunkedRule
 from shardwise.engine.optim.fused import FusedAdamW, FusedSGD
-from shardwise.engine.optim.moments import EightBit, Wide
+from shardwise.engine.optim.moment_storage import EightBit, Wide
 from shardwise.engine.optim.offloaded import HostOptimizer, OffloadedOptimizer, share_of
 from shardwise.engine.optim.optimizer import Optimizer, UpdateRule
-from shardwise.model.host import apart, host_memory
-from shardwise.model.slices import named_parameters
-from shardwise.technique.base import StateOffload
+from shardwise.recipe.sections import OptimizerSpec
+from shardwise.runtime.offload.host import has_separate_host_memory, host_memory
+from shardwise.runtime.parallel.shard_slices import named_parameters
+from shardwise.technique.site import StateOffload
 
 
 def build_optimizer(
@@ -40,21 +37,28 @@ def build_optimizer(
 ) -> Optimizer:
     """The recipe's optimizer over the trainable parameters of a materialised model.
 
-    Matrices decay; norms, biases and other vectors do not. ``seed`` is of stochastic rounding. ``hosted`` says
-    that the parameters lie in host memory, apart from the device's. ``rate_ratio`` is the learning rate of a
-    parameter, by name, over the schedule's.
+    Weight decay applies to matrices, not to norms, biases and other vectors. ``seed`` seeds stochastic rounding.
+    ``hosted``: the parameters are in host memory, separate from device memory. ``rate_ratio`` is a parameter's learning
+    rate, by name, relative to the schedule's.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = groups_of(model, spec.weight_decay, rate_ratio)
     rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in trainable)
     device = trainable[0].device if trainable else torch.device("cpu")
-    if offload is not None and trainable and (hosted or apart(device) or offload.folder is not None):
+    if (
+        offload is not None
+        and trainable
+        and (hosted or has_separate_host_memory(device) or offload.folder is not None)
+    ):
         with host_memory():
             host_rule = _rule(spec, seed, torch.device("cpu"), rounded)
         if hosted and offload.folder is None:
             return HostOptimizer(groups, host_rule)
         rule = host_rule if hosted else _rule(spec, seed, device, rounded)
-        chosen, staged = share_of(trainable, offload.fraction), apart(device) and not hosted
+        chosen, staged = (
+            share_of(trainable, offload.fraction),
+            has_separate_host_memory(device) and not hosted,
+        )
         return OffloadedOptimizer(groups, rule, host_rule, chosen, offload.folder, staged)
     return Optimizer(groups, _rule(spec, seed, device, rounded))
 
@@ -62,7 +66,7 @@ def build_optimizer(
 def groups_of(
     model: nn.Module, weight_decay: float, rate_ratio: Callable[[str], float]
 ) -> list[dict[str, Any]]:
-    """The trainable parameters in groups of one weight decay and one ratio of learning rates."""
+    """Group the trainable parameters by weight decay and learning rate ratio."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in named_parameters(model):
         if parameter.requires_grad:
@@ -72,7 +76,7 @@ def groups_of(
 
 
 def _rule(spec: OptimizerSpec, seed: int, device: torch.device, rounded: bool) -> UpdateRule:
-    """The rule by name: torch's kernel, or chunks where weights are ``rounded`` to 16 bits or moments to 8."""
+    """The rule by name: torch's kernel, or chunks for weights ``rounded`` to 16 bits or 8-bit moments."""
     fused: UpdateRule = FusedAdamW(spec.betas, spec.epsilon)
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     if spec.name == "sgd":

@@ -1,11 +1,8 @@
-"""Update rules that go through a parameter in chunks of rows: weights in 16 bits, moments in 8.
+"""Update rules that go through a parameter in chunks of rows: 16-bit weights, 8-bit moments.
 
-A chunk is read into fp32, updated by a rule for fp32, which is torch's fused kernel, and written back in the form it
-is stored in, so what lives beside the stored state is a few chunks, not copies of all parameters. What is stored in
-fp32 already is updated where it lies. What is not is written through the verdict (``where``, never a product: 0 times
-NaN is NaN).
-
-bf16 weights are written by stochastic rounding.
+A chunk is read into fp32, updated by torch's fused fp32 kernel, and written back in its stored form. So only a few
+chunks of extra memory are needed. Tensors stored in fp32 are updated in place. Other tensors are written through the
+skip verdict (``where``, not a product: 0 times NaN is NaN). bf16 weights are written with stochastic rounding.
 """
 
 from __future__ import annotations
@@ -16,17 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.optim.moments import Moments
+from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, chunks
+from shardwise.engine.optim.moment_storage import Moments
 from shardwise.engine.optim.norm import gradient
 from shardwise.engine.optim.optimizer import Rate, UpdateRule
-from shardwise.engine.optim.piece import STEP, Piece, as_rows, chunks
 from shardwise.engine.optim.rounding import random_bits, to_bf16
-from shardwise.model.slices import local_slices
+from shardwise.runtime.parallel.shard_slices import local_slices
 
 
 @dataclass(frozen=True)
 class ChunkedRule:
-    """A ``rule`` for fp32 over stored weights and ``names``d moments. ``seed`` is of stochastic rounding."""
+    """An fp32 ``rule`` over stored weights and moments called ``names``. ``seed`` seeds stochastic rounding."""
 
     rule: UpdateRule
     names: Sequence[str]
@@ -52,10 +49,10 @@ class ChunkedRule:
             kept = {name: as_rows(moment) for name, moment in state.items() if name != STEP}
             for rows in chunks(*weights.shape):
                 moments = {name: moment[rows] for name, moment in kept.items()}
-                piece = Piece(parameter, rows, weights[rows], grads[rows], moments, state[STEP])
+                piece = Chunk(parameter, rows, weights[rows], grads[rows], moments, state[STEP])
                 self.update_piece(piece, rate, skip)
 
-    def update_piece(self, piece: Piece, rate: Rate, skip: Tensor) -> None:
+    def update_piece(self, piece: Chunk, rate: Rate, skip: Tensor) -> None:
         untouched, stored = skip > 0, piece.weight
         wide = torch.promote_types(stored.dtype, torch.float32)
         moments = {name: self.moments.read(piece.state, name).to(wide) for name in self.names}
@@ -66,7 +63,7 @@ class ChunkedRule:
         if stored.dtype != wide:
             stored.copy_(torch.where(untouched, stored, self._narrow(read.weight, piece)))
 
-    def _narrow(self, value: Tensor, piece: Piece) -> Tensor:
+    def _narrow(self, value: Tensor, piece: Chunk) -> Tensor:
         """fp32 values in the dtype of the weights."""
         if piece.weight.dtype != torch.bfloat16:
             return value.to(piece.weight.dtype)
@@ -75,8 +72,8 @@ class ChunkedRule:
         return to_bf16(value, random_bits(*_place(piece), seed))
 
 
-def _place(piece: Piece) -> tuple[Tensor, Tensor]:
-    """The rows and the columns of a piece's elements in the whole parameter seen as [rows, rest], int64."""
+def _place(piece: Chunk) -> tuple[Tensor, Tensor]:
+    """Row and column indices of a chunk's elements in the whole parameter as [rows, rest], int64."""
     parameter, rows = piece.parameter, piece.rows
     first, *rest = local_slices(parameter) or (slice(0, 1),)
     device = piece.weight.device

@@ -1,8 +1,7 @@
 """AdamW and SGD by torch's fused kernels, for weights and moments of one dtype.
 
-The kernels read the verdict themselves (``found_inf``): where it is 1 they return before touching anything.
-They are called on the local pieces, beside DTensor's dispatch, which would do nothing for an elementwise
-update but cost host time for every parameter.
+The kernels read the skip verdict themselves (``found_inf``): if it is 1 they return without a change. They are called
+on local shards. DTensor dispatch would do nothing for an elementwise update and cost host time for every parameter.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from shardwise.engine.optim.chunk import Chunk
 from shardwise.engine.optim.norm import gradient, local
 from shardwise.engine.optim.optimizer import Rate
-from shardwise.engine.optim.piece import Piece
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class FusedAdamW:
             skip,
         )
 
-    def update_piece(self, piece: Piece, rate: Rate, skip: Tensor) -> None:
+    def update_piece(self, piece: Chunk, rate: Rate, skip: Tensor) -> None:
         assert piece.step is not None, "in every state that is made here"
         moments = piece.state["exp_avg"], piece.state["exp_avg_sq"]
         # The kernel counts the step itself.
@@ -112,7 +111,7 @@ class FusedSGD:
             skip,
         )
 
-    def update_piece(self, piece: Piece, rate: Rate, skip: Tensor) -> None:
+    def update_piece(self, piece: Chunk, rate: Rate, skip: Tensor) -> None:
         self._kernel([piece.weight], [piece.grad], [piece.state.get("momentum")], rate, skip)
 
     def _kernel(

@@ -1,9 +1,9 @@
-"""The global norm of the gradient, and scaling by it.
+"""The global gradient norm, and scaling of gradients.
 
-The norm is one scalar all-reduce over the world: every rank sums the squares of what it holds, divided by how many
-ranks hold the same piece, so the same code is right for any mesh. ``clip_grad_norm_`` on DTensors reduces once per mesh
-axis and cannot mix parameters of different meshes. It is taken in fp32 or wider, whatever gradients are stored
-in. Nothing here waits for the device.
+The norm is one scalar all-reduce over the world. Every rank sums the squares of its shards, divided by the number of
+ranks with the same shard, so the code is correct for any mesh. ``clip_grad_norm_`` on DTensors reduces once per mesh
+axis and cannot mix parameters of different meshes. The norm is computed in fp32 or wider, for any gradient dtype. There
+is no host sync.
 """
 
 from __future__ import annotations
@@ -15,34 +15,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.runtime.torch_private import foreach_mul_, foreach_norm
+
 
 def local(tensor: Tensor) -> Tensor:
-    """The piece of a possibly distributed tensor that this rank holds; no copy."""
+    """The local shard of a tensor that may be a DTensor; no copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def holders(tensor: Tensor, ranks: int) -> int:
-    """How many of ``ranks`` ranks, which share out or copy the same tensors, hold the same piece of this one."""
+    """Number of ranks with the same shard of this tensor, among ``ranks`` ranks that shard or replicate it."""
     if not isinstance(tensor, DTensor):
         return ranks
     pieces = 1
     for dim, placement in enumerate(tensor.placements):
-        # Strided shards, of two axes that cut the same dim, are no Shard in every release of torch.
+        # A strided shard (two axes on the same dim) is not a Shard in every torch release.
         if not placement.is_replicate() and not placement.is_partial():
             pieces *= tensor.device_mesh.size(dim)
     return ranks // pieces
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
-    """The piece of a parameter's gradient that this rank holds; there must be one."""
+    """The local shard of a parameter's gradient, which must exist."""
     assert parameter.grad is not None
     return local(parameter.grad)
 
 
 def square_sum(parameters: Iterable[nn.Parameter], device: torch.device, ranks: int) -> Tensor:
-    """This rank's share of the squared global norm, a scalar: shares of all ranks of the world sum to it.
+    """This rank's contribution to the squared global norm, a scalar. The sum over all ranks is the squared norm.
 
-    ``ranks`` is how many of them share out or copy these very parameters.
+    ``ranks`` is the number of ranks that shard or replicate these parameters.
     """
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
@@ -52,7 +54,7 @@ def square_sum(parameters: Iterable[nn.Parameter], device: torch.device, ranks: 
     wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
     total = torch.zeros((), dtype=wide, device=device)
     for copies in sorted(by_copies):
-        total += torch.stack(torch._foreach_norm(by_copies[copies], 2, wide)).square().sum() / copies
+        total += torch.stack(foreach_norm(by_copies[copies], 2, wide)).square().sum() / copies
     return total
 
 
@@ -62,7 +64,7 @@ def global_norm(
     ranks: int,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The L2 norm of the gradients of a group of ranks (None: of all), a scalar on the device, equal on them."""
+    """The L2 norm of the gradients of a group of ranks (None: all), a scalar on the device, equal on these ranks."""
     square = square_sum(parameters, device, ranks)
     dist.all_reduce(square, group=group)
     return square.sqrt()
@@ -71,4 +73,4 @@ def global_norm(
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply all gradients in place."""
     if pieces := [gradient(p) for p in parameters if p.grad is not None]:
-        torch._foreach_mul_(pieces, factor.to(pieces[0].device))
+        foreach_mul_(pieces, factor.to(pieces[0].device))

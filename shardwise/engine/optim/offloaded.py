@@ -1,13 +1,13 @@
-"""Optimizers whose state lies in host memory or on a disk, and is updated by the processor (ZeRO-Offload, Ren et al.
-2021; ZeRO-Infinity, Rajbhandari et al. 2021).
+"""Optimizers with state in host memory or on disk, updated by the CPU (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity,
+Rajbhandari et al. 2021).
 
-The rules are those that update on the device, with torch's kernels for the processor. What is offloaded goes through
-them piece by piece: the next piece's weights, gradient and moments come while one is updated and the last one's go
-back (staging.py, files.py). Parameters of the share that stays are updated on the device meanwhile. Gradients are
-clipped before they leave, and the verdict goes with them, so a skipped update touches nothing here either.
+The rules are those of the device, with torch's CPU kernels. Offloaded parameters are updated chunk by chunk: while one
+chunk is updated, the next is copied in and the last is copied out (host_staging.py, nvme_state.py). Parameters that
+stay on the device are updated there at the same time. Gradients are clipped before they are copied, and the skip
+verdict travels with them, so a skipped update changes nothing here either.
 
-The host waits for the gradients, which no other optimizer here does: the processor cannot compute with what has not
-come. The next step's first kernels are therefore issued when the last piece has been updated.
+The host waits for the gradients, because the CPU computes with them. So the first kernels of the next step are issued
+after the last chunk.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.optim.files import StateFile
+from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, chunks, stand_in
+from shardwise.engine.optim.host_staging import SLOTS, Staging
 from shardwise.engine.optim.norm import gradient
+from shardwise.engine.optim.nvme_state import StateFile
 from shardwise.engine.optim.optimizer import Optimizer, UpdateRule
-from shardwise.engine.optim.piece import STEP, Piece, as_rows, chunks, stand_in
-from shardwise.engine.optim.staging import SLOTS, Staging
-from shardwise.model.host import host_memory
+from shardwise.runtime.offload.host import host_memory
 
 
 class HostOptimizer(Optimizer):
-    """Updates parameters that lie in host memory, where their gradients and their state are too."""
+    """Updates parameters in host memory, with their gradients and state there too."""
 
     def fresh_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         with host_memory():
@@ -40,11 +40,11 @@ class HostOptimizer(Optimizer):
 
 
 class OffloadedOptimizer(Optimizer):
-    """Updates ``offloaded`` parameters by ``host_rule`` on the processor, the others by ``rule`` where they lie.
+    """Updates ``offloaded`` parameters by ``host_rule`` on the CPU, the others by ``rule`` on the device.
 
     Args:
-        folder: where the offloaded state's file is made; None keeps it in host memory.
-        staged: whether weights and gradients lie in another memory than the processor's.
+        folder: folder of the state file; None keeps the state in host memory.
+        staged: whether weights and gradients are in another memory than the CPU's.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         self._host_rule = host_rule
         self._offloaded = set(offloaded)
-        self._turn = 0  # pieces updated so far: slots are taken in turn, also by updates of one piece each
+        self._turn = 0  # chunks updated so far; slots are used in turn
         with host_memory():
             self._file = StateFile(folder, host_rule, offloaded) if folder is not None else None
         self._staging = Staging(offloaded[0].device, _largest(offloaded)) if staged else None
@@ -108,8 +108,8 @@ class OffloadedOptimizer(Optimizer):
         if self._staging is not None:
             self._staging.end()
 
-    def _fetch(self, turn: int, parameter: nn.Parameter, rows: slice) -> Piece:
-        """The piece whose turn it is, with contents that are on their way until ``_wait``."""
+    def _fetch(self, turn: int, parameter: nn.Parameter, rows: slice) -> Chunk:
+        """The next chunk; its contents are valid after ``_wait``."""
         slot, held = turn % SLOTS, self.state[parameter]
         weights = as_rows(parameter)
         weight, grad = weights[rows], gradient(parameter).view_as(weights)[rows]
@@ -119,7 +119,7 @@ class OffloadedOptimizer(Optimizer):
             state = self._file.fetch(slot, parameter, rows)
         else:
             state = {name: as_rows(moment)[rows] for name, moment in held.items() if name != STEP}
-        return Piece(parameter, rows, weight, grad, state, held.get(STEP))
+        return Chunk(parameter, rows, weight, grad, state, held.get(STEP))
 
     def _wait(self, turn: int) -> None:
         if self._staging is not None:
@@ -127,7 +127,7 @@ class OffloadedOptimizer(Optimizer):
         if self._file is not None:
             self._file.wait(turn % SLOTS)
 
-    def _send(self, turn: int, piece: Piece) -> None:
+    def _send(self, turn: int, piece: Chunk) -> None:
         slot, rows = turn % SLOTS, piece.rows
         if self._staging is not None:
             self._staging.send(slot, piece.weight, as_rows(piece.parameter)[rows])
@@ -136,7 +136,7 @@ class OffloadedOptimizer(Optimizer):
 
 
 def share_of(parameters: Sequence[nn.Parameter], fraction: float) -> list[nn.Parameter]:
-    """Whole parameters, spread evenly, that make up at least this fraction of all elements; alike on every rank."""
+    """Whole parameters, spread evenly, with at least this fraction of all elements; equal on every rank."""
     seen = taken = 0
     chosen = []
     for parameter in parameters:
@@ -148,6 +148,6 @@ def share_of(parameters: Sequence[nn.Parameter], fraction: float) -> list[nn.Par
 
 
 def _largest(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of the largest piece's weights."""
+    """Bytes of the largest chunk's weights."""
     views = [as_rows(parameter) for parameter in parameters]
     return max((view[rows].nbytes for view in views for rows in chunks(*view.shape)), default=0)

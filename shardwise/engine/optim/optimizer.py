@@ -1,11 +1,10 @@
-"""``Optimizer``: torch's interface over an update rule, with state from the start and a verdict at every step.
+"""``Optimizer``: torch's interface over an update rule, with state from the start and a skip verdict at every step.
 
-State is made when the optimizer is made, so step 1 holds what step 2 holds, and a checkpoint or a dry run
-needs no rehearsal. It is kept in tensors distributed as the parameters are, so it is saved, resharded and
-counted like them.
+State is created with the optimizer, so step 1 has the memory of step 2, and a checkpoint or a dry run needs no warm-up
+step. State tensors are sharded as the parameters are, so they are saved, resharded and counted like them.
 
-A verdict is a float32 scalar on the device, 1 to leave parameters, moments and step counts exactly as they
-are, 0 to update. It is no Python bool, because reading it would make the host wait in every step.
+A verdict is a float32 scalar on the device: 1 leaves parameters, moments and step counts unchanged, 0 updates. It is
+not a Python bool, because reading it would be a host sync in every step.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.optim.piece import Piece
+from shardwise.engine.optim.chunk import Chunk
 
 
 class UpdateRule(Protocol):
-    """How some parameters change, given their gradients."""
+    """How parameters change, given their gradients."""
 
     def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Fresh state of one parameter."""
+        """Initial state of one parameter."""
         ...
 
     def update(
@@ -34,24 +33,24 @@ class UpdateRule(Protocol):
         rate: Rate,
         skip: Tensor,
     ) -> None:
-        """Change parameters and states in place; not at all where ``skip`` is 1."""
+        """Update parameters and states in place, unless ``skip`` is 1."""
         ...
 
-    def update_piece(self, piece: Piece, rate: Rate, skip: Tensor) -> None:
-        """Change weights and moments of some rows in place; not at all where ``skip`` is 1."""
+    def update_piece(self, piece: Chunk, rate: Rate, skip: Tensor) -> None:
+        """Update weights and moments of some rows in place, unless ``skip`` is 1."""
         ...
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What the schedule and the parameter group decide about one update."""
+    """Learning rate and weight decay of one update, from the schedule and the parameter group."""
 
     learning_rate: float
     weight_decay: float
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Updates parameters by one rule. Groups differ in weight decay, and in how their rate follows the schedule."""
+    """Updates parameters by one rule. Groups differ in weight decay and in learning rate ratio."""
 
     def __init__(self, groups: list[dict[str, Any]], rule: UpdateRule) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "rate_ratio": 1.0})
@@ -63,11 +62,11 @@ class Optimizer(torch.optim.Optimizer):
                 self.state[parameter] = self.fresh_state(parameter)
 
     def fresh_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """What is held in memory for a parameter from the start."""
+        """Initial in-memory state of a parameter."""
         return self._rule.state(parameter)
 
     def stored(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """All state of a parameter, wherever it lies: for whoever saves it or writes what was saved."""
+        """All state of a parameter, in any memory, for saving and restoring."""
         return self.state.get(parameter, {})
 
     def rate_of(self, parameter: nn.Parameter) -> Rate:

@@ -1,13 +1,12 @@
-"""Stochastic rounding to bf16: up or down with probabilities that make the mean exact.
+"""Stochastic rounding to bf16: up or down with probabilities that keep the mean exact.
 
-Weights that are stored in 16 bits lose every update smaller than half their spacing when they are rounded to
-nearest; rounded stochastically they keep it on average (Gupta et al. 2015).
+Rounding to nearest loses every update smaller than half the spacing of 16-bit weights. Stochastic rounding keeps it on
+average (Gupta et al. 2015).
 
-The random bits of an element are a hash of (seed, its row and column in the whole parameter). Ranks that hold the same
-piece therefore round alike, which a generator per rank would not give, and a run rounds the same whatever its
-sharding. Rows and columns are hashed in 64 bits, few as they are; for each element their keys are joined and mixed in
-32 bits, in place: seven times as fast on a CPU as a 64-bit hash of every element, of which the price is that two
-elements in 2^32 pairs share their bits.
+The random bits of an element are a hash of (seed, row and column in the whole parameter). So ranks with the same shard
+round alike, and the result does not depend on the sharding; a generator per rank would give neither. Rows and columns
+are hashed in 64 bits, since they are few. For each element the two keys are combined and mixed in 32 bits, in place. On
+a CPU this is seven times as fast as a 64-bit hash of every element; two elements in 2^32 pairs share their bits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def random_bits(rows: Tensor, columns: Tensor, seed: Tensor) -> Tensor:
     """16 random bits per element as int32 [r, c].
 
     Args:
-        rows, columns: int64 [r] and [c], where the elements stand in the whole.
+        rows, columns: int64 [r] and [c], positions of the elements in the whole parameter.
         seed: int64 scalar.
     """
     x = _keys(2 * rows + seed)[:, None] ^ _keys(2 * columns + 1 + seed)
@@ -42,9 +41,9 @@ def _keys(x: Tensor) -> Tensor:
 
 
 def to_bf16(value: Tensor, bits: Tensor) -> Tensor:
-    """fp32 to bf16, rounded away from zero when the dropped 16 bits plus ``bits``, which are used up, carry.
+    """fp32 to bf16, rounded away from zero if the dropped 16 bits plus ``bits`` (consumed) carry.
 
-    Infinities have nothing to drop, and NaN passes through the plain conversion.
+    Infinities have no bits to drop. NaN passes through the plain conversion.
     """
     rounded = bits.add_(value.view(torch.int32)).bitwise_and_(-65536).view(torch.float32)
     return torch.where(value.isnan(), value, rounded).to(torch.bfloat16)

@@ -1,89 +1,90 @@
-"""One rank's passes by a pipeline's schedule: receive, compute, send, action after action.
+"""The passes of one rank by a pipeline schedule: receive, compute and send, action after action.
 
-What an action is and in which order they come is data (core/pipeline_schedule.py). A forward pass keeps what its
-backward pass needs: its input, and the end of its graph, which is the loss on the last stage and elsewhere the place
-in the graph (a gradient edge) of the hidden states that were sent; their values are let go of when they have arrived.
+core/pipeline/schedule.py defines the actions and their order, as data. A forward pass keeps what its backward pass
+needs: its input, and the end of its graph. On the last stage the end is the loss. Elsewhere it is a gradient edge of
+the sent hidden states, whose values are freed when they have arrived.
 
-Loss and count of targets are known to every rank: counts before the first pass, from the labels, which all stages
-read; the loss by a sum over the pipeline at the end. Gradients of a table that two stages share are summed over both
-after the last pass, before anything looks at them.
+Every rank knows the loss and the number of targets: the number before the first pass, from the labels, which all stages
+read; the loss by an all-reduce over the pipeline at the end. Gradients of a table that two stages share are summed over
+both after the last pass, before the norm is taken.
 
-Chosen: an executor of our own over torch.distributed and, for halved backward passes, over the functions of
-torch.distributed.pipelining that divide one (``halves.py``). Refused: that package's runtime. Its stages vote on
-shapes over the wire, keep every sent activation until its backward pass, take over FSDP2's switches (parameters stay
-gathered and gradients are reduced once at the end, whatever the ZeRO stage), and changed how metadata is inferred
-between torch 2.11 and 2.13. The price is this package, of three files.
+This is an executor over torch.distributed. Halved backward passes use functions of torch.distributed.pipelining
+(``split_backward.py``). Refused: the runtime of that package. Its stages exchange shapes over the wire, keep every sent
+activation until its backward pass, and take over FSDP2's switches: parameters stay gathered and gradients are reduced
+once at the end, whatever the ZeRO stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardwise.core.pipeline_messages import posts
-from shardwise.core.pipeline_schedule import Action, in_flight
+from shardwise.core.pipeline.messages import posts
+from shardwise.core.pipeline.schedule import Action, in_flight
+from shardwise.engine.forward_backward import LEAST
 from shardwise.engine.optim.norm import local
-from shardwise.engine.passes import LEAST, Passes, SeesLoss, counted
+from shardwise.engine.pass_timing import computing
 from shardwise.engine.phase import micro_batch, phase
-from shardwise.engine.pipeline.halves import gradients_of_input, gradients_of_weights, without_updates
-from shardwise.engine.pipeline.mail import Mail
-from shardwise.engine.spans import computing
+from shardwise.engine.pipeline.p2p import Mail
+from shardwise.engine.pipeline.split_backward import gradients_of_input, gradients_of_weights, without_updates
+from shardwise.engine.run import ForwardBackward, LiveModel, OptimizerStep, SeesLoss, Steps
 from shardwise.model.blueprint import Batch
-from shardwise.model.slices import named_parameters
-from shardwise.technique.base import Pipeline
-
-if TYPE_CHECKING:
-    from shardwise.engine.build import Run
+from shardwise.runtime.parallel.shard_slices import named_parameters
+from shardwise.technique.pipeline.place import Pipeline
 
 
-class Pipelined(Passes):
+class Pipelined(ForwardBackward):
     """The passes of one rank of a pipeline.
 
     Attributes:
         most_in_flight: how many forward passes' activations it has held at once in its last step.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, live: LiveModel, update: OptimizerStep, pipeline: Pipeline) -> None:
+        super().__init__(live, update)
         self._pipeline = pipeline
         self.most_in_flight = 0
 
-    def forward_backward(
-        self, run: Run, batches: Sequence[Batch], sees_loss: SeesLoss | None = None
-    ) -> tuple[Tensor, Tensor]:
-        tokens, total = counted(run, batches)
-        order, mail = self._pipeline.order(len(batches)), self._mail(run, len(batches))
+    def forward_backward(self, steps: Steps, sees_loss: SeesLoss | None = None) -> tuple[Tensor, Tensor]:
+        live = self._live
+        batches = [live.local_batch(batch) for batch in next(iter(steps))]
+        with phase("forward"):
+            tokens = live.count_targets(batches)
+            total = torch.zeros((), dtype=torch.float64, device=live.device)
+        order, mail = self._pipeline.order(len(batches)), self._mail(len(batches))
         divisors = dict.fromkeys(range(len(batches)), tokens.clamp(min=1))
-        step = Step(run, self._pipeline, dict(enumerate(batches)), divisors, mail)
+        step = Step(live, self._pipeline, dict(enumerate(batches)), divisors, mail)
         step.sees_loss = sees_loss
         ends = {action.stage: action for action in order if action.kind != "F"}.values()
         for action in order:
             with micro_batch(action.micro_batch):
                 step.do(action, action in ends)
         mail.close()
-        self._sum_tied(run)
+        self._sum_tied()
         self.most_in_flight = step.most
         total += step.total
-        dist.all_reduce(total, group=run.token_group)
+        dist.all_reduce(total, group=live.context.token_group)
         dist.all_reduce(total, group=self._pipeline.group)
         return tokens, total / tokens.clamp(min=1)
 
-    def evaluate(self, run: Run, batches: Sequence[Batch]) -> Tensor:
-        total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        live = self._live
+        total = torch.zeros(2, dtype=torch.float64, device=live.device)
         before: Mail | None = None
-        for batch in batches:
-            mail = self._mail(run, 1, forward_only=True)
+        for batch in map(live.local_batch, batches):
+            mail = self._mail(1, forward_only=True)
             for stage, part in self._pipeline.held.items():
                 action = Action("F", stage, 0)
-                given = batch["input_ids"] if part.first else mail.receive(action, hidden_shape(run, batch))
-                result = stage_of(run, self._pipeline, stage, given, batch)
+                given = batch["input_ids"] if part.first else mail.receive(action, hidden_shape(live, batch))
+                result = stage_of(live, self._pipeline, stage, given, batch)
                 if part.last:
-                    total += torch.stack([result.double(), run.blueprint.count(batch).double()])
+                    total += torch.stack([result.double(), live.blueprint.count(batch).double()])
                 else:
                     mail.send(action, result)
             if before is not None:
@@ -91,12 +92,14 @@ class Pipelined(Passes):
             before = mail
         if before is not None:
             before.close()
-        dist.all_reduce(total, group=run.token_group)
+        dist.all_reduce(total, group=live.context.token_group)
         dist.all_reduce(total, group=self._pipeline.group)
         return total
 
-    def enough(self, count: int) -> int:
-        """So many that as many are in flight, and one more: whole groups of those that take turns."""
+    def representative_count(self, count: int, limit: int | None = None) -> int:
+        """Enough to fill the pipeline plus one in steady state, rounded up to whole groups of interleaved ones."""
+        if limit is not None:
+            return min(count, limit)
         turn = self._pipeline.ranks if self._pipeline.stages_per_rank > 1 else 1
         most = in_flight(self._pipeline.order(count))
         for fewer in range(turn * -(-(LEAST - 1) // turn), count - turn, turn):
@@ -105,47 +108,49 @@ class Pipelined(Passes):
         return count
 
     @torch.no_grad()
-    def _sum_tied(self, run: Run) -> None:
-        """What the first and the last stage have computed of the gradient of a parameter that both use."""
+    def _sum_tied(self) -> None:
+        """Sum the gradients of parameters that the first and the last stage share."""
         if self._pipeline.tied_group is None:
             return
-        for name, parameter in named_parameters(run.model):
+        for name, parameter in named_parameters(self._live.model):
             if name in self._pipeline.tied and parameter.grad is not None:
                 mine = local(parameter.grad)
-                both = mine.to(
-                    run.device
-                )  # from the host's memory, where offloaded weights have their gradients
+                both = mine.to(self._live.device)  # gradients of offloaded weights are in host memory
                 dist.all_reduce(both, group=self._pipeline.tied_group)
                 if both is not mine:
                     mine.copy_(both)
 
-    def _mail(self, run: Run, count: int, forward_only: bool = False) -> Mail:
+    def _mail(self, count: int, forward_only: bool = False) -> Mail:
         pipeline = self._pipeline
         post = posts(pipeline.schedule, pipeline.ranks, pipeline.stages_per_rank, count, forward_only)
-        return Mail(post[pipeline.rank], pipeline.channels, run.dtypes.compute, run.device)
+        return Mail(
+            post[pipeline.rank], pipeline.channels, self._live.options.dtypes.compute, self._live.device
+        )
 
 
-def hidden_shape(run: Run, batch: Batch) -> tuple[int, ...]:
-    """Of what one stage hands to the next: [b, s, h], or this rank's share of that."""
-    assert run.blueprint.width is not None
+def hidden_shape(live: LiveModel, batch: Batch) -> tuple[int, ...]:
+    """The shape of the hidden states between stages: [b, s, h], or this rank's share of that."""
+    assert live.blueprint.width is not None
     sequences, length = batch["input_ids"].shape
-    return sequences, length // run.stream_shares, run.blueprint.width
+    return sequences, length // live.options.sequence_shards, live.blueprint.width
 
 
-def stage_of(run: Run, pipeline: Pipeline, stage: int, given: Tensor, batch: Batch) -> Tensor:
+def stage_of(live: LiveModel, pipeline: Pipeline, stage: int, given: Tensor, batch: Batch) -> Tensor:
     """The hidden states that one stage makes of ids or hidden states; of the last stage the summed loss."""
 
     positions = batch.get("positions")
-    if positions is None and run.stream_shares > 1:  # what a later part is given does not tell the length
-        positions = torch.arange(batch["input_ids"].shape[1], device=run.device)
-    beside = {} if positions is None else {"positions": positions}
+    if (
+        positions is None and live.options.sequence_shards > 1
+    ):  # what a later part is given does not tell the length
+        positions = torch.arange(batch["input_ids"].shape[1], device=live.device)
+    extra = {} if positions is None else {"positions": positions}
 
     def compute(part: nn.Module, given: Tensor) -> Tensor:
         if pipeline.held[stage].last:
-            return run.blueprint.loss(part, {**batch, "input_ids": given, **beside})[0]
-        return run.blueprint.logits(part, given, positions)
+            return live.blueprint.loss(part, {**batch, "input_ids": given, **extra})[0]
+        return live.blueprint.logits(part, given, positions)
 
-    return cast("Tensor", run.model(list(pipeline.held).index(stage), compute, given))
+    return cast("Tensor", live.model(list(pipeline.held).index(stage), compute, given))
 
 
 @dataclass
@@ -162,7 +167,7 @@ class _Kept:
 
 
 class Exchange(Protocol):
-    """What a rank receives from the ranks beside it and sends to them, by the action that needs or yields it."""
+    """Tensors received from and sent to the neighbouring ranks, by the action that needs or produces them."""
 
     def receive(self, action: Action, shape: tuple[int, ...]) -> Tensor: ...
 
@@ -177,15 +182,15 @@ class Step:
 
     def __init__(
         self,
-        run: Run,
+        live: LiveModel,
         pipeline: Pipeline,
         batches: dict[int, Batch],
         divisors: dict[int, Tensor],
         mail: Exchange,
     ) -> None:
-        self.run, self.pipeline, self.batches, self.divisors = run, pipeline, batches, divisors
+        self.live, self.pipeline, self.batches, self.divisors = live, pipeline, batches, divisors
         self.mail = mail
-        self.total = torch.zeros((), dtype=torch.float64, device=run.device)
+        self.total = torch.zeros((), dtype=torch.float64, device=live.device)
         self.sees_loss: SeesLoss | None = None
         self._kept: dict[tuple[int, int], _Kept] = {}
         self.most = 0
@@ -197,25 +202,25 @@ class Step:
                 self._forward(action)
             return
         with phase("backward"):
-            for before_micro_batch in self.run.micro_batch_hooks:
+            for before_micro_batch in self.live.options.micro_batch_hooks:
                 before_micro_batch(last, list(self.pipeline.held).index(action.stage))
             {"B": self._backward, "I": self._first_half, "W": self._second_half}[action.kind](action)
 
     def _forward(self, action: Action) -> None:
-        run, batch, part = self.run, self.batches[action.micro_batch], self.pipeline.held[action.stage]
+        live, batch, part = self.live, self.batches[action.micro_batch], self.pipeline.held[action.stage]
         if part.first:
             given = batch["input_ids"]
         else:
-            given = self.mail.receive(action, hidden_shape(run, batch)).requires_grad_()
+            given = self.mail.receive(action, hidden_shape(live, batch)).requires_grad_()
         with computing(action):
-            result = stage_of(run, self.pipeline, action.stage, given, batch)
+            result = stage_of(live, self.pipeline, action.stage, given, batch)
         if part.last:
             self.saw(action, result)
             if self.sees_loss is not None:
                 self.sees_loss(result)
         else:
             self.mail.send(action, result)
-        whole = part.last or self.pipeline.halved
+        whole = part.last or self.pipeline.splits_backward
         kept = _Kept(given, result if whole else get_gradient_edge(result))
         self._kept[action.stage, action.micro_batch] = kept
         self.most = max(self.most, len(self._kept))
@@ -227,13 +232,13 @@ class Step:
     def _gradient(self, action: Action) -> Tensor:
         """Of a stage's hidden states, from the stage after it."""
         with torch.no_grad():
-            return self.mail.receive(action, hidden_shape(self.run, self.batches[action.micro_batch]))
+            return self.mail.receive(action, hidden_shape(self.live, self.batches[action.micro_batch]))
 
     def _end(self, action: Action, kept: _Kept) -> tuple[Tensor | GradientEdge, Tensor | None]:
         """Where the backward pass begins, and with which gradient; None stands for one."""
         if self.pipeline.held[action.stage].last:
             assert isinstance(kept.end, Tensor)
-            return kept.end / self.divisors[action.micro_batch] * self.run.loss_scale.value, None
+            return kept.end / self.divisors[action.micro_batch] * self.live.loss_scale.value, None
         return kept.end, self._gradient(action)
 
     def _backward(self, action: Action) -> None:
@@ -246,15 +251,15 @@ class Step:
             self.mail.send(action, kept.given.grad)
 
     def _first_half(self, action: Action) -> None:
-        """The gradient of the stage's input. Nobody waits for the first stage's, so all of it is left for later."""
+        """The gradient of the stage's input. The first stage has none, so its whole backward pass runs later."""
         kept = self._kept[action.stage, action.micro_batch]
         end, gradient = self._end(action, kept)
         assert isinstance(end, Tensor)
         if self.pipeline.held[action.stage].first:
             kept.end, kept.gradient = end, gradient
             return
-        with without_updates(self.run.model), computing(action):
-            sent, kept.rest = gradients_of_input(end, gradient, kept.given, self.run.model)
+        with without_updates(self.live.model), computing(action):
+            sent, kept.rest = gradients_of_input(end, gradient, kept.given, self.live.model)
         self.mail.send(action, sent)
         del kept.end, kept.given
 
@@ -264,4 +269,4 @@ class Step:
             if self.pipeline.held[action.stage].first:
                 torch.autograd.backward(kept.end, kept.gradient)
             else:
-                gradients_of_weights(self.run.model, kept.rest)
+                gradients_of_weights(self.live.model, kept.rest)

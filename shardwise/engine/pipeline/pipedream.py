@@ -1,89 +1,63 @@
 """PipeDream: a pipeline that is never emptied (Harlap et al. 2018, arXiv:1806.03377).
 
-A rank does forward passes p - 1 - s micro-batches ahead of its backward passes, also across the end of a step, and
-updates its weights when the backward passes of a step are done, whatever other ranks are doing: nobody waits at the
-end of a step. Step j means everywhere the j-th update, so ranks reach it at different times, and so is its loss known:
-it travels with the gradients from the last stage to the first. Each pass uses the weights that its micro-batch began
-with on this stage, or, with vertical sync, those with which it entered the first (stash.py).
+A rank's forward passes are p - 1 - s micro-batches ahead of its backward passes, also across the end of a step. It
+updates its weights when the backward passes of a step are done, without waiting for other ranks. Step j means the j-th
+update everywhere, so ranks reach it at different times. The loss travels with the gradients from the last stage to the
+first. Each pass uses the weights that its micro-batch began with on this stage, or with vertical sync those with which
+it entered the first stage (weight_stash.py).
 
-Samples are read ahead: ``reads`` says of which steps. A run that stops between two steps has done the same updates on
-all ranks, so checkpoints are whole; a run that resumes fills its pipeline again, with newer weights than the one that
-went on would have used. Given one step's samples and no more, it is 1f1b.
+The last messages of a step are still on their way when it returns: the run must live until the other ranks have them.
 
-What needs all ranks at one step is refused by rules of technique/pipeline.py (the norm of all gradients, one loss
-scale, rewinding), or put off to where the run pauses (stopping on request).
+A rank takes the batches of later steps from the same iterator as those of its own step. A run that stops between two
+steps has done the same updates on all ranks, so checkpoints are whole. A run that resumes fills its pipeline again,
+with newer weights than an uninterrupted run would have used. Given the batches of a single step, it is 1f1b.
+
+Rules in technique/pipeline/technique.py refuse what needs all ranks at one step (the norm of all gradients, one loss
+scale, rewinding). A request to stop waits until the run pauses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
-from shardwise.core.pipeline_schedule import Action
-from shardwise.engine.passes import SeesLoss, counted
-from shardwise.engine.phase import micro_batch
+from shardwise.core.pipeline.schedule import Action
+from shardwise.engine.phase import micro_batch, phase
 from shardwise.engine.pipeline.executor import Pipelined, Step, hidden_shape
-from shardwise.engine.pipeline.mail import wait
-from shardwise.engine.pipeline.stash import Stash
+from shardwise.engine.pipeline.p2p import wait
+from shardwise.engine.pipeline.weight_stash import Stash
+from shardwise.engine.run import LiveModel, OptimizerStep, SeesLoss, Steps
 from shardwise.model.blueprint import Batch
-from shardwise.technique.base import Pipeline
-
-if TYPE_CHECKING:
-    from shardwise.engine.build import Run
+from shardwise.runtime.torch_private import fsdp_gather_streams
+from shardwise.technique.pipeline.place import Pipeline
 
 
 class PipeDream(Pipelined):
     """The passes of one rank. ``per_step`` micro-batches make a step."""
 
-    in_step = False
-
-    def __init__(self, pipeline: Pipeline, parameters: Sequence[nn.Parameter], per_step: int) -> None:
-        super().__init__(pipeline)
+    def __init__(self, live: LiveModel, update: OptimizerStep, pipeline: Pipeline, per_step: int) -> None:
+        super().__init__(live, update, pipeline)
         self._ahead = pipeline.ranks - 1 - pipeline.rank
         self._lag = pipeline.ranks - 1 if pipeline.vertical_sync else self._ahead
         self._per_step = per_step
-        self._parameters = parameters
-        self.stash = Stash(parameters, self._lag, per_step)
+        self._parameters = [p for p in live.model.parameters() if p.requires_grad]
+        self.stash = Stash(self._parameters, self._lag, per_step)
+        self._steps: Iterator[Sequence[Batch]] | None = None
         self._stream: _Stream | None = None
-        self._base = self._next = self._read = 0
-        self._asked = range(0)
-        self._limit = 0
+        self._done = 0
 
     @property
-    def kept(self) -> list[Tensor]:
+    def weight_copies(self) -> list[Tensor]:
         return self.stash.buffers
 
-    def reads(self, index: int, steps: int) -> range:
-        if index != self._next:
-            self._begin(index)
-        needed = (index + 1 - self._base) * self._per_step + self._ahead
-        until = min(steps, self._base + -(-needed // self._per_step))
-        self._asked = range(self._read, max(self._read, until))
-        self._limit = (steps - self._base) * self._per_step
-        return self._asked
-
-    def _begin(self, index: int) -> None:
-        """The run starts at a step, or goes back to one."""
-        self._base = self._next = self._read = index
-        self._stream = None
-        self.stash = Stash(self._parameters, self._lag, self._per_step)
-
-    def forward_backward(
-        self, run: Run, batches: Sequence[Batch], sees_loss: SeesLoss | None = None
-    ) -> tuple[Tensor, Tensor]:
-        steps = self._asked or self.reads(self._next, self._next + 1)
-        if self._stream is None:
-            self._stream = _Stream(run, self._pipeline, self.stash)
-        stream = self._stream
-        for number in range(len(steps)):
-            stream.take(batches[number * self._per_step : (number + 1) * self._per_step])
-        self._read, self._asked = steps.stop if steps else self._read, range(0)
-        first = (self._next - self._base) * self._per_step
+    def forward_backward(self, steps: Steps, sees_loss: SeesLoss | None = None) -> tuple[Tensor, Tensor]:
+        stream = self._stream_of(iter(steps))
+        first = self._done * self._per_step
+        stream.read(first + self._per_step + self._ahead)
         stream.sees_loss = sees_loss
         for number in range(first, first + self._per_step):
             while stream.forwarded <= number + self._ahead and stream.forwarded < stream.taken:
@@ -92,18 +66,28 @@ class PipeDream(Pipelined):
             with micro_batch(number - first):
                 stream.backward(number, last=number == first + self._per_step - 1)
         self.most_in_flight = stream.most
-        self._next += 1
+        self._done += 1
         self.stash.before_update()
         tokens, total = stream.of_step(first, self._per_step)
-        dist.all_reduce(total, group=run.token_group)
+        dist.all_reduce(total, group=self._live.context.token_group)
         return tokens, total / tokens.clamp(min=1)
 
-    def evaluate(self, run: Run, batches: Sequence[Batch]) -> Tensor:
-        if self._stream is not None:
-            self._stream.settle(self._limit)
-        return super().evaluate(run, batches)
+    def _stream_of(self, steps: Iterator[Sequence[Batch]]) -> _Stream:
+        """The passes of the run over ``steps``. Another iterator begins another run, with an empty pipeline."""
+        if self._stream is None or steps is not self._steps:
+            if self._stream is not None:
+                self.stash = Stash(self._parameters, self._lag, self._per_step)
+            self._steps, self._done = steps, 0
+            self._stream = _Stream(self._live, self._pipeline, self.stash, steps)
+        return self._stream
 
-    def enough(self, count: int) -> int:
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        if self._stream is not None:
+            self._stream.settle()
+        return super().evaluate(batches)
+
+    def representative_count(self, count: int, limit: int | None = None) -> int:
+        """All: passes that read ahead of their step take whole steps."""
         return count
 
 
@@ -112,21 +96,29 @@ class _Stream(Step):
 
     mail: _StreamMail
 
-    def __init__(self, run: Run, pipeline: Pipeline, stash: Stash) -> None:
-        super().__init__(run, pipeline, {}, {}, _StreamMail(run, pipeline))
-        self._stash = stash
+    def __init__(
+        self, live: LiveModel, pipeline: Pipeline, stash: Stash, steps: Iterator[Sequence[Batch]]
+    ) -> None:
+        super().__init__(live, pipeline, {}, {}, _StreamMail(live, pipeline))
+        self._stash, self._steps = stash, steps
         self._counts: dict[int, Tensor] = {}
         self._losses: dict[int, Tensor] = {}
         self._shape: tuple[int, ...] = ()
         self.forwarded = self.taken = 0
 
-    def take(self, batches: Sequence[Batch]) -> None:
+    def read(self, until: int) -> None:
+        """Take whole steps until there are ``until`` micro-batches, or no more steps."""
+        while self.taken < until and (batches := next(self._steps, None)) is not None:
+            self._take([self.live.local_batch(batch) for batch in batches])
+
+    def _take(self, batches: Sequence[Batch]) -> None:
         """The micro-batches of one more step."""
-        tokens, _ = counted(self.run, batches)
+        with phase("forward"):
+            tokens = self.live.count_targets(batches)
         for batch in batches:
             self.batches[self.taken], self._counts[self.taken] = batch, tokens
             self.divisors[self.taken] = tokens.clamp(min=1)
-            self._shape = hidden_shape(self.run, batch)
+            self._shape = hidden_shape(self.live, batch)
             self.taken += 1
 
     def forward(self) -> None:
@@ -136,7 +128,7 @@ class _Stream(Step):
 
     def backward(self, number: int, last: bool) -> None:
         with self._stash.weights_of(number):
-            _gather_after_this(self.run)
+            _gather_after_this(self.live)
             self.do(Action("B", self.pipeline.rank, number), last)
         if self.pipeline.rank + 1 < self.pipeline.ranks:
             self._losses[number] = self.mail.receive_loss()
@@ -152,33 +144,34 @@ class _Stream(Step):
         tokens = [self._counts.pop(number) for number in numbers]
         return tokens[0], torch.stack([self._losses.pop(number) for number in numbers]).sum()
 
-    def settle(self, limit: int) -> None:
+    def settle(self) -> None:
         """Receive what the rank before has sent ahead, so that other messages can use the same channel.
 
-        It is one micro-batch further, of the ``limit`` that there will ever be.
+        That rank is one micro-batch further, if there is one more.
         """
-        if self.pipeline.rank > 0 and self.forwarded < limit:
-            self.mail.receive_early(Action("F", self.pipeline.rank, self.forwarded), self._shape)
+        if self.pipeline.rank > 0:
+            self.read(self.forwarded + 1)
+            if self.forwarded < self.taken:
+                self.mail.receive_early(Action("F", self.pipeline.rank, self.forwarded), self._shape)
 
 
-def _gather_after_this(run: Run) -> None:
+def _gather_after_this(live: LiveModel) -> None:
     """Weights that have just been exchanged are what FSDP2's own streams gather, also in a backward pass."""
-    context = cast("FSDPModule", run.model)._get_fsdp_state()._comm_ctx
-    now = torch.get_device_module(run.device).current_stream()
-    for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+    now = torch.get_device_module(live.device).current_stream()
+    for stream in fsdp_gather_streams(live.model):
         stream.wait_stream(now)
 
 
 class _StreamMail:
-    """Messages between neighbours without an end: hidden states forward, gradients and then losses backward.
+    """Messages between neighbours across steps: hidden states forward, gradients and losses backward.
 
-    Of what was sent, a later message from the same neighbour says that it has arrived: the gradient of a micro-batch's
-    hidden states, or the first forward pass that the rank before does after its backward pass.
+    A later message from the same neighbour confirms an earlier send: the gradient of a micro-batch's hidden states
+    confirms the hidden states, and the neighbour's first forward pass after its backward pass confirms the gradient.
     """
 
-    def __init__(self, run: Run, pipeline: Pipeline) -> None:
+    def __init__(self, live: LiveModel, pipeline: Pipeline) -> None:
         self._rank, self._last = pipeline.rank, pipeline.ranks - 1
-        self._dtype, self._device = run.dtypes.compute, run.device
+        self._dtype, self._device = live.options.dtypes.compute, live.device
         self._forward, self._backward = pipeline.channels[True, False], pipeline.channels[False, False]
         self._early: dict[Action, Tensor] = {}
         self._leaving: list[tuple[Action | None, Tensor, Any]] = []
@@ -224,7 +217,7 @@ class _StreamMail:
         self._leaving.append((action, tensor, dist.isend(tensor, group=group, group_dst=to)))
 
     def _let_go(self, received: Action) -> None:
-        """Drop what has arrived, now that ``received`` has what it needs."""
+        """Free the sends that the message ``received`` confirms."""
         kind = "B" if received.kind == "F" else "F"
         # The rank before is ahead by one more, and its forward pass comes before the backward pass.
         until = received.micro_batch - (self._last - self._rank + 2 if kind == "B" else 0)

@@ -1,0 +1,123 @@
+"""Write a run's adapter in PEFT's format, unsharded, under every strategy.
+
+Each rank copies its shard of a tensor into a tensor of zeros, and an all-reduce sums the ranks; one of several replicas
+counts. If the shards do not cover the whole tensor, nothing is written: other systems have lost adapters behind a
+success message. Rank 0 writes to a temporary folder, reads it back, compares every value, and then renames it.
+
+Adapters are small, so every rank can hold one whole tensor at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.checkpoint import commit
+from shardwise.checkpoint.checkpoint import on_rank_0
+from shardwise.core.errors import CheckpointError
+from shardwise.engine.run import Run
+from shardwise.engine.run_state import parameters_of
+from shardwise.model.adapted import AdaptedModel
+from shardwise.model.files.peft import TENSORS, AdapterFiles, write_adapter
+from shardwise.model.lora import is_adapter
+from shardwise.runtime.fingerprint import fingerprint_of
+from shardwise.runtime.parallel.shard_slices import local_part, local_slices
+
+Place = tuple[tuple[int, int], ...]
+"""Start and end of a shard in every dim of the whole tensor."""
+
+FOLDER = "adapter"
+"""Folder name below a run's folder."""
+
+
+def leave(run: Run, folder: Path) -> Path | None:
+    """Write the run's adapter to its folder. Collective. Returns None if the run has no adapter.
+
+    Raises:
+        CheckpointError: an adapter is incomplete; raised on every rank. The previous folder is then untouched.
+        ResourceError: the disk is full or not writable. The previous folder is then untouched.
+    """
+    blueprint = run.blueprint
+    if not isinstance(blueprint, AdaptedModel):
+        return None
+    parameters = parameters_of(run)
+    dtype = run.options.dtypes.compute
+    tensors = {name: tensor.to(dtype) for name, tensor in gathered(run, parameters).items()}
+    fingerprint = fingerprint_of(run.model)
+    target = folder / FOLDER
+    on_rank_0(lambda: _write(target, tensors, blueprint, fingerprint))
+    return target
+
+
+def gathered(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The unsharded adapter tensors on the CPU of every rank, by name. Raises CheckpointError for an incomplete one."""
+    assert isinstance(run.blueprint, AdaptedModel)
+    mine = {name: _place(p) for name, p in parameters.items() if is_adapter(name)}
+    everyone: list[dict[str, Place]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    whole: dict[str, Tensor] = {}
+    for name, shape in run.blueprint.adapter_shapes.items():
+        places = [held.get(name) for held in everyone]
+        _require_whole(name, shape, {place for place in places if place is not None})
+        value = torch.zeros(shape, dtype=run.options.dtypes.storage, device=run.device)
+        if name in mine and places.index(mine[name]) == dist.get_rank():
+            part = local_part(parameters[name])
+            value[local_slices(parameters[name])] = part.to(value)
+        dist.all_reduce(value)
+        whole[name] = value.cpu()
+    return whole
+
+
+def _place(parameter: Tensor) -> Place:
+    """Range of this rank's shard in the whole tensor; () if the shard is empty."""
+    if local_part(parameter).numel() == 0:
+        return ()
+    return tuple((span.start, span.stop) for span in local_slices(parameter))
+
+
+def _require_whole(name: str, shape: tuple[int, ...], places: set[Place]) -> None:
+    found = sum(math.prod(stop - start for start, stop in place) for place in places if place)
+    if found != math.prod(shape):
+        raise CheckpointError(
+            "the adapter is incomplete",
+            where=name,
+            why=f"the ranks hold {found:,} of its {math.prod(shape):,} values, so it was not written",
+            fix="report this with the run's plan.json",
+        )
+
+
+def _write(target: Path, tensors: Mapping[str, Tensor], model: AdaptedModel, fingerprint: str | None) -> None:
+    """On rank 0: write to a temporary folder, read back, rename."""
+    staged = target.with_name(f"tmp-{target.name}")
+    try:
+        shutil.rmtree(staged, ignore_errors=True)
+        write_adapter(staged, tensors, model.config(), fingerprint)
+        _require_same(staged, tensors)
+        for path in staged.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        shutil.rmtree(target, ignore_errors=True)
+        staged.rename(target)
+        commit.sync(target.parent)
+    except OSError as error:
+        raise commit.unwritable(error, target.parent) from error
+
+
+def _require_same(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless the files hold the given tensors."""
+    files = AdapterFiles(folder)
+    for name, tensor in tensors.items():
+        if files.shapes.get(name) != tuple(tensor.shape) or not torch.equal(files.read(name), tensor):
+            raise CheckpointError(
+                "the adapter was not written correctly",
+                where=str(folder / TENSORS),
+                why=f"{name} reads back with other values",
+                fix="check the disk, and save again",
+            )

@@ -1,0 +1,167 @@
+"""Commit a checkpoint atomically: stage, publish, retire.
+
+    tmp-<step>-<nonce>/           every rank writes and syncs its files here
+    tmp-<step>-<nonce>/manifest   written after all ranks have succeeded; the file and the folder are synced
+    rename to step-<step>         the commit; then the parent folder is synced
+    only now                      older checkpoints beyond ``keep`` are renamed to tmp-retired-… and deleted
+
+While the guard suspects a loss spike, no older checkpoint is deleted, because a resumed run may rewind to it. (A run
+that is asked to stop saves even then.)
+
+There is always a complete checkpoint once there was one. A crash leaves folders named tmp-*, which no reader opens. The
+next start publishes a complete one (a crash just before the rename) and deletes the rest. Foreign folders without a
+manifest are neither counted nor deleted.
+
+Checkpoints newer than the one just saved are retired too. They belong to a branch that the run left, because the newer
+checkpoint was damaged or the run rewound after a loss spike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from shardwise.checkpoint import manifest as manifests
+from shardwise.checkpoint.manifest import Damaged, Manifest
+from shardwise.core.errors import ResourceError
+from shardwise.core.units import format_bytes
+
+_STAGED = re.compile(r"tmp-(\d+)-[0-9a-f]+")
+
+
+def prepare(folder: Path) -> None:
+    """Prepare ``folder`` for saving: create it, check that it is writable, clean up after a crash.
+
+    One process per run calls it, at the start, under the run's lock. Raises ResourceError.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f"tmp-probe-{secrets.token_hex(4)}"
+        probe.write_bytes(b"x" * 4096)
+        sync(folder)
+        _sweep(folder)  # with the probe
+    except OSError as error:
+        raise unwritable(error, folder) from error
+
+
+def _sweep(folder: Path) -> None:
+    for path in sorted(folder.glob("tmp-*"), reverse=True):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        elif not _finished(path):
+            shutil.rmtree(path)
+
+
+def _finished(staged: Path) -> bool:
+    """Publish a staged checkpoint if only the rename is missing; return whether it did."""
+    match = _STAGED.fullmatch(staged.name)
+    final = staged.parent / f"step-{match[1]}" if match else staged
+    if final.exists() or not (staged / manifests.NAME).exists():
+        return False
+    try:
+        content = manifests.read(staged)
+        for name, entry in content.files.items():
+            manifests.verify(staged, name, entry)
+    except Damaged:
+        return False
+    if f"step-{content.state.step}" != final.name:
+        return False
+    staged.rename(final)
+    sync(staged.parent)
+    return True
+
+
+def stage(folder: Path, step: int, needed: int) -> Path:
+    """Create a folder for a checkpoint of about ``needed`` bytes. Raises ResourceError, OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise unwritable(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder, needed)
+    staged = folder / f"tmp-{step}-{secrets.token_hex(8)}"
+    staged.mkdir()
+    return staged
+
+
+def publish(staged: Path, content: Manifest, keep: int) -> Path:
+    """Commit a staged checkpoint, after all files are written and synced; return its final path."""
+    folder = staged.parent
+    with (staged / manifests.NAME).open("xb") as file:
+        file.write(content.to_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+    sync(staged)
+    final = folder / f"step-{content.state.step}"
+    replaced = _set_aside(final) if final.exists() else None
+    try:
+        staged.rename(final)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(final)
+        raise
+    sync(folder)
+    suspected = content.state.guard.burst is not None
+    _retire(folder, content.state.step, None if suspected else max(1, keep))
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def _retire(folder: Path, step: int, keep: int | None) -> None:
+    """Delete all but the ``keep`` (None: all) newest up to ``step``. A failure does not affect the new checkpoint."""
+    found = manifests.committed(folder)
+    kept = [path for path in found if (manifests.step_of(path) or 0) <= step][:keep]
+    _delete(path for path in found if path not in kept)
+
+
+def retire_after(folder: Path, step: int) -> None:
+    """Delete the checkpoints after ``step``, after a rewind to it."""
+    _delete(path for path in manifests.committed(folder) if (manifests.step_of(path) or 0) > step)
+
+
+def _delete(checkpoints: Iterable[Path]) -> None:
+    for path in checkpoints:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(_set_aside(path))
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    """Rename a checkpoint before its deletion, so that a half-deleted one is never read."""
+    retired = checkpoint.parent / f"tmp-retired-{checkpoint.name}-{secrets.token_hex(8)}"
+    checkpoint.rename(retired)
+    return retired
+
+
+def sync(folder: Path) -> None:
+    """Sync a folder, so that its names survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def unwritable(error: OSError, folder: Path, needed: int = 0) -> ResourceError:
+    """The error for a checkpoint that could not be written: folder, bytes needed, bytes free."""
+    why = error.strerror or str(error)
+    if needed:
+        why += f", {format_bytes(needed)} needed"
+    with contextlib.suppress(OSError):
+        why += f", {format_bytes(shutil.disk_usage(_existing(folder)).free)} free"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    fix = "free some space or raise the quota" if full else "make the folder writable"
+    return ResourceError(
+        "cannot write the checkpoint",
+        where=str(folder),
+        why=why,
+        fix=f"{fix}, or train into another folder; earlier checkpoints are intact",
+    )
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -1,0 +1,186 @@
+"""Checks of the start of a run, before torch is loaded: resume, or start from another run (``checkpoint.start_from``).
+
+A folder with a checkpoint is resumed, or is finished. Settings that must not change are compared with the folder's
+recipe before the recipe is overwritten. The number of heads or an adapter's alpha, for example, change no tensor's
+shape, so without this check the run would continue, or be exported, as another model. With another tokenizer the model
+would get tokens that it was not trained on. The content of the data is not read here; the ranks compare it when they
+open it.
+
+``start_from`` is a checkpoint, or the folder that holds a run's checkpoints; then the newest complete one is used. That
+folder belongs to another run, which may still train, so nothing in it is created, renamed or deleted. A run folder with
+a checkpoint of its own resumes from it and ignores ``start_from``: the same command starts and resumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import manifest as manifests
+from shardwise.checkpoint.manifest import Damaged, Manifest
+from shardwise.checkpoint.run_folder import RECIPE
+from shardwise.core.errors import CheckpointError, DataError, RecipeError, ShardwiseError
+from shardwise.recipe.load import load_recipe
+from shardwise.recipe.sections import DataSpec, Recipe
+from shardwise.technique import SETTINGS
+
+_KEY, _CHECKPOINTS = "checkpoint.start_from", "checkpoints"
+
+
+def check_start(recipe: Recipe, run_folder: Path) -> None:
+    """Refuse a recipe that is not the folder's run, and an unusable ``start_from``, before planning.
+
+    Reads the folder's recipe and one manifest, but no tensors; these are checked when they are loaded. Raises
+    CheckpointError, DataError and RecipeError.
+    """
+    if manifests.committed(run_folder / _CHECKPOINTS):
+        if (before := _recipe_of(run_folder)) is not None:
+            _require_same_run(before, recipe, run_folder)
+        return
+    if recipe.checkpoint.start_from is None:
+        return
+    newest = candidates(Path(recipe.checkpoint.start_from))[0]
+    try:
+        manifest = manifests.read(newest)
+    except Damaged:
+        return
+    require_steps_left(recipe, newest, manifest)
+
+
+def finished(recipe: Recipe, run_folder: Path) -> str:
+    """A sentence about a finished run, by its newest complete checkpoint; "" if steps are left.
+
+    Only file sizes are checked here; loading verifies the bytes. Also "" if the folder's recipe is missing or
+    unreadable: then the run is prepared again and gets a recipe.
+    """
+    if _recipe_of(run_folder) is None:
+        return ""
+    for checkpoint in manifests.committed(run_folder / _CHECKPOINTS):
+        try:
+            manifest = manifests.read(checkpoint)
+            if manifest.state.step < recipe.steps:
+                return ""
+        except Damaged:
+            continue
+        if not manifests.has_all_bytes(checkpoint, manifest):
+            continue
+        return f"nothing to do: {manifest.state.step} of {recipe.steps} steps are done"
+    return ""
+
+
+def _recipe_of(run_folder: Path) -> Recipe | None:
+    """The folder's recipe, or None if it is missing or unreadable."""
+    try:
+        return load_recipe(run_folder / RECIPE, [], SETTINGS)
+    except (OSError, ShardwiseError):
+        return None
+
+
+_OTHER_RUN = (CheckpointError, "the checkpoint is of another run", "")
+_OTHER_ORDER = (CheckpointError, "the checkpoint is of another run", ": samples would repeat or be skipped")
+_OTHER_DATA = (DataError, "the checkpoint was trained on other data", "")
+
+
+def _require_same_run(before: Recipe, now: Recipe, folder: Path) -> None:
+    """Raise CheckpointError, or DataError for data, if the run of ``before`` cannot resume as ``now``."""
+    was, says = before.data, now.data
+    _require_same(_OTHER_RUN, folder, _model_of(before), _model_of(now))
+    _require_same(_OTHER_ORDER, folder, _order_of(before), _order_of(now))
+    if now.model.factory is not None:  # a factory has its own dataset, without tokens
+        key = "data.held_out"
+        _require_same(_OTHER_DATA, folder, {key: was.held_out}, {key: says.held_out})
+        return
+    _require_same(_OTHER_DATA, folder, _cut_of(was), _cut_of(says))
+    if not _same_tokenizer(was.tokenizer, says.tokenizer):
+        key = "data.tokenizer"
+        _require_same(_OTHER_DATA, folder, {key: was.tokenizer}, {key: says.tokenizer})
+    if (was.format, was.train_on) != (says.format, says.train_on):
+        _require_same(_OTHER_DATA, folder, _found_in(says, was), _found_in(says, says))
+
+
+def _require_same(
+    error: tuple[type[ShardwiseError], str, str], folder: Path, was: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    """Raise an error of ``kind`` for the first key with another value."""
+    kind, what, consequence = error
+    for key in sorted(was.keys() | now.keys()):
+        if was.get(key) != now.get(key):
+            raise kind(
+                what,
+                where=str(folder),
+                why=f"{key} was {was.get(key)}, now {now.get(key)}{consequence}",
+                fix=f"set {key} back, or train into another folder",
+            )
+
+
+def _model_of(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's settings that define the trained function and its optimizer, without the path of its weights."""
+    found = {f"model.{key}": value for key, value in recipe.model.model_dump(exclude={"hf"}).items()}
+    found["optimizer.name"] = recipe.optimizer.name
+    if recipe.adapter is not None:
+        said = {"name", "rank", "alpha", "targets", "rank_stabilized", "quantize"}
+        found |= {f"adapter.{key}": value for key, value in recipe.adapter.model_dump(include=said).items()}
+    return found
+
+
+def _order_of(recipe: Recipe) -> dict[str, Any]:
+    """Settings that, with the data, determine the order of samples."""
+    return {"seed": recipe.seed, "batch_size": recipe.batch_size}
+
+
+def _cut_of(spec: DataSpec) -> dict[str, Any]:
+    """Settings that determine how tokens become samples."""
+    return {f"data.{key}": getattr(spec, key) for key in ("sequence_length", "held_out", "packing")}
+
+
+def _same_tokenizer(before: str, now: str) -> bool:
+    """Whether two tokenizers are equal. A missing one may have moved; then the tokens are compared later."""
+    if before == now:
+        return True
+    from shardwise.data.tokenizer import open_tokenizer
+
+    found = open_tokenizer(now)
+    try:
+        return open_tokenizer(before).fingerprint == found.fingerprint
+    except DataError:
+        return True
+
+
+def _found_in(source: DataSpec, spec: DataSpec) -> dict[str, Any]:
+    """The settings of ``spec`` for the records of ``source``, with the detected format."""
+    from shardwise.data.formats import format_of
+    from shardwise.data.sources import open_source
+
+    # Without the settings that plain text refuses, because the format is not known yet.
+    asked = spec.model_copy(update={"packing": False, "train_on": None})
+    name = format_of(asked, open_source(source.source, source.text_key))
+    trained_on = spec.train_on or ("all" if name == "text" else "completion")
+    return {"data.format": name, "data.train_on": trained_on}
+
+
+def candidates(source: Path) -> list[Path]:
+    """The checkpoints in ``source``, newest first. Raises CheckpointError if there are none."""
+    if found := manifests.committed(source):
+        return found
+    if (source / manifests.NAME).exists():
+        return [source]
+    raise CheckpointError(
+        "no checkpoint to start from",
+        where=f"{_KEY}: {source}",
+        why="it has no manifest.json, and no step-N below it has one"
+        if source.is_dir()
+        else "the folder does not exist",
+        fix="name a step-N folder, or the checkpoints folder of a run",
+    )
+
+
+def require_steps_left(recipe: Recipe, checkpoint: Path, manifest: Manifest) -> None:
+    """Raise RecipeError if the checkpoint's step is the run's last step or later."""
+    if manifest.state.step >= recipe.steps:
+        raise RecipeError(
+            "nothing is left to train",
+            where=f"{_KEY}: {checkpoint}",
+            why=f"its step is {manifest.state.step}, and steps is {recipe.steps}",
+            fix="raise steps, or start from an earlier checkpoint",
+        )

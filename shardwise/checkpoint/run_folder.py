@@ -1,0 +1,125 @@
+"""The folder of a run: one process holds it at a time, and workers read their recipe and plan from it.
+
+``generate`` and ``export`` take the tokenizer from ``recipe.yaml``, so only a run that will train replaces it. A run
+that ``resume_checks.py`` refuses, or that is finished, does not reach ``write_job``. Checks that need the data or the
+tensors follow in the workers. The report of the run before is deleted when they have accepted the new run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from shardwise.core.atomic_file import write_whole
+from shardwise.core.errors import RecipeError, ResourceError
+from shardwise.core.json_file import read_json, text_of
+from shardwise.core.plan import Plan
+from shardwise.core.run_files import Outcome
+from shardwise.recipe.load import dump_recipe, load_recipe
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import SETTINGS
+
+RECIPE, PLAN, REPORT, PAGE = "recipe.yaml", "plan.json", "report.json", "report.html"
+LOCK, HOLDER = ".lock", ".holder"
+
+
+@contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Hold the folder while training in it.
+
+    Raises:
+        ResourceError: it cannot be made or written.
+        RecipeError: another process trains in it.
+    """
+    try:
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / HOLDER).touch()
+            lock = FileLock(folder / LOCK)
+            lock.acquire(timeout=0)
+    except Timeout as error:
+        raise RecipeError(
+            "another process trains in this folder",
+            where=str(folder),
+            why=(folder / HOLDER).read_text(encoding="utf-8").strip(),
+            fix="wait for it or give another --out",
+        ) from error
+    try:
+        with _writing(folder):
+            holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+            (folder / HOLDER).write_text(holder, encoding="utf-8")
+        yield
+    finally:
+        (folder / HOLDER).unlink(missing_ok=True)
+        lock.release()
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn OSError into ResourceError; a Timeout of the lock, which is an OSError too, passes."""
+    try:
+        yield
+    except Timeout:
+        raise
+    except OSError as error:
+        raise ResourceError(
+            "cannot write the run's folder",
+            where=str(folder),
+            why=error.strerror or str(error),
+            fix="give another --out",
+        ) from error
+
+
+def write_job(folder: Path, recipe: Recipe, plan: Plan) -> None:
+    """Write the resolved recipe and the plan, which is all that workers read.
+
+    Raises:
+        ResourceError: a file cannot be written. Each file is then whole, the old one or the new one.
+    """
+    with _writing(folder):
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    write_whole(folder / RECIPE, dump_recipe(recipe).encode())
+    # The plan last, so that a folder with a plan has the recipe of that plan.
+    write_whole(folder / PLAN, plan.to_json().encode())
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """The run's report; None when the run has not ended or made no step. Raises DataError."""
+    path = folder / REPORT
+    return read_json(path, Outcome) if path.exists() else None
+
+
+def write_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write the run's report. Raises ResourceError."""
+    write_whole(folder / REPORT, text_of(outcome).encode())
+
+
+def forget_report(folder: Path) -> None:
+    """Delete the report of the run before, when training begins."""
+    (folder / REPORT).unlink(missing_ok=True)
+
+
+def read_job(folder: Path) -> tuple[Recipe, Plan]:
+    """The resolved recipe and the plan of a run folder. Raises RecipeError and DataError."""
+    recipe = load_recipe(folder / RECIPE, [], SETTINGS)
+    return recipe, read_json(folder / PLAN, Plan)
+
+
+@contextmanager
+def scratch(prefix: str) -> Iterator[Path]:
+    """A temporary folder. After an exception it is kept without its weights, because its logs say why."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield folder
+    except BaseException:
+        for weights in folder.glob("*.safetensors"):
+            weights.unlink()
+        raise
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,49 @@
+"""``python -m shardwise.cli.planner STEP RECIPE DIR [k=v ...]``: planning in a process of its own.
+
+Ranks that torchrun or srun started run these steps in another process, because planning would show up in the memory
+that a rank measures. The steps are ``prepare`` (plan and write the run's folder) and ``advise`` (print the error line
+of a run that ran out of memory with a micro-batch of 1).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from shardwise.cli.failure import guarded
+from shardwise.cli.terminal_output import keep_writing
+from shardwise.hardware.cluster import Cluster
+from shardwise.jobs.planning import advised_error
+from shardwise.jobs.request import read
+from shardwise.jobs.training import prepare
+from shardwise.recipe.sections import Recipe
+
+FINISHED = 100
+"""The exit code of ``prepare`` when all steps are done and no rank should train. It is internal."""
+
+
+def main(step: str, recipe_file: str, folder: str, *overrides: str) -> int:
+    """Do one step and return the exit code; an error is one line on standard error."""
+    action = STEPS[step]
+    return guarded(lambda: action(*read(Path(recipe_file), overrides), Path(folder)))
+
+
+def _prepare(recipe: Recipe, cluster: Cluster, folder: Path) -> int:
+    planned = prepare(recipe, cluster, folder, None, lambda line: print(line, flush=True))
+    return FINISHED if planned is None else 0
+
+
+def _advise(recipe: Recipe, cluster: Cluster, folder: Path) -> int:
+    print(advised_error(recipe, cluster, folder).line())
+    return 0
+
+
+STEPS: Mapping[str, Callable[[Recipe, Cluster, Path], int]] = {
+    "prepare": _prepare,
+    "advise": _advise,
+}
+
+if __name__ == "__main__":
+    keep_writing()
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""``shardwise train`` as one of many ranks that torchrun or srun has started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise.checkpoint.run_folder import PAGE, claim
+from shardwise.cli.planner import FINISHED
+from shardwise.core.errors import OutOfMemory, Preempted, ResourceError
+from shardwise.jobs.training import finish
+from shardwise.launch.launcher import signal_name
+from shardwise.train.faults.oom_record import read_record, written_at
+
+
+def train_as_rank(
+    recipe: Path, overrides: list[str], out: Path, exact_memory: bool, rank: int, device: str
+) -> int:
+    """Rank 0 plans, all ranks train, rank 0 reports.
+
+    Args:
+        out: the folder of the run, shared between nodes: the other ranks read the plan from it.
+        rank: the global rank of this process.
+        device: cpu or cuda.
+
+    Returns:
+        This rank's exit code. After an OOM it is 75 on all ranks if the same command goes on with a smaller
+        micro-batch; then torchrun or srun may start it again.
+    """
+    from shardwise.worker import run_rank
+
+    if rank != 0:
+        return _exit_code(_train(out, lambda: run_rank("train", out, exact_memory, device, lambda: 0)), out)
+
+    def elsewhere(step: str, *, capture: bool) -> subprocess.CompletedProcess[str]:
+        # In another process, because planning would show up in the measured memory.
+        verb = [sys.executable, "-m", "shardwise.cli.planner", step, str(recipe), str(out), *overrides]
+        return subprocess.run(verb, check=False, text=True, stdout=subprocess.PIPE if capture else None)
+
+    def plan_elsewhere() -> int:
+        code = elsewhere("prepare", capture=False).returncode
+        return code if code >= 0 else _report_killed(-code)
+
+    with claim(out):
+        code = _train(out, lambda: run_rank("train", out, exact_memory, device, plan_elsewhere))
+        if code == 0 or (code == FINISHED and not (out / PAGE).exists()):
+            finish(out)
+        exit_code = _exit_code(code, out)
+        if code == OutOfMemory.exit_code and exit_code == ResourceError.exit_code:
+            print(elsewhere("advise", capture=True).stdout.strip(), file=sys.stderr, flush=True)
+        return exit_code
+
+
+def _train(out: Path, train: Callable[[], None]) -> int:
+    """This rank's exit code: that of OutOfMemory also when the OOM of another rank broke this rank's collectives."""
+    from shardwise.worker import attempt
+
+    before = written_at(out)
+    try:
+        return attempt(train)
+    except Exception:
+        if written_at(out) == before:
+            raise
+        return OutOfMemory.exit_code
+
+
+def _exit_code(code: int, out: Path) -> int:
+    """The exit code for torchrun or srun."""
+    if code != OutOfMemory.exit_code:
+        return 0 if code == FINISHED else code
+    record = read_record(out)
+    return ResourceError.exit_code if record is not None and record.is_final else Preempted.exit_code
+
+
+def _report_killed(number: int) -> int:
+    """Print the error of a planner that a signal killed; returns the exit code."""
+    error = ResourceError(
+        "planning was killed",
+        where="in a process of rank 0's",
+        why=f"by {signal_name(number)}",
+        fix="free memory on that machine, and run the same command again",
+    )
+    print(error.line(), file=sys.stderr, flush=True)
+    return error.exit_code

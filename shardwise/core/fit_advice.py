@@ -1,0 +1,82 @@
+"""Advice when a model does not fit: the remedies to try, in order, and what each one would cost.
+
+Remedies are data (technique/fit_advice.py), as rules are. Each remedy states all its settings; it does not add to those
+of the remedy before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.core.plan import Candidate
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One way to need less memory.
+
+    Attributes:
+        name: a few words.
+        why: what it does, and what it costs.
+        tries: values of settings, tried in this order. Pinned settings keep the recipe's value.
+        adapter: keys of the ``adapter:`` section that override the recipe's; None leaves the section as it is.
+    """
+
+    name: str
+    why: str
+    tries: tuple[Mapping[str, object], ...]
+    adapter: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class RemedyOutcome:
+    """The prediction of one try of a remedy.
+
+    Attributes:
+        overrides: what the command line needs for it: section.key=value.
+    """
+
+    remedy: Remedy
+    overrides: tuple[str, ...]
+    candidate: Candidate
+
+    @property
+    def fits(self) -> bool:
+        return self.candidate.verdict == "fits"
+
+
+@dataclass(frozen=True)
+class FitAdvice:
+    """All outcomes in order, and the advice.
+
+    Attributes:
+        advised: the outcome to use; None if nothing fits.
+        reasons: sentences on why it is advised.
+    """
+
+    outcomes: tuple[RemedyOutcome, ...]
+    advised: RemedyOutcome | None
+    reasons: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ``ladder`` object that ``plan --json`` prints."""
+        return {
+            "advised": list(self.advised.overrides) if self.advised else None,
+            "reasons": list(self.reasons),
+            "rungs": list(self._rows()),
+        }
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for outcome in self.outcomes:
+            found = outcome.candidate
+            yield {
+                "rung": outcome.remedy.name,
+                "overrides": list(outcome.overrides),
+                "line": found.line,
+                "peak_bytes": found.peak_bytes,
+                "step_seconds": found.step_seconds,
+                "verdict": found.verdict,
+                "reason": found.reason,
+            }

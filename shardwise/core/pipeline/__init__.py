@@ -1,0 +1,1 @@
+"""Schedules of pipeline parallelism, and the messages between its ranks, as data."""

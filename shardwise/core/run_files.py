@@ -1,0 +1,105 @@
+"""``metrics.jsonl`` and ``report.json``: what a run writes while it trains, and once at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from shardwise.core.json_file import Seconds, Size
+from shardwise.core.ledger import Ledger
+from shardwise.core.pipeline.schedule import Action, Kind, Played
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of ``metrics.jsonl``. Keys that are None are left out.
+
+    Attributes:
+        step: number of the optimizer step, from 1.
+        loss: in nats per token; NaN once the run has failed.
+        tokens: targets that were trained on.
+        seconds: wall time since the step before.
+        rewinds: how often the run had gone back before this step.
+    """
+
+    step: Size
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: Size
+    seconds: float
+    tokens_per_second: float
+    skipped: bool = False
+    held_out_loss: float | None = None
+    rewinds: Size | None = None
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Predicted and measured peak bytes of one rank. ``measured_reserved_bytes`` is 0 on the CPU."""
+
+    rank: Size
+    predicted_peak_bytes: Size
+    measured_peak_bytes: Size
+    measured_reserved_bytes: Size = 0
+
+
+@dataclass(frozen=True)
+class RankPasses:
+    """The passes of one rank in one step: kind, stage, micro-batch, begin and end in seconds from the first pass."""
+
+    rank: Size
+    spans: tuple[tuple[Kind, Size, Size, Seconds, Seconds], ...]
+
+
+@dataclass(frozen=True)
+class PassesRecord:
+    """The measured passes of the ranks of one pipeline in one step, in the order of the ranks."""
+
+    step: Size
+    ranks: Annotated[tuple[RankPasses, ...], Field(min_length=1)]
+
+    def played(self) -> Played:
+        return Played(
+            tuple(
+                tuple(
+                    (Action(kind, stage, number), begin, end)
+                    for kind, stage, number, begin, end in each.spans
+                )
+                for each in self.ranks
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``report.json``: measured results of a run that reached its end, with the plan's predictions.
+
+    Attributes:
+        measured_step_seconds: None when no step was made.
+        ledger: the plan's, at the peak.
+        tokens: targets trained on, earlier runs of a resumed run included.
+        seconds: of this run's training, evaluation and saving.
+        sample: text from the model.
+        passes: the measured passes of a pipeline.
+    """
+
+    ranks: Annotated[tuple[RankMemory, ...], Field(min_length=1)]
+    predicted_step_seconds: Seconds
+    measured_step_seconds: Seconds | None
+    ledger: Ledger
+    held_out_loss: float | None = None
+    parameters: Size = 0
+    tokens: Size = 0
+    seconds: Seconds = 0.0
+    sample: str | None = None
+    device: str = ""
+    world_size: Size = 0
+    passes: PassesRecord | None = None
+
+    @property
+    def worst(self) -> RankMemory:
+        """The rank with the highest measured peak."""
+        return max(self.ranks, key=lambda rank: rank.measured_peak_bytes)

@@ -1,0 +1,106 @@
+"""`Data`: the samples of an optimizer step, and their assignment to ranks and micro-batches.
+
+The samples of a step are `batch_size` numbers that depend only on (seed, step); see `shuffle`. Each sample gets a
+*slot*: with data-parallel degree d and micro-batch size m, row i of micro-batch j on rank r is slot (j*d + r)*m + i,
+and slot k holds sample k of the step. So one micro-batch across the ranks is a contiguous range of the step. Another
+world size or micro-batch size assigns the same samples differently, and the sum over a step stays the same. Slots after
+the last sample are padding, which the loss ignores. All ranks have M = ceil(batch_size / (d*m)) micro-batches: with one
+fewer, a rank would leave the others waiting in a collective.
+
+There is no iterator and no state: callers ask for a step by its number. There is no prefetching loader with workers,
+because slicing a memory-mapped file takes microseconds. User datasets with slow items pay for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.data.samples import Batch, Samples
+from shardwise.data.shuffle import samples_of_step
+from shardwise.data.tokenizer import Tokenizer
+
+_HELD_OUT_SEED = 0
+
+
+class Data:
+    """Training and held-out samples, addressed by optimizer step.
+
+    Attributes:
+        vocab: the number of token ids, or None for a factory's own dataset.
+        fingerprint: equal for two data exactly if sample numbers mean the same samples (for a factory's dataset
+            only its first and last item are compared); independent of paths, seed and world size.
+        tokenizer: the tokenizer, or None for a factory's own dataset.
+    """
+
+    def __init__(
+        self,
+        train: Samples,
+        held_out: Samples,
+        *,
+        tokenizer: Tokenizer | None,
+        fingerprint: str,
+        batch_size: int,
+        seed: int,
+        evaluation_sequences: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.fingerprint = fingerprint
+        self.vocab = tokenizer.vocab if tokenizer else None
+        self._train, self._held_out = train, held_out
+        self._batch_size, self._seed = batch_size, seed
+        self._evaluation = min(evaluation_sequences, len(held_out))
+
+    @property
+    def train_sequences(self) -> int:
+        """Training samples in an epoch."""
+        return len(self._train)
+
+    @property
+    def held_out_sequences(self) -> int:
+        """Validation (held-out) samples; 0 if the recipe holds none out or the data is a single sequence."""
+        return len(self._held_out)
+
+    def samples(self, step: int) -> list[int]:
+        """The `batch_size` sample numbers of optimizer step `step`, which counts from 0."""
+        return samples_of_step(step, self._batch_size, len(self._train), self._seed)
+
+    def micro_batches(self, step: int, rank: int, degree: int, micro_batch_size: int) -> list[Batch]:
+        """The micro-batches of data-parallel rank `rank` of `degree` in optimizer step `step`, in order.
+
+        Each has `micro_batch_size` rows, padding included. For text these are `input_ids` and `labels`, both
+        [micro_batch_size, sequence_length] int64 on the CPU. Labels are already shifted; -100 marks ignored targets.
+        """
+        slots = deal(self.samples(step), rank, degree, micro_batch_size)
+        return [self._train.batch(rows) for rows in slots]
+
+    def held_out(self, index: int, rank: int, degree: int, micro_batch_size: int) -> list[Batch]:
+        """The micro-batches of validation `index`, assigned to ranks like those of a step.
+
+        The held-out samples are shuffled once, so that a few samples represent many documents. Evaluation 0 uses the
+        first `evaluation.sequences` of them (all, if there are fewer), evaluation 1 the next, and so on, cyclically.
+        The recipe's seed and the step do not change the samples of an index. The list is empty if nothing is held out.
+        """
+        samples: list[int] = []
+        if self._evaluation:
+            samples = samples_of_step(index, self._evaluation, len(self._held_out), _HELD_OUT_SEED)
+        return [self._held_out.batch(rows) for rows in deal(samples, rank, degree, micro_batch_size)]
+
+    def text(self, sample: int) -> str:
+        """Training sample `sample` as text, for logs."""
+        return self._train.text(sample)
+
+
+def deal(samples: Sequence[int], rank: int, degree: int, micro_batch_size: int) -> list[list[int | None]]:
+    """The rows of each micro-batch of `rank`: sample numbers, or None for padding.
+
+    Raises:
+        ValueError: the rank is not within 0..degree-1, or the micro-batch size is below 1.
+    """
+    if not 0 <= rank < degree or micro_batch_size < 1:
+        raise ValueError(f"rank {rank} of {degree}, micro-batches of {micro_batch_size}")
+    count = -(-len(samples) // (degree * micro_batch_size))
+    starts = [(j * degree + rank) * micro_batch_size for j in range(count)]
+    return [
+        [samples[k] if k < len(samples) else None for k in range(start, start + micro_batch_size)]
+        for start in starts
+    ]

@@ -1,0 +1,363 @@
+"""The token cache: one process tokenizes a source once, into a file that every rank memory-maps.
+
+A cache is a folder `KEY/` of three files: `tokens.bin` (all documents, each followed by the separator, in the narrowest
+unsigned type, little-endian), `documents.bin` (for each document its end and a hash of its text) and `header.json`. KEY
+is a hash of the inputs: the source's identity (paths, sizes, modification times), the tokenizer's fingerprint and the
+version of this format. The header's `digest` is a hash of the data files. It does not depend on paths and times, so a
+checkpoint compares the digest. A cache of records with completions has a fourth file, `trained.bin`: one byte per
+token, 1 for tokens that the loss counts (`example_cache`).
+
+The cache is written in one pass with bounded memory to `KEY.*.tmp/`. Every file and folder is synced, then the folder
+is renamed, so a folder named KEY is complete. Other processes wait on a lock (flock, which the kernel releases when the
+holder dies) and then use the result. The next builder removes the rest of a killed one. Opening a cache checks sizes,
+and a damaged cache is built again.
+
+One file per source needs one memory map, and one slice per sample. In return, a source that grew is tokenized again
+from its start, and the content is not hashed at each opening, so a bit that flips later on the disk is not found here.
+Nothing is evicted; delete the folder at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import filelock
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shardwise.core.errors import DataError, ResourceError
+from shardwise.data.readers import TextPiece
+from shardwise.data.sources import Source
+from shardwise.data.tokenizer import Tokenizer, Tokens
+
+FORMAT = 1
+
+DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
+"""`end`: position in `tokens.bin` after the document's separator. `hash`: xxh3-64 of its UTF-8 text."""
+
+EXAMPLE = np.dtype([*DOCUMENT.descr, ("first", "<u8")])
+"""A record with a completion. `hash`: of its tokens and the trained mask. `first`: position in the record of the first
+trained token that has a token before it."""
+
+_BATCH_BYTES = 1 << 22
+_BATCH_PIECES = 4096
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Header:
+    """Content of `header.json`. `source` and `tokenizer` are informative; `digest` is a hash of the data files.
+
+    `trained_tokens` is None for plain text, which has no `trained.bin`.
+    """
+
+    format: int
+    source: str
+    tokenizer: str
+    dtype: str
+    tokens: int
+    documents: int
+    empty_documents: int
+    digest: str
+    trained_tokens: int | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each data file."""
+        plain = self.trained_tokens is None
+        sizes = {
+            "tokens.bin": self.tokens * np.dtype(self.dtype).itemsize,
+            "documents.bin": self.documents * (DOCUMENT if plain else EXAMPLE).itemsize,
+        }
+        return sizes if plain else {**sizes, "trained.bin": self.tokens}
+
+
+class TokenCache:
+    """A complete cache on the disk.
+
+    Attributes:
+        header: counts and digest.
+        tokens: all tokens, [header.tokens], mapped read-only.
+        trained: 1 for each token that the loss counts, [header.tokens] bytes, mapped; empty for plain text.
+    """
+
+    def __init__(self, folder: Path, header: Header) -> None:
+        self.header = header
+        self._folder = folder
+        self._maps: list[mmap.mmap] = []
+        self.tokens: Tokens = np.frombuffer(self._mapped("tokens.bin"), dtype=header.dtype)
+        self.trained: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        if header.trained_tokens is not None:
+            self.trained = np.frombuffer(self._mapped("trained.bin"), dtype=np.bool_)
+
+    def _mapped(self, name: str) -> mmap.mmap:
+        with (self._folder / name).open("rb") as file:
+            self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return self._maps[-1]
+
+    def documents(self) -> npt.NDArray[np.void]:
+        """A record of type `DOCUMENT` or `EXAMPLE` per document, read into memory (16 or 24 bytes each)."""
+        plain = self.header.trained_tokens is None
+        return np.fromfile(self._folder / "documents.bin", dtype=DOCUMENT if plain else EXAMPLE)
+
+    def release(self) -> None:
+        """Unmap the touched pages; they stay in the system's page cache.
+
+        Mapped pages count in the process's high-water mark, which must measure training only.
+        """
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self._maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def default_root() -> Path:
+    """The folder of all caches: $SHARDWISE_CACHE, else ~/.cache/shardwise."""
+    if chosen := os.environ.get("SHARDWISE_CACHE"):
+        return Path(chosen).expanduser()
+    try:
+        return Path.home() / ".cache" / "shardwise"
+    except RuntimeError:
+        raise ResourceError(
+            "no place for the token cache",
+            why="this user has no home folder",
+            fix="set SHARDWISE_CACHE to a folder",
+        ) from None
+
+
+def open_cache(source: Source, tokenizer: Tokenizer, root: Path) -> TokenCache:
+    """The cache of `source` and `tokenizer` below `root`; built if it does not exist.
+
+    Raises:
+        DataError: the source is malformed or holds no text.
+        ResourceError: `root` cannot be written, or the disk is full.
+    """
+    parts = [FORMAT, tokenizer.fingerprint, source.identity()]
+    log_as = f"{source.name} with {tokenizer.name}"
+    return cached(parts, root, log_as, lambda work: _write(source, tokenizer, work))
+
+
+def cached(parts: object, root: Path, what: str, write: Callable[[Path], Header]) -> TokenCache:
+    """The cache with key `parts`. If it does not exist, `write` writes its data files to a folder."""
+    key = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+    folder = root / key
+    if found := _load(folder):
+        return found
+    with _disk(root):
+        root.mkdir(parents=True, exist_ok=True)
+    with _locked(root / f"{key}.lock"):
+        if found := _load(folder):
+            return found
+        log.info("tokenizing %s into %s", what, folder)
+        _build(write, folder)
+        if built := _load(folder):
+            return built
+    raise ResourceError("the token cache vanished", where=str(folder), why="another process removed it")
+
+
+def _load(folder: Path) -> TokenCache | None:
+    """The cache in `folder`, or None if it is missing or damaged."""
+    try:
+        header = Header(**json.loads((folder / "header.json").read_text(encoding="utf-8")))
+        if all((folder / name).stat().st_size == size for name, size in header.sizes.items()):
+            return TokenCache(folder, header)
+    except (OSError, ValueError, TypeError):
+        pass  # missing, or not written by `_build`
+    return None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = filelock.FileLock(path)
+    with _disk(path):
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            log.info("another process is tokenizing this data; waiting for it (%s)", path)
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build(write: Callable[[Path], Header], folder: Path) -> None:
+    """Write the cache to a temporary folder and rename it to `folder`. The caller holds the lock."""
+    with _disk(folder):
+        for left_over in folder.parent.glob(f"{folder.name}.*.tmp"):
+            shutil.rmtree(left_over)
+        work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
+    try:
+        header = write(work)
+        with _disk(folder):
+            with (work / "header.json").open("wb") as file:
+                said = {key: value for key, value in asdict(header).items() if value is not None}
+                file.write(json.dumps(said, indent=1).encode())
+                _sync(file)
+            _sync_folder(work)
+            if folder.exists():  # damaged: `_load` refused it
+                shutil.rmtree(folder)
+            work.rename(folder)
+            _sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write(source: Source, tokenizer: Tokenizer, work: Path) -> Header:
+    """Tokenize `source` into the two data files of `work`; return the header."""
+    with data_files(work, ("tokens.bin", "documents.bin")) as outputs:
+        writer = _Writer(tokenizer, outputs)
+        for pieces in _batches(source.pieces()):
+            writer.write(pieces)
+    if not writer.documents:
+        raise DataError(
+            "no text in the data source",
+            where=source.name,
+            why="all its documents are empty",
+            fix="check data.source",
+        )
+    return Header(
+        format=FORMAT,
+        source=source.name,
+        tokenizer=tokenizer.name,
+        dtype=tokenizer.dtype.newbyteorder("<").str,
+        tokens=writer.tokens,
+        documents=writer.documents,
+        empty_documents=writer.empty_documents,
+        digest=outputs.digest,
+    )
+
+
+class Outputs:
+    """Data files that are written and hashed together."""
+
+    def __init__(self, files: Sequence[IO[bytes]]) -> None:
+        self._outputs = [(file, xxhash.xxh3_128()) for file in files]
+
+    @property
+    def digest(self) -> str:
+        """Hash of the content of all files."""
+        return xxhash.xxh3_128_hexdigest("".join(digest.hexdigest() for _, digest in self._outputs).encode())
+
+    def append(self, *chunks: npt.NDArray[Any]) -> None:
+        """Append one chunk to each file."""
+        for (file, digest), chunk in zip(self._outputs, chunks, strict=True):
+            digest.update(chunk.tobytes())
+            with _disk(Path(file.name)):
+                file.write(chunk.tobytes())
+
+
+@contextmanager
+def data_files(work: Path, names: Sequence[str]) -> Iterator[Outputs]:
+    """Open data files in the folder `work`; sync them at the end. Raises ResourceError if the disk is full."""
+    with _disk(work):
+        files = [(work / name).open("wb") for name in names]
+    try:
+        yield Outputs(files)
+        with _disk(work):
+            for file in files:
+                _sync(file)
+    finally:
+        for file in files:
+            _close(file)
+
+
+class _Writer:
+    """Appends documents to the two data files and counts them."""
+
+    def __init__(self, tokenizer: Tokenizer, outputs: Outputs) -> None:
+        self.tokens = self.documents = self.empty_documents = 0
+        self._tokenizer, self._outputs = tokenizer, outputs
+        self._dtype = tokenizer.dtype.newbyteorder("<")
+        self._separator = np.array([tokenizer.separator], dtype=self._dtype)
+        self._start = 0  # of the current document
+        self._text = xxhash.xxh3_64()
+
+    def write(self, pieces: list[TextPiece]) -> None:
+        tokens: list[Tokens] = []
+        records: list[tuple[int, int]] = []
+        encoded = self._tokenizer.encode_pieces([piece.data for piece in pieces])
+        for piece, piece_tokens in zip(pieces, encoded, strict=True):
+            tokens.append(piece_tokens)
+            self.tokens += len(piece_tokens)
+            self._text.update(piece.data)
+            if not piece.ends:
+                continue
+            if self.tokens > self._start:
+                tokens.append(self._separator)
+                self.tokens += 1
+                records.append((self.tokens, self._text.intdigest()))
+            else:
+                self.empty_documents += 1
+            self._start = self.tokens
+            self._text.reset()
+        self.documents += len(records)
+        joined = np.concatenate(tokens).astype(self._dtype, copy=False)
+        self._outputs.append(joined, np.array(records, dtype=DOCUMENT))
+
+
+def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
+    """Group `pieces` in lists of a few MiB; a tokenizer distributes a list over the cores."""
+    batch: list[TextPiece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.data)
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Turn an OSError from writing the cache at `path` into a ResourceError."""
+    try:
+        yield
+    except (OSError, NotImplementedError) as error:  # filelock: NotImplementedError without flock
+        why = getattr(error, "strerror", None) or str(error)
+        raise ResourceError(
+            "cannot write the token cache",
+            where=str(path),
+            why=f"{why}{_free(path)}",
+            fix="free some space, or set SHARDWISE_CACHE to another folder",
+        ) from None
+
+
+def _free(path: Path) -> str:
+    for place in path.parents:
+        try:
+            return f" ({shutil.disk_usage(place).free:,} bytes free)"
+        except OSError:
+            continue
+    return ""
+
+
+def _close(file: IO[bytes]) -> None:
+    with suppress(OSError):  # on a full disk the flush fails again; the first error is already raised
+        file.close()
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""Hugging Face datasets, on the hub or saved in a folder, read through the `datasets` library.
+
+The library takes seconds to import, so it is imported only when such a source is opened. It downloads once, keeps Arrow
+files in its own cache and then works offline. Rows are read in batches of the needed columns, so memory does not grow
+with the dataset.
+
+Unlike `streaming=True`, a download that is complete before step 1 cannot fail at step 10,000. It needs the disk space.
+The library refuses datasets that run their own Python code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import DataError
+from shardwise.data.readers import Record, TextPiece, checked, missing_key, pieces
+
+_ROWS = 256
+"""Rows read at a time."""
+
+
+def split_of(name: str) -> tuple[str, str | None]:
+    """Split `PLACE#SPLIT` into (PLACE, SPLIT), and `PLACE` into (PLACE, None)."""
+    place, mark, split = name.rpartition("#")
+    return (place, split or None) if mark else (name, None)
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether `datasets` wrote this folder with `save_to_disk`."""
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    )
+
+
+def rows_of_saved(name: str, folder: Path, split: str | None) -> Any:
+    """The `datasets.Dataset` saved in `folder`; if it has splits, the named one, else `train`."""
+    datasets = _import(name)
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # Arrow, JSON or file errors: the folder is damaged
+        raise DataError(
+            "unreadable dataset", where=name, why=f"{type(error).__name__}: {error}", fix="save it again"
+        ) from None
+    if not isinstance(loaded, datasets.DatasetDict):
+        if split is not None:
+            raise DataError(
+                f"no split '{split}'", where=name, why="it was saved without splits", fix="leave it out"
+            )
+        return loaded
+    if (split or "train") not in loaded:
+        raise DataError(
+            f"no split '{split or 'train'}'",
+            where=name,
+            why=f"it has {', '.join(loaded)}",
+            fix="name one as SOURCE#SPLIT",
+        )
+    return loaded[split or "train"]
+
+
+def rows_of_hub(name: str) -> Any:
+    """The `datasets.Dataset` named `ID[:CONFIG][#SPLIT]`, downloaded if it is not cached."""
+    datasets = _import(name)
+    place, split = split_of(name)
+    repository, _, config = place.partition(":")
+    try:
+        return datasets.load_dataset(repository, name=config or None, split=split or "train")
+    except Exception as error:  # network, hub, licence, split or configuration
+        raise DataError(
+            "cannot load dataset",
+            where=name,
+            why=f"no local file of this name, and from the hub: {type(error).__name__}: {error}",
+            fix="check data.source (FILE, or ID[:CONFIG][#SPLIT]) and the network",
+        ) from None
+
+
+def pieces_of_rows(name: str, rows: Any, text_key: str) -> Iterator[TextPiece]:
+    """The documents of a `datasets.Dataset`: one per row, from the feature `text_key`."""
+    if text_key not in rows.column_names:
+        raise missing_key(text_key, list(rows.column_names), name)
+    number = 0
+    for batch in rows.select_columns([text_key]).iter(batch_size=_ROWS):
+        for value in batch[text_key]:
+            number += 1
+            yield from pieces(checked(value, text_key, f"{name}: row {number}"))
+
+
+def records_of_rows(name: str, rows: Any, keys: Sequence[str]) -> Iterator[Record]:
+    """The rows of a `datasets.Dataset` with its features among `keys`, or with all features if it has none of them."""
+    names = [key for key in rows.column_names if key in keys] or rows.column_names
+    number = 0
+    for batch in rows.select_columns(names).iter(batch_size=_ROWS):
+        for values in zip(*(batch[key] for key in names), strict=True):
+            number += 1
+            yield Record(dict(zip(names, values, strict=True)), f"{name}: row {number}")
+
+
+def _import(name: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            "cannot read a Hugging Face dataset",
+            where=name,
+            why="no local file of this name, and the package datasets is not installed",
+            fix="check data.source, or pip install 'shardwise[hf]'",
+        ) from None
+    return datasets

@@ -1,0 +1,86 @@
+"""Open data for training: text and records through the token cache, or a factory's own dataset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch.utils.data import Dataset
+
+from shardwise.core.errors import DataError
+from shardwise.data.batches import Data
+from shardwise.data.cache import default_root
+from shardwise.data.samples import DatasetSamples, ExampleSamples, Samples, TokenSamples, fingerprint_of
+from shardwise.data.text import Examples, Text, open_tokens
+from shardwise.data.tokenizer import Tokenizer, open_tokenizer
+from shardwise.recipe.sections import Recipe
+
+
+def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path | None = None) -> Data:
+    """The data of a recipe. The first process tokenizes it; other processes wait and share the result.
+
+    Args:
+        recipe: `data`, `batch_size`, `seed` and `evaluation` are read.
+        dataset: a factory's own map-style dataset, which replaces `data.source`.
+        cache: the folder of token caches; by default $SHARDWISE_CACHE, else ~/.cache/shardwise.
+
+    Raises:
+        DataError: the source or the tokenizer is missing or malformed, or the data is shorter than one sequence.
+        ResourceError: the cache cannot be written.
+    """
+    tokenizer: Tokenizer | None = None
+    if dataset is not None:
+        train, held_out, fingerprint = _of_dataset(dataset, recipe.data.held_out)
+    else:
+        tokenizer = open_tokenizer(recipe.data.tokenizer)
+        train, held_out, fingerprint = _of_text(recipe, tokenizer, cache or default_root())
+    return Data(
+        train,
+        held_out,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        evaluation_sequences=recipe.evaluation.sequences,
+    )
+
+
+def _of_text(recipe: Recipe, tokenizer: Tokenizer, root: Path) -> tuple[Samples, Samples, str]:
+    spec = recipe.data
+    opened = open_tokens(spec, tokenizer, root)
+    # The fingerprint leaves out the tokenizer: equal tokens are equal data.
+    parts: list[object] = [opened.cache.header.digest, spec.sequence_length, spec.held_out]
+    if isinstance(opened, Examples):
+        parts += ["packed" if spec.packing else "padded"]
+    fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+    train, held_out = _samples(opened, tokenizer, spec.packing)
+    return train, held_out, fingerprint
+
+
+def _samples(opened: Text | Examples, tokenizer: Tokenizer, packing: bool) -> tuple[Samples, Samples]:
+    if isinstance(opened, Examples):
+        sides = opened.divided.train, opened.divided.held_out
+        train, held_out = (ExampleSamples(side, tokenizer, packing) for side in sides)
+        return train, held_out
+    cache = opened.cache
+    return TokenSamples(opened.train, cache, tokenizer), TokenSamples(opened.held_out, cache, tokenizer)
+
+
+def _of_dataset(dataset: Dataset[Any], fraction: float) -> tuple[Samples, Samples, str]:
+    """Hold out the last `fraction` of a user's dataset: at least one item if there are two."""
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            "dataset has no length",
+            where=type(dataset).__name__,
+            why="a resumable order needs items by number",
+            fix="return a map-style dataset, with __len__ and __getitem__, from the factory",
+        )
+    if not (count := len(dataset)):
+        raise DataError("empty dataset", where=type(dataset).__name__, fix="check the factory")
+    held = min(max(1, round(fraction * count)), count - 1) if fraction else 0
+    train, held_out = DatasetSamples(dataset, 0, count - held), DatasetSamples(dataset, count - held, held)
+    parts = [fingerprint_of(dataset, count), held]
+    return train, held_out, xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())

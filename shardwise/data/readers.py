@@ -1,0 +1,367 @@
+"""Read documents from txt, jsonl and parquet files, as a stream of pieces of about 1 MiB or less.
+
+A *document* is a whole .txt file, the text of one JSON line, or one row of a parquet column. It is read in *pieces*, so
+tokenizing a 50 MB line, or a file larger than memory, needs the memory of one piece. A piece ends after a line if
+possible, else after a blank, else between two characters.
+
+Pieces are bytes, checked to be UTF-8 without NUL. 0x00 separates documents in the bytes vocabulary; in text it means
+damage: a hole in a sparse file, UTF-16, a binary. The first malformed byte, line or row ends the run with its position:
+file:line, byte. Skipping malformed data, or replacing it by U+FFFD, would silently train on less than the recipe says.
+The source is tokenized before the first step, so the error comes before the first step too.
+
+*Records* are the same lines and rows with all their fields, for data with completions (`formats`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from shardwise.core.errors import DataError
+
+PIECE_BYTES = 1 << 20
+LONGEST_LINE_BYTES = 1 << 28
+
+SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_JSON_NAMES = {dict: "object", bool: "boolean", int: "number", float: "number", type(None): "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """A part of a document: valid UTF-8 without NUL. It is empty only at the end of a document (`ends`)."""
+
+    data: bytes
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A JSON object or a row, with its position."""
+
+    fields: Mapping[str, object]
+    place: str
+
+
+def is_data_file(path: Path) -> bool:
+    """Whether `read_file` reads files with this suffix."""
+    return path.name.lower().endswith(SUFFIXES)
+
+
+def read_file(path: Path, text_key: str) -> Iterator[TextPiece]:
+    """The documents of a data file, by its suffix; `text_key` is the JSON key or the parquet column.
+
+    Raises:
+        DataError: the file is unreadable, empty or malformed.
+    """
+    with _readable(path):
+        kind = _kind_of(path)
+        if kind == "parquet":
+            yield from _read_parquet(path, text_key)
+        elif kind == "jsonl":
+            yield from _read_jsonl(path, text_key)
+        else:
+            yield from _read_text(path)
+
+
+def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+    """The records of a jsonl or parquet file; from parquet only the columns in `keys`.
+
+    Raises:
+        DataError: the file is unreadable, empty, malformed, or a text file.
+    """
+    with _readable(path):
+        kind = _kind_of(path)
+        if kind == "parquet":
+            yield from _records_of_parquet(path, keys)
+        elif kind == "jsonl":
+            for row, place in _rows_of_jsonl(path):
+                yield Record(_object(row, place, "write one JSON object a line"), place)
+        else:
+            raise DataError(
+                "no records in a text file",
+                where=str(path),
+                why="only .jsonl and .parquet have records with fields",
+                fix="name those as data.source, or write data.format: text",
+            )
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn errors from reading `path` into DataErrors."""
+    try:
+        if path.stat().st_size == 0:
+            raise DataError(
+                "empty data file",
+                where=str(path),
+                why="0 bytes, perhaps an interrupted copy",
+                fix="restore or remove it",
+            )
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(
+            "damaged gzip file", where=str(path), why=str(error), fix="restore it, or remove it"
+        ) from None
+    except OSError as error:
+        raise DataError(
+            "cannot read data file", where=str(path), why=error.strerror or str(error), fix="check the file"
+        ) from None
+
+
+def _kind_of(path: Path) -> str:
+    name = path.name.lower().removesuffix(".gz")
+    return next((kind for kind in ("parquet", "jsonl") if name.endswith(f".{kind}")), "txt")
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.name.lower().endswith(".gz"):
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    return path.open("rb")
+
+
+# -- text
+
+
+def _read_text(path: Path) -> Iterator[TextPiece]:
+    line, offset, rest = 1, 0, b""
+    with _open(path) as file:
+        while True:
+            data = rest + file.read(PIECE_BYTES - len(rest))
+            at_end = len(data) < PIECE_BYTES
+            cut = len(data) if at_end else _cut(data)
+            piece, rest = data[:cut], data[cut:]
+            _check_text(piece, path, line, offset)
+            bare = piece.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else piece
+            yield TextPiece(bare, ends=at_end)
+            if at_end:
+                return
+            line, offset = line + piece.count(b"\n"), offset + cut
+
+
+def _cut(data: bytes) -> int:
+    """Length of the first piece of `data`: up to a line end, else a blank, else a character boundary."""
+    for mark in (b"\n", b" "):
+        if (found := data.rfind(mark)) > 0:
+            return found + 1
+    cut = len(data)
+    while cut > len(data) - 3 and data[cut - 1] & 0xC0 == 0x80:
+        cut -= 1  # skip the continuation bytes of the last character
+    return cut - 1 if data[cut - 1] >= 0xC0 else len(data)
+
+
+def _check_text(data: bytes, path: Path, line: int, offset: int) -> None:
+    """Raise DataError at the first byte of `data` that is not text. `data` starts at `line` and `offset`."""
+    bad, what, why = data.find(0), "NUL in text", "the file is damaged, binary or UTF-16"
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if bad < 0 or error.start < bad:
+            bad, what = error.start, "text is not UTF-8"
+            why = f"byte 0x{data[bad]:02x}: {error.reason}"
+    if bad >= 0:
+        place = _place(path, line + data.count(b"\n", 0, bad), offset + bad)
+        raise DataError(what, where=place, why=why, fix="convert it to UTF-8 text, or remove it")
+
+
+def pieces(data: bytes) -> Iterator[TextPiece]:
+    """Split a document in memory into pieces."""
+    start = 0
+    while len(data) - start > PIECE_BYTES:
+        piece = data[start : start + PIECE_BYTES]
+        cut = _cut(piece)
+        yield TextPiece(piece[:cut], ends=False)
+        start += cut
+    yield TextPiece(data[start:], ends=True)
+
+
+def _place(path: Path, line: int, byte: int) -> str:
+    return f"{path}:{line}, byte {byte}"
+
+
+# -- JSON lines
+
+
+def _read_jsonl(path: Path, text_key: str) -> Iterator[TextPiece]:
+    for row, place in _rows_of_jsonl(path):
+        yield from pieces(_text_of(row, text_key, place))
+
+
+def _rows_of_jsonl(path: Path) -> Iterator[tuple[object, str]]:
+    """(parsed line, position) of each line."""
+    number, offset = 0, 0
+    with _open(path) as file:
+        while line := file.readline(LONGEST_LINE_BYTES + 1):
+            number += 1
+            place = _place(path, number, offset)
+            if len(line) > LONGEST_LINE_BYTES:
+                raise DataError(
+                    "line too long",
+                    where=place,
+                    why=f"more than {LONGEST_LINE_BYTES >> 20} MiB",
+                    fix="write one JSON object a line",
+                )
+            _check_text(line, path, number, offset)
+            bare = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+            if bare := bare.strip():
+                yield _parse(bare, place), place
+            offset += len(line)
+
+
+def _parse(line: bytes, place: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        why = f"{error.msg} at column {error.colno}"
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits; brackets nested 100,000 deep
+        why = str(error)
+    raise DataError("malformed JSON line", where=place, why=why, fix="write one JSON object a line")
+
+
+def _text_of(row: object, text_key: str, place: str) -> bytes:
+    """The text of one JSON object, checked."""
+    fields = _object(row, place, f'write {{"{text_key}": "..."}} on every line')
+    if text_key not in fields:
+        raise missing_key(text_key, list(fields), place)
+    return checked(fields[text_key], text_key, place)
+
+
+def _object(row: object, place: str, fix: str) -> dict[str, object]:
+    if not isinstance(row, dict):
+        raise DataError(
+            "line is not a JSON object", where=place, why=f"it is of type {kind_of(row)}", fix=fix
+        )
+    return row
+
+
+# -- values, also those of parquet and datasets
+
+
+def missing_key(text_key: str, present: list[str], place: str) -> DataError:
+    """The error for a row, a schema or a dataset without `text_key`."""
+    return DataError(
+        f"no '{text_key}'",
+        where=place,
+        why=f"it has {', '.join(present[:8]) or 'nothing'}{', …' if len(present) > 8 else ''}",
+        fix="set data.text_key to the field that holds the text",
+    )
+
+
+def checked(
+    value: object,
+    text_key: str,
+    place: str,
+    fix: str = "make it a string, or name another key as data.text_key",
+) -> bytes:
+    """`value` as UTF-8.
+
+    Raises:
+        DataError: it is not a string, or contains NUL or a lone surrogate; the error names `place`.
+    """
+    if not isinstance(value, str):
+        raise DataError(
+            f"'{text_key}' is not text",
+            where=place,
+            why=f"it is of type {kind_of(value)}",
+            fix=fix,
+        )
+    if "\0" in value:
+        raise DataError(
+            "NUL in text", where=place, why=f"character {value.index(chr(0))} is U+0000", fix="remove it"
+        )
+    try:
+        return value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        why = f"character {error.start} is half of a surrogate pair"
+        raise DataError("text is not Unicode", where=place, why=why, fix="remove it") from None
+
+
+def kind_of(value: object) -> str:
+    """JSON's name for the type of `value`."""
+    return _JSON_NAMES.get(type(value), type(value).__name__)
+
+
+# -- parquet
+
+
+def _read_parquet(path: Path, text_key: str) -> Iterator[TextPiece]:
+    with _parquet(path) as rows:
+        if text_key not in rows.names:
+            raise missing_key(text_key, rows.names, str(path))
+        for value in rows.values(text_key):
+            yield from pieces(checked(value, text_key, f"{path}: row {rows.number}"))
+
+
+def _records_of_parquet(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+    with _parquet(path) as rows:
+        names = [name for name in rows.names if name in keys]
+        for fields in rows.fields(names or rows.names):
+            yield Record(fields, f"{path}: row {rows.number}")
+
+
+class _Rows:
+    """An open parquet file; `number` counts the rows read so far."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.names: list[str] = list(file.schema_arrow.names)
+        self.number = 0
+
+    def values(self, name: str) -> Iterator[object]:
+        for batch in self._file.iter_batches(batch_size=256, columns=[name]):
+            for value in _values(batch.column(0)):
+                self.number += 1
+                yield value
+
+    def fields(self, names: Sequence[str]) -> Iterator[dict[str, object]]:
+        for batch in self._file.iter_batches(batch_size=256, columns=list(names)):
+            for row in range(batch.num_rows):
+                self.number += 1
+                yield {name: batch.column(name)[row].as_py() for name in names}
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[_Rows]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(
+            "cannot read parquet",
+            where=str(path),
+            why="the package pyarrow is not installed",
+            fix="pip install 'shardwise[hf]'",
+        ) from None
+    rows: _Rows | None = None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            rows = _Rows(file)
+            yield rows
+    except UnicodeDecodeError as error:
+        place = f"{path}: row {rows.number + 1 if rows else 1}, byte {error.start}"
+        raise DataError("text is not UTF-8", where=place, why=error.reason, fix="rewrite the file") from None
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            "unreadable parquet file",
+            where=f"{path}: after row {rows.number}" if rows and rows.number else str(path),
+            why=str(error),
+            fix="restore it from its origin, or remove it",
+        ) from None
+
+
+def _values(column: Any) -> Iterator[object]:
+    """The Python values of an arrow array.
+
+    If converting the whole array fails, convert one by one to find the bad row.
+    """
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:
+        values = (scalar.as_py() for scalar in column)
+    yield from values

@@ -1,0 +1,217 @@
+"""Batches of numbered samples: token sequences, packed records, or items of a user's own dataset.
+
+The three kinds share one interface, so the order, the slots and the trainer do not depend on the kind. A row may be
+*padding*: all its labels are -100, which the loss ignores. Padding gives every rank the same number of equally shaped
+micro-batches for any batch size. A padding row of tokens consists of separators. A padding row of a user's dataset is
+item 0 with every tensor named `labels` or `label` filled with -100. **A factory's loss must leave out targets of -100**
+(PyTorch's `cross_entropy` does) from both its sum and its count.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from shardwise.core.errors import DataError
+from shardwise.data.cache import TokenCache
+from shardwise.data.examples import Sequences
+from shardwise.data.split import Stream
+from shardwise.data.tokenizer import Tokenizer
+
+Batch = dict[str, Tensor]
+
+NOT_COUNTED = -100
+"""The label that the loss ignores: the `ignore_index` of PyTorch's cross entropy."""
+
+LABELS = ("labels", "label")
+
+
+class Samples(ABC):
+    """Numbered samples."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def batch(self, samples: Sequence[int | None]) -> Batch:
+        """The samples stacked along a new first dimension; None is a padding row."""
+
+    @abstractmethod
+    def text(self, sample: int) -> str:
+        """The sample as readable text."""
+
+
+class TokenSamples(Samples):
+    """The packed sequences of a stream: `input_ids` and `labels`, both [b, s] int64, labels shifted."""
+
+    def __init__(self, stream: Stream, cache: TokenCache, tokenizer: Tokenizer) -> None:
+        self._stream, self._cache, self._tokenizer = stream, cache, tokenizer
+
+    def __len__(self) -> int:
+        return self._stream.sequences
+
+    def batch(self, samples: Sequence[int | None]) -> Batch:
+        shape = (len(samples), self._stream.length)
+        inputs = np.full(shape, self._tokenizer.separator, dtype=np.int64)
+        labels = np.full(shape, NOT_COUNTED, dtype=np.int64)
+        for row, sample in enumerate(samples):
+            if sample is not None:
+                sequence = self._stream.sequence(sample)
+                inputs[row], labels[row] = sequence[:-1], sequence[1:]
+        self._cache.release()
+        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+
+    def text(self, sample: int) -> str:
+        return self._tokenizer.decode(self._stream.sequence(sample)[:-1].tolist())
+
+
+class ExampleSamples(Samples):
+    """Sequences of records: `input_ids`, `labels` and, if packed, `positions`, all [b, s] int64, labels shifted."""
+
+    def __init__(self, examples: Sequences, tokenizer: Tokenizer, packed: bool) -> None:
+        self._examples, self._tokenizer, self._packed = examples, tokenizer, packed
+
+    def __len__(self) -> int:
+        return self._examples.sequences
+
+    def batch(self, samples: Sequence[int | None]) -> Batch:
+        shape = (len(samples), self._examples.length)
+        inputs = np.full(shape, self._tokenizer.separator, dtype=np.int64)
+        labels = np.full(shape, NOT_COUNTED, dtype=np.int64)
+        positions = np.broadcast_to(np.arange(shape[1]), shape).copy()
+        for row, sample in enumerate(samples):
+            if sample is not None:
+                found = self._examples.sequence(sample)
+                inputs[row], labels[row], positions[row] = found.inputs, found.labels, found.positions
+        self._examples.cache.release()
+        batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        return {**batch, "positions": torch.from_numpy(positions)} if self._packed else batch
+
+    def text(self, sample: int) -> str:
+        found = self._examples.sequence(sample)
+        return self._tokenizer.decode(found.inputs[: found.filled].tolist())
+
+
+class DatasetSamples(Samples):
+    """Items first .. first+count-1 of a map-style dataset, each a dict of tensors or numbers.
+
+    The plan uses the shapes of item 0, so no item may be larger.
+    """
+
+    def __init__(self, dataset: Dataset[Any], first: int, count: int) -> None:
+        self._dataset, self._first, self._count = dataset, first, count
+        self._largest = {name: tensor.shape for name, tensor in item(dataset, 0).items()}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, samples: Sequence[int | None]) -> Batch:
+        items = [
+            padding_of(item(self._dataset, 0)) if sample is None else self._item(self._index(sample))
+            for sample in samples
+        ]
+        try:
+            collated: Batch = default_collate(items)
+        except (RuntimeError, KeyError, TypeError) as error:
+            numbers = ", ".join("padding" if s is None else str(self._index(s)) for s in samples)
+            raise DataError(
+                "samples do not stack into a batch",
+                where=f"dataset items {numbers}",
+                why=str(error),
+                fix="give every item the same names, shapes and dtypes",
+            ) from None
+        return collated
+
+    def _item(self, index: int) -> Batch:
+        """An item, checked not to be larger than item 0: a larger one could cause OOM late in the run."""
+        found = item(self._dataset, index)
+        for name, tensor in found.items():
+            planned = self._largest.get(name, tensor.shape)
+            if len(tensor.shape) != len(planned) or any(
+                a > b for a, b in zip(tensor.shape, planned, strict=True)
+            ):
+                raise DataError(
+                    f"'{name}' is larger than planned",
+                    where=f"dataset item {index}",
+                    why=f"its shape is {list(tensor.shape)}, that of item 0 is {list(planned)}",
+                    fix="truncate it, or make item 0 one of the largest",
+                )
+        return found
+
+    def text(self, sample: int) -> str:
+        tensors = item(self._dataset, self._index(sample)).items()
+        parts = [f"{k}={v.item() if v.numel() == 1 else list(v.shape)}" for k, v in tensors]
+        return f"dataset[{self._index(sample)}]: " + " ".join(parts)
+
+    def _index(self, sample: int) -> int:
+        if not 0 <= sample < self._count:
+            raise IndexError(f"sample {sample} of {self._count}")
+        return self._first + sample
+
+
+def item(dataset: Dataset[Any], index: int) -> Batch:
+    """Item `index` of a user's dataset, checked: a mapping from names to tensors."""
+    place = f"dataset item {index}"
+    try:
+        found = dataset[index]
+    except Exception as error:  # the user's code may raise anything
+        raise DataError(
+            "dataset raised an error", where=place, why=f"{type(error).__name__}: {error}", fix="correct it"
+        ) from error
+    if not isinstance(found, dict) or not found:
+        raise DataError(
+            "dataset item is not a dict of tensors",
+            where=place,
+            why=f"it is of type {type(found).__name__}",
+            fix="return {name: tensor, ...} from __getitem__",
+        )
+    tensors = {}
+    for name, value in found.items():
+        try:
+            tensors[str(name)] = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise DataError(
+                f"'{name}' is not a tensor",
+                where=place,
+                why=f"it is of type {type(value).__name__}",
+                fix="return tensors or numbers from __getitem__",
+            ) from None
+    return tensors
+
+
+def padding_of(first: Batch) -> Batch:
+    """A padding row, made from item 0 of a dataset.
+
+    Raises:
+        DataError: the item has no int64 labels.
+    """
+    named = [name for name in first if name in LABELS]
+    unable = [name for name in named if first[name].dtype in (torch.bool, torch.uint8)]
+    if not named or unable:
+        raise DataError(
+            "cannot pad the last micro-batch",
+            where="dataset item 0",
+            why=f"'{unable[0]}' is {first[unable[0]].dtype}"
+            if unable
+            else "no tensor is named labels or label",
+            fix="use int64 labels, or a batch_size that data-parallel degree × micro_batch_size divides",
+        )
+    return {k: torch.full_like(v, NOT_COUNTED) if k in LABELS else v for k, v in first.items()}
+
+
+def fingerprint_of(dataset: Dataset[Any], count: int) -> str:
+    """Hash of a user's dataset without reading all of it: class, length, first and last item."""
+    digest = xxhash.xxh3_128(f"{type(dataset).__module__}.{type(dataset).__qualname__} {count}".encode())
+    for index in (0, count - 1):
+        for name, tensor in sorted(item(dataset, index).items()):
+            digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

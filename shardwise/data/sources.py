@@ -1,0 +1,290 @@
+"""Data sources: the standard library, files, or a Hugging Face dataset.
+
+A source has an *identity* and a stream of documents. The identity is cheap to compute and changes with the content
+(paths, sizes and modification times); it is the key of the cache. Files are read in the order of their paths as
+strings, which is the same on every machine and file system.
+
+`data.source` is resolved in this order: the word `stdlib`; an existing path; a glob; an id on the hub. A path comes
+before an id, so data on the disk is not downloaded. The suffix gives the file type, not the content. In a folder, other
+files (a README, a licence) and hidden files are ignored. A file that is named, or matched by a glob, must be readable.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import stat
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from shardwise.core.errors import DataError
+from shardwise.data.hub import (
+    is_saved_dataset,
+    pieces_of_rows,
+    records_of_rows,
+    rows_of_hub,
+    rows_of_saved,
+    split_of,
+)
+from shardwise.data.readers import SUFFIXES, Record, TextPiece, is_data_file, read_file, read_records
+
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+)
+"""Folders of the standard library that are left out: third-party code, and tests with malformed text."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?(#[\w.-]+)?")
+_GLOB = re.compile(r"[*?\[]")
+
+
+class Source(ABC):
+    """A source of documents.
+
+    Attributes:
+        name: as in the recipe.
+    """
+
+    name: str
+
+    @abstractmethod
+    def identity(self) -> object:
+        """A JSON value that changes when the content changes; a cached result is valid while it is equal."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[TextPiece]:
+        """The documents, in a fixed order. Raises DataError at the first malformed one."""
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        """The records, in a fixed order, with at least the fields `keys`. Raises DataError at a malformed one."""
+        raise DataError("no records in this source", where=self.name, why="it is plain text")
+
+    def fields(self) -> frozenset[str]:
+        """The fields of the first record; empty if the source starts with plain text or malformed data."""
+        return frozenset()
+
+
+class FileSource(Source):
+    """Data files, each read by its suffix."""
+
+    def __init__(self, name: str, files: Iterable[Path], text_key: str) -> None:
+        self.name = name
+        self._text_key = text_key
+        self._files = sorted(files, key=str)
+        self._states = [_state(path) for path in self._files]
+
+    def identity(self) -> object:
+        return ["files", self._text_key, self._states]
+
+    def pieces(self) -> Iterator[TextPiece]:
+        for path in self._files:
+            yield from read_file(path, self._text_key)
+        self._check_unchanged()
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        for path in self._files:
+            yield from read_records(path, keys)
+        self._check_unchanged()
+
+    def fields(self) -> frozenset[str]:
+        return _first(read_records(self._files[0], ()))
+
+    def _check_unchanged(self) -> None:
+        for path, state in zip(self._files, self._states, strict=True):
+            if _state(path) != state:
+                raise DataError(
+                    "data file changed while it was read",
+                    where=str(path),
+                    fix="start again when nothing writes to it",
+                )
+
+
+class StandardLibrary(FileSource):
+    """The source of Python's standard library: 12 MB of text that every machine has; a file is a document."""
+
+    def __init__(self) -> None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = list(_library_files(root))
+        if not files:
+            raise DataError(
+                "no standard library source",
+                where=str(root),
+                why="this Python came without it",
+                fix="name other data as data.source",
+            )
+        super().__init__("stdlib", files, "")
+
+    def pieces(self) -> Iterator[TextPiece]:
+        for path in self._files:
+            try:
+                data = path.read_bytes()
+                data.decode("utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue  # a malformed file of a distribution; CPython's own files all pass
+            if b"\0" not in data:
+                yield TextPiece(data, ends=True)
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        return Source.records(self, keys)
+
+    def fields(self) -> frozenset[str]:
+        return Source.fields(self)
+
+
+class SavedDataset(FileSource):
+    """A folder written by `datasets`' `save_to_disk`, read through the library."""
+
+    def __init__(self, name: str, folder: Path, split: str | None, text_key: str) -> None:
+        super().__init__(name, (path for path in folder.rglob("*") if path.is_file()), text_key)
+        self._folder, self._split = folder, split
+
+    def identity(self) -> object:
+        return ["saved", self._split, super().identity()]
+
+    def pieces(self) -> Iterator[TextPiece]:
+        rows = rows_of_saved(self.name, self._folder, self._split)
+        yield from pieces_of_rows(self.name, rows, self._text_key)
+        self._check_unchanged()
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        rows = rows_of_saved(self.name, self._folder, self._split)
+        yield from records_of_rows(self.name, rows, keys)
+        self._check_unchanged()
+
+    def fields(self) -> frozenset[str]:
+        return frozenset(rows_of_saved(self.name, self._folder, self._split).column_names)
+
+
+class HubDataset(Source):
+    """A split of a dataset on the Hugging Face hub, downloaded when it is opened."""
+
+    def __init__(self, name: str, text_key: str) -> None:
+        self.name = name
+        self._text_key = text_key
+        self._rows = rows_of_hub(name)
+
+    def identity(self) -> object:
+        # The library's fingerprint names the downloaded revision; the length is a second check.
+        return ["hub", self.name, self._text_key, str(self._rows._fingerprint), len(self._rows)]
+
+    def pieces(self) -> Iterator[TextPiece]:
+        return pieces_of_rows(self.name, self._rows, self._text_key)
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        return records_of_rows(self.name, self._rows, keys)
+
+    def fields(self) -> frozenset[str]:
+        return frozenset(self._rows.column_names)
+
+
+def open_source(name: str, text_key: str) -> Source:
+    """The source of the recipe's `data.source`; `text_key` is the JSON key, column or feature.
+
+    `name` is `stdlib`; a file, a folder (searched recursively) or a glob of txt, jsonl (both also .gz) and
+    parquet files; a folder written by `save_to_disk`, or ID[:CONFIG] on the Hugging Face hub, either of them
+    with #SPLIT (`train` when left out).
+
+    Raises:
+        DataError: the source does not exist, or has no readable file.
+    """
+    if name == "stdlib":
+        return StandardLibrary()
+    path = Path(name).expanduser()
+    if path.exists() or path.is_symlink():
+        return _local(name, path, None, text_key)
+    place, split = split_of(name)
+    path = Path(place).expanduser()
+    if split is not None and path.exists():
+        return _local(name, path, split, text_key)
+    if _GLOB.search(name):
+        return FileSource(name, _files_of_glob(name), text_key)
+    if is_data_file(path) or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        raise DataError(
+            "no such data source",
+            where=name or "data.source",
+            why="no file or folder of this name exists",
+            fix="check data.source; a relative path starts at the current folder",
+        )
+    return HubDataset(name, text_key)
+
+
+def _local(name: str, path: Path, split: str | None, text_key: str) -> Source:
+    """The source at `path`, which exists (or is a broken link)."""
+    if path.is_dir() and is_saved_dataset(path):
+        return SavedDataset(name, path, split, text_key)
+    if split is not None:
+        raise DataError(
+            "no splits in this source",
+            where=name,
+            why="only a Hugging Face dataset has splits",
+            fix=f"leave out '#{split}'",
+        )
+    return FileSource(name, _files_in(path) if path.is_dir() else [_named_file(path)], text_key)
+
+
+def _first(records: Iterator[Record]) -> frozenset[str]:
+    """The fields of the first record. Malformed data is reported later, when all records are read."""
+    try:
+        return next((frozenset(record.fields) for record in records), frozenset())
+    except DataError:
+        return frozenset()
+
+
+def _library_files(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
+
+
+def _files_in(folder: Path) -> list[Path]:
+    files = [
+        path
+        for path in folder.rglob("*")
+        if is_data_file(path)
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and (path.is_file() or path.is_symlink())
+    ]
+    if not files:
+        raise DataError(
+            "no data files in folder",
+            where=str(folder),
+            why=f"none ends in {', '.join(SUFFIXES)}",
+            fix="put some there, or name another folder as data.source",
+        )
+    return [_named_file(path) for path in files]
+
+
+def _files_of_glob(pattern: str) -> list[Path]:
+    found = [Path(text) for text in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
+    files = [_named_file(path) for path in found if not path.is_dir()]
+    if not files:
+        raise DataError("glob matches no file", where=pattern, fix="check data.source")
+    return files
+
+
+def _named_file(path: Path) -> Path:
+    """`path` if it is a readable file, else a DataError with the reason."""
+    why = fix = ""
+    if not path.exists():
+        why, fix = "its link leads nowhere", "restore the file, or remove the link"
+    elif not path.is_file():
+        why, fix = "it is a device, a pipe or a socket", "copy its content into a file"
+    elif not is_data_file(path):
+        why, fix = f"its name ends in none of {', '.join(SUFFIXES)}", "rename it, or narrow data.source"
+    if why:
+        raise DataError("not a data file", where=str(path), why=why, fix=fix)
+    return path
+
+
+def _state(path: Path) -> list[str | int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(
+            "cannot read data file", where=str(path), why=error.strerror or str(error), fix="check the file"
+        ) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError("not a data file", where=str(path), fix="name regular files as data.source")
+    return [str(path.resolve()), status.st_size, status.st_mtime_ns]

@@ -1,0 +1,241 @@
+"""Tokenizers: bytes, or a tokenizer in Hugging Face's format.
+
+`bytes` needs no file and no training. A token is a byte of UTF-8, and the vocabulary is 256. 0x00 separates documents;
+text does not contain it (the readers refuse it), so there is no 257th token. Losses are in nats per byte, which compare
+across tokenizers.
+
+Any other tokenizer is a `tokenizers` backend, read from `tokenizer.json`. Reading that file executes no code and needs
+neither `transformers` nor a `config.json`. `transformers` is imported only for an id on the hub or a folder without
+`tokenizer.json`, and never runs remote code. Tokenizers without a fast backend are refused, so a few old models need
+theirs converted first.
+
+No beginning-of-sequence token or other special token is added to a document. Packed sequences start anywhere, and one
+separator (the tokenizer's end-of-text token) follows each document.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shardwise.core.errors import DataError
+from shardwise.data.chat import ChatTemplate, template_next_to, template_of
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+"""Names of end-of-text tokens, most specific first, for tokenizers whose files do not name one."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class Tokenizer(ABC):
+    """Converts text to tokens and back.
+
+    Attributes:
+        name: as in the recipe.
+        vocab: number of token ids; every id is smaller.
+        separator: the token between documents.
+        fingerprint: equal for two tokenizers exactly if they tokenize alike.
+        chat: its own chat template, or None.
+    """
+
+    name: str
+    vocab: int
+    separator: int
+    fingerprint: str
+    chat: ChatTemplate | None = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest unsigned integer dtype that holds every token."""
+        return np.min_scalar_type(self.vocab - 1)
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`, without a separator."""
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens` without separators; incomplete characters become U+FFFD."""
+
+    @abstractmethod
+    def shown(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens` with the names of special tokens, for display."""
+
+    @abstractmethod
+    def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
+        """The tokens of each piece of valid UTF-8 without NUL, in `dtype`. The cache is built with this method."""
+
+
+class ByteTokenizer(Tokenizer):
+    """A token is a byte of UTF-8."""
+
+    name = "bytes"
+    vocab = 256
+    separator = 0
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`. Raises DataError for a NUL, which separates documents, or a lone surrogate."""
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError("text is not Unicode", why=f"character {error.start}: {error.reason}") from None
+        if self.separator in data:
+            raise DataError(
+                "NUL in text",
+                where=f"character {text.index(chr(0))}",
+                why="byte 0x00 separates documents",
+                fix="remove it",
+            )
+        return list(data)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token != self.separator).decode("utf-8", errors="replace")
+
+    def shown(self, tokens: Sequence[int]) -> str:
+        text = bytes(tokens).decode("utf-8", errors="replace")
+        return text.replace(chr(self.separator), "<end>")
+
+    def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
+        return [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
+
+
+class BackendTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer` and its end-of-text token."""
+
+    def __init__(
+        self, name: str, backend: tokenizers.Tokenizer, separator: int, chat: ChatTemplate | None = None
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.name = name
+        self.separator, self.chat = separator, chat
+        # Ids may have holes, so the vocabulary size follows from the largest id.
+        self.vocab = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.fingerprint = xxhash.xxh3_128_hexdigest(f"{separator} {backend.to_str()}".encode())
+        self._backend = backend
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._backend.decode(list(tokens), skip_special_tokens=True))
+
+    def shown(self, tokens: Sequence[int]) -> str:
+        return str(self._backend.decode(list(tokens), skip_special_tokens=False))
+
+    def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
+        texts = [piece.decode("utf-8") for piece in pieces]
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of the recipe's `data.tokenizer`.
+
+    `name` is `bytes`, a `tokenizer.json`, a folder that holds one, or an id on the Hugging Face hub.
+
+    Raises:
+        DataError: it is missing, unreadable, or has no end-of-text token to separate documents.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        return _through_transformers(name, str(path))
+    if path.exists():
+        return _from_file(name, path / "tokenizer.json" if path.is_dir() else path)
+    if name.endswith(".json") or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        raise DataError(
+            f"no tokenizer at '{name}'",
+            where="data.tokenizer",
+            why="no such file or folder",
+            fix="give 'bytes', a folder with tokenizer.json, or an id on the Hugging Face hub",
+        )
+    return _through_transformers(name, name)
+
+
+def _from_file(name: str, path: Path) -> Tokenizer:
+    try:
+        import tokenizers
+    except ImportError:
+        raise _not_installed("tokenizers") from None
+    try:
+        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the Rust side raises a bare Exception for a malformed file
+        raise DataError(
+            "unreadable tokenizer",
+            where=str(path),
+            why=f"{type(error).__name__}: {error}",
+            fix="give a tokenizer.json as the tokenizers library saves it",
+        ) from None
+    return BackendTokenizer(name, backend, _separator(backend, path), template_next_to(path))
+
+
+def _separator(backend: tokenizers.Tokenizer, path: Path) -> int:
+    """The id of the end-of-text token: as named in the files next to `path`, else one with a common name."""
+    named = []
+    for settings in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            token = json.loads((path.parent / settings).read_text(encoding="utf-8"))["eos_token"]
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # missing, or does not name one
+        named.append(token.get("content") if isinstance(token, dict) else token)
+    for token in (*named, *_END_OF_TEXT):
+        if isinstance(token, str) and (found := backend.token_to_id(token)) is not None:
+            return int(found)
+    raise DataError(
+        "tokenizer has no end-of-text token",
+        where=str(path),
+        why="documents need a separator",
+        fix="set eos_token in tokenizer_config.json next to it",
+    )
+
+
+def _through_transformers(name: str, place: str) -> Tokenizer:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise _not_installed("transformers") from None
+    try:
+        loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:  # network, hub or file format
+        raise DataError(
+            f"cannot load tokenizer '{name}'",
+            where="data.tokenizer",
+            why=f"{type(error).__name__}: {error}",
+            fix="check the name and the network, or give a local folder with tokenizer.json",
+        ) from None
+    backend, separator = getattr(loaded, "backend_tokenizer", None), loaded.eos_token_id
+    if backend is None or separator is None:
+        lacks = "fast backend" if backend is None else "end-of-text token"
+        raise DataError(
+            f"tokenizer '{name}' has no {lacks}",
+            where="data.tokenizer",
+            fix="convert it to tokenizer.json" if backend is None else "set its eos_token",
+        )
+    special = {key: str(value) for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
+    chat = template_of(getattr(loaded, "chat_template", None), special)
+    return BackendTokenizer(name, backend, int(separator), chat)
+
+
+def _not_installed(package: str) -> DataError:
+    return DataError(
+        "cannot read this tokenizer",
+        where="data.tokenizer",
+        why=f"the package {package} is not installed",
+        fix="pip install 'shardwise[hf]', or use tokenizer: bytes",
+    )

@@ -1,0 +1,1 @@
+"""Checks of this machine: devices, links, memory, and their measured speed."""

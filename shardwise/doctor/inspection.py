@@ -1,0 +1,289 @@
+"""Facts about this machine: processor, memory, disk, torch, devices, network.
+
+Functions import torch when they need it, because a broken torch installation is one of the faults to report. Every fact
+is plain data, so `doctor --json` prints it directly. Facts come from the operating system and from small trials (a
+loopback connection, resetting the memory high-water mark). `nvidia-smi`, `lspci` and `dmidecode` are not parsed, so
+driver faults that torch does not see are not reported.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shardwise.core.units import MiB
+from shardwise.hardware import this_machine as machine
+from shardwise.hardware.cluster import recognise
+
+OPTIONAL_PACKAGES: Mapping[str, str] = {
+    "transformers": "Hugging Face models",
+    "tokenizers": "Hugging Face tokenizers",
+    "datasets": "Hugging Face datasets",
+    "pyarrow": "parquet files",
+    "torchao": "fp8, low-bit optimizers and weights",
+    "triton": "torch.compile on GPUs",
+    "flash-attn": "FlashAttention outside PyTorch's own",
+}
+"""Optional distribution -> its purpose."""
+
+_NOTED_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+
+
+@dataclass(frozen=True)
+class Processor:
+    model: str
+    cores: int
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MachineMemory:
+    """Bytes. ``limit``: the cgroup's limit; ``usable``: within it; ``available``: usable and free.
+
+    ``shared``: free in /dev/shm.
+    """
+
+    total: int
+    available: int
+    limit: int | None
+    usable: int
+    swap_total: int
+    swap_used: int
+    shared: int | None
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Free bytes in the output folder and in the cache folder."""
+
+    folder: str
+    free: int
+    cache_folder: str
+    cache_free: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU. Bytes are the driver's; ``profile`` is the name of its device profile, or None."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    capability: str
+    profile: str | None
+
+
+@dataclass(frozen=True)
+class Torch:
+    """``error`` is the error of importing torch, or empty."""
+
+    version: str | None
+    error: str
+    cuda: str | None = None
+    rocm: str | None = None
+    threads: int = 0
+    distributed: bool = False
+    gloo: bool = False
+    nccl: bool = False
+    devices: tuple[Device, ...] = ()
+
+
+@dataclass(frozen=True)
+class Network:
+    """``loopback`` and ``hostname`` are the errors of a connection to each, or empty."""
+
+    loopback: str
+    hostname: str
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Whether memory peaks can be measured exactly: the mark can be reset, huge pages are not forced."""
+
+    high_water_mark: bool
+    huge_pages: str | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All facts.
+
+    ``driver``: the system has an NVIDIA or AMD compute device, for any build of torch.
+    ``calibrated``: plans for this processor use measured speeds.
+    """
+
+    python: str
+    system: str
+    processor: Processor
+    memory: MachineMemory
+    disk: Disk
+    torch: Torch
+    network: Network
+    measuring: Measuring
+    driver: bool
+    calibrated: bool
+    packages: Mapping[str, str | None] = field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """Nested dicts and lists for JSON."""
+        return asdict(self)
+
+
+def inspect(folder: Path) -> Facts:
+    """Facts about this machine; ``folder`` is the output folder of a run. Importing torch takes seconds."""
+    flags = machine.cpu_flags()
+    return Facts(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        processor=Processor(
+            machine.cpu_model(), machine.usable_cores(), tuple(flag for flag in _NOTED_FLAGS if flag in flags)
+        ),
+        memory=_memory(),
+        disk=_disk(folder),
+        torch=_torch(),
+        network=Network(loopback_problem("127.0.0.1"), loopback_problem(socket.gethostname())),
+        measuring=Measuring(can_lower_high_water_mark(), huge_pages()),
+        driver=driver_present(),
+        calibrated=machine.read_calibration() is not None,
+        packages={name: _installed(name) for name in OPTIONAL_PACKAGES},
+    )
+
+
+def loopback_problem(host: str, timeout: float = 2.0) -> str:
+    """The error of a local connection through ``host``, or empty."""
+    try:
+        with socket.socket() as listener:
+            listener.settimeout(timeout)
+            listener.bind((host, 0))
+            listener.listen(1)
+            answer = threading.Thread(target=_answer, args=(listener,), daemon=True)
+            answer.start()
+            with socket.create_connection(listener.getsockname(), timeout) as client:
+                client.settimeout(timeout)
+                received = client.recv(1)
+            answer.join(timeout)
+        return "" if received == b"." else "connected, but nothing came through"
+    except OSError as problem:
+        return str(problem) or type(problem).__name__
+
+
+def _answer(listener: socket.socket) -> None:
+    try:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b".")
+    except OSError:
+        return
+
+
+def can_lower_high_water_mark(proc: Path = Path("/proc/self")) -> bool:
+    """Whether the process's high-water mark (VmHWM) can be reset. If not, a measured peak is only an upper bound."""
+    block = b"x" * (64 * MiB)
+    del block
+    before = _high_water_mark(proc)
+    try:
+        (proc / "clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    after = _high_water_mark(proc)
+    return before is not None and after is not None and after < before
+
+
+def huge_pages(path: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> str | None:
+    """The mode of transparent huge pages: always | madvise | never; None without support."""
+    try:
+        words = path.read_text(encoding="ascii").split()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return next((word.strip("[]") for word in words if word.startswith("[")), None)
+
+
+def _high_water_mark(proc: Path) -> int | None:
+    try:
+        status = (proc / "status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    lines = [line.split() for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(lines[0][1]) if lines else None
+
+
+def _memory(root: Path = Path("/")) -> MachineMemory:
+    limit, present = machine.memory_limit(root), psutil.virtual_memory()
+    swap = psutil.swap_memory()
+    shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None
+    usable, left = machine.usable_memory(root), machine.memory_left(root)
+    # All processes of a container share its limit, so the system may have more free memory than the container.
+    available = min(int(present.available), usable if left is None else left)
+    return MachineMemory(
+        machine.physical_memory(), available, limit, usable, int(swap.total), int(swap.used), shared
+    )
+
+
+def _disk(folder: Path) -> Disk:
+    cache = machine.cache_folder()
+    return Disk(str(folder), _free(folder), str(cache), _free(cache))
+
+
+def _free(folder: Path) -> int:
+    """Free bytes on the disk of ``folder``, or of its nearest existing parent."""
+    absolute = folder.expanduser().absolute()
+    existing = next(place for place in (absolute, *absolute.parents) if place.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> Torch:
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as problem:  # a broken installation raises anything
+        return Torch(_installed("torch"), f"{type(problem).__name__}: {problem}".splitlines()[0])
+    available = dist.is_available()
+    return Torch(
+        version=str(torch.__version__),
+        error="",
+        cuda=torch.version.cuda,
+        rocm=torch.version.hip,
+        threads=torch.get_num_threads(),
+        distributed=available,
+        gloo=available and dist.is_gloo_available(),
+        nccl=available and dist.is_nccl_available(),
+        devices=tuple(_device(index) for index in range(torch.cuda.device_count())),
+    )
+
+
+def _device(index: int) -> Device:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    known = recognise(properties.name)
+    return Device(
+        index=index,
+        name=properties.name,
+        memory_bytes=total,
+        free_bytes=free,
+        capability=f"{properties.major}.{properties.minor}",
+        profile=known.name if known else None,
+    )
+
+
+def driver_present() -> bool:
+    """Whether the system has an NVIDIA or AMD compute device, for any build of torch."""
+    return any(Path(path).exists() for path in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd"))

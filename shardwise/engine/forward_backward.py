@@ -1,0 +1,55 @@
+"""Forward and backward passes of a step, one micro-batch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.engine.phase import micro_batch, phase
+from shardwise.engine.run import ForwardBackward, SeesLoss, Steps
+from shardwise.model.blueprint import Batch
+
+LEAST = 3
+"""The first micro-batch, one like all others, and the last."""
+
+
+class Sequential(ForwardBackward):
+    """Each micro-batch's backward pass follows its forward pass."""
+
+    def forward_backward(self, steps: Steps, sees_loss: SeesLoss | None = None) -> tuple[Tensor, Tensor]:
+        live = self._live
+        batches = [live.local_batch(batch) for batch in next(iter(steps))]
+        with phase("forward"):
+            tokens = live.count_targets(batches)
+            total = torch.zeros((), dtype=torch.float64, device=live.device)
+        divisor = tokens.clamp(min=1)
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            with micro_batch(index):
+                for before_micro_batch in live.options.micro_batch_hooks:
+                    before_micro_batch(last, 0)
+                with phase("forward"):
+                    loss_sum, _ = live.blueprint.loss(live.model, batch)
+                    total += loss_sum.detach()
+                if sees_loss is not None:
+                    sees_loss(loss_sum)
+                with phase("backward"):
+                    self._update.before_backward(total, last)
+                    (loss_sum / divisor * live.loss_scale.value).backward()
+        dist.all_reduce(total, group=live.context.token_group)
+        return tokens, total / divisor
+
+    def representative_count(self, count: int, limit: int | None = None) -> int:
+        return min(count, LEAST if limit is None else limit)
+
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        live = self._live
+        total = torch.zeros(2, dtype=torch.float64, device=live.device)
+        for batch in map(live.local_batch, batches):
+            loss, count = live.blueprint.loss(live.model, batch)
+            total += torch.stack([loss.double(), count.double()])
+        dist.all_reduce(total, group=live.context.token_group)
+        return total

@@ -1,0 +1,81 @@
+"""Staging buffers in host memory for weights and gradients, and the copies in and out.
+
+While the CPU updates one chunk, the next chunk's weights and gradient are copied from the device, and the last chunk's
+weights are copied back. Each direction has its own stream, so both directions of the link are in use. The host waits
+only for the copies of one chunk. There are ``SLOTS`` pinned buffers of the largest chunk's size, for any model size.
+
+Weights are copied in both directions. A second copy of them on the host would save one direction (4 bytes per parameter
+over a link that is faster than host memory), but cost 4 bytes per parameter of host memory, and need a rule for which
+copy is current when a checkpoint or a snapshot is restored.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.offload.host import host_bytes
+
+SLOTS = 3
+"""Chunks in flight: one copied in, one updated, one copied out."""
+
+
+def carve(buffer: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor view of a byte buffer from ``start``."""
+    return buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+class Staging:
+    """``SLOTS`` buffers for a chunk's weights and gradient, of ``largest`` bytes each."""
+
+    def __init__(self, device: torch.device, largest: int) -> None:
+        streams = device.type != "cpu"
+        self._weights = [host_bytes(largest, device) for _ in range(SLOTS)]
+        self._grads = [host_bytes(largest, device) for _ in range(SLOTS)]
+        self._device = device
+        self._down = torch.Stream(device) if streams else None
+        self._up = torch.Stream(device) if streams else None
+        self._came: list[torch.Event | None] = [None] * SLOTS
+        self._went: list[torch.Event | None] = [None] * SLOTS
+
+    def begin(self) -> None:
+        """Make later fetches wait for the kernels issued so far."""
+        if self._down is not None:
+            self._down.wait_stream(torch.accelerator.current_stream(self._device))
+
+    def fetch(self, slot: int, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Start to copy a chunk to the host; the result is valid after ``wait``."""
+        held = (
+            carve(self._weights[slot], 0, weight.shape, weight.dtype),
+            carve(self._grads[slot], 0, grad.shape, grad.dtype),
+        )
+        went = self._went[slot]
+        if self._down is not None and went is not None:
+            self._down.wait_event(went)
+        with _on(self._down):
+            held[0].copy_(weight, non_blocking=True)
+            held[1].copy_(grad, non_blocking=True)
+        self._came[slot] = self._down.record_event() if self._down is not None else None
+        return held
+
+    def wait(self, slot: int) -> None:
+        """Wait until the last fetch into a slot is complete. The host waits nowhere else."""
+        if (came := self._came[slot]) is not None:
+            came.synchronize()
+
+    def send(self, slot: int, held: Tensor, weight: Tensor) -> None:
+        """Start to copy updated weights back."""
+        with _on(self._up):
+            weight.copy_(held, non_blocking=True)
+        self._went[slot] = self._up.record_event() if self._up is not None else None
+
+    def end(self) -> None:
+        """Make later kernels wait for all sends."""
+        if self._up is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._up)
+
+
+def _on(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else stream

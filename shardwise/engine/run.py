@@ -1,0 +1,174 @@
+"""A run: the model and optimizer of one rank, and the two policies that train them.
+
+``ForwardBackward`` says in which order the micro-batches of a step pass through the model; ``OptimizerStep`` says when
+gradients become updates. Both work on a ``LiveModel``, which ``build`` makes first. ``Run`` is that model with its
+policies.
+
+The loss of a step is the sum over all valid targets of the global batch divided by their number. The counts are summed
+over micro-batches and all-reduced over data-parallel ranks *before* the first backward pass. Each micro-batch's loss
+sum is divided by that one number, so any split over micro-batches and ranks gives the same gradient. Refused: a mean
+of means, which weighs short micro-batches too much, and dividing gradients afterwards, whose sums overflow in 16 bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.core.strategy import Layout, Strategy
+from shardwise.engine.loss_scale import LossScale, NormLimit
+from shardwise.engine.optim.optimizer import Optimizer
+from shardwise.model.blueprint import Batch, Blueprint
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime.parallel.shard_slices import named_parameters
+from shardwise.technique import DATA_AXES, data_degree
+from shardwise.technique.site import Context, EngineOptions
+
+Steps = Iterable[Sequence[Batch]]
+"""The micro-batches of a step, then those of the steps after it. One iterator over them is one run."""
+
+SeesLoss = Callable[[Tensor], None]
+"""Called with the loss sum of every micro-batch between its two passes."""
+
+
+@dataclass(frozen=True)
+class LiveModel:
+    """One rank's part of a model, with its optimizer. State that survives a restart is in TrainState."""
+
+    context: Context
+    options: EngineOptions
+    device: torch.device
+    model: nn.Module
+    optimizer: Optimizer
+    loss_scale: LossScale
+    norm_limit: NormLimit
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.context.recipe
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return self.context.blueprint
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.context.strategy
+
+    @property
+    def layout(self) -> Layout:
+        return self.context.layout
+
+    @property
+    def data_rank(self) -> int:
+        """The share of the batch that this rank reads."""
+        number = 0
+        for axis in DATA_AXES:
+            number = number * self.layout.degree(axis) + self.layout.coordinate(dist.get_rank(), axis)
+        return number
+
+    @property
+    def data_degree(self) -> int:
+        """The number of shares of the batch."""
+        return data_degree(self.layout)
+
+    def local_batch(self, batch: Batch) -> Batch:
+        """The part of a micro-batch of this rank's share that its model runs on."""
+        for transform in self.options.batch_transforms:
+            batch = transform(batch)
+        return batch
+
+    @property
+    def stage_ranks(self) -> int:
+        """The number of ranks that shard or replicate the parameters of this rank."""
+        place = self.options.place
+        return self.layout.world_size // (1 if place is None else place.ranks)
+
+    @property
+    def verdict_group(self) -> dist.ProcessGroup | None:
+        """The ranks that judge a step's gradients together; None for all."""
+        return None if self.options.place is None else self.options.place.verdict_group
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """The parameters that this rank counts as its own: a tied one belongs to one of the stages that share it."""
+        place = self.options.place
+        return [p for name, p in named_parameters(self.model) if place is None or place.owns(name)]
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether all ranks are within the same step; else they meet only where the run pauses."""
+        return self.options.place is None or self.options.place.synchronous
+
+    @property
+    def random_rank(self) -> int:
+        """Equal on ranks that must draw the same random numbers: those that compute parts of the same activations."""
+        return dist.get_rank() // (1 if self.options.random_per_rank else self.layout.degree("tensor"))
+
+    def count_targets(self, batches: Sequence[Batch]) -> Tensor:
+        """The valid targets of the global batch."""
+        tokens = torch.stack([self.blueprint.count(batch) for batch in batches]).sum()
+        dist.all_reduce(tokens, group=self.context.token_group)
+        return tokens
+
+
+class OptimizerStep(ABC):
+    """When gradients become updates: after the backward pass, or within it."""
+
+    def __init__(self, live: LiveModel) -> None:
+        self._live = live
+
+    @abstractmethod
+    def before_backward(self, total: Tensor, last: bool) -> None:
+        """Called before every backward pass with this rank's loss sum of the micro-batches so far."""
+
+    @abstractmethod
+    def suspended(self) -> AbstractContextManager[None]:
+        """Within it backward passes accumulate gradients and update nothing."""
+
+    @abstractmethod
+    def finish(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """End the step; (gradient norm, 1 if the update was skipped, else 0), equal on all ranks."""
+
+
+class ForwardBackward(ABC):
+    """How the micro-batches of a step run through the model. All ranks call its methods together."""
+
+    def __init__(self, live: LiveModel, update: OptimizerStep) -> None:
+        self._live, self._update = live, update
+
+    @property
+    def weight_copies(self) -> list[Tensor]:
+        """Further copies of weights that are held between steps."""
+        return []
+
+    @abstractmethod
+    def forward_backward(self, steps: Steps, sees_loss: SeesLoss | None = None) -> tuple[Tensor, Tensor]:
+        """Accumulate the scaled gradient of the mean loss; (valid targets, mean loss) of the global batch.
+
+        Takes this step's micro-batches from ``steps``, and those of later steps if it reads ahead.
+        """
+
+    @abstractmethod
+    def representative_count(self, count: int, limit: int | None = None) -> int:
+        """Smallest number of micro-batches whose peak memory equals that of ``count``, or ``limit`` if that is given.
+
+        The second one stands in for those that are not run.
+        """
+
+    @abstractmethod
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        """[summed loss, valid targets] of all ranks' batches, fp64, without gradients."""
+
+
+@dataclass(frozen=True)
+class Run(LiveModel):
+    """A live model with the policies that train it."""
+
+    passes: ForwardBackward
+    update: OptimizerStep

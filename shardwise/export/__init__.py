@@ -1,0 +1,1 @@
+"""Exports of trained models: Hugging Face folders and merged adapters."""

@@ -1,0 +1,142 @@
+"""Export a run's newest checkpoint as a folder that transformers loads, with the tokenizer of its recipe.
+
+Tensors are copied one after the other from the checkpoint's shards to the folder. Without ``dtype``, weights are
+written in the compute dtype of the run: the fp32 master weights of a bf16 run are rounded once, here. For a run with
+adapters, the merged model is written (model/merging.py). The adapters alone are already in the run's folder, in PEFT's
+format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint.checkpoint import SavedWeights, latest
+from shardwise.checkpoint.run_folder import RECIPE
+from shardwise.core.errors import CheckpointError, DataError
+from shardwise.data import open_tokenizer
+from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, require_new, write_model
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.merging import Merged, Read
+from shardwise.model.open import blueprint_of
+from shardwise.model.streaming import max_logit_difference
+from shardwise.recipe.load import load_recipe
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import SETTINGS, precision_of
+from shardwise.train.meter import frees_returned
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "fp8": torch.bfloat16,  # only some matrix products are in fp8, the rest is bf16
+}
+"""Dtype of the written weights, by the run's precision or the value of ``--dtype``."""
+
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Result of a merge.
+
+    Attributes:
+        layers: number of merged layers.
+        unpacked: quantization of the base (nf4, int8); the merged weights are not quantized.
+        difference: largest difference between the logits of the adapted and the merged model, for one fixed batch.
+        logit: largest logit of that batch, for comparison.
+    """
+
+    layers: int
+    unpacked: tuple[str, ...]
+    difference: float
+    logit: float
+
+
+@frees_returned()
+def export_run(folder: Path, target: Path, dtype: str | None = None) -> tuple[Written, Merge | None]:
+    """Write the newest complete checkpoint of a run; return the merge, if it has adapters. Raises ShardwiseError."""
+    require_new(target)
+    recipe, checkpoint = newest_of(folder)
+    blueprint = blueprint_of(recipe)
+    layout, weights = blueprint.hf_folder(), SavedWeights(checkpoint)
+    wanted = DTYPES[dtype or precision_of(weights.strategy)]
+    config, extra_files = dict(layout.config), dict[str, ExtraFile]()
+    if "eos_token_id" not in config:
+        ends = {"eos_token_id": open_tokenizer(recipe.data.tokenizer).separator}
+        config |= ends
+        extra_files["generation_config.json"] = lambda: json.dumps(ends).encode() + b"\n"
+    extra_files |= {path.name: path for path in layout.copied}
+    if recipe.data.tokenizer != "bytes":
+        extra_files |= tokenizer_files(recipe.data.tokenizer)
+    held = weights.dtypes
+    kept = {name: kind for name, kind in held.items() if not kind.is_floating_point}
+    names = {name for group in layout.groups for name in group.sources}
+    dtypes = {name: kept.get(name, wanted) for name in names}
+    with torch.device("meta"):
+        merged = Merged(blueprint.build(), weights.read)
+    contents = Contents(replace(layout, config=config_in(config, wanted)), dtypes, merged.read, extra_files)
+    written = write_model(target, contents)
+    if not merged.layers:
+        return written, None
+    plain = blueprint_of(recipe.model_copy(update={"adapter": None}))
+    return written, compared(merged, (blueprint, weights.read), plain, dtypes)
+
+
+def compared(
+    merged: Merged, adapted: tuple[Blueprint, Read], plain: Blueprint, dtypes: Mapping[str, torch.dtype]
+) -> Merge:
+    """Compare the merged model, rounded as written, with the adapted one; both compute in fp32 or wider."""
+
+    def rounded(name: str) -> torch.Tensor:
+        value = merged.read(name)
+        return value.to(dtypes.get(name, value.dtype))
+
+    dtype = torch.float64 if torch.float64 in dtypes.values() else torch.float32
+    found = max_logit_difference(adapted, (plain, rounded), dtype)
+    return Merge(len(merged.layers), tuple(sorted(merged.packings)), *found)
+
+
+def newest_of(folder: Path) -> tuple[Recipe, Path]:
+    """The recipe of a run and its newest complete checkpoint. Raises CheckpointError."""
+    if not (folder / RECIPE).is_file():
+        raise CheckpointError("not the folder of a run", where=str(folder), why=f"no {RECIPE} in it")
+    recipe = load_recipe(folder / RECIPE, [], SETTINGS)
+    checkpoint = latest(folder / "checkpoints")
+    if checkpoint is None:
+        raise CheckpointError(
+            "no checkpoint", where=str(folder), fix="train first: shardwise train --out DIR"
+        )
+    return recipe, checkpoint
+
+
+def tokenizer_files(source: str, required: bool = True) -> dict[str, ExtraFile]:
+    """The files of a tokenizer: from a folder, a hub id, or the folder of a ``tokenizer.json``."""
+    from shardwise.model.hf import folder_of
+
+    path = Path(source).expanduser()
+    where = path.parent if path.is_file() else folder_of(source, list(_TOKENIZER))
+    found: dict[str, ExtraFile] = {name: where / name for name in _TOKENIZER if (where / name).is_file()}
+    if path.is_file():
+        found["tokenizer.json"] = path
+    if required and not found:
+        raise DataError(
+            "no tokenizer files", where=source, why=f"none of {', '.join(_TOKENIZER[:2])}, … exists"
+        )
+    return found

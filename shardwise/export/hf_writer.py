@@ -1,0 +1,236 @@
+"""Write a model as a folder that transformers loads: streamed, read back, then renamed.
+
+The header of a safetensors file lists every tensor and its position, so it is written first. Then one group of tensors
+after the other passes through memory (model/files/hf_folder.py). So writing a model of any size needs the memory of its
+largest tensor. Files have at most ``LARGEST`` bytes, with an index if there are several. transformers'
+``save_pretrained`` and safetensors' own writer hold a whole model, or a whole file, in memory.
+
+Every tensor is hashed as it is written, read back through the safetensors library and compared. So neither a full disk
+nor a bug of this writer is reported as success. Until then the folder has a temporary name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from shardwise.checkpoint import commit
+from shardwise.checkpoint.shards import DTYPES
+from shardwise.core.errors import CheckpointError, RecipeError, ResourceError
+from shardwise.core.units import format_bytes
+from shardwise.model.files.hf_folder import HFFolder, Shape, TensorGroup
+from shardwise.model.files.safetensors_reader import INDEX, SINGLE, WeightFiles
+
+LARGEST = 5 * 10**9
+"""Bytes of the tensors of one file; a larger tensor has a file of its own."""
+
+Read = Callable[[str], Tensor]
+"""A whole tensor of the model, by canonical name."""
+
+
+ExtraFile = Path | Callable[[], bytes]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Content of a folder to write.
+
+    Attributes:
+        layout: the tensors in order, and the config. dtypes: dtypes to write, by tensor name. read: reads a tensor of
+        the model by name, in any dtype. extra_files: further files by name: a file to copy, or a function that returns
+        the bytes after all tensors were read.
+    """
+
+    layout: HFFolder
+    dtypes: Mapping[str, torch.dtype]
+    read: Read
+    extra_files: Mapping[str, ExtraFile]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished folder. ``bytes`` counts the tensors."""
+
+    folder: Path
+    files: int
+    tensors: int
+    bytes: int
+
+
+def write_model(target: Path, contents: Contents) -> Written:
+    """Write a new folder.
+
+    Raises:
+        RecipeError: the folder exists.
+        ResourceError: the disk is full or not writable.
+        CheckpointError: a tensor reads back with other values.
+    """
+    require_new(target)
+    files = list(_files(contents))
+    size = sum(_bytes(shape, dtype) for file in files for shape, dtype in file.tensors.values())
+    with _staged(target, size) as staged:
+        hashes: dict[str, str] = {}
+        index: dict[str, str] = {}
+        for number, file in enumerate(files, 1):
+            name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else SINGLE
+            hashes |= _write_file(staged / name, file, contents)
+            index |= dict.fromkeys(file.tensors, name)
+        if len(files) > 1:
+            text = {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))}
+            _write(staged / INDEX, json.dumps(text, indent=2).encode() + b"\n")
+        config = json.dumps(contents.layout.config, indent=2, sort_keys=True).encode() + b"\n"
+        _write(staged / "config.json", config)
+        for name, what in contents.extra_files.items():
+            _write(staged / name, what.read_bytes() if isinstance(what, Path) else what())
+        _require_same(staged, hashes)
+    return Written(target, len(files), len(index), size)
+
+
+def require_new(target: Path) -> None:
+    """Raise RecipeError if ``target`` exists."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RecipeError(
+            "the folder exists already", where=str(target), fix="give another folder, or delete this one"
+        )
+
+
+def config_in(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The config with the weights' ``dtype``, under the keys of old and new versions of transformers."""
+    word = str(dtype).removeprefix("torch.")
+    said: dict[str, Any] = {"dtype": word, "torch_dtype": word}
+    inner = {key: value for key, value in config.items() if isinstance(value, dict) and "model_type" in value}
+    parts = {key: {**value, **{name: word for name in said if name in value}} for key, value in inner.items()}
+    return {**config, **parts, **said}
+
+
+# ---- files ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _File:
+    """The groups of one file, and the shape and dtype of each of its tensors, in order."""
+
+    groups: list[TensorGroup]
+    tensors: dict[str, tuple[Shape, torch.dtype]]
+
+
+def _files(contents: Contents) -> Iterator[_File]:
+    """Assign groups to files, in order; a group is never split over files."""
+    file, used = _File([], {}), 0
+    for group in contents.layout.groups:
+        dtype = contents.dtypes[group.sources[0]]
+        size = sum(_bytes(shape, dtype) for shape in group.shapes.values())
+        if file.groups and used + size > LARGEST:
+            yield file
+            file, used = _File([], {}), 0
+        file.groups.append(group)
+        file.tensors |= {name: (shape, dtype) for name, shape in group.shapes.items()}
+        used += size
+    yield file
+
+
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _write_file(path: Path, file: _File, contents: Contents) -> dict[str, str]:
+    """Write one file; return the hash of every tensor."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in file.tensors.items():
+        start, end = end, end + _bytes(shape, dtype)
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    hashes = {}
+    with path.open("xb", buffering=0) as out:
+        _send(out, memoryview(len(text).to_bytes(8, "little") + text))
+        for group in file.groups:
+            made = group.make([contents.read(name) for name in group.sources])
+            for name in group.shapes:
+                shape, dtype = file.tensors[name]
+                if tuple(made[name].shape) != tuple(shape):
+                    raise CheckpointError(
+                        f"tensor {name} has another shape",
+                        where=group.sources[0],
+                        why=f"it is {list(made[name].shape)}, expected {list(shape)}",
+                    )
+                content = _content(made[name].to(dtype))
+                hashes[name] = xxhash.xxh3_128_hexdigest(content)
+                _send(out, content)
+        os.fsync(out.fileno())
+    return hashes
+
+
+def _content(tensor: Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def _send(out: Any, content: memoryview) -> None:
+    while content:
+        content = content[out.write(content[: 1 << 24]) :]
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("xb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _require_same(staged: Path, hashes: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the files hold exactly the written tensors."""
+    files = WeightFiles(staged)
+    for name in files.shapes.keys() | hashes.keys():
+        if name not in files.shapes or (
+            xxhash.xxh3_128_hexdigest(_content(files.read(name))) != hashes.get(name)
+        ):
+            raise CheckpointError(
+                "the model was not written correctly",
+                where=str(staged),
+                why=f"{name} reads back with other values",
+                fix="check the disk, and write it again",
+            )
+
+
+@contextmanager
+def _staged(target: Path, needed: int) -> Iterator[Path]:
+    """A temporary folder next to ``target``: renamed to it on success, deleted on failure."""
+    staged = target.absolute().with_name(f"tmp-{target.name}-{secrets.token_hex(8)}")
+    try:
+        staged.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(staged.parent).free
+        if needed > free:
+            raise _unwritable(target, f"{format_bytes(needed)} needed, {format_bytes(free)} free")
+        staged.mkdir()
+        yield staged
+        commit.sync(staged)
+        if target.exists():
+            target.rmdir()
+        staged.rename(target)
+        commit.sync(staged.parent)
+    except OSError as error:
+        raise _unwritable(target, error.strerror or str(error)) from error
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _unwritable(target: Path, why: str) -> ResourceError:
+    return ResourceError(
+        "cannot write the model", where=str(target), why=why, fix="give another folder, or free some space"
+    )

@@ -1,0 +1,1 @@
+"""Clusters and devices: published peaks, topology, and this machine."""

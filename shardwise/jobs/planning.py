@@ -1,0 +1,149 @@
+"""Planning a recipe, refusing a plan that does not fit, and planning again after out of memory (OOM).
+
+Workers never plan. A folder that records an OOM is planned with a smaller micro-batch (``plan_remembering``), and so is
+a run that starts again after an OOM (``plan_after_oom``). The error of a run that cannot halve its micro-batch names
+the nearest plan that fits (``advised_error``).
+
+torch is loaded by the functions that plan, and not by importing this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.checkpoint.manifest import committed
+from shardwise.core.errors import ResourceError
+from shardwise.core.plan import Plan
+from shardwise.core.strategy import Strategy
+from shardwise.core.units import format_bytes
+from shardwise.hardware.allocator_options import VARIABLES, options_in
+from shardwise.hardware.cluster import Cluster
+from shardwise.hardware.profiles import PROFILES
+from shardwise.recipe.sections import Recipe
+from shardwise.train.faults.oom_record import read_record
+
+if TYPE_CHECKING:
+    from shardwise.core.fit_advice import FitAdvice
+
+
+def make_plan(recipe: Recipe, cluster: Cluster, *, compare: bool = False) -> Plan:
+    """Plan a recipe; loads torch.
+
+    Args:
+        compare: also predict the neighbours of the chosen strategy, which takes most of the time.
+
+    Raises:
+        RecipeError: the pinned strategy breaks a rule.
+    """
+    from shardwise.model.open import blueprint_of
+    from shardwise.plan.search import plan_for
+
+    return plan_for(recipe, blueprint_of(recipe), cluster, compare=compare)
+
+
+def refuse_unfit(plan: Plan, remedies: FitAdvice | None = None) -> None:
+    """Raise ResourceError when the plan needs more memory than there is; the error names the remedy."""
+    if not plan.fits:
+        raise ResourceError(
+            "does not fit",
+            where=plan.line,
+            why=" and ".join(_too_much(plan)),
+            fix=_allocator_hint(plan) + _way_out(remedies),
+        )
+
+
+def _too_much(plan: Plan) -> Iterator[str]:
+    """A phrase for each memory that is too small: the device's, the host's."""
+    if plan.peak.bytes > plan.capacity_bytes - plan.reserve_bytes:
+        reserve = f" with a reserve of {format_bytes(plan.reserve_bytes)}" if plan.reserve_bytes else ""
+        lost = format_bytes(plan.ledger.fragmentation)
+        yield (
+            f"rank {plan.peak.rank} needs {format_bytes(plan.peak.bytes)} of"
+            f" {format_bytes(plan.capacity_bytes)}{reserve}, most in the {plan.peak.phase} phase"
+            + (f", {lost} of it lost to fragmentation" if _fragmented(plan) else "")
+        )
+    if plan.host.bytes > plan.host.capacity_bytes:
+        yield (
+            f"a rank needs {format_bytes(plan.host.bytes)} of {format_bytes(plan.host.capacity_bytes)} of host memory"
+        )
+
+
+def _fragmented(plan: Plan) -> bool:
+    """Whether only fragmentation makes the plan too large for the device."""
+    room = plan.capacity_bytes - plan.reserve_bytes
+    return plan.peak.bytes - plan.ledger.fragmentation <= room < plan.peak.bytes
+
+
+def _allocator_hint(plan: Plan) -> str:
+    """Suggest expandable segments when only fragmentation makes the plan too large; else ""."""
+    kind = PROFILES[plan.device].kind if plan.device in PROFILES else "cpu"
+    if not _fragmented(plan) or options_in(kind).expandable_segments:
+        return ""
+    return f"set {VARIABLES[0]}=expandable_segments:True, or "
+
+
+def _way_out(remedies: FitAdvice | None) -> str:
+    """What to do so that the recipe fits."""
+    if remedies is None:
+        return "see what fits: shardwise plan RECIPE --explain"
+    if remedies.advised is None:
+        return "add devices, shorten data.sequence_length, or unpin strategy settings"
+    overrides = " ".join(remedies.advised.overrides)
+    return f"use {remedies.advised.remedy.name}: {overrides}" if overrides else "unpin strategy settings"
+
+
+# ---- runs that ran out of memory --------------------------------------------------------------------------
+
+
+def plan_remembering(
+    recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None = None
+) -> tuple[Plan, list[str]]:
+    """The plan, with the smaller micro-batch that the folder's ``oom.json`` asks for.
+
+    Args:
+        plan: the plan to adapt; None makes the recipe's.
+
+    Returns:
+        The plan, and the sentences that say why its micro-batch is smaller.
+    """
+    plan = plan or make_plan(recipe, cluster)
+    record = read_record(folder)
+    if record is None or not record.applies_to(plan.strategy, plan.world_size):
+        return plan, []
+    return _with_micro_batch(recipe, cluster, plan.strategy, record.smallest), [record.reason()]
+
+
+def plan_after_oom(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan) -> tuple[Plan, str]:
+    """The plan with which to start again after an OOM of ``plan``, and the sentence that says so.
+
+    Raises:
+        ResourceError: the micro-batch was 1 already; the error names the nearest plan that fits.
+    """
+    record = read_record(folder)
+    if record is None or not record.applies_to(plan.strategy, plan.world_size):
+        raise advised_error(recipe, cluster, folder)
+    plan = _with_micro_batch(recipe, cluster, plan.strategy, record.smallest)
+    saved = committed(folder / "checkpoints")
+    return plan, (
+        f"out of memory on rank {record.rank} in step {record.step}: micro_batch_size is now {record.smallest},"
+        f" accumulated {plan.micro_batches} times; going on from {saved[0].name if saved else 'the start'}"
+    )
+
+
+def _with_micro_batch(recipe: Recipe, cluster: Cluster, strategy: Strategy, size: int) -> Plan:
+    pinned = {**strategy.values, "micro_batch_size": size}
+    return make_plan(recipe.model_copy(update={"strategy": pinned}), cluster)
+
+
+def advised_error(recipe: Recipe, cluster: Cluster, folder: Path) -> ResourceError:
+    """The error of a run that ran out of memory with a micro-batch of 1; it names the nearest plan that fits."""
+    from shardwise.model.open import blueprint_of
+    from shardwise.plan.oom_advice import nearest_in_words
+
+    record = read_record(folder)
+    if record is None:
+        return ResourceError("out of memory", where=str(folder), why="its oom.json cannot be read")
+    strategy, held = Strategy(record.strategy), record.allocated_bytes
+    return record.final_error(nearest_in_words(recipe, blueprint_of(recipe), cluster, strategy, held))

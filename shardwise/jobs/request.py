@@ -1,0 +1,40 @@
+"""Reading a recipe, and what a caller passes to the other jobs. Imports neither torch nor numpy: errors come fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from shardwise.hardware.cluster import Cluster, cluster_of
+from shardwise.recipe.load import read_recipe
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import SETTINGS, refuse_broken, refuse_unsupported
+
+Say = Callable[[str], None]
+"""Gets each sentence for the user."""
+
+
+class RunWorkers(Protocol):
+    """Runs worker processes to their end. Raises OutOfMemory when they may start again, else what the caller chose.
+
+    Args:
+        processes: how many to start, ranks 0 to ``processes`` - 1.
+        arguments: of ``shardwise.worker``.
+        logs: the folder for one log per rank.
+    """
+
+    def __call__(self, processes: int, arguments: Sequence[str], logs: Path) -> None: ...
+
+
+def read(recipe_file: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster]:
+    """Read and check a recipe without loading torch. Raises RecipeError with the file and the line at fault."""
+    recipe, source = read_recipe(recipe_file, overrides, SETTINGS)
+    cluster = cluster_of(recipe.cluster)
+
+    def where(key: str) -> str:
+        return source.where(("strategy", key))
+
+    refuse_broken(recipe, cluster.world_size, where)
+    refuse_unsupported(recipe.strategy, cluster.device, where)
+    return recipe, cluster

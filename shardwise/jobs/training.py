@@ -1,0 +1,101 @@
+"""Training a recipe in a folder: check, plan, run the workers, report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.checkpoint.resume_checks import check_start, finished
+from shardwise.checkpoint.run_folder import PAGE, claim, write_job
+from shardwise.core.errors import OutOfMemory
+from shardwise.core.plan import Plan
+from shardwise.data import check_data
+from shardwise.hardware.cluster import Cluster
+from shardwise.jobs.planning import plan_after_oom, plan_remembering, refuse_unfit
+from shardwise.jobs.request import RunWorkers, Say
+from shardwise.recipe.lr_scaling import sentences
+from shardwise.recipe.sections import Recipe
+
+
+def train(
+    recipe: Recipe,
+    cluster: Cluster,
+    folder: Path,
+    run_workers: RunWorkers,
+    *,
+    plan: Plan | None = None,
+    exact_memory: bool = False,
+    say: Say = lambda sentence: None,
+) -> None:
+    """Train a recipe in ``folder`` and write the report; resumes when the folder holds a checkpoint.
+
+    A finished run is left as it is.
+
+    Args:
+        run_workers: runs the worker processes.
+        plan: the plan to train; None makes one.
+        exact_memory: measure memory over the whole run.
+        say: gets each sentence for the user.
+
+    Raises:
+        ShardwiseError: the data, the plan or the folder was refused, or what ``run_workers`` raises.
+    """
+    with claim(folder):
+        planned = prepare(recipe, cluster, folder, plan, say)
+        if planned is not None:
+            flags = ["--exact-memory"] if exact_memory else []
+            _train(recipe, cluster, folder, run_workers, planned, flags, say)
+        if planned is not None or not (folder / PAGE).exists():
+            say(f"report: {finish(folder)}")
+
+
+def _train(
+    recipe: Recipe,
+    cluster: Cluster,
+    folder: Path,
+    run_workers: RunWorkers,
+    plan: Plan,
+    flags: Sequence[str],
+    say: Say,
+) -> None:
+    """Run the workers; after an OOM, plan with half the micro-batch and run them again."""
+    while True:
+        try:
+            run_workers(plan.world_size, ["train", str(folder), *flags], folder / "logs")
+            return
+        except OutOfMemory:
+            plan, sentence = plan_after_oom(recipe, cluster, folder, plan)
+        write_job(folder, recipe, plan)
+        say(sentence)
+
+
+def prepare(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None, say: Say) -> Plan | None:
+    """Check everything, plan, and write the recipe and the plan into the folder.
+
+    Returns:
+        The plan to train, or None when all steps of the folder's run are done.
+
+    Raises:
+        DataError, CheckpointError, RecipeError: the data or the folder cannot be used with this recipe.
+        ResourceError: the plan does not fit, or the folder cannot be written.
+    """
+    found = check_data(recipe)
+    check_start(recipe, folder)
+    if done := finished(recipe, folder):
+        say(done)
+        return None
+    planned, reasons = plan_remembering(recipe, cluster, folder, plan)
+    refuse_unfit(planned)
+    write_job(folder, recipe, planned)
+    for sentence in [f"{planned.line}  →  {folder}", *found, *reasons, *sentences(recipe)]:
+        say(sentence)
+    return planned
+
+
+def finish(folder: Path) -> Path:
+    """Add a sample to the report of a trained run and draw its page; returns the page's path."""
+    from shardwise.report.run import write_report
+    from shardwise.serve.samples import record_sample
+
+    record_sample(folder)
+    return write_report(folder)

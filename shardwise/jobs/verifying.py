@@ -1,0 +1,41 @@
+"""Verifying a strategy: train it and one plain process on the same data, and compare."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.checkpoint.run_folder import scratch, write_job
+from shardwise.core.plan import Plan
+from shardwise.data import check_data
+from shardwise.hardware.cluster import Cluster
+from shardwise.jobs.planning import make_plan, refuse_unfit
+from shardwise.jobs.request import RunWorkers
+from shardwise.recipe.sections import Recipe
+
+if TYPE_CHECKING:
+    from shardwise.verify.verify import Verdict
+
+
+def verify(
+    recipe: Recipe, cluster: Cluster, run_workers: RunWorkers, *, plan: Plan | None = None, steps: int = 20
+) -> tuple[Plan, Verdict]:
+    """Train the plan and one plain process on the same data and compare them.
+
+    Args:
+        run_workers: runs the worker processes.
+        plan: the plan to verify; None makes one.
+        steps: optimizer steps to compare.
+
+    Raises:
+        ShardwiseError: the data or the plan was refused, or what ``run_workers`` raises; the logs are kept then.
+    """
+    check_data(recipe)
+    plan = plan or make_plan(recipe, cluster)
+    refuse_unfit(plan)
+    from shardwise.verify.verify import read_verdict, shortened  # loads torch
+
+    with scratch("shardwise-verify-") as folder:
+        write_job(folder, shortened(recipe, steps), plan)
+        for verb, processes in (("reference", 1), ("verify", plan.world_size)):
+            run_workers(processes, [verb, str(folder)], folder / "logs")
+        return plan, read_verdict(folder)

@@ -1,0 +1,124 @@
+"""How a worker joins the process group, and leaves it.
+
+A process without a launcher is a world of one rank, with the same code: its store is in memory. A job on one machine
+listens on loopback only. A job on several machines uses torch's rendezvous, which listens on all interfaces without
+authentication; like other trainers, it trusts the cluster's network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from shardwise.core.errors import RankError, ResourceError
+from shardwise.hardware.allocator_options import DEFAULTS, unset
+from shardwise.launch.placement import LOOPBACK, STORE_SOCKET, Placement, launched_by
+from shardwise.runtime.torch_private import set_allocator
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a collective, or the rendezvous, may take."""
+
+_ALONE = Placement("", rank=0, world_size=1, local_rank=0, nodes=1, host="", port=0)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's rank, and its device."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+
+@contextlib.contextmanager
+def join(device_type: str | None = None) -> Iterator[World]:
+    """Initialise the default process group for the block: NCCL on CUDA, gloo on the CPU.
+
+    After a successful block the ranks leave together. After an exception this rank leaves at once, and its peers see a
+    broken connection.
+
+    Args:
+        device_type: "cuda" or "cpu"; None takes CUDA if it is available.
+
+    Raises:
+        ResourceError: this rank has no device.
+        RankError: the rendezvous failed.
+        RecipeError: the environment contradicts itself.
+    """
+    placement = launched_by() or _ALONE
+    device = _device(placement.local_rank, device_type)
+    if placement.nodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+    try:
+        _meet(_store(placement), placement.rank, placement.world_size, device)
+    except RuntimeError as error:  # the base class of DistNetworkError and DistStoreError
+        raise RankError(
+            f"rank {placement.rank} of {placement.world_size} did not meet the others",
+            where=f"{placement.host}:{placement.port}",
+            why=str(error).splitlines()[0],
+        ) from error
+    yield World(placement.rank, placement.world_size, placement.local_rank, device)
+    dist.barrier()  # rank 0 holds the store
+    dist.destroy_process_group()
+
+
+def _meet(store: Store | None, rank: int, world_size: int, device: torch.device) -> None:
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _device(local_rank: int, device_type: str | None) -> torch.device:
+    if (device_type or ("cuda" if torch.cuda.is_available() else "cpu")) != "cuda":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ResourceError(
+            f"there is no GPU for local rank {local_rank}",
+            where=socket.gethostname(),
+            why=f"{count} visible",
+            fix="lower cluster.devices_per_node, or check CUDA_VISIBLE_DEVICES",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    settings = DEFAULTS.get("rocm" if torch.version.hip else "cuda")
+    if settings is not None and unset():  # the plan assumes these
+        set_allocator(settings)
+    return device
+
+
+def _store(placement: Placement) -> Store | None:
+    """The store for the rendezvous; None leaves it to torch and the environment."""
+    if placement == _ALONE:
+        return HashStore()
+    if placement.by == "torchrun":
+        return None
+    listening = None
+    if placement.rank == 0 and STORE_SOCKET in os.environ:
+        listening = int(os.environ.pop(STORE_SOCKET))
+    elif placement.rank == 0 and placement.nodes == 1:
+        listening = socket.create_server((placement.host, placement.port)).detach()
+    return TCPStore(
+        placement.host,
+        placement.port,
+        placement.world_size,
+        is_master=placement.rank == 0,
+        timeout=TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )

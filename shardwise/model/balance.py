@@ -1,0 +1,92 @@
+"""Load balancing of pipeline stages: assigns blocks to stages by forward FLOPs.
+
+FLOPs are counted on fake tensors. The output layer of a small model costs as much as several blocks; the embedding is
+a lookup and costs nothing. Each block goes to the stage with the fewest FLOPs, so the slowest stage is as fast as
+whole blocks allow. Of equal stages, the last one has the fewest micro-batches in flight and takes the block.
+
+Refused: balancing by parameters, which makes an embedding as expensive as the output layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.core.errors import RecipeError
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.stage import Stage
+from shardwise.runtime.flops import flops_of
+from shardwise.runtime.torch_private import FakeTensorMode, TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Forward FLOPs of one sequence: in one block, and in all layers outside the blocks."""
+
+    block: int
+    rest: int
+
+
+@functools.lru_cache(maxsize=8)
+def costs_of(blueprint: Blueprint, sequence_length: int) -> Costs:
+    """Count a model with one block and one with two. The blueprint's depth must not be None."""
+    one, two = (_forward_flops(blueprint, sequence_length, depth) for depth in (1, 2))
+    return Costs(two - one, 2 * one - two)
+
+
+def _forward_flops(blueprint: Blueprint, sequence_length: int, depth: int) -> int:
+    counter = _Counter()
+    with torch.no_grad(), FakeTensorMode():
+        model = blueprint.build(depth)
+        shapes = blueprint.sample_shapes(sequence_length)
+        batch = {name: torch.zeros((1, *shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        with counter:
+            blueprint.loss(model, batch)
+    return counter.flops
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func, args, kwargs or {}, out)
+        return out
+
+
+def blocks_per_stage(blocks: int, stages: int, costs: Costs) -> list[int]:
+    """Number of blocks of each stage, at least one."""
+    counts = [1] * stages
+    for _ in range(blocks - stages):
+        flops = [
+            count * costs.block + (costs.rest if i == stages - 1 else 0) for i, count in enumerate(counts)
+        ]
+        counts[max(range(stages), key=lambda i: (-flops[i], i))] += 1
+    return counts
+
+
+def balanced_stages(blueprint: Blueprint, count: int, sequence_length: int) -> list[Stage]:
+    """Cut the model into ``count`` stages of about equal cost.
+
+    Raises RecipeError if the model has fewer blocks, or if its blocks are not known to be identical.
+    """
+    if blueprint.depth is None or blueprint.width is None:
+        blueprint.stage(Stage(range(0)))  # raises with the model's own reason
+    if blueprint.depth is None or blueprint.depth < count:
+        raise RecipeError(
+            f"{blueprint.name} cannot be cut into {count} stages",
+            where="strategy.pipeline_parallel",
+            why=f"every stage needs a block of the model, which has {blueprint.depth}",
+            fix="lower pipeline_parallel or pipeline_stages_per_rank",
+        )
+    counts = blocks_per_stage(blueprint.depth, count, costs_of(blueprint, sequence_length))
+    starts = [sum(counts[:index]) for index in range(count)]
+    return [
+        Stage(range(start, start + blocks), start == 0, start + blocks == blueprint.depth)
+        for start, blocks in zip(starts, counts, strict=True)
+    ]

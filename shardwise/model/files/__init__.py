@@ -1,0 +1,1 @@
+"""Model and adapter files: Hugging Face folders, safetensors, PEFT adapters."""

@@ -1,0 +1,247 @@
+"""Reads Hugging Face weight files into this rank's shards of a transformers model.
+
+Names in a file can differ from the model's: older names, other prefixes, one tensor per expert. transformers describes
+the differences as renamings and converters, which are used here. A renamed tensor is read by slice. A converted one
+(experts, fused projections) is read whole, one block's at a time.
+
+The whole model decides which tensors the files must contain, so all ranks report the same error.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import CheckpointError
+from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.runtime.parallel.shard_slices import (
+    canonical_name,
+    local_part,
+    local_slices,
+    named_parameters,
+    share,
+    shared_names,
+)
+from shardwise.runtime.torch_private import non_persistent_buffers
+
+
+@dataclass
+class Conversion:
+    """Tensors on disk that a converter turns into one or more tensors of the model; ``first`` is the first of these."""
+
+    converter: Any
+    first: str
+    sources: list[tuple[str, str]] = field(default_factory=list)  # (pattern that matched, name on disk)
+
+    def run(self, files: WeightFiles, model: nn.Module) -> dict[str, Tensor]:
+        """The whole converted tensors by name."""
+        converter = copy.deepcopy(self.converter)
+        for pattern, name in self.sources:
+            converter.add_tensor(self.first, name, pattern, files.read(name))
+        found = converter.convert(self.first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+@dataclass
+class Sources:
+    """The file name of each tensor of the model, its conversion if any, and the file's extra tensors."""
+
+    direct: dict[str, str] = field(default_factory=dict)
+    converted: dict[str, Conversion] = field(default_factory=dict)
+    extra: list[str] = field(default_factory=list)
+
+    def covers(self, name: str) -> bool:
+        return name in self.direct or name in self.converted
+
+
+def fill_from_files(model: nn.Module, reference: nn.Module, folder: Path) -> None:
+    """Fill the parameters and saved buffers of ``model`` from a folder of safetensors.
+
+    Args:
+        model: materialized; the whole model or a stage, plain or sharded.
+        reference: the whole model on the meta device.
+
+    Raises CheckpointError, naming the tensor, if the files do not fit.
+    """
+    files = WeightFiles(folder)
+    aliases = shared_names(reference)
+    share(model, aliases)
+    sources = match_names(reference, files)
+    require_fit(reference, files, sources, aliases)
+    names = _one_name_each(aliases, sources)
+    conversions: dict[int, tuple[Conversion, list[tuple[str, Tensor]]]] = {}
+    for name, tensor in _saved_tensors(model, reference):
+        name = names.get(name, name)
+        if name in sources.direct:
+            files.read_into(tensor, sources.direct[name])
+            _check_copies(tensor, name, aliases, sources, files)
+        elif name in sources.converted:
+            conversion = sources.converted[name]
+            conversions.setdefault(id(conversion), (conversion, []))[1].append((name, tensor))
+    for conversion, wanted in conversions.values():
+        _fill_converted(conversion, wanted, files, reference)
+
+
+def _check_copies(
+    tensor: Tensor, name: str, aliases: dict[str, str], sources: Sources, files: WeightFiles
+) -> None:
+    """Raise CheckpointError if a shared tensor is on disk under two names with different values."""
+    for alias, first in aliases.items():
+        if first == name and alias in sources.direct and not files.agrees_with(tensor, sources.direct[alias]):
+            raise CheckpointError(
+                f"tensors {name} and {alias} differ",
+                where=files.file_of(sources.direct[alias]),
+                why="config.json says they are tied",
+                fix="set tie_word_embeddings to false in config.json",
+            )
+
+
+@torch.no_grad()
+def _fill_converted(
+    conversion: Conversion, wanted: list[tuple[str, Tensor]], files: WeightFiles, reference: nn.Module
+) -> None:
+    values = conversion.run(files, reference)
+    for name, tensor in wanted:
+        if name not in values or values[name].shape != tensor.shape:
+            found = tuple(values[name].shape) if name in values else "nothing"
+            raise CheckpointError(
+                f"tensor {name} cannot be converted",
+                where=str(files.folder),
+                why=f"the conversion gives {found}, the model needs {tuple(tensor.shape)}",
+            )
+        local_part(tensor).copy_(values[name][local_slices(tensor)])
+
+
+def match_names(reference: nn.Module, files: WeightFiles) -> Sources:
+    """Map each name on disk to a tensor of the model, as transformers does."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    expected = reference.state_dict()
+    prefix: str = getattr(reference, "base_model_prefix", "")
+    transforms = get_model_conversion_mapping(reference)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    sources = Sources()
+    for name in sorted(files.shapes, key=_natural):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if target not in expected and name in expected:
+            target, pattern = name, None
+        if target not in expected:
+            sources.extra.append(name)
+        elif pattern is None:
+            sources.direct[target] = name
+        else:
+            if target not in sources.converted:
+                _add_conversion(sources, by_pattern[pattern], target, expected)
+            sources.converted[target].sources.append((pattern, name))
+    return sources
+
+
+def _add_conversion(sources: Sources, converter: Any, target: str, expected: Iterable[str]) -> None:
+    first, *others = converter.target_patterns
+    targets = (target, *(target.replace(first, other) for other in others))
+    conversion = Conversion(converter, target)
+    sources.converted.update({name: conversion for name in targets if name in expected})
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that puts experts.2 before experts.10; converters stack their sources in this order."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def require_fit(reference: nn.Module, files: WeightFiles, sources: Sources, aliases: dict[str, str]) -> None:
+    """Raise CheckpointError for the first tensor that is missing, has another shape, or is not in the model."""
+    expected = reference.state_dict()
+    for name, source in sources.direct.items():
+        if files.shapes[source] != tuple(expected[name].shape):
+            raise CheckpointError(
+                f"tensor {source} has another shape",
+                where=files.file_of(source),
+                why=f"{list(files.shapes[source])} in the file, {list(expected[name].shape)} in the model",
+                fix="check that config.json belongs to these weights",
+            )
+    groups: dict[str, list[str]] = {}
+    for name in expected:
+        groups.setdefault(aliases.get(name, name), []).append(name)
+    ignored = _pattern(reference, "_keys_to_ignore_on_load_missing")
+    for name, group in groups.items():
+        if not any(sources.covers(member) or ignored.search(member) for member in group):
+            raise CheckpointError(f"tensor {name} is missing", where=str(files.folder), why="no file has it")
+    # Older versions saved these buffers; newer ones compute them.
+    ignored = _pattern(
+        reference, "_keys_to_ignore_on_load_unexpected", r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"
+    )
+    for name in sources.extra:
+        if not ignored.search(name):
+            raise CheckpointError(
+                f"tensor {name} is not in the model",
+                where=files.file_of(name),
+                fix="check that config.json belongs to these weights",
+            )
+
+
+def _pattern(model: nn.Module, attribute: str, *more: str) -> re.Pattern[str]:
+    patterns = [*(getattr(model, attribute, None) or ()), *more]
+    return re.compile("|".join(f"({pattern})" for pattern in patterns) or r"(?!)")
+
+
+def _one_name_each(aliases: dict[str, str], sources: Sources) -> dict[str, str]:
+    """Map each name of a shared tensor to the name on disk; to its first name if several are."""
+    chosen: dict[str, str] = {}
+    for alias, first in aliases.items():
+        if not sources.covers(first) and sources.covers(alias):
+            chosen.setdefault(first, alias)
+    return chosen | {alias: chosen.get(first, first) for alias, first in aliases.items()}
+
+
+def _saved_tensors(model: nn.Module, reference: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from named_parameters(model)
+    saved = reference.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if canonical_name(name) in saved:
+            yield canonical_name(name), buffer
+
+
+@torch.no_grad()
+def restore_buffers(model: nn.Module) -> None:
+    """Compute the buffers that are never saved (rotary frequencies), which ``to_empty`` left undefined.
+
+    transformers computes them in ``_init_weights``; its flag ``_is_hf_initialized`` protects the parameters. Raises
+    CheckpointError for a float buffer that the model does not compute.
+    """
+    from transformers import PreTrainedModel, initialization
+
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    owners: list[tuple[str, PreTrainedModel]] = []
+    with initialization.guard_torch_init_functions():
+        for path, module in model.named_modules():
+            if isinstance(module, PreTrainedModel):
+                owners.append((path, module))
+            unsaved = non_persistent_buffers(module)
+            buffers = {k: b for k, b in module.named_buffers(recurse=False) if k in unsaved}
+            if not buffers:
+                continue
+            for buffer in buffers.values():
+                buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+            owner = max((o for o in owners if _within(path, o[0])), key=lambda o: len(o[0]))[1]
+            owner._init_weights(module)
+            for name, buffer in buffers.items():
+                if buffer.is_floating_point() and buffer.isnan().any():
+                    raise CheckpointError(
+                        f"buffer {path}.{name} cannot be computed",
+                        why=f"{type(owner).__name__} does not initialize it",
+                    )
+
+
+def _within(path: str, ancestor: str) -> bool:
+    return not ancestor or path == ancestor or path.startswith(ancestor + ".")

@@ -1,0 +1,46 @@
+"""The form of a model as a Hugging Face folder: its config, and how its tensors become tensors on disk.
+
+A blueprint describes the folder as data, and export/hf_writer.py writes it. A group holds tensors that must be in
+memory together, such as the three parts of a fused projection. So writing needs the memory of the largest group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Make = Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors on disk that are made together.
+
+    Attributes:
+        sources: canonical names of the model's tensors they are made of; the first decides the dtype.
+        shapes: names on disk and shapes.
+        make: returns the tensors by name on disk, given the sources.
+    """
+
+    sources: tuple[str, ...]
+    shapes: Mapping[str, Shape]
+    make: Make
+
+
+@dataclass(frozen=True)
+class HFFolder:
+    """A folder to be written: ``config.json``, the groups in file order, and files to copy."""
+
+    config: Mapping[str, Any]
+    groups: Sequence[TensorGroup]
+    copied: Sequence[Path] = ()
+
+
+def unchanged_tensor(source: str, stored: str, shape: Shape) -> TensorGroup:
+    """A tensor with the same values on disk."""
+    return TensorGroup((source,), {stored: shape}, lambda tensors: {stored: tensors[0]})

@@ -1,0 +1,112 @@
+"""Writes a transformers model in the form of its source folder: same names, shapes and config, new values.
+
+Renamings and conversions (hf_conversion.py) are reversed, by transformers' own converters. A conversion that does not
+reverse to the source's names is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.core.errors import RecipeError
+from shardwise.model.files.hf_conversion import Conversion, match_names, require_fit
+from shardwise.model.files.hf_folder import TensorGroup, unchanged_tensor
+from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.runtime.parallel.shard_slices import shared_names
+
+
+class FolderWeights:
+    """The tensors of a folder under the names of the model, one at a time.
+
+    Args:
+        reference: the whole model on the meta device.
+
+    Raises CheckpointError if the files are damaged or belong to another model.
+    """
+
+    def __init__(self, reference: nn.Module, files: WeightFiles) -> None:
+        self._reference, self._files = reference, files
+        self._sources, aliases = match_names(reference, files), shared_names(reference)
+        require_fit(reference, files, self._sources, aliases)
+        self._other_names: dict[str, list[str]] = {}
+        for alias, first in aliases.items():
+            self._other_names.setdefault(first, []).append(alias)
+
+    def kind(self, name: str) -> str:
+        """The dtype of a tensor on disk, as safetensors names it."""
+        name = self._present(name)
+        if name in self._sources.direct:
+            return self._files.kinds[self._sources.direct[name]]
+        return self._files.kinds[self._sources.converted[name].sources[0][1]]
+
+    def read(self, name: str) -> Tensor:
+        name = self._present(name)
+        if name in self._sources.direct:
+            return self._files.read(self._sources.direct[name])
+        return self._sources.converted[name].run(self._files, self._reference)[name]
+
+    def _present(self, name: str) -> str:
+        """The name under which the files have a shared tensor."""
+        names = [name, *self._other_names.get(name, [])]
+        return next((each for each in names if self._sources.covers(each)), name)
+
+
+def groups_of(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGroup]:
+    """The groups that reproduce these files from the whole model on the meta device."""
+    aliases, sources = shared_names(reference), match_names(reference, files)
+    done: set[int] = set()
+    for name in reference.state_dict():
+        if name in sources.direct:
+            stored = sources.direct[name]
+            yield unchanged_tensor(aliases.get(name, name), stored, files.shapes[stored])
+        elif name in sources.converted and id(sources.converted[name]) not in done:
+            conversion = sources.converted[name]
+            done.add(id(conversion))
+            names = tuple(n for n, found in sources.converted.items() if found is conversion)
+            yield _reversed_group(reference, conversion, names, files)
+
+
+def _reversed_group(
+    reference: nn.Module, conversion: Conversion, names: tuple[str, ...], files: WeightFiles
+) -> TensorGroup:
+    shapes = {stored: files.shapes[stored] for _, stored in conversion.sources}
+
+    def make(tensors: Sequence[Tensor]) -> Mapping[str, Tensor]:
+        found = _reverse_conversion(reference, conversion, dict(zip(names, tensors, strict=True)))
+        if {name: tuple(tensor.shape) for name, tensor in found.items()} != shapes:
+            raise RecipeError(
+                "the model cannot be written under the names of its source",
+                where=str(files.folder),
+                why=f"the conversion of {names[0]} does not reverse to {next(iter(shapes))}",
+            )
+        return found
+
+    return TensorGroup(names, shapes, make)
+
+
+def _reverse_conversion(
+    reference: nn.Module, conversion: Conversion, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Tensors by name on disk, as transformers' ``revert_weight_conversion`` makes them, for one converter."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, apply_converters, apply_renamings
+
+    converter: Any = None
+    first = ""
+    for name, tensor in tensors.items():
+        back = conversion.converter.reverse_transform()
+        renamed, pattern = apply_converters(name, [back])
+        if converter is None:
+            converter, first = back, renamed
+        converter.add_tensor(first, name, pattern, tensor)
+    model: Any = reference
+    found = converter.convert(first, model=model, config=model.config)
+    expected = {stored for _, stored in conversion.sources}
+    if found.keys() != expected:
+        transforms = get_model_conversion_mapping(model)[::-1]
+        renamings = [t.reverse_transform() for t in transforms if isinstance(t, WeightRenaming)]
+        found = {apply_renamings(name, renamings): value for name, value in found.items()}
+    return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}

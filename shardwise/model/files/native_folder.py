@@ -1,0 +1,128 @@
+"""Writes the native decoder as a folder that transformers loads: its Llama, or its GPT-2.
+
+The llama family has Hugging Face's own names. The gpt2 family becomes its GPT-2, which fuses queries, keys and values
+and stores weights transposed, [i, o] (``Conv1D``). transformers' GPT-2 has no grouped key/value heads, so a model with
+them is refused (repeated heads would train differently).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import RecipeError
+from shardwise.model.files.hf_folder import HFFolder, Shape, TensorGroup, unchanged_tensor
+from shardwise.recipe.presets import Dimensions
+
+_GPT2_PARTS = {
+    "input_layernorm": "ln_1",
+    "self_attn.o_proj": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+    "mlp.up_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+}
+_GPT2_OUTSIDE = {
+    "embed_tokens": "transformer.wte",
+    "embed_positions": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "lm_head": "lm_head",
+}
+
+
+def native_hf_folder(d: Dimensions, shapes: Mapping[str, Shape]) -> HFFolder:
+    """The folder of a decoder with these dimensions and tensor shapes."""
+    if d.family == "llama":
+        stored = {name: name if name.startswith("lm_head.") else f"model.{name}" for name in shapes}
+        return HFFolder(
+            _llama_config(d), [unchanged_tensor(name, stored[name], shapes[name]) for name in shapes]
+        )
+    if d.kv_heads != d.heads:
+        raise RecipeError(
+            "this model cannot be written for transformers",
+            where="model.kv_heads",
+            why=f"its GPT-2 has no grouped heads, and this model has {d.kv_heads} key/value heads for {d.heads}",
+        )
+    return HFFolder(_gpt2_config(d), list(_gpt2_groups(shapes)))
+
+
+def _gpt2_groups(shapes: Mapping[str, Shape]) -> Iterator[TensorGroup]:
+    for name, shape in shapes.items():
+        path, _, kind = name.rpartition(".")
+        if path in _GPT2_OUTSIDE:
+            yield unchanged_tensor(name, f"{_GPT2_OUTSIDE[path]}.{kind}", shape)
+            continue
+        number, _, part = path.removeprefix("layers.").partition(".")
+        if part == "self_attn.q_proj":
+            names = tuple(name.replace("q_proj", f"{each}_proj") for each in "qkv")
+            yield _joined(names, f"transformer.h.{number}.attn.c_attn.{kind}", shape)
+        elif part in _GPT2_PARTS:
+            stored = f"transformer.h.{number}.{_GPT2_PARTS[part]}.{kind}"
+            yield (
+                _joined((name,), stored, shape) if len(shape) == 2 else unchanged_tensor(name, stored, shape)
+            )
+
+
+def _joined(names: tuple[str, ...], stored: str, shape: Shape) -> TensorGroup:
+    """Linear layers with one input as one ``Conv1D``."""
+    rows = len(names) * shape[0]
+
+    def make(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        whole = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+        return {stored: whole.t() if whole.ndim == 2 else whole}
+
+    return TensorGroup(names, {stored: (shape[1], rows) if len(shape) == 2 else (rows,)}, make)
+
+
+def _llama_config(d: Dimensions) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": d.vocab,
+        "hidden_size": d.width,
+        "intermediate_size": d.ffn,
+        "num_hidden_layers": d.layers,
+        "num_attention_heads": d.heads,
+        "num_key_value_heads": d.kv_heads,
+        "head_dim": d.head_width,
+        "max_position_embeddings": d.context,
+        "rms_norm_eps": d.norm_epsilon,
+        "rope_theta": d.rope_theta,  # before transformers 5
+        "rope_parameters": {"rope_type": "default", "rope_theta": d.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        **_common(d),
+    }
+
+
+def _gpt2_config(d: Dimensions) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": d.vocab,
+        "n_embd": d.width,
+        "n_inner": d.ffn,
+        "n_layer": d.layers,
+        "n_head": d.heads,
+        "n_positions": d.context,
+        "layer_norm_epsilon": d.norm_epsilon,
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        **_common(d),
+    }
+
+
+def _common(d: Dimensions) -> dict[str, Any]:
+    return {
+        "tie_word_embeddings": d.tied,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "use_cache": True,
+    }

@@ -1,0 +1,153 @@
+"""Reads a folder of safetensors files by slice.
+
+The file is opened again for each tensor: memory-mapped pages count as process memory until the map is closed, so a
+rank would hold its weights twice while loading. Tensors are copied into their destination in pieces, so loading needs
+PIECE bytes beyond the model.
+
+Refused: ``.bin`` and ``.pt`` files, which are pickles and run code when read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardwise.core.errors import CheckpointError
+from shardwise.runtime.parallel.shard_slices import Slices, local_part, local_slices
+
+PIECE = 64 * 2**20
+"""Bytes of a tensor in memory at once while it is copied."""
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+class WeightFiles:
+    """The tensors of a folder by name: one ``model.safetensors``, or the files of its index.
+
+    Raises CheckpointError, naming the file, if there are no weights or a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.kinds: dict[str, str] = {}  # dtypes, as safetensors calls them
+        self._files: dict[str, Path] = {}
+        index = _read_index(folder) if single == SINGLE else {}
+        for file in sorted(set(index.values())) if index else [single]:
+            with _opened(folder / file) as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    self.kinds[name] = opened.get_slice(name).get_dtype()
+                    self._files[name] = folder / file
+        for name, file in index.items():
+            if self._files.get(name) != folder / file:
+                raise CheckpointError(
+                    f"tensor {name} is missing", where=str(folder / file), why=f"{INDEX} names this file"
+                )
+
+    def file_of(self, name: str) -> str:
+        return str(self._files[name])
+
+    def stored_name(self, name: str) -> str:
+        """The tensor's name in its file."""
+        return name
+
+    def metadata(self, file: str) -> dict[str, str]:
+        """The metadata in the header of a file."""
+        with _opened(self.folder / file) as opened:
+            return dict(opened.metadata() or {})
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU."""
+        with _opened(self._files[name]) as opened:
+            return opened.get_tensor(self.stored_name(name))
+
+    @torch.no_grad()
+    def read_into(self, tensor: Tensor, name: str) -> None:
+        """Copy this rank's slice of ``name`` into ``tensor``, plain or DTensor, of the same global shape."""
+        for part, value in self._matched_pieces(tensor, name):
+            part.copy_(value)
+
+    def agrees_with(self, tensor: Tensor, name: str) -> bool:
+        """Whether ``tensor`` already has the values that ``read_into`` would write."""
+        return all(torch.equal(part, value.to(part)) for part, value in self._matched_pieces(tensor, name))
+
+    def _matched_pieces(self, tensor: Tensor, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of this rank's shard of ``tensor``, each with the same piece on disk."""
+        part, slices = local_part(tensor), local_slices(tensor)
+        if part.numel() == 0:
+            return
+        with _opened(self._files[name]) as opened:
+            if not slices:
+                yield part, opened.get_tensor(self.stored_name(name))
+                return
+            source = opened.get_slice(self.stored_name(name))
+            for piece, wanted in _pieces(part, slices):
+                yield piece, source[wanted]
+
+
+def _pieces(part: Tensor, slices: Slices) -> Iterator[tuple[Tensor, Slices]]:
+    """Cut a shard and its slices of the global tensor into groups of rows of at most PIECE bytes."""
+    first, rest = slices[0], slices[1:]
+    rows = max(1, PIECE * part.shape[0] // (part.numel() * part.element_size()))
+    for start in range(first.start, first.stop, rows):
+        stop = min(start + rows, first.stop)
+        yield part[start - first.start : stop - first.start], (slice(start, stop), *rest)
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name to file name; empty if the weights are one file."""
+    path = folder / INDEX
+    if not path.is_file():
+        if not (folder / SINGLE).is_file():
+            raise _no_weights(folder)
+        return {}
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(name): str(file) for name, file in index.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            "the index of the weights cannot be read", where=str(path), why=str(error)
+        ) from error
+    for file in names.values():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"the index names {file!r}", where=str(path), why="not a safetensors file in this folder"
+            )
+    return names
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
+        return CheckpointError(
+            "the weights are pickles",
+            where=str(folder),
+            why="reading a pickle runs the code in it",
+            fix="convert them: load them with transformers if you trust them, then save_pretrained",
+        )
+    return CheckpointError("no weights", where=str(folder), why=f"neither {SINGLE} nor {INDEX} is there")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    if not file.is_file():
+        raise CheckpointError("a file of the weights is missing", where=str(file))
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            "a file of the weights is damaged",
+            where=str(file),
+            why=str(error),
+            fix="copy or download it again",
+        ) from error

@@ -1,0 +1,40 @@
+"""Opens the model that a recipe names: a native decoder, a Hugging Face model or a user's factory.
+
+Each kind of model is imported only when a recipe asks for it: transformers takes seconds to import, and a factory runs
+user code.
+"""
+
+from __future__ import annotations
+
+from shardwise.model.blueprint import Blueprint
+from shardwise.recipe.sections import Recipe
+
+
+def blueprint_of(recipe: Recipe) -> Blueprint:
+    """The blueprint of the recipe's model, with its adapters if the recipe has an ``adapter:`` section.
+
+    Raises:
+        RecipeError: the model cannot be found, its context is too short, or it lacks the target layers.
+        CheckpointError: a file of the model is damaged.
+    """
+    base = _base_of(recipe)
+    if recipe.adapter is None:
+        return base
+    from shardwise.model.adapted import AdaptedModel
+
+    return AdaptedModel(base, recipe.adapter)
+
+
+def _base_of(recipe: Recipe) -> Blueprint:
+    spec, length = recipe.model, recipe.data.sequence_length
+    if spec.hf is not None:
+        from shardwise.model.hf import HuggingFaceModel
+
+        return HuggingFaceModel(spec.hf, length)
+    if spec.factory is not None:
+        from shardwise.model.factory import FactoryModel
+
+        return FactoryModel(spec.factory, spec.arguments)
+    from shardwise.model.native import NativeModel
+
+    return NativeModel.from_spec(spec, length)

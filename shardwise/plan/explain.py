@@ -1,0 +1,96 @@
+"""The plan in sentences: why this strategy, whether compute hides offloading, and which figures are table values.
+
+The sentences are part of the plan, so the terminal, the page and plan.json have the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shardwise.core.units import format_bytes, format_seconds
+from shardwise.hardware.allocator_options import options_in
+from shardwise.hardware.cluster import Cluster
+from shardwise.plan.predict import Prediction
+from shardwise.plan.predictor import Predictor
+from shardwise.plan.timing import offload_phases
+from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS
+
+LANES: Mapping[str, str] = {
+    "to_host": "copies to the host",
+    "to_device": "copies to the device",
+    "disk_read": "disk reads",
+    "disk_write": "disk writes",
+    "processor": "optimizer step on the CPU",
+}
+
+
+def reasons(predictor: Predictor, chosen: Prediction) -> Iterator[str]:
+    """Why this strategy was chosen: what its run notes, and which plainer strategies do not fit."""
+    yield from chosen.run.hints.notes
+    if words := chosen.in_words():
+        yield words
+    yield from offload_in_words(chosen, predictor.cluster)
+    for candidate in predictor.candidates.values():
+        if candidate.verdict == "does not fit" and candidate.strategy != chosen.strategy:
+            changed = chosen.strategy.differences(candidate.strategy)
+            if len(changed) == 1:
+                [(key, (mine, theirs))] = changed.items()
+                yield f"{key} {mine}, because {key} {theirs} needs at least {format_bytes(candidate.peak_bytes)}"
+    pinned = predictor.recipe.strategy
+    free = [s.key for s in SETTINGS if s.key not in pinned and (s.candidates or s is MICRO_BATCH_SIZE)]
+    if free and chosen.peak.bytes <= predictor.budget_bytes:
+        size = "fastest" if _is_smaller_than_fits(predictor, chosen) else "largest"
+        yield f"chosen by the planner: {', '.join(free)}; the first that fits, plainest first, {size} micro-batch"
+
+
+def _is_smaller_than_fits(predictor: Predictor, chosen: Prediction) -> bool:
+    """Whether the chosen micro-batch is smaller than the largest that fits, so that ranks wait less."""
+    size = chosen.strategy[MICRO_BATCH_SIZE]
+    larger = (
+        set(chosen.strategy.differences(candidate.strategy)) == {MICRO_BATCH_SIZE.key}
+        and candidate.strategy[MICRO_BATCH_SIZE] > size
+        and candidate.verdict == "fits"
+        for candidate in predictor.candidates.values()
+    )
+    return chosen.timetable is not None and any(larger)
+
+
+def offload_in_words(chosen: Prediction, cluster: Cluster) -> Iterator[str]:
+    """Disk use, and per phase whether the device's compute hides copies and CPU work."""
+    if chosen.disk_bytes:
+        node = format_bytes(chosen.disk_bytes * cluster.devices_per_node)
+        yield f"on disk: {format_bytes(chosen.disk_bytes)} per rank, {node} per node"
+    for phase in offload_phases(chosen.cost, cluster):
+        compute = format_seconds(phase.device)
+        if phase.exposed > 0:
+            end = f"not hidden by {compute} of compute: the device waits {format_seconds(phase.exposed)}"
+        else:
+            end = f"hidden by {compute} of compute"
+        lanes = ", ".join(
+            f"{LANES[lane]} {format_seconds(spent)}" for lane, spent in phase.concurrent.items()
+        )
+        yield f"offload in the {phase.phase} phase: {lanes}, {end}"
+
+
+def assumptions(cluster: Cluster, reserve: float) -> Iterator[str]:
+    """The plan's figures from tables, and memory or time that is not modelled.
+
+    Args:
+        reserve: share of the capacity that the plan leaves free.
+    """
+    overhead = cluster.device.overhead
+    yield (
+        f"overhead is a table value for {cluster.device.name}: context"
+        f" {format_bytes(overhead.context_bytes)}, {format_bytes(overhead.communicator_bytes)} per communicator,"
+        f" workspaces {format_bytes(overhead.workspace_bytes)}"
+    )
+    if reserve > 0:
+        options = options_in(cluster.device.kind)
+        yield (
+            f"fragmentation comes from replaying CUDA's caching allocator with {options.described() or 'its defaults'};"
+            f" {reserve:.0%} of the capacity is left free for workspaces of kernels; for the"
+            " other strategies fragmentation is assumed in proportion to the chosen one's"
+        )
+        if options.ignored:
+            yield f"allocator settings that are not modelled: {', '.join(options.ignored)}"
+    yield f"seconds come from a roofline over the peaks of {cluster.device.name}; they are not measured"

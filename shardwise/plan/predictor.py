@@ -1,0 +1,159 @@
+"""Predictions of strategies for one recipe on one cluster: each made once, with a verdict against the memory budget.
+
+The budget is the device's capacity less a reserve. A strategy fits when its worst rank stays within the budget, and
+its offloaded state within that rank's share of host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.core.plan import Candidate
+from shardwise.core.strategy import Strategy
+from shardwise.core.units import format_bytes
+from shardwise.hardware.cluster import Cluster
+from shardwise.model.blueprint import Blueprint
+from shardwise.plan.lower_bound import least_state_bytes
+from shardwise.plan.predict import Prediction
+from shardwise.plan.worst_rank import predict_worst
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import MICRO_BATCH_SIZE, broken_rules, layout_of, native, one_line
+
+RESERVE: Mapping[str, float] = {"cpu": 0.0, "cuda": 0.02, "rocm": 0.02}
+"""Share of the capacity left free for memory that neither the dry run nor the replayed allocator sees.
+
+Kernels allocate workspaces while they run: the fp32 sums of flash attention's backward pass take 128 MiB for 8,192
+tokens of 4,096 channels. The sizes of context and communicators are table values, and real ones vary.
+"""
+
+MOST_PER_PARAMETER = 64
+"""No strategy takes more bytes of weights and optimizer state per parameter. Where this much fits, the lower bound is
+not computed."""
+
+
+@dataclass
+class Predictor:
+    """Predicts strategies and remembers the results.
+
+    Attributes:
+        candidates: one per strategy that was predicted, or excluded by the lower bound.
+    """
+
+    recipe: Recipe
+    blueprint: Blueprint
+    cluster: Cluster
+    candidates: dict[Strategy, Candidate] = field(default_factory=dict)
+    _replayed: dict[Strategy, bool] = field(default_factory=dict)
+    _quick: dict[tuple[Strategy, int], Prediction] = field(default_factory=dict)
+
+    @property
+    def reserve(self) -> float:
+        """Share of the capacity that is left free."""
+        return RESERVE[self.cluster.device.kind]
+
+    @property
+    def reserve_bytes(self) -> int:
+        return int(self.reserve * self.cluster.capacity_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Device memory that a strategy may use."""
+        return self.cluster.capacity_bytes - self.reserve_bytes
+
+    # -- which strategies ---------------------------------------------------------------------------
+
+    def allowed(self, strategy: Strategy) -> bool:
+        """Whether the strategy breaks no rule."""
+        return not any(broken_rules(strategy, self.cluster.world_size, self.recipe))
+
+    def possible(self, strategies: Iterable[Strategy]) -> Iterator[Strategy]:
+        """Those that break no rule and that the device does not have to emulate."""
+        for strategy in strategies:
+            if self.allowed(strategy) and native(strategy, self.cluster.device):
+                yield strategy
+
+    def micro_batch_sizes(self, strategy: Strategy) -> list[int]:
+        """Micro-batch sizes to try, largest first: the rank's share of the batch in 1, 2, 4, ... passes."""
+        if MICRO_BATCH_SIZE.key in self.recipe.strategy:
+            return [strategy[MICRO_BATCH_SIZE]]
+        layout = layout_of(strategy, self.cluster.world_size)
+        share = -(-self.recipe.batch_size // (layout.degree("replicate") * layout.degree("shard")))
+        passes, sizes = 1, []
+        while True:
+            size = -(-share // passes)
+            sizes.append(size)
+            if size == 1:
+                return list(dict.fromkeys(sizes))
+            passes *= 2
+
+    # -- predictions and verdicts -------------------------------------------------------------------
+
+    def may_fit(self, strategy: Strategy) -> bool:
+        """Whether the lower bound is within the budget. Records the candidate when it is not."""
+        layout, counts = layout_of(strategy, self.cluster.world_size), self.blueprint.parameter_counts()
+        if sum(counts) * MOST_PER_PARAMETER <= self.budget_bytes:
+            return True
+        least = least_state_bytes(counts, strategy, layout, self.recipe, self.cluster)
+        if least <= self.budget_bytes:
+            return True
+        reason = f"weights and optimizer state alone take at least {format_bytes(least)}"
+        self._record(strategy, least, 0.0, "does not fit", reason)
+        return False
+
+    def predict(self, strategy: Strategy, *, quick: bool, ranks: Sequence[int] | None = None) -> Prediction:
+        """Predict the worst rank, or the worst of ``ranks``, and record the candidate with its verdict."""
+        budget = self.budget_bytes
+        found = self.worst(strategy, quick=quick, budget=budget, ranks=ranks)
+        over = found.peak.bytes - budget
+        verdict, reason = "fits", found.in_words()
+        if over > 0:
+            verdict, where = "does not fit", f" at {found.peak.where}" if found.peak.where else ""
+            if found.sum_bytes > budget:
+                reason = f"{format_bytes(found.sum_bytes - budget)} too much in the {found.peak.phase} phase{where}"
+        elif (excess := self._host_excess(found)) > 0:
+            verdict, reason = "does not fit", f"{format_bytes(excess)} too much in host memory"
+        self._record(strategy, found.peak.bytes, found.step.seconds, verdict, reason)
+        self._replayed[strategy] = found.run.replay is not None
+        return found
+
+    def worst(
+        self,
+        strategy: Strategy,
+        *,
+        quick: bool,
+        budget: int | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> Prediction:
+        """Predict the worst rank without a verdict; against the device's capacity unless a budget is given."""
+        return predict_worst(
+            self.recipe,
+            self.blueprint,
+            strategy,
+            self.cluster,
+            quick=quick,
+            budget=budget,
+            ranks=ranks,
+            seen=self._quick,
+        )
+
+    def fits(self, found: Prediction) -> bool:
+        """Whether a prediction is within the budget and its share of host memory."""
+        return found.peak.bytes <= self.budget_bytes and self._host_excess(found) <= 0
+
+    def might_fit(self, quick: Prediction) -> bool:
+        """The same before fragmentation, which a quick prediction does not have."""
+        return quick.sum_bytes <= self.budget_bytes and self._host_excess(quick) <= 0
+
+    def replayed(self, strategy: Strategy) -> bool:
+        """Whether the last prediction of a strategy replayed its allocations, and so has its fragmentation."""
+        return self._replayed[strategy]
+
+    def _host_excess(self, found: Prediction) -> int:
+        """Bytes beyond the rank's share of host memory; negative when there is room."""
+        return found.host.total - self.cluster.host_capacity_bytes
+
+    def _record(self, strategy: Strategy, peak: int, seconds: float, verdict: str, reason: str) -> None:
+        layout = layout_of(strategy, self.cluster.world_size)
+        line = one_line(strategy, layout, self.recipe.batch_size)
+        self.candidates[strategy] = Candidate(strategy, line, peak, seconds, verdict, reason)

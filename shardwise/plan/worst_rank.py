@@ -1,0 +1,106 @@
+"""A strategy's prediction: the memory of its worst rank, and the time of all ranks together.
+
+Ranks that hold different blocks differ in memory. Their place (``technique/place.py``) says which of them to look at,
+and how their times combine. In small worlds a rank of every stage is dry-run, and the worst is shown. In large worlds
+all kinds of ranks get a quick prediction, and the worst of them a full one. A quick prediction ends with the first rank
+if that needs too much: the others change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardwise.core.plan import StepEstimate
+from shardwise.core.strategy import Strategy
+from shardwise.hardware.cluster import Cluster
+from shardwise.model.blueprint import Blueprint
+from shardwise.plan.predict import Prediction, predict
+from shardwise.plan.timing import mfu, phase_seconds
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import has_stages, layout_of, micro_batches
+from shardwise.technique.place import RankTime, WholeStep
+
+EVERY_RANK = 8
+"""Worlds up to this size are dry-run on every stage, and where shards are uneven on every rank; of larger ones only the
+first rank of each kind, which holds most: shards are cut from the front."""
+
+
+def predict_worst(
+    recipe: Recipe,
+    blueprint: Blueprint,
+    strategy: Strategy,
+    cluster: Cluster,
+    *,
+    quick: bool = False,
+    budget: int | None = None,
+    ranks: Sequence[int] | None = None,
+    seen: dict[tuple[Strategy, int], Prediction] | None = None,
+) -> Prediction:
+    """The prediction of the rank that needs most.
+
+    Args:
+        ranks: the only ones to look at, where they are given.
+        seen: quick predictions that have been made, and are not made again; new ones are added.
+    """
+    seen = {} if seen is None else seen
+
+    def of(rank: int, quick: bool) -> Prediction:
+        known = seen.get((strategy, rank))
+        if known is not None and (quick or known.whole):
+            return known
+        found = predict(recipe, blueprint, strategy, cluster, rank=rank, quick=quick, budget=budget)
+        if quick:
+            seen[strategy, rank] = found
+        return found
+
+    small = cluster.world_size <= EVERY_RANK
+    layout = layout_of(strategy, cluster.world_size)
+    look = quick or (not small and has_stages(layout))
+    known = {rank: of(rank, look) for rank in (ranks or [0])}
+    first = next(iter(known.values()))
+    place = first.run.place
+    if place is None:
+        return first
+    stride = layout.stride(place.axis)
+    if ranks is None and not (quick and budget is not None and first.sum_bytes > budget):
+        others = [number for number in place.ranks_to_probe(every=small and not quick) if number > 0]
+        known |= {number * stride: of(number * stride, look) for number in others}
+    worst = max(known, key=lambda rank: known[rank].peak.bytes)
+    if look and not quick:
+        known[worst] = of(worst, False)
+    probed = {rank // stride: found for rank, found in known.items()}
+    every = [probed[place.stand_in(number, probed)] for number in range(place.ranks)]
+    count = micro_batches(strategy, layout, recipe.batch_size)
+    times = [_time(found, cluster) for found in every]
+    whole = place.combined(times, count, worst // stride, known[worst].run.pass_bytes)
+    return replace(
+        known[worst],
+        # Which rank takes most of the host or of a disk need not be the one that takes most of its device.
+        host=max((found.host for found in known.values()), key=lambda host: host.total),
+        disk_bytes=max(found.disk_bytes for found in known.values()),
+        step=_step(known[worst].step, every, whole, cluster),
+        timetable=whole.timetable,
+        parameters=blueprint.parameter_count(),
+        allocated_by_rank={rank: found.allocated_bytes for rank, found in known.items()},
+    )
+
+
+def _time(found: Prediction, cluster: Cluster) -> RankTime:
+    phases = phase_seconds(found.cost, cluster)
+    return RankTime(found.step.seconds, phases.get("forward", 0.0), phases.get("backward", 0.0))
+
+
+def _step(
+    step: StepEstimate, every: Sequence[Prediction], whole: WholeStep, cluster: Cluster
+) -> StepEstimate:
+    """One step of all ranks together."""
+    slowest = max(every, key=lambda found: found.step.seconds).step
+    shares = (mfu(found.cost, whole.seconds, found.run.compute_dtype, cluster) for found in every)
+    return replace(
+        step,
+        seconds=whole.seconds,
+        mfu=math.fsum(shares) / len(every),
+        split={**slowest.split, whole.waiting: max(0.0, whole.seconds - slowest.seconds)},
+    )

@@ -1,0 +1,1 @@
+"""Recipes: YAML with source positions, checked sections, overrides and presets."""

@@ -1,0 +1,189 @@
+"""Checks across keys of a recipe: each value is valid, but they contradict each other.
+
+One function per check. The document is used only to find which of the keys involved was written last: the error names
+that key. These checks need no machine and no data. Checks that depend on the strategy and the number of devices are
+rules of techniques; checks that depend on files are in ``data/``.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+from collections.abc import Iterator, Mapping
+
+from shardwise.core.errors import RecipeError
+from shardwise.hardware.cluster import cluster_of, parse_preset
+from shardwise.recipe.error_messages import Complaint
+from shardwise.recipe.lr_scaling import scaled
+from shardwise.recipe.presets import PRESETS, Dimensions, dimensions_of
+from shardwise.recipe.sections import ModelSpec, Recipe
+from shardwise.recipe.yaml_source import Document, KeyPath, describe
+
+_BYTES = 256
+
+
+def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    """Every contradiction in `recipe`, as a complaint at the key to change."""
+    yield from _one_name(recipe.model, document)
+    yield from _arguments(recipe.model)
+    yield from _model_and_data(recipe, document)
+    yield from _records(recipe, document)
+    yield from _hardware(recipe, document)
+    yield from _schedule(recipe, document)
+    yield from _scaling(recipe, document)
+    if recipe.evaluation.every is not None and recipe.data.held_out == 0:
+        path = _last_written(document, ("evaluation", "every"), ("data", "held_out"))
+        yield Complaint(
+            path,
+            "there is no validation data",
+            "data.held_out is 0",
+            "raise it, or remove evaluation.every",
+        )
+
+
+def _last_written(document: Document, *paths: KeyPath) -> KeyPath:
+    """The one of `paths` written last, the command line after the file; the first if none is written."""
+    written = [path for path in paths if path in document.origins]
+    return max(written, key=document.origin) if written else paths[0]
+
+
+def _given(model: ModelSpec) -> list[str]:
+    """Names of the dimensions that the recipe gives."""
+    names = ("family", *Dimensions.__dataclass_fields__)
+    return [name for name in dict.fromkeys(names) if getattr(model, name, None) is not None]
+
+
+def _one_name(model: ModelSpec, document: Document) -> Iterator[Complaint]:
+    ways = [way for way in ("preset", "hf", "factory") if getattr(model, way) is not None]
+    dimensions = _given(model)
+    if len(ways) > 1:
+        path = _last_written(document, *(("model", way) for way in ways))
+        why = f"{' and '.join(ways)} are both given"
+        yield Complaint(path, "the model is specified twice", why, "keep one of them")
+    elif not ways and not dimensions:
+        why = "it has no preset, hf, factory or dimensions"
+        yield Complaint(
+            ("model",), "the model is missing", why, "for example add `preset: tiny`", absent=True
+        )
+    elif dimensions and ways and ways[0] != "preset":
+        path = _last_written(document, *(("model", name) for name in dimensions))
+        why = f"{ways[0]} has its own dimensions"
+        yield Complaint(path, f"{path[-1]} cannot be set here", why, "remove it")
+
+
+def _arguments(model: ModelSpec) -> Iterator[Complaint]:
+    if model.arguments and model.factory is None:
+        why = "only a factory takes arguments"
+        yield Complaint(("model", "arguments"), "arguments without a factory", why, "remove them")
+    arguments: Mapping[str, object] = model.arguments
+    for name, value in arguments.items():
+        path: KeyPath = ("model", "arguments", name)
+        if not name.isidentifier() or keyword.iskeyword(name):
+            yield Complaint(path, "not the name of an argument", "an argument's name is a Python identifier")
+        elif not isinstance(value, bool | int | float | str | None):
+            what = f"{name} must be text, a number, true, false or null"
+            yield Complaint(path, what, f"found {describe(value)}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield Complaint(path, f"{name} must be a finite number", f"found {describe(value)}")
+
+
+def _model_and_data(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    model, data = recipe.model, recipe.data
+    if model.hf is not None or model.factory is not None or not (model.preset or _given(model)):
+        return
+    try:
+        dimensions = dimensions_of(model)
+    except RecipeError as error:
+        path: KeyPath = tuple(error.where.split("."))
+        if (
+            model.preset in PRESETS
+        ):  # then no dimension is missing: one that overrides the preset's is at fault
+            path = _last_written(document, path, *(("model", name) for name in _given(model)))
+        yield Complaint(path, error.what, error.why, error.fix, absent=path not in document.origins)
+        return
+    length = data.sequence_length
+    if length > dimensions.context:
+        path = _last_written(document, ("data", "sequence_length"), ("model", "context"), ("model", "preset"))
+        why = f"sequence_length is {length}, the model's context {dimensions.context}"
+        yield Complaint(
+            path, "sequences are longer than the model's context", why, "shorten them, or raise model.context"
+        )
+    if data.tokenizer == "bytes" and dimensions.vocab < _BYTES:
+        path = _last_written(document, ("model", "vocab"), ("data", "tokenizer"))
+        why = f"vocab is {dimensions.vocab}, and a byte has {_BYTES} values"
+        yield Complaint(path, "the vocabulary is too small for bytes", why, f"write vocab: {_BYTES}")
+
+
+def _records(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    """Settings that need records with completions."""
+    data = recipe.data
+    plain = data.format == "text" or (data.format == "auto" and data.source == "stdlib")
+    because = _last_written(document, ("data", "format"), ("data", "source"))
+    if data.source == "stdlib" and data.format not in ("auto", "text"):
+        yield Complaint(
+            because, "stdlib is plain text", f"format is {data.format}", "use a file of records as source"
+        )
+    if plain and data.packing:
+        path = _last_written(document, ("data", "packing"), because)
+        yield Complaint(
+            path, "plain text cannot be packed", "it is concatenated already", "write packing: false"
+        )
+    if plain and data.train_on == "completion":
+        path = _last_written(document, ("data", "train_on"), because)
+        yield Complaint(
+            path, "plain text has no completions", "train_on is completion", "write train_on: all"
+        )
+    if data.packing and recipe.model.factory is not None:
+        path = _last_written(document, ("data", "packing"), ("model", "factory"))
+        why = "a factory's model might attend across documents"
+        yield Complaint(path, "packing cannot be true here", why, "write packing: false")
+
+
+def _hardware(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    cluster = recipe.cluster
+    try:
+        cluster_of(cluster)
+    except RecipeError as error:
+        path: KeyPath = tuple(error.where.split("."))
+        if cluster.preset is not None and _is_preset(cluster.preset):  # then it contradicts another key
+            also_given = {
+                "device": cluster.device is not None,
+                "devices_per_node": cluster.devices_per_node != 1,
+            }
+            path = _last_written(
+                document, path, *(("cluster", key) for key, given in also_given.items() if given)
+            )
+        yield Complaint(path, error.what, error.why, error.fix)
+
+
+def _schedule(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    schedule, steps = recipe.schedule, recipe.steps
+    if schedule.name != "wsd":
+        if schedule.decay is not None:
+            path = _last_written(document, ("schedule", "decay"), ("schedule", "name"))
+            why = f"schedule.name is {schedule.name}, and only wsd uses decay"
+            yield Complaint(path, "decay without wsd", why, "write name: wsd, or remove decay")
+        return
+    warmup, decay = schedule.warmup_steps(steps), schedule.decay_steps(steps)
+    if warmup + decay > steps:
+        names = (("schedule", "decay"), ("schedule", "warmup"), ("steps",))
+        path = _last_written(document, *names)
+        why = f"{warmup} steps of warmup and {decay} of decay are more than {steps}"
+        yield Complaint(path, "the schedule is longer than the run", why, "shorten one, or raise steps")
+
+
+def _scaling(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    try:
+        scaled(recipe)
+    except RecipeError as error:
+        key = ("optimizer", "scale_learning_rate")
+        path = _last_written(document, key, ("optimizer", "betas"), ("batch_size",))
+        yield Complaint(path, error.what, error.why, error.fix)
+
+
+def _is_preset(name: str) -> bool:
+    try:
+        parse_preset(name)
+    except ValueError:
+        return False
+    return True

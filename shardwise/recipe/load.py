@@ -1,0 +1,197 @@
+"""Reading recipes: YAML and overrides to one checked, frozen object, and back to YAML.
+
+A recipe is checked before torch is imported, so a typing mistake is an error in under half a second. The recipe knows
+neither ranks nor processes: the planner and the trainer read the same one, and its resolved form is the `recipe.yaml`
+of a run.
+
+The pydantic models in `sections.py` declare all keys, types, limits and defaults. The exception is the `strategy:`
+section: its keys belong to the techniques, so it is checked against the Settings passed in, and contains only the
+pinned ones. Values are not coerced ("100" to 100, 1 to true). Recipes have no includes and no environment variables.
+
+An override that specifies the model or the cluster in another way replaces the file's: `model.preset=gpt2` drops
+dimensions, and `cluster.preset=8xH100-80GB` drops `device` and counts.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from shardwise.core.strategy import Setting
+from shardwise.recipe.checks import contradictions
+from shardwise.recipe.error_messages import Complaint, explain, first_error, nearest, unknown_key
+from shardwise.recipe.overrides import overridden
+from shardwise.recipe.sections import Recipe, Section
+from shardwise.recipe.yaml_source import (
+    Document,
+    KeyPath,
+    Origin,
+    parse_document,
+    read_document,
+    written,
+)
+
+
+def _sections(optional: bool) -> dict[str, type[Section]]:
+    """The sections of a recipe by name: those that may be null (``optional``), or the others."""
+    kinds = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    found = {n: get_args(k)[:1] or (None,) if optional else (k,) for n, k in kinds.items()}
+    return {n: k for n, (k, *_) in found.items() if isinstance(k, type) and issubclass(k, Section)}
+
+
+_ALWAYS = _sections(optional=False)
+SECTIONS: Mapping[str, type[Section]] = {**_ALWAYS, **_sections(optional=True)}
+
+_EXAMPLES = {"model": "model: {preset: ...}", "steps": "steps: 100", "batch_size": "batch_size: 16"}
+_DIMENSIONS = (
+    "family", "layers", "width", "heads", "kv_heads", "ffn", "vocab", "context", "tied", "rope_theta",
+)  # fmt: skip
+_REPLACES: Mapping[KeyPath, Sequence[str]] = {
+    ("model", "preset"): ("hf", "factory", "arguments", *_DIMENSIONS),
+    ("model", "hf"): ("preset", "factory", "arguments", *_DIMENSIONS),
+    ("model", "factory"): ("preset", "hf", *_DIMENSIONS),
+    ("cluster", "preset"): ("device", "nodes", "devices_per_node", "memory_gib", "host_memory_gib"),
+    ("cluster", "device"): ("preset",),
+}
+
+
+def load_recipe(path: Path, overrides: Sequence[str], settings: Sequence[Setting[Any]]) -> Recipe:
+    """Read a recipe file, apply `section.key=value` overrides, and check the result.
+
+    Args:
+        path: a YAML 1.2 file, in UTF-8.
+        overrides: applied in order. A value is text, a number, or YAML in brackets or quotes; null unsets.
+        settings: the keys of `strategy:` (`shardwise.technique.SETTINGS`).
+
+    Raises:
+        RecipeError: for the first fault in reading order, with file, line and key path.
+    """
+    return read_recipe(path, overrides, settings)[0]
+
+
+def read_recipe(
+    path: Path, overrides: Sequence[str], settings: Sequence[Setting[Any]]
+) -> tuple[Recipe, Document]:
+    """Like `load_recipe`; also returns the document, whose `where(path)` gives the file and line of a key."""
+    document = overridden(read_document(Path(path)), overrides, _REPLACES)
+    return _checked(document, settings), document
+
+
+def parse_recipe(text: str, settings: Sequence[Setting[Any]], name: str = "recipe") -> Recipe:
+    """Like `load_recipe`, from YAML text. `name` is the file's name in errors."""
+    return _checked(parse_document(text, name), settings)
+
+
+def recipe_of(values: Mapping[str, Any], settings: Sequence[Setting[Any]] = ()) -> Recipe:
+    """A checked recipe from plain data (dicts, lists, scalars)."""
+    return _checked(Document("recipe", copy.deepcopy(dict(values)), {(): Origin(0, 0)}), settings)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, with defaults. Reading it gives an equal recipe."""
+    lines = list[str]()
+    for name, value in recipe:
+        if not isinstance(value, Section | Mapping):
+            lines.append(f"{name}: {written(value)}")
+            continue
+        pairs = _said(value) if isinstance(value, Section) else list(value.items())
+        if pairs:
+            lines.append(f"{name}:")
+            lines += [f"  {written(key)}: {written(inner)}" for key, inner in pairs]
+    return "\n".join(lines) + "\n"
+
+
+def _said(section: Section) -> list[tuple[str, Any]]:
+    """The pairs to write: those that are not empty; with a preset only those that differ from the default, because
+    the defaults would contradict the preset.
+    """
+    fields = type(section).model_fields
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
+    brief = getattr(section, "preset", None) is not None
+    said = [(k, v) for k, v in section if v != defaults[k] or not (brief or defaults[k] in (None, {}))]
+    return [(k, dict(_said(v)) if isinstance(v, Section) else v) for k, v in said]
+
+
+def _checked(document: Document, settings: Sequence[Setting[Any]]) -> Recipe:
+    """The recipe of `document`. Raises RecipeError for its first fault."""
+    values = {k: {} if v is None and k in (*_ALWAYS, "strategy") else v for k, v in document.values.items()}
+    strategy, complaints = _parse_strategy(values.pop("strategy", {}), settings)
+    try:
+        recipe = Recipe.model_validate({**values, "strategy": strategy})
+    except ValidationError as error:
+        complaints += _complaints(error, settings)
+    else:
+        if not complaints:
+            complaints += contradictions(recipe, document)
+        if not complaints:
+            return recipe
+    raise first_error(complaints, document)
+
+
+def _parse_strategy(pins: Any, settings: Sequence[Setting[Any]]) -> tuple[dict[str, object], list[Complaint]]:
+    """Parsed values of the pinned keys; a null value does not pin."""
+    if not isinstance(pins, Mapping):
+        return {}, [_complaint_of_section("strategy", pins)]
+    known = {setting.key: setting for setting in settings}
+    parsed, complaints = dict[str, object](), list[Complaint]()
+    for key, value in pins.items():
+        path = ("strategy", str(key))
+        if key not in known:
+            complaints.append(unknown_key(path, list(known), _homes(settings)))
+        elif value is not None:
+            try:
+                parsed[key] = known[key].parse(value)
+            except ValueError as reason:
+                # A setting with a note (`not in this version yet`) was not misspelled.
+                choices = [] if known[key].note else [str(choice) for choice in known[key].choices]
+                near = nearest(value, choices) if isinstance(value, str) else None
+                fix = f"did you mean '{near}'?" if near else ""
+                complaints.append(Complaint(path, f"bad value for {key}", str(reason), fix))
+    return parsed, complaints
+
+
+def _complaint_of_section(name: str, found: object) -> Complaint:
+    fault: Any = {"loc": (name,), "type": "mapping_type", "input": found, "msg": ""}
+    return explain(fault)
+
+
+def _complaints(error: ValidationError, settings: Sequence[Setting[Any]]) -> Iterator[Complaint]:
+    """Pydantic's faults as complaints. A misspelled key is not reported as missing, too."""
+    faults = error.errors(include_url=False)
+    meant = set[str]()
+    for fault in faults:
+        path = tuple(fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            names = list(_section_at(path).model_fields)
+            if len(path) == 1 and (near := nearest(str(path[0]), names)):
+                meant.add(near)
+            yield unknown_key(path, names, _homes(settings))
+    for fault in faults:
+        key = str(fault["loc"][-1])
+        if fault["type"] == "missing" and len(fault["loc"]) == 1:
+            if key not in meant:
+                yield Complaint((key,), f"{key} is missing", fix=f"add `{_EXAMPLES[key]}`", absent=True)
+        elif fault["type"] != "extra_forbidden":
+            yield explain(fault)
+
+
+def _section_at(path: KeyPath) -> type[Section]:
+    """The section with the last key of `path`."""
+    section: type[Section] = Recipe
+    for key in path[:-1]:
+        kinds = (
+            section.model_fields[str(key)].annotation,
+            *get_args(section.model_fields[str(key)].annotation),
+        )
+        section = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
+    return section
+
+
+def _homes(settings: Sequence[Setting[Any]]) -> dict[str, str]:
+    """Key -> section, for hints; without keys that several sections have."""
+    homes = {setting.key: "strategy" for setting in settings}
+    seen = [(key, name) for name, section in SECTIONS.items() for key in section.model_fields]
+    keys = [key for key, _ in seen]
+    return homes | {key: name for key, name in seen if keys.count(key) == 1}

@@ -1,0 +1,321 @@
+"""The sections of a recipe: every key with its type, limits, default and documentation.
+
+One pydantic model per section. Checks across keys are in ``checks.py``, reading a file is in ``load.py``.
+"""
+
+import ast
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation
+
+Quantize: TypeAlias = Literal["none", "nf4", "int8"]
+Scalar: TypeAlias = str | int | float | bool | None
+Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Dimension: TypeAlias = Annotated[int, Field(ge=1, le=10_000_000)]
+Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Text: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+def _pair(value: object) -> object:
+    """A list of two items as a tuple. Raises ValueError for anything else."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("a list of two numbers, such as [0.9, 0.95]")
+    return tuple(value)
+
+
+def _share(value: object) -> object:
+    """Check for a number of steps (int) or a fraction of all steps (float below 1). Raises ValueError otherwise."""
+    steps = type(value) is int and 0 <= value <= 1_000_000_000
+    if not steps and not (type(value) is float and 0 <= value < 1):
+        raise ValueError("a whole number of steps or a fraction from 0 to below 1")
+    return value
+
+
+def _targets(value: object) -> object:
+    """A keyword, a regular expression, or a list of names as a tuple. Raises ValueError for anything else."""
+    names = value if isinstance(value, list | tuple) else [value]
+    if not names or not all(isinstance(name, str) and 0 < len(name) <= 4096 for name in names):
+        raise ValueError("attention, mlp, all, a list of names of layers, or a regular expression")
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"attention, mlp, all, or a regular expression: {error}") from error
+    return value if isinstance(value, str) else tuple(names)
+
+
+def steps_of(share: float, steps: int) -> int:
+    """``share`` in steps: a whole number as it is, a fraction of ``steps`` rounded up.
+
+    The product is first rounded to 6 decimals: 0.07 of 100 is 7, but a little more in binary.
+    """
+    return math.ceil(round(share * steps, 6)) if share < 1 else int(share)
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, no coercion, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def meanings(cls) -> dict[str, str]:
+        """The documentation of each key: the string below it, read from the source on request.
+
+        pydantic's ``use_attribute_docstrings`` reads it when a class is created, which takes an eighth of the time to
+        a first error.
+        """
+        (made,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(made, ast.ClassDef)
+        return {
+            field.target.id: inspect.cleandoc(text.value.value)
+            for field, text in pairwise(made.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            if isinstance(text.value.value, str)
+        }
+
+
+class ModelSpec(Section):
+    """The model: a preset, a Hugging Face model, a factory function, or dimensions alone."""
+
+    preset: Text | None = None
+    """named dimensions of the native decoder; a dimension that is also given overrides the preset's"""
+    hf: Text | None = None
+    """folder or Hub id of a causal language model in Hugging Face format"""
+    factory: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=4096)] | None = None
+    """package.module:function that returns an nn.Module and its loss"""
+    arguments: Mapping[str, Annotated[Scalar, SkipValidation]] = Field(default_factory=dict)
+    """keyword arguments of the factory"""
+    family: Literal["llama", "gpt2"] | None = None
+    """architecture of the native decoder"""
+    layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    """number of transformer blocks"""
+    width: Dimension | None = None
+    """hidden size: the width of the residual stream"""
+    heads: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """attention heads; the width must be a multiple"""
+    kv_heads: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """key/value heads (grouped-query attention); heads must be a multiple"""
+    ffn: Dimension | None = None
+    """intermediate size of the feed-forward network (MLP)"""
+    vocab: Dimension | None = None
+    """vocabulary size"""
+    context: Count | None = None
+    """maximum sequence length of the model"""
+    tied: bool | None = None
+    """whether the output head shares the embedding's weight"""
+    rope_theta: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    """base of the rotary position embedding (RoPE)"""
+
+
+class DataSpec(Section):
+    """The training data, and how it becomes token sequences."""
+
+    source: Text = "stdlib"
+    """stdlib (the source code of Python's standard library); a file, folder or glob of txt, jsonl or parquet; or
+    the id of a Hugging Face dataset"""
+    tokenizer: Text = "bytes"
+    """bytes (byte-level), or the path or id of a Hugging Face tokenizer"""
+    sequence_length: Annotated[int, Field(ge=1, le=100_000_000)] = 256
+    """tokens per sequence"""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """fraction of the documents held out for the validation loss"""
+    text_key: Text = "text"
+    """field of a jsonl or parquet record with the text"""
+    format: Literal["auto", "text", "prompt", "messages", "sharegpt", "alpaca"] = "auto"
+    """format of a record: text; prompt and completion; chat messages; ShareGPT conversations; Alpaca's
+    instruction, input and output. auto decides by the fields of the first record"""
+    train_on: Literal["completion", "all"] | None = None
+    """tokens of a record that the loss counts: completion (of a chat, the assistant's turns) or all; null is all for
+    text and completion for other formats"""
+    packing: bool = False
+    """sequence packing: put several records into a sequence, with attention masked between them; false pads each
+    record to a sequence. Plain text is concatenated and needs no packing"""
+
+
+class ScalingSpec(Section):
+    """How the learning rate scales with the batch size."""
+
+    from_batch: Count
+    """the batch size for which the optimizer's values were tuned; k = batch_size / from_batch"""
+    rule: Literal["linear", "sqrt"]
+    """linear (for SGD): learning rate × k; sqrt (for Adam): learning rate × √k, (1 - betas) × k, epsilon / √k"""
+
+
+class OptimizerSpec(Section):
+    """The optimizer and gradient clipping."""
+
+    name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
+    """update rule; adamw_8bit stores its moments in 8 bits, sgd has momentum"""
+    learning_rate: Annotated[float, Field(gt=0, le=100)] = 3e-4
+    """peak learning rate"""
+    scale_learning_rate: ScalingSpec | None = None
+    """scale the learning rate from the batch size for which it was tuned: {from_batch, rule}"""
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
+    """decoupled weight decay, applied to matrices only"""
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(_pair)] = (0.9, 0.95)
+    """decay rates of the first and the second moment"""
+    epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    """added to the square root of the second moment"""
+    momentum: Decay = 0.9
+    """momentum of sgd; 0 for none"""
+    clip_norm: Annotated[float, Field(gt=0, le=1e9)] | None = 1.0
+    """gradient clipping: maximum global gradient norm; null for no clipping"""
+    adaptive_clip: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """adaptive gradient clipping (ZClip): clip norms above the running mean plus this many standard deviations"""
+
+
+class ScheduleSpec(Section):
+    """The learning-rate schedule."""
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """shape after the warmup; wsd is warmup, stable, decay"""
+    warmup: Annotated[int | float, BeforeValidator(_share)] = 0.03
+    """warmup from 0: steps (a whole number) or a fraction of all steps (below 1)"""
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """learning rate at the last step, as a fraction of the peak"""
+    decay: Annotated[int | float, BeforeValidator(_share)] | None = None
+    """length of wsd's decay to the floor: steps or a fraction of all steps; null is 0.1"""
+
+    def warmup_steps(self, steps: int) -> int:
+        """Warmup steps of a run of ``steps`` steps."""
+        return steps_of(self.warmup, steps)
+
+    def decay_steps(self, steps: int) -> int:
+        """Decay steps of a wsd run of ``steps`` steps."""
+        return steps_of(0.1 if self.decay is None else self.decay, steps)
+
+
+class LossScaleSpec(Section):
+    """Loss scaling in fp16; other precisions do not use it."""
+
+    dynamic: bool = True
+    """dynamic loss scaling; false keeps the initial scale"""
+    initial: Annotated[float, Field(gt=0, le=2.0**60)] = 65536.0
+    """scale of the first step"""
+    growth_interval: Count = 2000
+    """steps without an overflow before the scale grows"""
+    growth: Annotated[float, Field(ge=1, le=1e6)] = 2.0
+    """growth factor"""
+    backoff: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """factor on an overflow"""
+    floor: Annotated[float, Field(gt=0, le=2.0**60)] = 1.0
+    """minimum scale"""
+    hysteresis: Count = 2
+    """overflows after the last growth before the scale shrinks"""
+
+
+class GuardSpec(Section):
+    """Detection of loss spikes and bad batches, and rewinding."""
+
+    threshold: Annotated[float, Field(gt=0, le=1e6)] = 8.0
+    """spike threshold: robust standard deviations of a loss or gradient norm above the median of recent steps"""
+    window: Annotated[int, Field(ge=8, le=100_000)] = 64
+    """recent steps to compare with; no spikes are detected before this many steps"""
+    snapshot_every: Count | None = None
+    """optimizer steps between snapshots of weights and optimizer state in host memory; a spike rewinds to one of the
+    last two. null takes no snapshots, and a spike rewinds to the last checkpoint, if any"""
+    rewinds: Annotated[int, Field(ge=0, le=1_000_000)] = 3
+    """maximum number of rewinds; the run fails at the next spike"""
+    skips: Count = 5
+    """maximum number of consecutive skipped updates; overflows while fp16's loss scale is found do not count"""
+
+
+class ClusterSpec(Section):
+    """The hardware: a preset such as 8xH100-80GB, or a device and counts."""
+
+    preset: Text | None = None
+    """COUNTxDEVICE, such as 8xH100-80GB; multiplied by nodes"""
+    device: Text | None = None
+    """cpu, or the name of a device such as h100; null without a preset is this machine's CPU"""
+    nodes: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """number of nodes (machines)"""
+    devices_per_node: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """devices per node; one process (rank) each"""
+    memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """memory of one device in GiB, instead of the profile's"""
+    host_memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """host memory per device in GiB, instead of the profile's"""
+
+
+class AdapterSpec(Section):
+    """Parameter-efficient fine-tuning of a frozen model; without this section all weights are trained."""
+
+    name: Literal["lora", "dora"] = "lora"
+    """lora: h = Wx + scale·B·A·x; dora also trains the magnitude of every row of W + scale·B·A"""
+    rank: Annotated[int, Field(ge=1, le=512)] = 16
+    """rank of the update: rows of A, columns of B"""
+    alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
+    """scale = alpha / rank"""
+    targets: Annotated[str | tuple[str, ...], BeforeValidator(_targets)] = "all"
+    """linear layers to adapt: attention, mlp or all; a list of names (the last parts of a module path); or a regular
+    expression that matches a whole path"""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """dropout on the inputs of A"""
+    rank_stabilized: bool = False
+    """scale = alpha / √rank (rsLoRA)"""
+    learning_rate_ratio: Annotated[float, Field(gt=0, le=1e4)] = 1.0
+    """learning rate of B divided by the learning rate of A (LoRA+)"""
+    quantize: Quantize = "none"
+    """storage of the frozen linear layers: none (unchanged), nf4 (NF4 with double quantization, QLoRA) or int8"""
+    start_from: Text | None = None
+    """folder of an adapter in PEFT format to continue from; null starts with B = 0"""
+
+
+class CheckpointSpec(Section):
+    """When checkpoints are saved, and where a run starts from."""
+
+    every: Count | None = None
+    """optimizer steps between checkpoints; null saves one at the end"""
+    keep: Count = 2
+    """number of checkpoints to keep, the newest ones"""
+    start_from: Text | None = None
+    """checkpoint of another run to continue in a new folder: a step-N folder, or the folder with all of them for the
+    newest. A run with checkpoints of its own resumes from those"""
+
+
+class EvaluationSpec(Section):
+    """When the validation loss is measured, on the held-out data."""
+
+    every: Count | None = None
+    """optimizer steps between evaluations; null evaluates once at the end"""
+    sequences: Count = 32
+    """validation sequences per evaluation"""
+
+
+class Recipe(Section):
+    """A training run: model, data, number of steps, hardware and strategy."""
+
+    model: ModelSpec
+    """the model"""
+    data: DataSpec = DataSpec()
+    """the data"""
+    steps: Count
+    """optimizer steps"""
+    batch_size: Count
+    """global batch size: sequences per optimizer step over all devices"""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """seeds initialisation and shuffling"""
+    adapter: AdapterSpec | None = None
+    """LoRA, QLoRA or DoRA fine-tuning; null trains all weights"""
+    optimizer: OptimizerSpec = OptimizerSpec()
+    """the optimizer"""
+    schedule: ScheduleSpec = ScheduleSpec()
+    """the learning-rate schedule"""
+    loss_scale: LossScaleSpec = LossScaleSpec()
+    """loss scaling in fp16"""
+    guard: GuardSpec = GuardSpec()
+    """loss spikes and bad batches"""
+    cluster: ClusterSpec = ClusterSpec()
+    """the hardware"""
+    strategy: Mapping[str, Any] = Field(default_factory=dict)
+    """settings to pin; the planner chooses the others"""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """checkpoints"""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """validation loss"""

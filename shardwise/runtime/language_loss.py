@@ -1,0 +1,40 @@
+"""The next-token loss of a language model, as a sum and the number of targets.
+
+The loss is computed from the logits, or inside the output layer if that layer is a LossHead
+(chunked_cross_entropy.py). Under tensor parallelism each rank computes only the logits of its classes
+(vocabulary.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+
+from shardwise.runtime.chunked_cross_entropy import loss_head
+from shardwise.runtime.cross_entropy import cross_entropy_sum
+from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE, Vocabulary, vocabulary_of
+
+Logits = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
+"""Runs a model on ids [b, s] and positions, and returns logits [b, s, vocab]."""
+
+
+def valid_targets(labels: Tensor) -> Tensor:
+    """Number of labels that are not IGNORED, for labels of any shape; an int64 scalar."""
+    return (labels != IGNORED).sum()
+
+
+def token_loss(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> tuple[Tensor, Tensor]:
+    """(summed cross-entropy in nats, number of targets) for logits [..., classes] and int64 labels [...]."""
+    return cross_entropy_sum(logits, labels, vocabulary), valid_targets(labels)
+
+
+def language_loss(logits_of: Logits, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(summed next-token loss, number of targets) of a batch with ``input_ids`` and ``labels`` [b, s]."""
+    labels, given = batch["labels"], (batch["input_ids"], batch.get("positions"))
+    head, vocabulary = loss_head(model), vocabulary_of(model)
+    with vocabulary.local_logits():
+        if head is None:
+            return token_loss(logits_of(model, *given), labels, vocabulary)
+        with head.against(labels, vocabulary):
+            return head.confirm(logits_of(model, *given)), valid_targets(labels)

@@ -1,0 +1,153 @@
+"""Attention kernels that also return the log-sum-exp, so that attention over parts of the keys can be merged.
+
+``backward`` takes the merged output and log-sum-exp and returns the gradients of one part of the keys.
+
+The kernels are those of ``scaled_dot_product_attention``: flash attention on the CPU; on accelerators flash attention
+in 16 bits and the memory-efficient kernel in fp32. Accelerators have no fp64 kernel, so fp64 forms the scores
+explicitly. A dry run, whose tensors are on a fake CPU, sets the planned device by ``kernels_as``.
+
+Legend: b batch, a heads, k key/value heads, s queries, t keys, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.runtime.torch_private import (
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_for_cpu,
+    flash_attention_for_cpu_backward,
+)
+
+_LOGARITHMS = 32
+"""The memory-efficient kernel pads its log-sum-exp to a multiple of this."""
+
+_WIDTHS = 8
+"""The accelerators' kernels need head widths that are multiples of this."""
+
+_override: str | None = None
+
+
+@contextmanager
+def kernels_as(device_type: str) -> Iterator[None]:
+    """Use this device type's kernels inside the context, for the dry run."""
+    global _override
+    before, _override = _override, device_type
+    try:
+        yield
+    finally:
+        _override = before
+
+
+class Kernels(Protocol):
+    """q [b, a, s, d], k and v [b, k, t, d]; ``causal`` requires s = t."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """(output [b, a, s, d], log-sum-exp [b, a, s] in fp32, in fp64 for fp64)."""
+        ...
+
+    def backward(self, *saved: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, given (output gradient, q, k, v, output, log-sum-exp)."""
+        ...
+
+
+def kernels_for(tensor: Tensor) -> Kernels:
+    """The kernels for a tensor's dtype on its device, or on the planned device."""
+    if (_override or tensor.device.type) == "cpu":
+        return _OnCPU()
+    if tensor.dtype == torch.float64:
+        return _Products()
+    return _Flash() if tensor.dtype in (torch.float16, torch.bfloat16) else _Efficient()
+
+
+def padding_for(tensor: Tensor) -> int:
+    """Number of zeros to append to the head width for the kernels."""
+    return 0 if (_override or tensor.device.type) == "cpu" else -tensor.shape[-1] % _WIDTHS
+
+
+class _OnCPU:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, logarithms = flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, logarithms
+
+    def backward(self, *saved: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = flash_attention_for_cpu_backward(*saved, 0.0, causal, scale=scale)
+        return dq, dk, dv
+
+
+class _Flash:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        results: Any = flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return results[0], results[1]
+
+    def backward(self, *saved: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = saved[1:3]
+        logarithms = saved[-1].contiguous()  # the kernel ignores strides
+        # The random state, which is unused without dropout.
+        state = [torch.empty(size, dtype=torch.uint64, device=q.device) for size in ((2,), ())]
+        dq, dk, dv = flash_attention_backward(
+            *saved[:-1], logarithms, None, None, q.shape[2], k.shape[2], 0.0, causal, *state, scale=scale
+        )
+        return dq, dk, dv
+
+
+class _Efficient:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        k, v = (_repeated(x, q.shape[1]) for x in (k, v))
+        out, logarithms, *_ = efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        return out, logarithms[:, :, : q.shape[2]]
+
+    def backward(self, *saved: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        gradient, q, k, v, out, logarithms = saved
+        wide = [_repeated(x, q.shape[1]) for x in (k, v)]
+        padded = F.pad(logarithms, (0, -q.shape[2] % _LOGARITHMS), value=torch.inf).contiguous()
+        state = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
+        dq, dk, dv, _ = efficient_attention_backward(
+            gradient, q, *wide, None, out, padded, *state, 0.0, [True, True, True, False], causal, scale=scale
+        )
+        return dq, _summed(dk, k.shape[1]), _summed(dv, k.shape[1])
+
+
+class _Products:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        k, v = (_repeated(x, q.shape[1]) for x in (k, v))
+        scores = _scores(q, k, causal, scale)
+        logarithms = scores.logsumexp(-1)
+        return (scores - logarithms.unsqueeze(-1)).exp() @ v, logarithms
+
+    def backward(self, *saved: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        gradient, q, k, v, out, logarithms = saved
+        heads = k.shape[1]
+        k, v = (_repeated(x, q.shape[1]) for x in (k, v))
+        probabilities = (_scores(q, k, causal, scale) - logarithms.unsqueeze(-1)).exp()
+        of_scores = gradient @ v.mT - (gradient * out).sum(-1, keepdim=True)
+        of_scores = of_scores * probabilities * scale
+        of_k, of_v = of_scores.mT @ q, probabilities.mT @ gradient
+        return of_scores @ k, _summed(of_k, heads), _summed(of_v, heads)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = q @ k.mT * scale
+    if not causal:
+        return scores
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(later, -torch.inf)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """Repeat each key/value head for the query heads that share it."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _summed(gradient: Tensor, heads: int) -> Tensor:
+    """The gradient of ``_repeated``: sum over the repeated heads."""
+    return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)

@@ -1,0 +1,161 @@
+"""Frozen weights in 4 or 8 bits, packed so that FSDP2 can shard them by rows (QLoRA: Dettmers et al. 2023).
+
+    nf4    the 16 levels of NF4; one scale per 64 values; 8-bit scales relative to the fp32 maximum of 256
+    int8   256 levels; one fp32 scale per row of the weight (output channel)
+
+A packed weight is one uint8 parameter with self-contained rows: codes, then their scales. A row of nf4 holds 256
+consecutive blocks of 64 values: 8,192 bytes of codes, 256 of scales, 4 of their maximum; 4.127 bits per value. A rank
+that all-gathers a row can unpack it. The weight is unpacked to the compute dtype for the forward product and again for
+the backward product, which saves the packed form only.
+
+8 unsigned bits represent the positive scales to half a per cent of a typical scale. The paper subtracts their mean,
+which would make rows depend on each other. Values are coded with the rounded scale.
+
+Refused: bitsandbytes and torchao, whose packed tensor classes FSDP2, fake tensors, checkpoints and the ledger would
+need to know. The price is a few eager kernels, through fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NF4: tuple[float, ...] = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The levels of NF4, ascending (Dettmers et al. 2023, appendix E)."""
+
+BLOCK, GROUP = 64, 256
+"""Values per scale, and scales per maximum."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The packed format of a weight [rows, columns]. ``kind``: nf4 or int8."""
+
+    kind: str
+    rows: int
+    columns: int
+
+    @property
+    def group(self) -> int:
+        """Scales per row of nf4; fewer if the weight is small."""
+        return min(GROUP, -(-self.rows * self.columns // BLOCK))
+
+    @property
+    def values(self) -> int:
+        """Values per packed row."""
+        return self.columns if self.kind == "int8" else self.group * BLOCK
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the packed weight, in bytes."""
+        if self.kind == "int8":
+            return self.rows, self.columns + 4
+        return -(-self.rows * self.columns // self.values), self.group * (BLOCK // 2 + 1) + 4
+
+    def pack(self, weight: Tensor, rows: slice) -> Tensor:
+        """Pack the part of a weight [rows, columns] that belongs to these packed rows."""
+        flat = weight.detach().reshape(-1)[rows.start * self.values : rows.stop * self.values].float()
+        flat = F.pad(flat, (0, (rows.stop - rows.start) * self.values - flat.numel()))
+        parts = flat.view(rows.stop - rows.start, self.values)
+        return _pack_int8(parts) if self.kind == "int8" else _pack_nf4(parts)
+
+    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight [rows, columns]."""
+        values = _unpack_int8(packed) if self.kind == "int8" else _unpack_nf4(packed, self.group)
+        return values.flatten()[: self.rows * self.columns].view(self.rows, self.columns).to(dtype)
+
+
+def _pack_int8(parts: Tensor) -> Tensor:
+    scale = parts.abs().amax(1, keepdim=True) / 127
+    codes = (parts / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
+    return torch.cat([codes.to(torch.int8).view(torch.uint8), scale.contiguous().view(torch.uint8)], 1)
+
+
+def _unpack_int8(packed: Tensor) -> Tensor:
+    scale = _last(packed)
+    return packed[:, :-4].contiguous().view(torch.int8).float().mul_(scale)
+
+
+def _pack_nf4(parts: Tensor) -> Tensor:
+    blocks = parts.view(parts.shape[0], -1, BLOCK)
+    largest = blocks.abs().amax(2)
+    top = largest.amax(1, keepdim=True)
+    tiny = torch.finfo(torch.float32).tiny
+    scales = (largest / top.clamp(min=tiny) * 255).round().clamp(1, 255).to(torch.uint8)
+    levels = _levels(parts.device)
+    unit = blocks / _scales(scales, top).clamp(min=tiny).unsqueeze(2)
+    codes = torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    return torch.cat([pairs.flatten(1), scales, top.contiguous().view(torch.uint8)], 1)
+
+
+def _unpack_nf4(packed: Tensor, group: int) -> Tensor:
+    codes, scales = packed[:, : -group - 4], packed[:, -group - 4 : -4]
+    levels = _levels(packed.device)
+    pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], 1)  # for each byte: low, then high
+    values = F.embedding(codes.int(), pairs).view(packed.shape[0], group, BLOCK)
+    return values.mul_(_scales(scales, _last(packed)).unsqueeze(2))
+
+
+def _levels(device: torch.device) -> Tensor:
+    """The 16 levels on the device, by an asynchronous copy; ``torch.tensor`` on a device would wait for its queue."""
+    return torch.tensor(NF4).to(device, non_blocking=True)
+
+
+def _last(packed: Tensor) -> Tensor:
+    """The fp32 value at the end of every row, [rows, 1]."""
+    return packed[:, -4:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
+def _scales(scales: Tensor, top: Tensor) -> Tensor:
+    return scales.float() * (top / 255)
+
+
+class _Product(torch.autograd.Function):
+    """x [..., i] times the transposed unpacked weight [o, i]. Saves the packed weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, how: Packing) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.how = how
+        return F.linear(x, how.unpack(packed, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (packed,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        return grads[0] @ ctx.how.unpack(packed, grads[0].dtype), None, None, None
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None, how: Packing) -> Tensor:
+    """``F.linear`` with a packed weight; weight and bias have no gradient."""
+    out: Tensor = _Product.apply(x, packed, bias, how)
+    return out
+
+
+def bits_per_weight(how: Packing) -> float:
+    """Packed bits per value of the weight."""
+    return 8 * math.prod(how.shape) / (how.rows * how.columns)

@@ -1,0 +1,1 @@
+"""Activation checkpointing: selective, in segments, and under a memory budget."""

@@ -1,0 +1,275 @@
+"""Selective activation checkpointing: keep the results of matrix products and attention, recompute the rest.
+
+(Korthikanti et al. 2022, arXiv:2205.05198, section 5, who keep everything but attention.) Norms, activation functions,
+rotary positions, residual sums and casts run again: they are bound by memory traffic and add almost no FLOPs. Two
+dispatch modes do this: ``Keeping`` around the first run of a block, ``Returning`` around the second. The budget
+(budget.py) uses the same modes with another policy.
+
+Two kinds of products are not kept. Attention with dropout runs again, because a skipped kernel would not advance the
+random generator, and every later dropout mask would change. So does a batched product that is larger than both
+factors: the scores of unfused attention, the largest tensors of a block. A kept result that was overwritten in place
+is dropped, and its operation runs again.
+
+Why not ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: it raises an error at the first kept result
+that was overwritten in place, as PyTorch's own unfused attention does with its mask. Writes are detected by storage
+while the block runs, and afterwards by the version counters of all aliases: ``_unsafe_view`` of a product has
+a counter of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.offload.activations import SavedTensor, save
+from shardwise.runtime.storages import is_plain, outside_autograd
+from shardwise.runtime.torch_private import (
+    TorchDispatchMode,
+    schema_of,
+    storage_key,
+    tree_iter,
+    tree_map_only,
+)
+
+BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
+PRODUCTS = BATCHED | {
+    "aten::mm",
+    "aten::addmm",
+    "aten::linear",
+    "aten::_scaled_mm",
+    "aten::_grouped_mm",
+    "aten::_scaled_grouped_mm",
+    "shardwise::float8_product",
+}
+ATTENTION = (
+    "aten::_scaled_dot_product_",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_cudnn_attention_forward",
+    "shardwise::ring_attention",
+)
+"""Name prefixes of the attention kernels of all devices."""
+
+SENDS = ("c10d::", "_c10d_functional::", "fsdp::", "shardwise::ring_")
+"""Name prefixes of collectives."""
+
+
+Call = tuple[Any, int]
+"""An operation, and the number of its earlier calls in the block."""
+
+
+def is_kept(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Whether ``selective`` keeps the result of one call."""
+    name = _name(operation)
+    if (not is_attention(operation) and name not in PRODUCTS) or schema_of(operation).is_mutable:
+        return False
+    if is_attention(operation):
+        return not argument_of("dropout_p", operation, args, kwargs, 0.0)
+    factors = sum(leaf.numel() for leaf in tree_iter(args) if isinstance(leaf, Tensor))
+    return name not in BATCHED or bool(result.numel() <= factors)
+
+
+def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Contexts of the first and second run of a block: ``checkpoint(..., context_fn=selective_contexts)``."""
+    results = Results()
+    return Keeping(results, lambda call, *rest: is_kept(call[0], *rest)), Returning(results)
+
+
+class _WrittenTo(Exception):
+    """A kept result was written to in place."""
+
+
+@dataclass
+class _Result:
+    """One tensor of a kept result, and aliases of its memory that have their own version counters."""
+
+    kept: SavedTensor
+    others: list[SavedTensor] = field(default_factory=list)
+
+    def take(self) -> Tensor:
+        tensor = self.kept.value()
+        if tensor is None or any(other.value() is None for other in self.others):
+            raise _WrittenTo
+        return outside_autograd(tensor)
+
+
+class Results:
+    """SavedTensor results of one run of a block, by call."""
+
+    def __init__(self) -> None:
+        self.generators: dict[torch.Generator, Tensor] = {}
+        """Generators that the block itself draws from, with their states before the first draw."""
+        self._results: dict[Call, Any] = {}
+        self._by_storage: dict[int, tuple[Call, _Result]] = {}  # while the block runs
+
+    def put(self, call: Call, result: Any) -> None:
+        def kept(tensor: Tensor) -> _Result:
+            found = _Result(save(outside_autograd(tensor)))
+            if is_plain(tensor):
+                self._by_storage[storage_key(tensor.untyped_storage())] = call, found
+            return found
+
+        self._results[call] = tree_map_only(Tensor, kept, result)
+
+    def meet(self, tensors: Iterable[Any]) -> None:
+        """Note results that alias the memory of a kept result without being views of it."""
+        for tensor in filter(is_plain, tensors):
+            _, found = self._by_storage.get(storage_key(tensor.untyped_storage()), (None, None))
+            if found is not None:
+                found.others.append(save(outside_autograd(tensor)))
+
+    def before_write(self, tensors: Iterable[Any]) -> None:
+        """Drop results that an operation is about to overwrite; copy those of operations that run only once."""
+        for tensor in filter(is_plain, tensors):
+            call, found = self._by_storage.pop(storage_key(tensor.untyped_storage()), (None, None))
+            if call is None or found is None:
+                continue
+            if runs_once(call[0]) and (now := found.kept.value()) is not None:
+                found.kept, found.others = save(now.clone()), []
+            else:
+                self._results.pop(call, None)
+
+    def calls(self) -> Collection[Call]:
+        """The calls whose results are kept."""
+        return self._results.keys()
+
+    def only(self, calls: Collection[Call]) -> None:
+        """Drop all other results."""
+        self._results = {call: result for call, result in self._results.items() if call in calls}
+
+    def ended(self) -> None:
+        """The block has run: its storages may be freed and their keys reused."""
+        self._by_storage.clear()
+
+    def take(self, call: Call) -> Any:
+        """Remove and return a result; None when it was not kept or was written to since."""
+        with suppress(_WrittenTo):
+            return tree_map_only(_Result, _Result.take, self._results.pop(call, None))
+        return None
+
+    def clear(self) -> None:
+        self._results.clear()
+
+
+Policy = Callable[[Call, tuple[Any, ...], Mapping[str, Any], Any], bool]
+"""Whether to keep the result of a call with these arguments."""
+
+
+class Keeping(TorchDispatchMode):
+    """The first run of a block: keeps the results that the policy selects."""
+
+    def __init__(self, results: Results, policy: Policy) -> None:
+        super().__init__()
+        self._kept = results
+        self._policy = policy
+        self._calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._kept.before_write(written_by(func, args, kwargs))
+        if (generator := kwargs.get("generator")) is not None:
+            self._kept.generators.setdefault(generator, generator.get_state())
+        result = func(*args, **kwargs)
+        call = func, self._calls[func]
+        self._calls[func] += 1
+        if self._policy(call, args, kwargs, result):
+            self._kept.put(call, result)
+        elif not func.is_view:
+            self._kept.meet(tree_iter(result))
+        return result
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._kept.ended()
+
+
+class Returning(TorchDispatchMode):
+    """The second run of a block: returns each kept result once. A third run, of a retained graph, computes them.
+
+    Args:
+        buffers: storages of the block's buffers, such as running statistics. They are not updated again.
+    """
+
+    def __init__(self, results: Results, buffers: Collection[int] = ()) -> None:
+        super().__init__()
+        self._kept = results
+        self._buffers = buffers
+        self._calls: Counter[Any] = Counter()
+
+    def __enter__(self) -> Any:
+        self._calls.clear()
+        self._swap_generators()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._swap_generators()
+        self._kept.clear()  # results of operations that did not run again
+
+    def _swap_generators(self) -> None:
+        for generator, state in self._kept.generators.items():
+            self._kept.generators[generator] = generator.get_state()
+            generator.set_state(state)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = self._kept.take((func, self._calls[func]))
+        self._calls[func] += 1
+        if result is not None:
+            return result
+        if self._buffers and _name(func).endswith("_"):
+            for tensor in filter(is_plain, written_by(func, args, kwargs)):
+                if storage_key(tensor.untyped_storage()) in self._buffers:
+                    return tensor
+        return func(*args, **kwargs)
+
+
+def runs_once(operation: Any) -> bool:
+    """Whether an operation must not run a second time: a functional collective, or a batch norm.
+
+    A collective that writes into its argument runs again, because it returns nothing that could replace it.
+    """
+    name = _name(operation)
+    sends = (
+        name.startswith(SENDS) and not schema_of(operation).is_mutable and not name.endswith("wait_tensor")
+    )
+    return sends or "batch_norm" in name
+
+
+def is_attention(operation: Any) -> bool:
+    """Whether an operation is an attention kernel."""
+    return _name(operation).startswith(ATTENTION)
+
+
+def _name(operation: Any) -> str:
+    """Namespace and name of an operation, without its overload."""
+    return str(operation.name()).partition(".")[0]
+
+
+def argument_of(
+    name: str, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], default: Any
+) -> Any:
+    """The value of an argument of one call, by name."""
+    names = [argument.name for argument in schema_of(operation).arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}.get(name, default)
+
+
+def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes in place."""
+    found: list[Tensor] = []
+    if schema_of(operation).is_mutable:
+        for position, argument in enumerate(schema_of(operation).arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                found += (leaf for leaf in tree_iter(given) if isinstance(leaf, Tensor))
+    return found

@@ -1,0 +1,318 @@
+"""Every private name of PyTorch that this package uses. No other file names one.
+
+A private name begins with an underscore, or is in a module or namespace that does. Any release of PyTorch may change
+it, so an upgrade starts here. All were checked on torch ``CHECKED``. Where another release differs, the function says
+so. Each entry gives the reason why a public name does not do. tests/test_architecture.py fails on a private name
+of PyTorch in another file, and on an entry that nothing uses.
+
+Modules that take long to import (DTensor, FSDP2, pipelining) are imported inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+CHECKED = "2.13.0"
+"""The release of PyTorch on which every name here was checked."""
+
+__all__ = [
+    "CHECKED",
+    "ActivationWrapper",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "checkpoint_wrapper",
+    "is_traceable_wrapper_subclass",
+    "tree_flatten",
+    "tree_iter",
+    "tree_map_only",
+    "tree_unflatten",
+]
+"""Classes and functions that PyTorch documents, or uses in its own examples, but keeps in private modules. Fake tensors
+make the dry run; dispatch modes see every operation of a rank; trees are the arguments of operations."""
+
+# -- tensors and storages ----------------------------------------------------------------------------
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The address of a storage object: equal keys are the same memory, while both are alive.
+
+    ``data_ptr`` is 0 for every fake tensor.
+    """
+    return storage._cdata
+
+
+def version_of(tensor: Tensor) -> int:
+    """The version counter, which every in-place operation raises. Autograd compares it; nothing public reads it."""
+    return tensor._version
+
+
+def sharing_version_counter() -> AbstractContextManager[Any]:
+    """In this block ``detach`` shares the version counter also below autograd, in a dispatch mode.
+
+    There it is skipped with autograd's keys; the guard takes this one key back in.
+    """
+    guard: Any = torch._C._SetExcludeDispatchKeyGuard
+    return cast("AbstractContextManager[Any]", guard(torch._C.DispatchKey.ADInplaceOrView, False))
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """A DTensor's local tensor itself. ``to_local`` returns a view, and runs an operation for it."""
+    return tensor._local_tensor
+
+
+def distributed_tensor(local: Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """A DTensor over ``local``, placed like another. ``DTensor.from_local`` would move it to the mesh's device."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(shape, stride, local.dtype)
+    return DTensor(
+        local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False
+    )
+
+
+def is_strided_shard(placement: Any) -> bool:
+    """Whether a placement was cut after the other mesh axes, as tensor parallelism under FSDP2 is."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers that a state dict leaves out. ``register_buffer`` sets them; nothing public reads them."""
+    return module._non_persistent_buffers_set
+
+
+# -- autograd ----------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def current_autograd_node() -> Any:
+    """The node of the backward pass that runs; None outside. Its metadata names the module of an operation."""
+    return torch._C._current_autograd_node()
+
+
+def backward_of_input(
+    ends: list[Tensor], gradients: list[Tensor] | None, inputs: list[Tensor], weights: Iterator[nn.Parameter]
+) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
+    """First half of a split backward pass (zero bubble): gradients of the inputs, and the groups left for later."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    return stage_backward_input(ends, gradients, inputs, weights)
+
+
+def backward_of_weights(weights: Iterator[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """Second half: accumulate the gradients of the weights."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(weights, groups)
+
+
+# -- operations --------------------------------------------------------------------------------------
+
+aten: Any = torch.ops.aten
+flash_attention: Any = aten._scaled_dot_product_flash_attention
+flash_attention_backward: Any = aten._scaled_dot_product_flash_attention_backward
+flash_attention_for_cpu: Any = aten._scaled_dot_product_flash_attention_for_cpu
+flash_attention_for_cpu_backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward
+efficient_attention: Any = aten._scaled_dot_product_efficient_attention
+efficient_attention_backward: Any = aten._scaled_dot_product_efficient_attention_backward
+"""The attention kernels. Ring attention merges parts by the logarithms that the public function does not return, and
+the dry run calls the kernel that the target would."""
+
+functional_collectives: Any = torch.ops._c10d_functional
+"""Collectives that return a new tensor, as operators that a dispatch mode sees. The public ones are in
+``torch.distributed._functional_collectives``, and return a subclass that waits by itself."""
+
+scaled_product: Any = torch._scaled_mm
+"""The 8-bit matrix product of tensor cores."""
+
+foreach_norm: Any = torch._foreach_norm
+foreach_mul_: Any = torch._foreach_mul_
+"""One kernel for many tensors; the public optimizers and gradient clipping call these."""
+
+
+def schema_of(operation: Any) -> Any:
+    """The schema of an operator: names of its arguments, and which of them it writes."""
+    return operation._schema
+
+
+def packet_of(operation: Any) -> Any:
+    """All overloads of an operator, by which ``torch.utils.flop_counter`` registers FLOPs."""
+    return operation._overloadpacket
+
+
+def scoped_library() -> AbstractContextManager[Any]:
+    """Kernels of ``aten`` operators for one block. The public ``Library`` keeps them until it is collected."""
+    return cast("AbstractContextManager[Any]", torch.library._scoped_library("aten", "IMPL"))
+
+
+def onednn_compiles() -> dict[torch.dtype, bool]:
+    """16-bit dtypes whose matrix products oneDNN compiles on this processor, and whether it uses AMX tiles."""
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    if not torch.backends.mkldnn.is_available() or not torch.cpu._is_avx512_bf16_supported():
+        return {}
+    amx = {torch.bfloat16: torch.cpu._is_amx_tile_supported()}
+    return {dtype: amx.get(dtype, False) for dtype, known in supported.items() if known()}
+
+
+# -- FSDP2 -------------------------------------------------------------------------------------------
+
+
+def _fsdp_state(model: nn.Module) -> Any:
+    return cast("Any", model)._get_fsdp_state()
+
+
+def fsdp_initialise(model: nn.Module) -> None:
+    """What FSDP2 does at the first forward pass: pads shards, and pins those in host memory."""
+    _fsdp_state(model)._lazy_init()
+
+
+def fsdp_gather_streams(model: nn.Module) -> tuple[Any, Any]:
+    """The streams on which FSDP2 copies shards in and gathers them."""
+    context = _fsdp_state(model)._comm_ctx
+    return context.all_gather_copy_in_stream, context.all_gather_stream
+
+
+def fsdp_after_backward(model: nn.Module) -> None:
+    """FSDP2's work after a backward pass, for one that autograd ran in parts: reduce gradients, free weights."""
+    root = _fsdp_state(model)
+    for state in reversed(root._state_ctx.all_states):
+        for group in reversed(_fsdp_groups(state)):
+            group.post_backward()
+    root._root_post_backward_final_callback()
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    """A state's groups of parameters; torch 2.11 has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+@contextmanager
+def fsdp_chunking(chunk: Callable[..., Any]) -> Iterator[None]:
+    """In this block FSDP2 splits parameters by ``chunk(tensor, number, dim)``."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    with _replaced(_fsdp_param, "_chunk_with_empty", chunk):
+        yield
+
+
+@contextmanager
+def fsdp_copies(
+    bring: Callable[[Any, Callable[[], Any]], Any], take_back: Callable[[Any, Callable[[], Any]], Any]
+) -> Iterator[None]:
+    """In this block two functions of FSDP2 are called through others.
+
+    Args:
+        bring: (parameter, call), for the inputs of an all-gather: shards are brought to the device.
+        take_back: (parameters, call), for a reduction: gradients are brought to the shards' memory.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    inputs: Any = FSDPParam.all_gather_inputs
+    reduce: Any = vars(_fsdp_param_group)["foreach_reduce"]
+
+    def reduced(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        return take_back(parameters, lambda: reduce(parameters, *args, **kwargs))
+
+    brought = property(lambda parameter: bring(parameter, lambda: inputs.fget(parameter)))
+    with (
+        _replaced(FSDPParam, "all_gather_inputs", brought),
+        _replaced(_fsdp_param_group, "foreach_reduce", reduced),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+# -- meshes and process groups -----------------------------------------------------------------------
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes of a mesh as one. There is no public way to join axes."""
+    return mesh._flatten(name)
+
+
+@contextmanager
+def sharding_propagation_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """In this block DTensor works out shapes inside ``context``: it does so on fake tensors of global shape."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagated(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return propagate(*args, **kwargs)
+
+    with _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated):
+        yield
+
+
+def forget_sharding() -> None:
+    """Clear DTensor's cache of results, which holds meshes and with them process groups. Not in every release."""
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+
+
+def fake_store() -> Store:
+    """The store of the backend ``fake``, whose collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def default_group() -> dist.ProcessGroup:
+    """The process group of all ranks."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that a functional collective is told by name. RuntimeError when there is none."""
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    return cast("dist.ProcessGroup", resolve(name))
+
+
+# -- allocators --------------------------------------------------------------------------------------
+
+
+def set_allocator(settings: str) -> None:
+    """What ``PYTORCH_ALLOC_CONF`` would say, after torch has been imported."""
+    torch._C._accelerator_setAllocatorSettings(settings)

@@ -1,0 +1,148 @@
+"""Load a model for generation from the folder of a run or from a Hugging Face folder.
+
+For a run, the newest checkpoint is read. It holds all weights, so the base model that the run started from is not
+needed. For a run with an adapter, the base model is opened (quantized if the recipe quantizes it), and the adapter goes
+into the bank like any other adapter. A Hugging Face folder's weights are loaded as they are on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.checkpoint import stream_weights
+from shardwise.checkpoint.run_folder import RECIPE
+from shardwise.core.errors import CheckpointError, DataError, RecipeError
+from shardwise.data.tokenizer import Tokenizer, open_tokenizer
+from shardwise.export.export_run import newest_of
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.lora import adapt, is_adapter
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.sections import AdapterSpec
+from shardwise.runtime.fingerprint import fingerprint_of, refuse_other_base
+from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
+from shardwise.serve.adapters import ServedAdapter, adapter_of
+
+OWN = "own"
+"""Name of the adapter that the opened run trained."""
+
+_CONFIG = "config.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model without adapters, its tokenizer, and the adapter of its run.
+
+    Attributes:
+        context: the longest sequence that the model reads, in tokens; None for no limit.
+    """
+
+    blueprint: Blueprint
+    model: nn.Module
+    tokenizer: Tokenizer
+    context: int | None
+    dtype: torch.dtype
+    own: list[ServedAdapter] = field(default_factory=list)
+
+
+def open_model(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Opened:
+    """Read a folder; ``tokenizer`` replaces the folder's own.
+
+    Raises:
+        CheckpointError: the folder holds neither a run nor a model, or a file is damaged.
+        DataError: the tokenizer is missing or unreadable.
+        RecipeError: the model does not generate text.
+    """
+    if (folder / RECIPE).is_file():
+        return _open_run(folder, tokenizer, dtype, device)
+    if (folder / _CONFIG).is_file():
+        return _open_folder(folder, tokenizer, dtype, device)
+    raise CheckpointError(
+        "not the folder of a run or of a model",
+        where=str(folder),
+        why=f"it has neither {RECIPE} nor {_CONFIG}",
+    )
+
+
+def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Opened:
+    recipe, checkpoint = newest_of(folder)
+    spec = recipe.adapter
+    blueprint = blueprint_of(recipe.model_copy(update={"adapter": None}))
+    _require_text(blueprint)
+    cuts = open_tokenizer(tokenizer or recipe.data.tokenizer)
+    model = _empty(blueprint, spec, dtype, device)
+    blueprint.restore(model)
+    trained = _read_checkpoint(model, checkpoint)
+    own = [adapter_of(OWN, str(checkpoint), spec, trained)] if spec is not None else []
+    return Opened(blueprint, model, cuts, recipe.data.sequence_length, dtype, own)
+
+
+def _open_folder(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Opened:
+    from shardwise.model.hf import HuggingFaceModel
+
+    blueprint = HuggingFaceModel(str(folder), sequence_length=1)
+    if tokenizer is None and not any((folder / name).is_file() for name in _TOKENIZERS):
+        # transformers would create an empty tokenizer.
+        raise DataError(
+            "the model's folder has no tokenizer",
+            where=str(folder),
+            fix="name one: --tokenizer bytes, or a folder",
+        )
+    cuts = open_tokenizer(tokenizer or str(folder))
+    model = _empty(blueprint, None, dtype, device)
+    with torch.no_grad():
+        blueprint.fill(model, 0)
+    context = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None)
+    return Opened(blueprint, model, cuts, context, dtype)
+
+
+def _empty(
+    blueprint: Blueprint, spec: AdapterSpec | None, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """The base model with uninitialised values; quantized if the recipe of the run quantizes it."""
+    with torch.device("meta"):
+        model = blueprint.build()
+        if spec is not None and spec.quantize != "none":
+            adapt(model, blueprint.blocks(model), spec.model_copy(update={"targets": ()}))
+    aliases = shared_names(model)
+    model.to(dtype).to_empty(device=device)
+    share(model, aliases)
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _read_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, Tensor]:
+    """Fill the base model; return the adapter's tensors by name."""
+    places: dict[str, Tensor] = {**dict(named_parameters(model)), **dict(model.named_buffers())}
+    missing = {name for name, _ in named_parameters(model)}
+    trained: dict[str, Tensor] = {}
+    for name, weights in stream_weights(checkpoint):
+        if is_adapter(name):
+            trained[name] = weights
+        elif name in places and places[name].shape == weights.shape:
+            places[name].copy_(weights)
+            missing.discard(name)
+    if missing:
+        raise CheckpointError(
+            "the checkpoint is not of this model", where=str(checkpoint), why=f"it lacks {min(missing)}"
+        )
+    return trained
+
+
+def _require_text(blueprint: Blueprint) -> None:
+    """Raise RecipeError, as the blueprint's ``logits`` does, if the model does not generate text."""
+    if type(blueprint).logits is Blueprint.logits:
+        raise RecipeError("this model does not generate text", where=f"model: {blueprint.name}")
+
+
+def require_base(model: nn.Module, adapters: list[ServedAdapter]) -> None:
+    """Raise CheckpointError if an adapter was trained with another base model than ``model``."""
+    if not any(adapter.fingerprint for adapter in adapters):
+        return
+    found = fingerprint_of(model)
+    for adapter in adapters:
+        refuse_other_base(adapter.fingerprint, found, adapter.where)

@@ -1,0 +1,45 @@
+"""Chunked cross-entropy: the output layer and the loss are computed chunk by chunk, without the whole logits.
+
+Logits have tokens x vocabulary elements, and so has their gradient: often the peak of a step.
+runtime/chunked_cross_entropy.py computes a chunk and says what that costs. It comes before precision and sharding,
+because it replaces a module.
+"""
+
+from __future__ import annotations
+
+from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.technique.base import Wrapping
+from shardwise.technique.site import Site
+
+LOSS: Setting[str] = Setting(
+    "loss",
+    default="logits",
+    doc="cross-entropy from all logits at once (logits), or fused with the output head, one chunk at a time (chunked)",
+    choices=("logits", "chunked"),
+    compared=("logits", "chunked"),
+)
+
+
+class ChunkedLoss(Wrapping):
+    """Puts a LossHead in the place of the model's output layer."""
+
+    name = "loss"
+    settings = (LOSS,)
+
+    def label(self, strategy: Strategy, layout: Layout) -> str:
+        return "chunked loss" if strategy[LOSS] == "chunked" else ""
+
+    def apply(self, site: Site) -> None:
+        view = site.view
+        if site.strategy[LOSS] != "chunked" or not view.has_loss:
+            return
+        from shardwise.runtime.chunked_cross_entropy import LossHead
+
+        if view.output is None:
+            site.hints.note(
+                "a chunked loss changes nothing: this model has no linear output layer that is known"
+            )
+            return
+        chunked = LossHead(view.output)
+        view.replace({view.output: chunked})
+        view.output = chunked

@@ -1,0 +1,146 @@
+"""A rank's place in a pipeline: its stages and communicators, and the ranks that a plan has to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from shardwise.core.pipeline.schedule import Order, in_flight, orders
+from shardwise.core.timetable import Timetable
+from shardwise.technique.place import Place, RankTime, Reduced, Shortcut, WholeStep
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from shardwise.model.stage import Stage
+
+Channel = tuple[bool, bool]
+"""Whether messages go forward, and whether from the last rank round to the first or back."""
+
+FEW = 3
+"""Micro-batches in flight in a quick prediction of a pipeline in which more are."""
+
+
+@dataclass(frozen=True)
+class Pipeline(Place):
+    """One rank's place in a pipeline.
+
+    Attributes:
+        schedule: as core/pipeline/schedule.py calls it.
+        stages_per_rank: the number of stages on each rank.
+        held: this rank's stages, by number: stage s is on rank s % ranks.
+        blocks: blocks of the model in every stage.
+        channels: the groups of this rank's pipeline for messages forward and backward, and round the end.
+        tied: names of parameters that the first and the last stage share; () on a rank that holds none.
+        tied_group: the ranks that hold the same shard of those; None on a rank that holds none.
+        stage_group: the ranks of this stage, where stages are at different steps; None where all are at one.
+        vertical_sync: whether a micro-batch uses the same version of the weights on all stages.
+    """
+
+    schedule: str
+    ranks: int
+    stages_per_rank: int
+    rank: int
+    held: Mapping[int, Stage]
+    blocks: tuple[int, ...]
+    channels: Mapping[Channel, ProcessGroup]
+    tied: tuple[str, ...] = ()
+    tied_group: ProcessGroup | None = None
+    stage_group: ProcessGroup | None = None
+    vertical_sync: bool = False
+    axis: str = "pipeline"
+
+    @property
+    def group(self) -> ProcessGroup:
+        return self.channels[True, False]
+
+    @property
+    def verdict_group(self) -> ProcessGroup | None:
+        return self.stage_group
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.schedule == "zero_bubble"
+
+    def owns(self, parameter: str) -> bool:
+        """A tied parameter belongs to the first stage."""
+        return self.rank == 0 or parameter not in self.tied
+
+    def order(self, count: int) -> Order:
+        """The actions of this rank for ``count`` micro-batches."""
+        return orders(self.schedule, self.ranks, self.stages_per_rank, count)[self.rank]
+
+    def in_flight(self, count: int) -> int | None:
+        """Micro-batches whose activations it holds at once; None where it holds parts of them."""
+        return in_flight(self.order(count)) if self.stages_per_rank == 1 else None
+
+    @property
+    def endless(self) -> bool:
+        """Whether stages are at different steps at the same time."""
+        return self.stage_group is not None
+
+    # -- planning -----------------------------------------------------------------------------------
+
+    @property
+    def depth(self) -> int | None:
+        counts = {self.blocks[stage] for stage in self.held}
+        return counts.pop() if len(counts) == 1 else None
+
+    def kind(self, rank: int) -> object:
+        """Ranks of one kind differ at most in micro-batches in flight: (blocks per stage, has embedding, has head)."""
+        return self.blocks[rank :: self.ranks], rank == 0, rank == self.ranks - 1
+
+    def ranks_to_probe(self, every: bool) -> Sequence[int]:
+        """The first rank of every kind: a later one has no more micro-batches in flight than the first."""
+        if every:
+            return range(self.ranks)
+        kinds: dict[object, int] = {}
+        for rank in range(self.ranks):
+            kinds.setdefault(self.kind(rank), rank)
+        return tuple(kinds.values())
+
+    def stand_in(self, rank: int, probed: Collection[int]) -> int:
+        """The nearest of the same kind, or the nearest."""
+        same = [other for other in probed if self.kind(other) == self.kind(rank)]
+        return min(same or probed, key=lambda other: abs(other - rank))
+
+    def reduced(self, to: Reduced) -> Pipeline:
+        after = to.ranks_after
+        return self if after is None else replace(self, ranks=min(self.ranks, self.rank + 1 + after))
+
+    def shortcut(self, micro_batches: int) -> Shortcut | None:
+        """All micro-batches that are in flight, extrapolated where they are many.
+
+        In a pipeline that is ever full: the same rank with fewer ranks after it, which is full with fewer
+        micro-batches. In others: fewer micro-batches. Two such runs differ by one micro-batch in flight.
+        """
+        flying = self.in_flight(micro_batches)
+        if self.endless or flying is None or flying <= FEW:
+            return None
+        shorter = self.reduced(Reduced(ranks_after=FEW - 1)).in_flight(micro_batches)
+        if shorter is not None and shorter < flying:
+            return Shortcut(Reduced(ranks_after=FEW - 1), Reduced(ranks_after=FEW - 2), 1 + flying - shorter)
+        return Shortcut(Reduced(micro_batches=FEW), Reduced(micro_batches=FEW - 1), 1 + flying - FEW)
+
+    def combined(
+        self, times: Sequence[RankTime], micro_batches: int, worst: int, pass_bytes: int
+    ) -> WholeStep:
+        """The schedule, played with what each rank computes; then the other work of the slowest rank.
+
+        That is exposed communication, messages between stages among it, and the update.
+        """
+        timetable = Timetable(
+            schedule=self.schedule,
+            ranks=self.ranks,
+            stages_per_rank=self.stages_per_rank,
+            micro_batches=micro_batches,
+            forward=tuple(each.forward / micro_batches for each in times),
+            backward=tuple(each.backward / micro_batches for each in times),
+            place=worst,
+            pass_bytes=pass_bytes,
+        )
+        passes = zip(times, timetable.forward, timetable.backward, strict=True)
+        other = max(each.step - micro_batches * (forward + backward) for each, forward, backward in passes)
+        seconds = timetable.step_seconds(self.schedule) + other
+        return WholeStep(seconds, "waiting for other stages", timetable)

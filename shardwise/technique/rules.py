@@ -1,0 +1,78 @@
+"""Rules: combinations of settings that cannot run, as data with the reason in words. No torch.
+
+Each technique declares its rules in its own file. They are checked when a recipe is read, and by the planner
+for every candidate strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.core.errors import RecipeError
+from shardwise.core.strategy import Strategy
+from shardwise.recipe.presets import Dimensions, dimensions_of
+from shardwise.recipe.sections import Recipe
+
+
+@dataclass(frozen=True)
+class Case:
+    """The input of a rule: a strategy, the number of devices, and the recipe.
+
+    Attributes:
+        model_ranks: devices that together compute one replica of the model: the product of the degrees that do not
+            divide the data.
+    """
+
+    strategy: Strategy
+    world_size: int
+    recipe: Recipe
+    model_ranks: int = 1
+
+    @property
+    def dimensions(self) -> Dimensions | None:
+        """Of a native decoder; None for a model from elsewhere, and for dimensions that are refused elsewhere."""
+        model = self.recipe.model
+        if model.hf is not None or model.factory is not None:
+            return None
+        try:
+            return dimensions_of(model)
+        except RecipeError:
+            return None
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of replicas that read different samples; rounded down if the devices do not divide evenly."""
+        return max(1, self.world_size // self.model_ranks)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination that cannot run, as data: when it applies, why, and which key to change.
+
+    Attributes:
+        key: the setting that the error names.
+        reason: why, in words.
+        broken: whether a case breaks the rule. Rules are checked before torch is loaded.
+        nearest: values of settings that satisfy the rule.
+        fix: what to do if no setting helps.
+    """
+
+    key: str
+    reason: str
+    broken: Callable[[Case], bool]
+    nearest: Callable[[Case], Mapping[str, object]] = field(default=lambda case: {})
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Violation:
+    rule: Rule
+    nearest: Mapping[str, object]
+
+
+def violations(rules: Sequence[Rule], case: Case) -> Iterator[Violation]:
+    """The rules that a case breaks."""
+    for rule in rules:
+        if rule.broken(case):
+            yield Violation(rule, rule.nearest(case))

@@ -1,0 +1,43 @@
+"""This rank's batches, on its device."""
+
+from __future__ import annotations
+
+from shardwise.core.errors import RecipeError
+from shardwise.data import Data
+from shardwise.engine.run import Run
+from shardwise.model.blueprint import Batch, Blueprint
+from shardwise.runtime.offload.host import to_device
+from shardwise.technique import MICRO_BATCH_SIZE
+
+
+class RankBatches:
+    """Reads the share of one rank from the data of a run."""
+
+    def __init__(self, data: Data, run: Run) -> None:
+        self._data, self._run = data, run
+        self._share = run.data_rank, run.data_degree, run.strategy[MICRO_BATCH_SIZE]
+
+    def at(self, position: int) -> list[Batch]:
+        """The micro-batches at a position in the order of the data."""
+        return self._on_device(self._data.micro_batches(position, *self._share))
+
+    def validation(self) -> list[Batch]:
+        """All validation micro-batches of this rank; empty when the run holds out no data."""
+        if not self._data.held_out_sequences:
+            return []
+        return self._on_device(self._data.held_out(0, *self._share))
+
+    def _on_device(self, batches: list[Batch]) -> list[Batch]:
+        device = self._run.device
+        return [{key: to_device(value, device) for key, value in batch.items()} for batch in batches]
+
+
+def require_vocabulary(blueprint: Blueprint, data: Data) -> None:
+    """Raise RecipeError if the data has token ids beyond the model's vocabulary."""
+    if blueprint.vocab is not None and data.vocab is not None and data.vocab > blueprint.vocab:
+        raise RecipeError(
+            f"the model's vocabulary of {blueprint.vocab:,} is too small",
+            where="model.vocab",
+            why=f"the tokenizer has {data.vocab:,} tokens",
+            fix=f"set model.vocab to at least {data.vocab}",
+        )

@@ -1,0 +1,21 @@
+"""The validation loss: the training loss on held-out data, without gradients, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.engine.run import Run
+from shardwise.model.blueprint import Batch
+
+
+@torch.no_grad()
+def evaluate(run: Run, batches: Sequence[Batch]) -> float:
+    """Mean loss per valid target over the batches of all data-parallel ranks, in nats. NaN without targets."""
+    run.model.eval()
+    total = run.passes.evaluate(batches)
+    run.model.train()
+    loss_sum, targets = total.tolist()
+    return loss_sum / targets if targets else math.nan

@@ -1,0 +1,1 @@
+"""Faults in training: loss spikes, non-finite values, OOM, and recovery from them."""

@@ -1,0 +1,45 @@
+"""``events.jsonl``: one line per event (spike, skipped update, rewind, OOM), with its samples and their text.
+
+Lines are only appended. A resumed run that reads the same batch again logs the event again. So a reader who counts
+events must look at ``rewinds`` and ``step``. ``metrics.jsonl`` has the steps that count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import one_line, shorten
+from shardwise.data import Data
+
+NAME = "events.jsonl"
+TEXTS = 32
+"""Largest number of samples whose text an event shows."""
+
+EXCERPT = 160
+"""Characters shown of a sample's text."""
+
+
+class EventFile:
+    """Appends events; ``fresh`` empties the file first."""
+
+    def __init__(self, folder: Path, data: Data, fresh: bool) -> None:
+        self._data = data
+        self._file = (folder / NAME).open("w" if fresh else "a", encoding="utf-8", buffering=1)
+
+    def write(self, event: str, step: int, positions: Iterable[int], values: Mapping[str, Any]) -> None:
+        """Append an event of a step, counted from 1, with the samples at ``positions`` in the order of the data."""
+        places = list(positions)
+        samples = [sample for place in places for sample in self._data.samples(place)]
+        line = {"event": event, "step": step, "positions": places, **values, "samples": samples}
+        if self._data.tokenizer is not None:
+            line["text"] = [self._excerpt(sample) for sample in samples[:TEXTS]]
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def _excerpt(self, sample: int) -> str:
+        return shorten(one_line(self._data.text(sample)), EXCERPT)
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,93 @@
+"""What a run writes while it trains: ``metrics.jsonl``, the progress line, and ``report.json`` at its end."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwise.checkpoint.run_folder import forget_report, write_outcome
+from shardwise.core.plan import Plan
+from shardwise.core.run_files import Outcome, PassesRecord, RankMemory, StepRecord
+from shardwise.train.meter import EXACT_STEPS, Measured
+from shardwise.train.metrics import MetricsFile, typical_seconds
+from shardwise.train.progress import Progressing
+
+
+class RunLog:
+    """The log of one run. Only rank 0 writes, so it calls ``begin``, ``step`` and ``end`` like all ranks.
+
+    Args:
+        resumed: steps that were done before.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, steps: int, resumed: int) -> None:
+        self._folder, self._plan = folder, plan
+        self._writes = dist.get_rank() == 0
+        self._started = self._lap_began = time.perf_counter()
+        self.validation_loss: float | None = None
+        if self._writes:
+            self._metrics = MetricsFile(folder / "metrics.jsonl", resumed)
+            self._progress = Progressing(steps, resumed)
+
+    def begin(self) -> None:
+        """Training begins: delete the report of an earlier training."""
+        if self._writes:
+            forget_report(self._folder)
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        before, self._lap_began = self._lap_began, time.perf_counter()
+        return self._lap_began - before
+
+    def step(self, record: StepRecord, peak: Measured) -> None:
+        """Log a step, and the peak memory of this rank so far."""
+        if record.held_out_loss is not None:
+            self.validation_loss = record.held_out_loss
+        if self._writes:
+            self._metrics.write(record)
+            self._progress.show(record, peak.allocated)
+
+    def end(self, peak: Measured, tokens: int, passes: PassesRecord | None) -> None:
+        """Write ``report.json``. All ranks call it together.
+
+        Args:
+            peak: of this rank.
+            tokens: targets that the run was trained on.
+            passes: the timed passes of ranks that hold different blocks.
+        """
+        peaks = [peak] * dist.get_world_size()
+        dist.all_gather_object(peaks, peak)
+        if not self._writes:
+            return
+        self._progress.close()
+        self._metrics.close()
+        plan, seconds = self._plan, self._metrics.seconds
+        outcome = Outcome(
+            ranks=tuple(
+                RankMemory(rank, plan.predicted_allocated(rank), each.allocated, each.reserved)
+                for rank, each in enumerate(peaks)
+            ),
+            predicted_step_seconds=plan.step.seconds,
+            measured_step_seconds=typical_seconds(seconds, EXACT_STEPS) if seconds else None,
+            ledger=plan.ledger,
+            held_out_loss=self.validation_loss,
+            parameters=plan.parameters,
+            tokens=tokens,
+            seconds=time.perf_counter() - self._started,
+            device=plan.device,
+            world_size=plan.world_size,
+            passes=passes,
+        )
+        write_outcome(self._folder, outcome)
+
+
+def say(text: str) -> None:
+    """Print a line on rank 0, whose standard output reaches the user."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    say(f"warning: {text}")

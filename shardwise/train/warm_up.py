@@ -1,0 +1,71 @@
+"""Runs every kind of kernel once, before memory is measured.
+
+The first matrix product, collective and optimizer step of a process allocate thread pools, library buffers and
+communicators (tens of MiB on the CPU). They belong to the device, not to the run, so they are allocated before the
+measurement starts. A library's packing buffers grow with the product until its blocks are full (MKL on Intel Sapphire
+Rapids: 6 MiB), so one product of full blocks is included.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from shardwise.core.strategy import Layout, Strategy
+from shardwise.engine.build import build
+from shardwise.engine.step import step
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import layout_of, stages_of
+
+_BLOCKS = 1024
+
+
+def _tiny(layout: Layout, layers: int) -> Recipe:
+    """The smallest model that the axes of a layout can shard, with ``layers`` blocks.
+
+    The run reuses the memory that this model frees, and that memory is not measured. So the model must be small.
+    """
+    heads = math.lcm(4, 2 * layout.degree("sequence+tensor"))
+    model = {
+        "layers": layers,
+        "width": max(64, 8 * heads),
+        "heads": heads,
+        "kv_heads": heads // 2,
+        "ffn": 128,
+        "vocab": 256,
+    }
+    data = {"sequence_length": math.lcm(32, 2 * layout.degree("sequence") * layout.degree("tensor"))}
+    return recipe_of({"model": model, "data": data, "steps": 2, "batch_size": 1})
+
+
+def warm_kernels(device: torch.device, strategy: Strategy) -> None:
+    """Train a tiny decoder for two steps with ``strategy``, and drop it."""
+    layout = layout_of(strategy, dist.get_world_size())
+    recipe = _tiny(layout, max(2, stages_of(strategy)))
+    run = build(recipe, blueprint_of(recipe), strategy.with_values(micro_batch_size=1), device)
+    for _ in range(2):
+        tokens = torch.zeros((1, recipe.data.sequence_length), dtype=torch.int64, device=device)
+        step(run, [[{"input_ids": tokens, "labels": tokens}] * 2], 1e-4)
+    torch.ones(_BLOCKS, _BLOCKS, device=device) @ torch.ones(_BLOCKS, 2 * _BLOCKS, device=device)
+    if run.options.dtypes.compute.itemsize == 2:
+        _attend(run.options.dtypes.compute, device)
+    del run
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _attend(dtype: torch.dtype, device: torch.device) -> None:
+    """Attention over full tiles in 16 bits, because short sequences use other kernels.
+
+    With 8-bit products in the blocks, a stage may have no other 16-bit products; their code is 6 MiB (MKL on
+    the CPU). In fp32 the product of full blocks has loaded that code already.
+    """
+    q, k, v = (torch.ones(1, 1, 512, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()

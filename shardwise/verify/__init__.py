@@ -1,0 +1,1 @@
+"""Verification: a strategy against a single-process reference on the same data."""

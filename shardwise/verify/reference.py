@@ -1,0 +1,129 @@
+"""The reference for every strategy: one process, one plain module, a textbook training loop.
+
+It is independent of the engine: no mesh, no FSDP, no fused optimizer, torch's own clipping. It divides the gradients
+once at the end, where the engine divides the loss. It shares only the model, its loss, its initial values and the data.
+It runs in fp32, or in fp64 if the strategy does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.loss_scale import NormLimit
+from shardwise.engine.schedule import learning_rate
+from shardwise.model.blueprint import Batch, Blueprint
+from shardwise.recipe.lr_scaling import scaled
+from shardwise.recipe.sections import OptimizerSpec, Recipe
+from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """Loss and gradient norm of one optimizer step."""
+
+    loss: float
+    grad_norm: float
+
+
+def reference_model(blueprint: Blueprint, seed: int, dtype: torch.dtype) -> nn.Module:
+    """The unsharded model on the CPU with its initial values."""
+    with torch.device("meta"):
+        model = blueprint.build()
+    aliases = shared_names(model)
+    model.to(dtype).to_empty(device="cpu")
+    share(model, aliases)
+    with torch.no_grad():
+        blueprint.fill(model, seed)
+    return model.train()
+
+
+def train_reference(
+    recipe: Recipe,
+    blueprint: Blueprint,
+    model: nn.Module,
+    batches_of: Iterator[list[Batch]],
+    scale: GradientScale,
+) -> Iterator[ReferenceStep]:
+    """Train ``model`` in place on one list of micro-batches per optimizer step; yield the result of each step."""
+    spec = scaled(recipe)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = _optimizer(_groups(blueprint, model, spec), spec)
+    limit = NormLimit(spec.clip_norm, spec.adaptive_clip, torch.device("cpu"))
+    for index, batches in enumerate(batches_of):
+        total, count = 0.0, 0
+        for batch in batches:
+            loss, targets = blueprint.loss(model, batch)
+            loss.backward()
+            total, count = total + loss.item(), count + int(targets)
+        for p in parameters:
+            if p.grad is not None:
+                p.grad /= max(1, count)
+        scale.watch(model)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, float(limit.value()), foreach=False)
+        limit.update(norm, limit.value(), torch.zeros(()))
+        for group in optimizer.param_groups:
+            group["lr"] = group["rate_ratio"] * learning_rate(recipe, index)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield ReferenceStep(total / max(1, count), float(norm))
+
+
+def _groups(blueprint: Blueprint, model: nn.Module, spec: OptimizerSpec) -> list[dict[str, Any]]:
+    """One group per trained parameter. Weight decay applies to matrices, not to vectors."""
+    return [
+        {
+            "params": [parameter],
+            "weight_decay": spec.weight_decay if parameter.ndim >= 2 else 0.0,
+            "rate_ratio": blueprint.rate_ratio(name),
+        }
+        for name, parameter in named_parameters(model)
+        if parameter.requires_grad
+    ]
+
+
+def _optimizer(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """torch's plain version of the recipe's optimizer, with moments in the dtype of the weights."""
+    if spec.name == "sgd":
+        return torch.optim.SGD(groups, lr=1.0, momentum=spec.momentum, foreach=False, fused=False)
+    return torch.optim.AdamW(groups, lr=1.0, betas=spec.betas, eps=spec.epsilon, foreach=False, fused=False)
+
+
+class GradientScale:
+    """Finds parameters that the loss does not determine: their gradient never rises above rounding error.
+
+    The exact gradient of an attention key's bias is zero, because softmax ignores a shift common to all keys. Adam
+    turns its rounding error into full-size steps. Such parameters differ from run to run without effect, so they cannot
+    be compared.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[str, float] = {}
+        self._whole = 0.0
+
+    def watch(self, model: nn.Module) -> None:
+        """Record the gradients of one step."""
+        squares = {
+            n: float(p.grad.double().square().mean())
+            for n, p in named_parameters(model)
+            if p.grad is not None
+        }
+        sizes = {n: p.numel() for n, p in named_parameters(model)}
+        whole = sum(square * sizes[n] for n, square in squares.items()) / sum(sizes[n] for n in squares)
+        self._whole = max(self._whole, whole)
+        for name, square in squares.items():
+            self._largest[name] = max(self._largest.get(name, 0.0), square)
+
+    def undetermined(self, dtype: torch.dtype) -> list[str]:
+        """Parameters whose gradient stayed below 100 rounding units of the model's root mean square gradient."""
+        limit = (100 * torch.finfo(dtype).eps) ** 2 * self._whole
+        return [name for name, square in self._largest.items() if square <= limit]
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Detached parameters by canonical name."""
+    return {name: p.detach().contiguous() for name, p in named_parameters(model)}

@@ -1,0 +1,127 @@
+"""One rank of a job: ``python -m shardwise.worker VERB FOLDER [--exact-memory]``.
+
+The launcher, torchrun or srun starts one worker per device of the plan. A worker reads the resolved recipe and the plan
+from the run folder and trains exactly that plan. It never plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwise.checkpoint.run_folder import read_job
+from shardwise.core.errors import RankError, ShardwiseError
+from shardwise.core.plan import Plan
+from shardwise.launch.process import World, join
+from shardwise.train.faults.oom_record import resource_error
+from shardwise.train.loop import Job, Trainer
+from shardwise.verify.verify import run_reference, run_strategy
+
+Prepare = Callable[[], int]
+
+
+class PlanFailed(Exception):
+    """Rank 0 could not plan, or had nothing to plan. It has printed the reason; ``exit_code`` is its exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def run_rank(
+    verb: str, folder: Path, exact_memory: bool, device: str | None = None, prepare: Prepare | None = None
+) -> None:
+    """Run one rank of ``verb``: train, verify or reference.
+
+    Args:
+        device: "cpu" or "cuda"; needed with ``prepare``.
+        prepare: called on rank 0 after the rendezvous; writes recipe and plan into the folder and returns an exit code.
+            None when the folder has them already.
+
+    Raises:
+        PlanFailed: ``prepare`` returned another code than 0; raised on all ranks.
+    """
+    if verb == "reference":
+        recipe, plan = read_job(folder)
+        run_reference(recipe, plan.strategy, folder)
+        return
+    if prepare is None:
+        device = "cpu" if read_job(folder)[1].device == "cpu" else "cuda"
+    with join(device) as world:
+        code = 0 if prepare is None else _prepared_on_rank_0(prepare, world)
+        if code == 0:
+            _run(verb, folder, world, exact_memory)
+    if code != 0:
+        raise PlanFailed(code)
+
+
+def _run(verb: str, folder: Path, world: World, exact_memory: bool) -> None:
+    recipe, plan = read_job(folder)
+    _require(world, plan)
+    if verb == "train":
+        Trainer(Job(recipe, plan, folder, world.device, exact_memory)).train()
+    else:
+        run_strategy(recipe, plan.strategy, folder, world.device)
+
+
+def _prepared_on_rank_0(prepare: Prepare, world: World) -> int:
+    """The exit code of ``prepare``, on all ranks."""
+    codes = [prepare() if world.rank == 0 else 0]
+    dist.broadcast_object_list(codes)
+    return codes[0]
+
+
+def _require(world: World, plan: Plan) -> None:
+    if world.world_size != plan.world_size:
+        raise RankError(
+            f"{world.world_size} processes were started",
+            where="the job's launcher",
+            why=f"the plan is for {plan.world_size}",
+            fix="start as many processes as nodes x devices_per_node",
+        )
+
+
+def attempt(action: Callable[[], None]) -> int:
+    """Run ``action``. Returns 0, or the exit code of its error, whose line goes to standard error."""
+    try:
+        action()
+    except PlanFailed as failed:
+        return failed.exit_code
+    except ShardwiseError as error:
+        return _failed(error)
+    except Exception as error:
+        if (known := resource_error(error)) is None:
+            raise
+        return _failed(known)
+    return 0
+
+
+def _failed(error: ShardwiseError) -> int:
+    traceback.print_exc()
+    print(error.line(), file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The process's exit code."""
+    parser = argparse.ArgumentParser(prog="python -m shardwise.worker")
+    parser.add_argument("verb", choices=("train", "verify", "reference"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--exact-memory", action="store_true")
+    given = parser.parse_args(arguments)
+    return attempt(lambda: run_rank(given.verb, given.folder, given.exact_memory))
+
+
+if __name__ == "__main__":
+    code = main()
+    # Skips the interpreter's shutdown. After a failure it would wait for the peers' collectives; after a success
+    # torch's threads sometimes abort the process while its globals are destroyed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
