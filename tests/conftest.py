@@ -1,4 +1,9 @@
-"""Fixtures for all tests."""
+"""Tiers of tests, and fixtures for all of them.
+
+Every test is in one tier: ``long`` where it is marked so, ``cli`` in tests/cli and where it runs a command, ``ranks``
+where it forks ranks from the pool, ``unit`` otherwise. Each process of pytest-xdist takes whole files, so the
+trials of a test (harness/parity.py) share forks.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,34 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests and pool workers find `pool`
+from tests.harness.commands import Shell
+from tests.harness.parity import Parity, Trial, batches
+from tests.harness.pool import Pool
 
-from pool import Pool
-
-# How long an example takes says how busy the machine is, and the tests keep two processes busy.
+# The time of one example depends on the load of the machine, and the suite runs two processes.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+TIERS = ("ranks", "cli", "unit", "long")
+"""In the order in which they run. Short tests run last, so that both processes end at about the same time."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--parity-steps", type=int, default=4, help="the most optimizer steps of a parity trial")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(_tier(item))
+    items.sort(key=lambda item: TIERS.index(_tier(item)))
+
+
+def _tier(item: pytest.Item) -> str:
+    fixtures = getattr(item, "fixturenames", ())
+    marked = next((tier for tier in ("long", "cli") if item.get_closest_marker(tier)), None)
+    runs_commands = "shell" in fixtures or item.path.is_relative_to(Path(__file__).parent / "cli")
+    return marked or ("cli" if runs_commands else "ranks" if "pool" in fixtures else "unit")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -27,7 +53,26 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Up to 4 ranks with a gloo group: `pool.run(world_size, function, *args)` (see pool.py)."""
-    running = Pool(4)
+    """Up to 8 ranks with a gloo group: `pool.run(world_size, function, *args)` (see harness/pool.py)."""
+    running = Pool(8)
     yield running
     running.close()
+
+
+@pytest.fixture
+def shell(pool: Pool) -> Shell:
+    """Runs commands in forks that have torch: `shell.run("plan", "recipe.yaml")` (see harness/commands.py)."""
+    return Shell(pool)
+
+
+@pytest.fixture(scope="session")
+def parity(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Parity:
+    """Verdicts on trials: `parity.verdict(trial)` (see harness/parity.py)."""
+    tests: dict[str, list[Trial]] = {}
+    for item in request.session.items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if "trial" in parameters:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(parameters["trial"])
+    together = [batch for trials in tests.values() for batch in batches(trials)]
+    steps = request.config.getoption("--parity-steps")
+    return Parity(pool, tmp_path_factory.mktemp("parity"), steps, together)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from shardwise import api
 from shardwise.core.errors import RankError
-from shardwise.core.sections import AdapterSpec
+from shardwise.recipe.sections import AdapterSpec
 
 
 def test_functions_win_over_subpackages_of_the_same_name() -> None:
@@ -23,9 +23,11 @@ def test_functions_win_over_subpackages_of_the_same_name() -> None:
         "from shardwise.plan.search import plan_for\n"
         "assert callable(shardwise.plan) and callable(shardwise.train) and callable(plan_for)\n"
         "assert callable(shardwise.export) and callable(shardwise.merge)\n"
+        "from shardwise import api\n"
         "recipe = shardwise.load('recipes/quickstart.yaml', ['model.layers=1', 'steps=2'])\n"
-        "plan = shardwise.plan(recipe)\n"
-        "assert isinstance(recipe, shardwise.Recipe) and isinstance(plan, shardwise.Plan) and plan.fits\n"
+        "assert isinstance(recipe, shardwise.Recipe)\n"
+        "api.plan = api.train = lambda *arguments: arguments\n"
+        "assert shardwise.plan(recipe) == (recipe,) and shardwise.train(recipe, 'run') == (recipe, 'run')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -56,7 +58,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> api.Recipe:
 
 @pytest.fixture(scope="module")
 def plan(recipe: api.Recipe) -> api.Plan:
-    return api.plan(recipe)
+    plan = api.plan(recipe)
+    assert isinstance(plan, api.Plan) and plan.fits
+    return plan
 
 
 def never(*arguments: Any) -> NoReturn:
@@ -99,10 +103,10 @@ def test_a_run_is_trained_exported_and_merged_in_silence(
 def adapter_for(base: Path, folder: Path) -> Path:
     """An adapter of random weights, for a model in Hugging Face's format."""
     from shardwise.model.adapted import AdaptedModel
+    from shardwise.model.files.peft import write_adapter
     from shardwise.model.hf import HuggingFaceModel
     from shardwise.model.lora import is_adapter
-    from shardwise.model.peft import write_adapter
-    from shardwise.model.slices import named_parameters
+    from shardwise.runtime.parallel.shard_slices import named_parameters
 
     adapted = AdaptedModel(HuggingFaceModel(str(base), 8), AdapterSpec(rank=2, alpha=8.0))
     with torch.device("meta"):

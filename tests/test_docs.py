@@ -1,7 +1,7 @@
 """Everything that README.md and docs/ show is run here: recipes, command lines, Python, tables, links.
 
 Recipes and command lines are checked as the command checks them, before torch. Python blocks are executed in a
-folder of their own, together with the recipes and modules that their page puts beside them. The worked example of a
+folder of their own, together with the recipes and modules of the same page. The worked example of a
 technique is built into a copy of the package. Reference tables are compared with what docs/generate.py writes now.
 """
 
@@ -26,14 +26,16 @@ from typing import Any
 import pytest
 import typer
 
-from shardwise.cli.common import read
 from shardwise.cli.main import app
 from shardwise.cli.main import run as run_command
 from shardwise.core.errors import DataError
-from shardwise.core.recipe import Recipe, load_recipe, recipe_of
+from shardwise.jobs.request import read
+from shardwise.recipe.load import load_recipe, recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, layout_of, micro_batches, strategy_from
 
 ROOT = Path(__file__).parent.parent
+RECIPES_PAGE = ROOT / "docs" / "reference" / "recipes.md"
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -93,8 +95,8 @@ generate = load_generate()
 
 
 def feasible(recipe_file: Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a recipe as the command does, rules included, and lay its strategy out."""
-    recipe, cluster = read(recipe_file, overrides)
+    """Read a recipe as the command does, with rules and layout."""
+    recipe, cluster = read(recipe_file, overrides or [])
     strategy = strategy_from(recipe.strategy)
     layout = layout_of(strategy, cluster.world_size)
     assert layout.world_size == cluster.world_size
@@ -106,7 +108,7 @@ def feasible(recipe_file: Path, overrides: list[str] | None = None) -> Recipe:
 def test_recipes_are_valid_and_say_what_they_are(path: Path) -> None:
     feasible(path)
     assert path.read_text(encoding="utf-8").startswith("# ")
-    assert f"recipes/{path.name}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"recipes/{path.name}" in RECIPES_PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("block", all_blocks("yaml"), ids=name_of)
@@ -162,12 +164,10 @@ def test_command_lines_parse(page: Path, line: str, tmp_path: Path) -> None:
 
 
 def _recipe_named(name: str, page: Path, folder: Path) -> Path:
-    """A file of the repository, or a block of the page or of the README that has this name."""
+    """A file of the repository, or a block of the page or of the page of recipes that has this name."""
     if (ROOT / name).exists():
         return ROOT / name
-    found = [
-        block for where in (page, ROOT / "README.md") for block in blocks(where, "yaml") if block.file == name
-    ]
+    found = [block for where in (page, RECIPES_PAGE) for block in blocks(where, "yaml") if block.file == name]
     path = folder / name
     path.write_text(found[0].text, encoding="utf-8")
     return path
@@ -206,32 +206,41 @@ def test_every_block_is_shown() -> None:
     assert shown == set(generate.BLOCKS)
 
 
-@pytest.mark.parametrize("compare", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_the_readme_shows_todays_plan(compare: bool) -> None:
-    """With what else was considered, which dry-runs a dozen more, or up to there."""
-    from shardwise.cli.common import make_plan
-    from shardwise.report.tables import plan_text
+@pytest.mark.long
+def test_the_readme_shows_todays_plan() -> None:
+    """A plan of 32 blocks, and of a dozen other strategies."""
+    assert generate.shown_plan() in (ROOT / "README.md").read_text(encoding="utf-8"), "run `make docs`"
 
-    plan = make_plan(*read(ROOT / generate.SHOWN_RECIPE, []), compare=compare)
-    whole = generate.plan_block(plan_text(plan, generate.SHOWN_WIDTH))
-    shown = whole if compare else whole[: whole.index("Considered")]
-    assert shown in (ROOT / "README.md").read_text(encoding="utf-8"), "run `make docs`"
+
+def test_keys_of_a_plan_are_those_of_the_code() -> None:
+    from shardwise.jobs.planning import make_plan
+
+    plan = make_plan(*read(ROOT / "recipes" / "laptop-tiny.yaml", ["model.layers=1"]))
     keys = _keys_under(ROOT / "docs" / "reference" / "files.md", "`plan.json`")
     assert keys == set(plan.as_dict())
 
 
+@pytest.mark.long
 def test_what_recomputation_holds_and_costs_is_todays() -> None:
     page = ROOT / "docs" / "concepts" / "activation-memory.md"
     assert generate.recomputation() in page.read_text(encoding="utf-8"), "run `make docs`"
 
 
+def test_what_plain_and_full_recomputation_hold_and_cost_is_todays() -> None:
+    """Two rows of that table, from dry runs of two and three blocks of the 32."""
+    page = ROOT / "docs" / "concepts" / "activation-memory.md"
+    table = set(page.read_text(encoding="utf-8").splitlines())
+    assert set(generate.recomputation(("none", "full")).splitlines()) <= table, "run `make docs`"
+
+
 def test_keys_of_files_are_those_of_the_code() -> None:
-    from shardwise.report.record import Outcome
-    from shardwise.train.metrics import StepMetrics
+    from shardwise.core.run_files import Outcome, StepRecord
+    from shardwise.train.faults.oom_record import OomRecord
 
     page = ROOT / "docs" / "reference" / "files.md"
-    assert _keys_under(page, "`metrics.jsonl`") == {field.name for field in dataclasses.fields(StepMetrics)}
+    assert _keys_under(page, "`metrics.jsonl`") == {field.name for field in dataclasses.fields(StepRecord)}
     assert _keys_under(page, "`report.json`") == {field.name for field in dataclasses.fields(Outcome)}
+    assert _keys_under(page, "`oom.json`") == {field.name for field in dataclasses.fields(OomRecord)}
 
 
 def _rows_under(page: Path, title: str) -> list[list[str]]:
@@ -248,7 +257,7 @@ def _keys_under(page: Path, title: str) -> set[str]:
 
 
 def test_tolerances_are_those_of_the_code() -> None:
-    from shardwise.train.verify import TOLERANCE
+    from shardwise.verify.verify import TOLERANCE
 
     text = (ROOT / "docs" / "how-to" / "verify-a-strategy.md").read_text(encoding="utf-8")
     assert {
@@ -263,8 +272,8 @@ def test_tolerances_are_those_of_the_code() -> None:
 def test_what_a_stage_sends_and_holds(stage: int) -> None:
     """The tables of docs/concepts/zero.md against the dry run, for 8 ranks, in bytes per parameter."""
     page = ROOT / "docs" / "concepts" / "zero.md"
-    _, axis, sent, *_ = _rows_under(page, "What is sent")[stage]
-    _, *held = _rows_under(page, "What is held")[stage]
+    _, axis, sent, *_ = _rows_under(page, "Traffic")[stage]
+    _, *held = _rows_under(page, "Memory")[stage]
     first, later, after = (_value(cell.replace("layer", "0.6"), N=8) for cell in held)
     runs = {count: _dry_run(stage, ranks=8, passes=count) for count in (1, 2)}
     for count, run in runs.items():
@@ -293,9 +302,9 @@ def _value(formula: str, **numbers: int) -> float:
 
 
 def _dry_run(stage: int, ranks: int, passes: int) -> Any:
-    from shardwise.core.cluster import cluster_of
     from shardwise.dryrun.run import dry_run
-    from shardwise.model.blueprint import blueprint_of
+    from shardwise.hardware.cluster import cluster_of
+    from shardwise.model.open import blueprint_of
 
     values = {
         "model": {"layers": 8, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 256},
@@ -321,7 +330,7 @@ def _state_per_parameter(run: Any, phase: str) -> float:
 RUN_PAGES = [
     ROOT / name
     for name in (
-        "README.md",
+        "docs/reference/recipes.md",
         "docs/how-to/train-your-own-model.md",
         "docs/how-to/fine-tune-on-conversations.md",
         "docs/concepts/allocator.md",
@@ -366,18 +375,18 @@ def _learns(recipe: Recipe) -> bool:
     """Train for some steps in this very process, a world of one."""
     import torch
 
+    from shardwise.data import open_data
     from shardwise.engine.build import build
     from shardwise.engine.step import step
-    from shardwise.model.blueprint import blueprint_of
-    from shardwise.train.data import open_data
-    from shardwise.train.process import join
+    from shardwise.launch.process import join
+    from shardwise.model.open import blueprint_of
 
     torch.set_num_threads(1)  # matrices this small are slower on several
     blueprint = blueprint_of(recipe)
     data = open_data(recipe, blueprint.dataset)
     with join("cpu") as world:
         run = build(recipe, blueprint, strategy_from(recipe.strategy), world.device)
-        losses = [float(step(run, data.micro_batches(i, 0, 1, 64), 3e-3).loss) for i in range(20)]
+        losses = [float(step(run, [data.micro_batches(i, 0, 1, 64)], 3e-3).loss) for i in range(20)]
     return losses[-1] < 0.7 * losses[0]
 
 
@@ -387,17 +396,21 @@ def test_python_is_nowhere_else() -> None:
 
 
 def test_the_worked_technique_works(tmp_path: Path) -> None:
-    """The four steps of the page, in a copy of the package: its test passes, its rule refuses in the words shown."""
+    """Both examples of the page, in a copy of the package: their tests pass, a rule refuses in the words shown."""
     shutil.copytree(ROOT / "shardwise", tmp_path / "shardwise", ignore=shutil.ignore_patterns("__pycache__"))
     files = blocks(TECHNIQUE_PAGE, "python")
     for block in files:
         path = tmp_path / block.file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(block.text, encoding="utf-8")
-    [diff] = blocks(TECHNIQUE_PAGE, "diff")
-    _apply(diff.text, tmp_path)
-    [test] = [block for block in files if "/test_" in block.file]
-    [name] = re.findall(r"^def (test_\w+)", test.text, re.MULTILINE)
+    for diff in blocks(TECHNIQUE_PAGE, "diff"):
+        _apply(diff.text, tmp_path)
+    tests = {
+        block.file: re.findall(r"^def (test_\w+)", block.text, re.MULTILINE)
+        for block in files
+        if "/test_" in block.file
+    }
+    assert len(tests) == 2 and len(files) == 4, "an example is one file, its test and one line"
     words = [
         "plan",
         str(ROOT / "recipes/laptop-tiny.yaml"),
@@ -406,7 +419,8 @@ def test_the_worked_technique_works(tmp_path: Path) -> None:
     ]
     script = (
         "import runpy; from shardwise.cli.main import run;"
-        f" assert run({words}) == 2; runpy.run_path({test.file!r})[{name!r}]()"
+        f" assert run({words}) == 2;"
+        f" [runpy.run_path(file)[name]() for file, names in {tests}.items() for name in names]"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -441,7 +455,7 @@ def _apply(diff: str, folder: Path) -> None:
 
 
 def test_the_data_error_reads_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.train.data import open_data
+    from shardwise.data import open_data
 
     monkeypatch.chdir(tmp_path)
     rows = [json.dumps({"text": "a" * 46}), json.dumps({"text": "b" * 46}), '{"text": oops}']
@@ -458,9 +472,9 @@ def test_what_a_learning_rate_says_reads_as_shown(tmp_path: Path) -> None:
     """The sentence of the plan, and the errors of a rule and of a branch, from the recipe of the page."""
     from types import SimpleNamespace
 
+    from shardwise.checkpoint.resume_checks import require_steps_left
     from shardwise.core.errors import RecipeError
-    from shardwise.core.scaling import sentences
-    from shardwise.train.start import require_steps_left
+    from shardwise.recipe.lr_scaling import sentences
 
     page = ROOT / "docs" / "how-to" / "choose-a-learning-rate.md"
     [block] = [block for block in blocks(page, "yaml") if "scale_learning_rate" in block.text]
@@ -505,7 +519,7 @@ def test_every_page_is_reachable() -> None:
 
 def test_recipes_resolve_to_the_same_recipe(tmp_path: Path) -> None:
     """`recipe.yaml` of a run is accepted by train, as docs/reference/files.md says."""
-    from shardwise.core.recipe import dump_recipe
+    from shardwise.recipe.load import dump_recipe
 
     for path in RECIPES:
         recipe = load_recipe(path, [], SETTINGS)

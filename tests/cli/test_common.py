@@ -1,4 +1,4 @@
-"""What is said of a plan that does not fit: which memory is too small, what is kept free, and what would help."""
+"""The message for a plan that does not fit: the memory that is too small, the reserve, and the advice."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.cli.common import refuse_unfit
-from shardwise.core.allocator_options import VARIABLES
 from shardwise.core.errors import ResourceError
-from shardwise.core.ledger import Ledger, Peak
-from shardwise.core.plan import Plan
+from shardwise.core.ledger import Ledger
+from shardwise.core.plan import HostMemory, Plan
 from shardwise.core.units import GiB
+from shardwise.hardware.allocator_options import VARIABLES
+from shardwise.jobs.planning import refuse_unfit
+from tests.harness.plans import with_rows
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +29,8 @@ def refused(plan: Plan) -> ResourceError:
 
 def on_cuda(plan: Plan, **rows: int) -> Plan:
     """On 80 GiB, of which 2 are kept free."""
-    peak = Peak(Ledger(**rows), "forward", "layers.0")
     sizes = {"capacity_bytes": 80 * GiB, "reserve_bytes": 2 * GiB}
-    return replace(plan, device="H100-80GB", peak=peak, **sizes)
+    return replace(with_rows(plan, **rows), device="H100-80GB", **sizes)
 
 
 def test_what_fits_is_not_refused(plan: Plan) -> None:
@@ -39,17 +39,17 @@ def test_what_fits_is_not_refused(plan: Plan) -> None:
 
 
 def test_a_host_that_is_too_small_is_named_alone(plan: Plan) -> None:
-    host = {"host": Ledger(optimizer_state=3 * GiB), "host_capacity_bytes": 2 * GiB}
+    host = {"host": HostMemory(Ledger(optimizer_state=3 * GiB), 2 * GiB)}
     error = refused(replace(plan, **host))
     assert error.why == "a rank needs 3.00 GiB of 2.00 GiB of host memory"
-    assert error.fix == "see what would: shardwise plan RECIPE --explain"
+    assert error.fix == "see what fits: shardwise plan RECIPE --explain"
     both = refused(replace(on_cuda(plan, activations=79 * GiB), **host)).why
     assert both.startswith("rank 0 needs 79.00 GiB of 80.00 GiB") and both.endswith("2.00 GiB of host memory")
 
 
 def test_what_is_kept_free_is_named(plan: Plan) -> None:
     assert refused(on_cuda(plan, activations=79 * GiB)).why == (
-        "rank 0 needs 79.00 GiB of 80.00 GiB beside a reserve of 2.00 GiB, most in the forward phase"
+        "rank 0 needs 79.00 GiB of 80.00 GiB with a reserve of 2.00 GiB, most in the forward phase"
     )
     unreserved = refused(replace(plan, capacity_bytes=GiB))
     assert unreserved.why == "rank 0 needs 2.00 GiB of 1.00 GiB, most in the backward phase"

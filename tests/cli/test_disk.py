@@ -1,17 +1,16 @@
 """A disk that fails under the command ``train``: one line, the right exit code, and the last checkpoint still there.
 
-The disk is full for whoever may not write files beyond some size: to the run it is the same error of the same call.
+A limit on file sizes stands in for a full disk: the run gets an error from the same system call.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.harness.commands import Done, Shell
 
 SMALL = 100 * 2**10
 """Bytes of the largest file, which holds the run's records but not the state of its optimizer."""
@@ -35,35 +34,30 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def train(folder: Path, *overrides: str, largest: int | None = None) -> subprocess.CompletedProcess[str]:
-    def limit() -> None:
-        if largest is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-
-    words = [sys.executable, "-m", "shardwise", "train", "recipe.yaml", *overrides, "--out", "run"]
-    return subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, check=False, timeout=300, preexec_fn=limit
-    )
+def train(shell: Shell, folder: Path, *overrides: str, largest: int | None = None) -> Done:
+    return shell.run("train", "recipe.yaml", *overrides, "--out", "run", folder=folder, largest_file=largest)
 
 
-def test_a_full_disk_ends_the_run_with_7_and_the_run_goes_on_when_there_is_room(folder: Path) -> None:
-    assert train(folder, "steps=2").returncode == 0
+def test_a_full_disk_ends_the_run_with_7_and_the_run_goes_on_when_there_is_room(
+    shell: Shell, folder: Path
+) -> None:
+    assert train(shell, folder, "steps=2").returncode == 0
     kept = sorted(path.name for path in (folder / "run/checkpoints").iterdir())
 
-    full = train(folder, "strategy.offload=nvme:state", largest=SMALL)
+    full = train(shell, folder, "strategy.offload=nvme:state", largest=SMALL)
     assert full.returncode == 7, full.stderr
     assert full.stderr.startswith("error: cannot reserve the file of offloaded state (offload: nvme:state): ")
     assert full.stderr.count("\n") == 1 and "free some space or name another folder" in full.stderr
     assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == kept
     assert list((folder / "state").iterdir()) == []
 
-    again = train(folder, "strategy.offload=nvme:state")
+    again = train(shell, folder, "strategy.offload=nvme:state")
     assert again.returncode == 0, again.stderr
     steps = [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4]
 
 
-def test_a_folder_that_is_missing_is_refused(folder: Path) -> None:
-    missing = train(folder, "strategy.offload=nvme:nowhere")
+def test_a_folder_that_is_missing_is_refused(shell: Shell, folder: Path) -> None:
+    missing = train(shell, folder, "strategy.offload=nvme:nowhere")
     assert missing.returncode == 2 and missing.stderr.count("\n") == 1, missing.stderr
     assert "nvme:nowhere" in missing.stderr and "there is no such folder" in missing.stderr

@@ -1,4 +1,4 @@
-"""What is no error of ours, met outside of training: still one line, and the exit code of what it comes to."""
+"""Foreign errors outside of training: one line, and the matching exit code."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import errno
 import os
 import resource
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from shardwise.cli import data, prepare, shortage
+from shardwise.checkpoint import run_folder as folders
+from shardwise.cli import data, planner
 from shardwise.cli.main import run
 from shardwise.core.errors import ResourceError
 from shardwise.core.plan import Plan
-from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.serve import serving
-from shardwise.train import folder as folders
 
 
 def raising(error: BaseException) -> Callable[..., NoReturn]:
@@ -74,10 +74,9 @@ def test_memory_and_disks_that_run_out_are_no_faults(
     monkeypatch.setattr(serving, "load_model", raising(error))
     assert run(["generate", "run"]) == code
     assert says in line(capsys)
-    for module in (prepare, shortage):
-        monkeypatch.setattr(module, "read", raising(error))
-    for planner, flags in ((prepare, ()), (shortage, ()), (shortage, ("--catch-up",))):
-        assert planner.main(*flags, "recipe.yaml", "run") == code
+    monkeypatch.setattr(planner, "read", raising(error))
+    for step in planner.STEPS:
+        assert planner.main(step, "recipe.yaml", "run") == code
         assert says in line(capsys)
 
 
@@ -100,22 +99,15 @@ def test_a_folder_that_cannot_be_claimed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_full_disk_leaves_recipe_and_plan_as_they_were(tmp_path: Path, plan: Plan) -> None:
-    """Full for whoever may not write files beyond some size."""
-    folders.prepare(tmp_path, recipe(1), plan)
+    """A limit on file sizes stands in for a full disk."""
+    folders.write_job(tmp_path, recipe(1), plan)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
     assert before.keys() == {folders.RECIPE, folders.PLAN}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
     try:
         with pytest.raises(ResourceError, match=r"cannot write recipe\.yaml .*; free some space"):
-            folders.prepare(tmp_path, recipe(2), plan)
+            folders.write_job(tmp_path, recipe(2), plan)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.*")} == before
-
-
-def test_a_plan_is_corrected_where_there_is_no_report(tmp_path: Path, plan: Plan) -> None:
-    folders.prepare(tmp_path, recipe(1), plan)
-    folders.correct(tmp_path, replace(plan, line="another"))  # of a run that had nothing left to do
-    found, planned = folders.read_job(tmp_path)
-    assert (found, planned.line) == (recipe(1), "another")

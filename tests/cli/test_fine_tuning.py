@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.main import run
+from tests.harness.commands import Done, Shell
 
 BASE = """
 model: {preset: tiny}
@@ -30,39 +30,39 @@ cluster: {device: cpu, devices_per_node: 2}
 """
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert run(arguments) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
+def said(done: Done) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_base_is_adapted_to_a_chat_and_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("corpus.txt").write_text(Path(__file__).read_text(encoding="utf-8") * 4, encoding="utf-8")
     Path("base.yaml").write_text(BASE.replace("CORPUS", "corpus.txt"), encoding="utf-8")
     Path("chat.yaml").write_text(CHAT, encoding="utf-8")
     turns = [
-        [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": "x" * n}]
+        [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": "x" * n}]
         for n in range(1, 13)
     ]
     lines = [json.dumps({"messages": turn}) for turn in turns]
     Path("chat.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
-    said(capsys, "train", "base.yaml", "--out", "run")
-    said(capsys, "export", "run", "base", "--dtype", "fp32")
-    assert "messages (detected)" in said(capsys, "train", "chat.yaml", "--out", "tuned")
+    said(shell.run("train", "base.yaml", "--out", "run"))
+    said(shell.run("export", "run", "base", "--dtype", "fp32"))
+    assert "messages (detected)" in said(shell.run("train", "chat.yaml", "--out", "tuned"))
     asked = ("--prompt", "What", "--tokens", "12", "--temperature", "0", "--tokenizer", "bytes", "--past-end")
-    plain = said(capsys, "generate", "base", *asked)
-    adapted = said(capsys, "generate", "base", "--adapter", "tuned", *asked)
+    plain = said(shell.run("generate", "base", *asked))
+    adapted = said(shell.run("generate", "base", "--adapter", "tuned", *asked))
     assert adapted != plain
 
-    said(capsys, "merge", "base", "tuned/adapter", "merged")
-    said(capsys, "merge", "merged", "tuned/adapter", "back", "--undo")
-    assert said(capsys, "generate", "merged", *asked) == adapted
-    assert said(capsys, "generate", "back", *asked) == plain
+    said(shell.run("merge", "base", "tuned/adapter", "merged"))
+    said(shell.run("merge", "merged", "tuned/adapter", "back", "--undo"))
+    assert said(shell.run("generate", "merged", *asked)) == adapted
+    assert said(shell.run("generate", "back", *asked)) == plain
 
     Path("wrong.jsonl").write_text('{"messages": [{"role": "user", "content": "alone"}]}\n', encoding="utf-8")
-    assert run(["train", "chat.yaml", "data.source=wrong.jsonl", "--out", "never"]) == 3
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "wrong.jsonl:1" in error
+    refused = shell.run("train", "chat.yaml", "data.source=wrong.jsonl", "--out", "never")
+    assert refused.returncode == 3
+    assert refused.stderr.count("\n") == 1 and "wrong.jsonl:1" in refused.stderr

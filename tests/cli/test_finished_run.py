@@ -1,6 +1,6 @@
-"""A run that is done, and commands on its folder: what has nothing to do, or is refused, leaves every file as it is.
+"""A finished run, and commands on its folder: a command that is refused, or has no work, changes no file.
 
-The run is a whole one, by the command, with nobody who reads what it prints.
+The run is a whole one by the command, whose output has no reader.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from shardwise.cli import prepare
+from shardwise.checkpoint.run_folder import LOCK, forget_report
+from shardwise.cli import planner
 from shardwise.cli.main import run
+from shardwise.launch import launcher as launching
 from shardwise.report.record import read_run
-from shardwise.train import launch as launching
-from shardwise.train.folder import LOCK, forget_report
 
 RECIPE = """
 model: {layers: 1, width: 16, heads: 2, ffn: 32, vocab: 256, context: 16}
@@ -86,7 +86,10 @@ def test_nothing_to_do_changes_nothing(
     for steps in (2, 1):
         assert run(words(f"steps={steps}", "optimizer.learning_rate=0.5")) == 0
         assert capsys.readouterr().out == f"nothing to do: 2 of {steps} steps are done\n"
-    assert prepare.main(str(folder / "recipe.yaml"), str(folder / "run"), "seed=0") == prepare.FINISHED
+    assert (
+        planner.main("prepare", str(folder / "recipe.yaml"), str(folder / "run"), "seed=0")
+        == planner.FINISHED
+    )
     assert capsys.readouterr().out == "nothing to do: 2 of 2 steps are done\n"
     assert contents(folder / "run") == before
 

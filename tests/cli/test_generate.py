@@ -1,4 +1,4 @@
-"""``shardwise generate``: prompts, adapters and files of requests, and what is printed of each."""
+"""``shardwise generate``: prompts, adapters and files of requests, and their output."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from shardwise.cli.main import run
-from shardwise.core.sections import AdapterSpec
 from shardwise.model.adapted import AdaptedModel
+from shardwise.model.files.peft import TENSORS, write_adapter
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.lora import is_adapter
-from shardwise.model.peft import TENSORS, write_adapter
-from shardwise.model.slices import named_parameters
+from shardwise.recipe.sections import AdapterSpec
+from shardwise.runtime.parallel.shard_slices import named_parameters
 
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
@@ -94,8 +94,8 @@ CASES: list[tuple[list[str], str, int, str]] = [
     (["--adapter", "{}/no"], "", 4, "no such adapter"),
     (["--adapter", "{}/cut"], "", 4, "damaged"),
     (["--adapter", "base={}/one"], "", 2, "base is the model without any"),
-    (["--adapter", "{}/one", "--adapter", "one={}/two"], "", 2, "two adapters are called 'one'"),
-    (["--prompt", "y" * 33], "", 2, "it is 33 tokens, and the model reads 32"),
+    (["--adapter", "{}/one", "--adapter", "one={}/two"], "", 2, "two adapters are named 'one'"),
+    (["--prompt", "y" * 33], "", 2, "it has 33 tokens, and the context has 32"),
     (["--top-p", "0"], "", 2, "top_p"),
     (["--precision", "fp4"], "", 2, "precision"),
     (["--requests", "{}/absent.jsonl"], "", 3, "absent.jsonl"),
@@ -105,7 +105,7 @@ CASES: list[tuple[list[str], str, int, str]] = [
     (["--requests", "{}/r"], '{"text": ""}', 3, "no prompt"),
     (["--requests", "{}/r"], '{"prompt": "", "temprature": 1}', 3, "temprature"),
     (["--requests", "{}/r"], '{"prompt": "", "top_k": -1}', 3, "r:1"),
-    (["--requests", "{}/r"], '{"prompt": "", "adapter": "who"}', 2, "no adapter is called 'who'"),
+    (["--requests", "{}/r"], '{"prompt": "", "adapter": "who"}', 2, "no adapter is named 'who'"),
 ]
 
 

@@ -1,6 +1,6 @@
-"""Memory that runs out under the command ``train``: torchrun's ranks go on, a resume remembers, and the end has advice.
+"""Out of memory under the command ``train``: restarts by Shardwise and by torchrun, a resume, advice at the end.
 
-The model is a user's own, whose loss asks for more than any machine has where a micro-batch is larger than it fits.
+The model is a factory whose loss allocates 4 PiB when a micro-batch is larger than ``FITS``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.harness.commands import Done, Shell
 
 STEPS = 4
 MODEL = """
@@ -64,47 +66,66 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def train(
-    folder: Path, fits: int, *arguments: str, torchrun: bool = False
-) -> subprocess.CompletedProcess[str]:
-    ranks = ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1", "-m"]
-    command = [
-        sys.executable,
-        "-m",
-        *(ranks if torchrun else []),
-        "shardwise",
-        "train",
-        "recipe.yaml",
-        *arguments,
-    ]
-    environment = {**os.environ, "FITS": str(fits), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+def train(shell: Shell, folder: Path, fits: int, *overrides: str) -> Done:
+    words = ("train", "recipe.yaml", *overrides, "--out", "run")
+    return shell.run(*words, folder=folder, environment={"FITS": str(fits)}, ranks=8)
 
 
-def test_goes_on_and_remembers(folder: Path) -> None:
-    done = train(folder, 4, "--out", "run", torchrun=True)
-    assert done.returncode == 0, done.stderr
-    told = "out of memory on rank 1 in step 1: micro_batch_size is now 4, accumulated 2 times"
-    assert done.stdout.count("out of memory") == 1 and told in done.stdout
+def assert_halved(shell: Shell, folder: Path) -> None:
+    """The plan and the report are of a micro-batch of 4 instead of 8, and a resume starts with that."""
     plan, report = (json.loads((folder / "run" / f"{name}.json").read_text()) for name in ("plan", "report"))
     assert plan["strategy"]["micro_batch_size"] == 4 and plan["micro_batches"] == 2
     for rank in report["ranks"]:
         predicted = plan["allocated_bytes"].get(str(rank["rank"]), plan["allocated_bytes"]["0"])
         assert rank["predicted_peak_bytes"] == predicted
     assert report["ledger"] == plan["ledger"]
-
-    again = train(folder, 4, f"steps={STEPS + 2}", "--out", "run")
+    again = train(shell, folder, 4, f"steps={STEPS + 2}")
     assert again.returncode == 0, again.stderr
-    assert "micro_batch_size is 4: with 8 memory ran out on rank 1 in step 1 (shortage.json)" in again.stdout
-    assert "out of memory" not in again.stdout and "mb4×ga2" in again.stdout
+    assert REASON in again.stdout and again.stdout.count("out of memory") == 1 and "mb4×ga2" in again.stdout
     lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 3))
 
 
-def test_ends_with_the_nearest_plan(folder: Path) -> None:
-    done = train(folder, 0, "--out", "run")
+REASON = "micro_batch_size is 4: with 8, rank 1 ran out of memory in step 1 (oom.json)"
+
+
+def test_the_ranks_start_again(shell: Shell, folder: Path) -> None:
+    done = train(shell, folder, 4)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = "out of memory on rank 1 in step 1: micro_batch_size is now 4, accumulated 2 times; going on from the start"
+    assert done.stdout.count("out of memory") == 1 and told in done.stdout
+    assert_halved(shell, folder)
+
+
+def test_ranks_of_torchrun_exit_and_the_same_command_goes_on(shell: Shell, folder: Path) -> None:
+    words = ("train", "recipe.yaml", "--out", "run")
+    first = shell.run_ranks(2, *words, folder=folder, environment={"FITS": "4"})
+    assert [done.returncode for done in first] == [75, 75], first[0].stderr + first[1].stderr
+    line = first[1].stderr.splitlines()[-1]
+    assert line.startswith("error: out of memory (rank 1, step 1): tried to allocate 4.00 PiB with ")
+    assert line.endswith(" already allocated; the same command goes on with micro_batch_size 4")
+    second = shell.run_ranks(2, *words, folder=folder, environment={"FITS": "4"})
+    assert [done.returncode for done in second] == [0, 0], second[0].stderr + second[1].stderr
+    assert REASON in second[0].stdout
+    assert_halved(shell, folder)
+
+
+@pytest.mark.long
+def test_torchrun_restarts_the_ranks(folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += ["--local-addr=127.0.0.1", "--max-restarts=1", "-m", "shardwise", "train", "recipe.yaml"]
+    environment = {**os.environ, "FITS": "4", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, "--out", "run"], capture_output=True, text=True, check=False, cwd=folder, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert REASON in done.stdout and (folder / "run" / "report.json").exists()
+
+
+def test_ends_with_the_nearest_plan(shell: Shell, folder: Path) -> None:
+    done = train(shell, folder, 0)
     assert done.returncode == 7
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(
-        "error: out of memory with a micro-batch of 1 (rank 1, "
+        "error: out of memory with a micro-batch of 1 (rank 1, step 1): tried to allocate 4.00 PiB with "
     )
     assert "nearest plan that fits in" in done.stderr or "no plan fits in" in done.stderr

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.commands import Shell
+
 STEPS = 30
 RECIPE = f"""
 model: {{layers: 2, width: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 256, context: 32}}
@@ -48,30 +50,25 @@ def curve(out: Path) -> list[tuple[int, str, str, int]]:
     return [(m["step"], m["loss"].hex(), m["grad_norm"].hex(), m["tokens"]) for m in metrics(out)]
 
 
-def test_trains_stops_resumes_and_reports(recipe: Path, tmp_path: Path) -> None:
+def test_trains_stops_resumes_and_reports(shell: Shell, recipe: Path, tmp_path: Path) -> None:
     """One uninterrupted run; one that gets SIGTERM, exits 75 and goes on: the same losses, bit for bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    done = subprocess.run(
-        command("train", str(recipe), "--out", str(whole)), capture_output=True, text=True, check=False
-    )
+    done = shell.run("train", str(recipe), "--out", str(whole))
     assert done.returncode == 0, done.stderr
     assert f"step {STEPS}/{STEPS}" in done.stdout and done.stderr == ""
     _check_files(whole)
 
-    with subprocess.Popen(
-        command("train", str(recipe), "--out", str(parts)), stdout=subprocess.PIPE, text=True
-    ) as run:
+    train = ("train", str(recipe), "--out", str(parts))
+    with shell.start(*train) as run:
         while not (parts / "metrics.jsonl").exists() or len(metrics(parts)) < 4:
             assert run.poll() is None
             time.sleep(0.02)
         run.send_signal(signal.SIGTERM)
-        printed, _ = run.communicate(timeout=60)
-    assert run.returncode == 75, printed
+        assert run.wait(60) == 75, run.stderr
+        printed = run.stdout
     stopped = len(metrics(parts))
     assert 4 <= stopped < STEPS and f"saved step {stopped}" in printed
-    again = subprocess.run(
-        command("train", str(recipe), "--out", str(parts)), capture_output=True, text=True, check=False
-    )
+    again = shell.run(*train)
     assert again.returncode == 0, again.stderr
     assert curve(parts) == curve(whole)
 
@@ -103,7 +100,7 @@ def _check_files(out: Path) -> None:
     assert sum(report["ledger"].values()) == json.loads((out / "plan.json").read_text())["peak"]["bytes"]
 
 
-def test_under_torchrun(recipe: Path, tmp_path: Path) -> None:
+def test_under_torchrun(shell: Shell, recipe: Path, tmp_path: Path) -> None:
     """Two ranks that torchrun started: planned by one, trained by both, generated from."""
     out = tmp_path / "run"
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1"]
@@ -115,14 +112,13 @@ def test_under_torchrun(recipe: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(metrics(out)) == 5 and (out / "report.html").exists()
     options = ["--prompt", "def ", "--tokens", "12", "--temperature", "0"]
-    texts = {
-        subprocess.run(command("generate", str(out), *options), capture_output=True, check=True).stdout
-        for _ in "12"
-    }
-    assert len(texts) == 1 and next(iter(texts)).startswith(b"def ")
+    texts = {shell.run("generate", str(out), *options).stdout for _ in "12"}
+    assert len(texts) == 1 and next(iter(texts)).startswith("def ")
 
 
-def test_a_lost_rank_is_named_and_the_run_goes_on_afterwards(recipe: Path, tmp_path: Path) -> None:
+def test_a_lost_rank_is_named_and_the_run_goes_on_afterwards(
+    shell: Shell, recipe: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     with subprocess.Popen(
         command("train", str(recipe), "--out", str(out), "steps=200"),
@@ -139,11 +135,6 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_afterwards(recipe: Path, tmp_p
     assert run.returncode == 5
     assert error.count("\n") == 1 and "rank 1 was lost" in error and "SIGKILL" in error
     steps = metrics(out)[-1]["step"] + 2  # a busy machine lets some go by before the signal
-    again = subprocess.run(
-        command("train", str(recipe), "--out", str(out), f"steps={steps}"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    again = shell.run("train", str(recipe), "--out", str(out), f"steps={steps}")
     assert again.returncode == 0, again.stderr
     assert [m["step"] for m in metrics(out)] == list(range(1, steps + 1))

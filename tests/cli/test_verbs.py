@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import run
-from shardwise.report import doctor
+from shardwise.doctor import doctor
+from tests.harness.dry_runs import remembered_dry_runs
+
+__all__ = ["remembered_dry_runs"]
+
+pytestmark = pytest.mark.usefixtures("remembered_dry_runs")
 
 
 @pytest.fixture
@@ -43,7 +48,7 @@ def test_a_plan_that_fits_is_explained_when_asked(recipe: str, capsys: pytest.Ca
 def test_the_doctor_without_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether this machine is fit is its own business; then it says what is wrong with it."""
+    """The machine may be unfit; then the command names the fault."""
     monkeypatch.setattr(doctor, "examine", functools.partial(doctor.examine, measure=False))
     code = run(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import verify
 from shardwise.cli.main import run
 from shardwise.core.plan import Plan
-from shardwise.train import launch as launching
-from shardwise.train.verify import Verdict
+from shardwise.jobs import verifying
+from shardwise.launch import launcher as launching
+from shardwise.verify.verify import Verdict
+from tests.harness.commands import Shell
 
 RECIPE = """
 model: {layers: 1, width: 16, heads: 2, ffn: 32, vocab: 256, context: 16}
@@ -44,13 +45,13 @@ def judged(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Judged:
     """Nothing is planned, and no process is started: the ranks leave this verdict, or end with this code."""
 
     def judge(verdict: Verdict | int) -> None:
-        def launch(processes: int, arguments: list[str], logs: Path) -> int:
+        def launch(processes: int, arguments: list[str], *rest: object) -> int:
             if isinstance(verdict, int):
                 return verdict
             (Path(arguments[1]) / "verify.json").write_text(json.dumps(vars(verdict)), encoding="utf-8")
             return 0
 
-        monkeypatch.setattr(verify, "make_plan", lambda *arguments: plan)
+        monkeypatch.setattr(verifying, "make_plan", lambda *arguments: plan)
         monkeypatch.setattr(launching, "launch", launch)
 
     return judge
@@ -60,12 +61,12 @@ def left(tmp_path: Path) -> list[str]:
     return [path.name for path in (tmp_path / "scratch").glob("shardwise-verify-*")]
 
 
-def test_a_strategy_that_trains_as_one_process_does(
-    recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_strategy_that_trains_as_one_process_does(shell: Shell, recipe: str, tmp_path: Path) -> None:
     """Really trained, twice."""
-    assert run(["verify", recipe, "--steps", "2", "--json"]) == 0
-    verdict = json.loads(capfd.readouterr().out.splitlines()[-1])
+    scratch = {"TMPDIR": str(tmp_path / "scratch")}
+    done = shell.run("verify", recipe, "--steps", "2", "--json", environment=scratch)
+    assert done.returncode == 0, done.stderr
+    verdict = json.loads(done.stdout.splitlines()[-1])
     assert verdict.keys() == {field.name for field in fields(Verdict)} | {"passed"}
     assert verdict["passed"] is True and verdict["steps"] == 2
     assert left(tmp_path) == []

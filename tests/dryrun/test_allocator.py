@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from shardwise.core.allocator_options import AllocatorOptions, options_from, options_in
 from shardwise.core.errors import RecipeError
 from shardwise.core.units import MiB
-from shardwise.dryrun.allocator import Block, CachingAllocator, OutOfMemoryError, segment_size
+from shardwise.dryrun.allocator import CachingAllocator, MemoryBlock, OutOfMemoryError, segment_size
+from shardwise.hardware.allocator_options import AllocatorOptions, options_from, options_in
 
 EXPANDABLE = AllocatorOptions(expandable_segments=True)
 
@@ -32,9 +32,9 @@ def test_requests_are_rounded_to_512_bytes(asked: int, given: int) -> None:
     ("asked", "given"), [(1200, 1280), (1024, 1024), (1025, 1280), (1900, 2048), (700, 768)]
 )
 def test_or_to_a_division_of_the_power_of_two(asked: int, given: int) -> None:
-    """PyTorch's own example, in MiB: 1200 lies between 1024 and 2048; a quarter of 1024 is 256; it becomes 1280.
+    """PyTorch's own example, in MiB: 1200 is between 1024 and 2048; a quarter of 1024 is 256; it becomes 1280.
 
-    700 lies above 512, a quarter of which is 128: 768. Where 512 has a setting of its own, of 1, it stays 700. Up to
+    700 is above 512, and a quarter of 512 is 128, so it becomes 768. With a setting of 1 for 512 it stays 700. Up to
     512 bytes times the divisions, multiples of 512 bytes are kept.
     """
     by_size = options_from("roundup_power2_divisions:[512:1,1024:4,>:4]")
@@ -116,7 +116,7 @@ def test_the_smallest_block_that_fits_is_taken_and_of_equals_the_lowest() -> Non
     assert allocator.allocate(30 * MiB) is again
 
 
-def quarters(allocator: CachingAllocator) -> list[Block]:
+def quarters(allocator: CachingAllocator) -> list[MemoryBlock]:
     """Four blocks of 5 MiB that fill one segment of 20."""
     return [allocator.allocate(5 * MiB) for _ in range(4)]
 
@@ -162,7 +162,7 @@ def test_oversize_blocks_serve_only_what_nearly_fills_them() -> None:
 
 
 def test_free_segments_go_back_to_the_driver_before_it_is_out_of_memory() -> None:
-    """Limit 100 MiB. 60 are freed and cached; 80 do not fit beside them: they go back, and 80 are reserved."""
+    """Limit 100 MiB. 60 are freed and cached; 80 do not fit with them: they are released, and 80 are reserved."""
     allocator = CachingAllocator(limit=100 * MiB)
     allocator.free(allocator.allocate(60 * MiB))
     allocator.allocate(80 * MiB)
@@ -320,7 +320,7 @@ def test_settings_are_read_as_pytorch_reads_them() -> None:
     assert options_in("cuda", {"PYTORCH_CUDA_ALLOC_CONF": text}) == options
     newer = {"PYTORCH_ALLOC_CONF": "expandable_segments:False", "PYTORCH_CUDA_ALLOC_CONF": text}
     assert options_in("cuda", newer) == options_in("rocm", {}) == AllocatorOptions()
-    assert options_in("cuda", {}) == EXPANDABLE  # what a run asks for where nobody else does
+    assert options_in("cuda", {}) == EXPANDABLE  # the default of a run
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_what_pytorch_refuses_is_refused(text: str) -> None:
 def test_the_books_balance(options: AllocatorOptions, limit: int | None) -> None:
     """2,000 allocations and frees in a fixed disorder: no two live blocks overlap, and sums are sums of blocks."""
     allocator, state = CachingAllocator(options, limit), 7
-    live: list[Block] = []
+    live: list[MemoryBlock] = []
     for _ in range(2000):
         state = state * 1_103_515_245 + 12_345 & 0x7FFFFFFF
         if live and (state % 5 < 2 or len(live) > 40):

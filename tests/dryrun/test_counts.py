@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
-from shardwise.core.cluster import cluster_of
-from shardwise.core.recipe import Recipe, recipe_of
-from shardwise.dryrun.run import DryRun, dry_run
-from shardwise.model.blueprint import blueprint_of
+from shardwise.dryrun.run import DryRun
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
+from shardwise.technique.place import Reduced
+from tests.harness.dry_runs import dry_run
 
-MODEL = {"layers": 3, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 512, "context": 64}
+MODEL = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 512, "context": 64}
 LENGTH = 32
 
 
@@ -50,7 +53,7 @@ def units_of_traffic(counted: DryRun, axis: str) -> float:
     ],
 )
 def test_traffic_of_each_stage(stage: int, axis: str, expected: Any, passes: int) -> None:
-    counted = run(recipe(4, 4 * passes), zero_stage=stage)
+    counted = run(recipe(4, 4 * passes, layers=1), zero_stage=stage)
     assert units_of_traffic(counted, axis) == expected(passes)
     others = {c.axis for c in counted.cost.collectives} - {axis, "control"}
     assert all(c.degree == 1 for c in counted.cost.collectives if c.axis in others)
@@ -62,23 +65,23 @@ def test_traffic_of_each_stage(stage: int, axis: str, expected: Any, passes: int
 )
 def test_traffic_of_hybrid_sharding(stage: int, expected: Any, passes: int) -> None:
     """The stage's own inside each copy; one all-reduce of a shard across the copies."""
-    counted = run(recipe(8, 8 * passes), zero_stage=stage, replicate=2)
+    counted = run(recipe(8, 8 * passes, layers=1), zero_stage=stage, replicate=2)
     assert units_of_traffic(counted, "shard") == expected(passes)
     assert units_of_traffic(counted, "replicate") == 2 / 4
 
 
 def test_traffic_in_bytes_is_the_ring_s() -> None:
-    counted = run(recipe(4, 4), zero_stage=3)
+    counted = run(recipe(4, 4, layers=1), zero_stage=3)
     assert counted.cost.traffic_by_axis()["shard"] == 3 * counted.parameters * 4 * 3 // 4
 
 
 def test_bf16_gathers_in_16_bits_and_reduces_in_32() -> None:
-    counted = run(recipe(4, 4), zero_stage=3, precision="bf16")
+    counted = run(recipe(4, 4, layers=1), zero_stage=3, precision="bf16")
     assert counted.cost.traffic_by_axis()["shard"] == (2 * 2 + 4) * counted.parameters * 3 // 4
 
 
 def test_one_process_sends_nothing() -> None:
-    counted = run(recipe(1, 4), zero_stage=3)
+    counted = run(recipe(1, 4, layers=1), zero_stage=3)
     assert sum(counted.cost.traffic_by_axis().values()) == 0
 
 
@@ -86,7 +89,7 @@ def test_one_process_sends_nothing() -> None:
 def test_sharded_state_is_sixteen_bytes_over_the_ranks(stage: int) -> None:
     """After the backward pass: fp32 weights, gradients and two moments of this rank's shard."""
     world = 8
-    counted = run(recipe(world, 2 * world), zero_stage=stage, precision="bf16")
+    counted = run(recipe(world, 2 * world, layers=3), zero_stage=stage, precision="bf16")
     ledger = counted.peaks["clip"].ledger
     scalars = 4 * 30  # AdamW's step counts
     state = ledger.master_weights + ledger.gradients + ledger.optimizer_state
@@ -95,9 +98,9 @@ def test_sharded_state_is_sixteen_bytes_over_the_ranks(stage: int) -> None:
 
 
 def test_stage_0_keeps_everything_on_every_rank() -> None:
-    ledger = run(recipe(8, 16), zero_stage=0).peaks["clip"].ledger
-    parameters = run(recipe(8, 16), zero_stage=0).parameters
-    assert ledger.parameters == ledger.gradients == 4 * parameters
+    counted = run(recipe(8, 16), zero_stage=0)
+    ledger = counted.peaks["clip"].ledger
+    assert ledger.parameters == ledger.gradients == 4 * counted.parameters
 
 
 def test_uneven_shards_differ_by_rank() -> None:
@@ -125,30 +128,30 @@ def test_flops_are_six_per_weight_and_token() -> None:
     "settings", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3, "precision": "bf16"}]
 )
 def test_shallow_runs_extrapolate_to_the_byte(settings: dict[str, Any]) -> None:
-    asked = recipe(4, 12, layers=9)
-    shallow, deeper, whole = (run(asked, depth=depth, **settings) for depth in (2, 3, 9))
+    asked = recipe(4, 8, layers=6)
+    shallow, deeper, whole = (run(asked, depth=depth, **settings) for depth in (2, 3, 6))
     for phase, peak in whole.peaks.items():
-        guess = shallow.peaks[phase].ledger.extrapolated(deeper.peaks[phase].ledger, 7).total
-        # The peak of a phase is a maximum of lines in the depth, so a secant never lies above it.
+        guess = shallow.peaks[phase].ledger.extrapolated(deeper.peaks[phase].ledger, 4).total
+        # The peak of a phase is a maximum of lines in the depth, so a secant is never above it.
         assert guess <= peak.bytes, phase
         if phase == whole.peak.phase:
             assert guess == peak.bytes
-    assert shallow.cost.extrapolated(deeper.cost, 7).flops == whole.cost.flops
+    assert shallow.cost.extrapolated(deeper.cost, 4).flops == whole.cost.flops
     # Clipping stacks one norm per parameter: a single kernel, so its bytes do not extrapolate.
     moved = [
         sum(k.calls * k.bytes for k in cost.kernels if k.phase != "clip")
-        for cost in (shallow.cost.extrapolated(deeper.cost, 7), whole.cost)
+        for cost in (shallow.cost.extrapolated(deeper.cost, 4), whole.cost)
     ]
     assert moved[0] == moved[1]
-    assert shallow.cost.extrapolated(deeper.cost, 7).traffic_by_axis() == whole.cost.traffic_by_axis()
+    assert shallow.cost.extrapolated(deeper.cost, 4).traffic_by_axis() == whole.cost.traffic_by_axis()
 
 
 def test_many_micro_batches_cost_as_if_all_were_run() -> None:
-    asked = recipe(2, 12)
+    asked = recipe(2, 12, layers=1)
     cluster, blueprint = cluster_of(asked.cluster), blueprint_of(asked)
     strategy = strategy_from({"zero_stage": 2})
     three = dry_run(asked, blueprint, strategy, cluster)
-    all_six = dry_run(asked, blueprint, strategy, cluster, seen=6)
+    all_six = dry_run(asked, blueprint, strategy, cluster, reduced=Reduced(micro_batches=6))
     assert three.cost.flops == all_six.cost.flops
     assert three.cost.traffic_by_axis() == all_six.cost.traffic_by_axis()
     scalars = 3 * 8  # counts of valid targets

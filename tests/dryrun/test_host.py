@@ -1,4 +1,4 @@
-"""Host memory in the dry run: counted apart from the device's, with every copy between the two."""
+"""Host memory in the dry run: counted separately from the device's, with every copy between the two."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.core.cluster import Cluster, cluster_of
 from shardwise.core.cost import Kernel, StepCost, Transfer
 from shardwise.core.ledger import Ledger
-from shardwise.core.recipe import recipe_of
-from shardwise.core.sections import ClusterSpec
 from shardwise.dryrun.reading import peaks
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.dryrun.tracker import Tracker
-from shardwise.model.blueprint import blueprint_of
-from shardwise.model.host import host_empty_like, memories_apart
-from shardwise.plan.timing import phases_beside_host
+from shardwise.hardware.cluster import Cluster, cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.plan.timing import offload_phases
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import ClusterSpec
+from shardwise.runtime.offload.host import host_empty_like, separate_host_memory
 from shardwise.technique import strategy_from
 
 TINY = {"model": {"preset": "tiny"}, "data": {"sequence_length": 64}, "steps": 10, "batch_size": 2}
@@ -49,7 +49,7 @@ def test_snapshots_are_in_the_memory_of_a_cpu() -> None:
 @pytest.mark.parametrize("apart", [True, False])
 def test_copies_between_memories_are_transfers_and_kernels_of_the_host_are_its_own(apart: bool) -> None:
     tracker = Tracker({}, lambda *_: 0, lambda *_: 0, lambda: "")
-    with FakeTensorMode(), tracker.watching(), memories_apart(apart):
+    with FakeTensorMode(), tracker.watching(), separate_host_memory(apart):
         tracker.counting_costs = True
         device = torch.ones(1000)
         host = host_empty_like(device)
@@ -66,7 +66,7 @@ def test_copies_between_memories_are_transfers_and_kernels_of_the_host_are_its_o
 
 def test_an_operation_on_two_memories_is_refused_as_a_device_refuses_it() -> None:
     tracker = Tracker({}, lambda *_: 0, lambda *_: 0, lambda: "")
-    with FakeTensorMode(), tracker.watching(), memories_apart(True):
+    with FakeTensorMode(), tracker.watching(), separate_host_memory(True):
         device = torch.ones(10)
         host = host_empty_like(device)
         tracker.counting_costs = True
@@ -78,12 +78,10 @@ def test_what_runs_beside_the_device_is_hidden_by_what_it_computes() -> None:
     cluster = cluster_of(ClusterSpec(device="h100"))
     to_host = Transfer("forward", "to_host", 10, 10**9)
     busy = Kernel("forward", "aten::mm", "bf16", 1, 10**15, 10**6)
-    [alone] = phases_beside_host(StepCost((), (), (to_host,)), cluster)
-    [hidden] = phases_beside_host(StepCost((busy,), (), (to_host,)), cluster)
+    [alone] = offload_phases(StepCost((), (), (to_host,)), cluster)
+    [hidden] = offload_phases(StepCost((busy,), (), (to_host,)), cluster)
     assert alone.exposed == pytest.approx(10 * 10**9 / (63e9 * 0.8))
     assert 0 < hidden.device == pytest.approx(1e15 / (989e12 * 0.8))
     assert hidden.exposed == 0
-    [updates] = phases_beside_host(
-        StepCost((Kernel("optimizer", "a", "fp32", 2, 0, 10**9, True),), ()), cluster
-    )
+    [updates] = offload_phases(StepCost((Kernel("optimizer", "a", "fp32", 2, 0, 10**9, True),), ()), cluster)
     assert updates.exposed == pytest.approx(2 * 1e9 / (614.4e9 / 8 * 0.9))

@@ -1,4 +1,4 @@
-"""Naming the running module without changing what is counted."""
+"""Naming the running module without changing the counts."""
 
 from __future__ import annotations
 

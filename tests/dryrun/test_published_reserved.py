@@ -32,12 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.core.allocator_options import AllocatorOptions
-from shardwise.core.cluster import cluster_of
-from shardwise.core.recipe import recipe_of
 from shardwise.core.units import GiB
 from shardwise.dryrun.run import dry_run
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes, valid_targets
+from shardwise.hardware.allocator_options import AllocatorOptions
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
+from shardwise.recipe.load import recipe_of
+from shardwise.runtime.language_loss import valid_targets
 from shardwise.technique import SETTINGS, strategy_from
 
 WIDTH, HEADS, FFN, VOCAB, LAYERS = 4096, 32, 11008, 32000, 32
@@ -130,7 +131,7 @@ class ThatRun(Blueprint):
     def build(self, depth: int | None = None) -> nn.Module:
         return Llama2(depth or LAYERS, self.block)
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
         assert isinstance(model, Llama2)
         return list(model.layers)
 
@@ -146,6 +147,7 @@ class ThatRun(Blueprint):
         return token_shapes(sequence_length)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("block", "checkpointing", "active", "reserved"),
     [(Block, "full", 0.2392, 0.3264), (SelectivelyRecomputed, "none", 0.5213, 0.6251)],
@@ -153,7 +155,7 @@ class ThatRun(Blueprint):
 def test_torchtitan_s_first_runs_of_fsdp2(
     block: type[nn.Module], checkpointing: str, active: float, reserved: float
 ) -> None:
-    """Predicted 23.99 and 31.21 %, 52.20 and 63.11 %: +0.3, -4.4, +0.1 and +1.0 % of what was measured."""
+    """Predicted 23.99 and 31.21 %, 52.20 and 63.11 %: +0.3, -4.4, +0.1 and +1.0 % of the measured values."""
     values = {
         "model": {"preset": "llama-3-8b"},  # not used: the blueprint is given
         "data": {"sequence_length": 2048},

@@ -7,19 +7,26 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.common import refuse_unfit
-from shardwise.core.allocator_options import AllocatorOptions
-from shardwise.core.cluster import Cluster, cluster_of
 from shardwise.core.errors import ResourceError
-from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.core.units import MiB
 from shardwise.dryrun.replay import Replay, Trace
-from shardwise.dryrun.run import DryRun, dry_run
-from shardwise.dryrun.tracker import Allocation, Origin
-from shardwise.model.blueprint import blueprint_of
+from shardwise.dryrun.run import DryRun
+from shardwise.dryrun.tracker import Allocation, StorageOrigin
+from shardwise.hardware.allocator_options import AllocatorOptions
+from shardwise.hardware.cluster import Cluster, cluster_of
+from shardwise.jobs.planning import refuse_unfit
+from shardwise.model.open import blueprint_of
 from shardwise.plan.predict import EXPANDABLE, predict
-from shardwise.plan.search import RESERVE, plan_for
+from shardwise.plan.predictor import RESERVE
+from shardwise.plan.search import plan_for
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
+from tests.harness.dry_runs import dry_run, remembered_dry_runs
+
+__all__ = ["remembered_dry_runs"]
+
+pytestmark = pytest.mark.usefixtures("remembered_dry_runs")
 
 MODEL = {"layers": 4, "width": 512, "heads": 8, "kv_heads": 8, "ffn": 1536, "vocab": 8192, "context": 512}
 DEFAULTS = AllocatorOptions()
@@ -42,13 +49,13 @@ def run(asked: Recipe, **settings: Any) -> DryRun:
 
 
 def life(size: int, born: int, died: int | None, stream: int = 0) -> Allocation:
-    return Allocation(size * MiB, born, "forward", f"at {born}", True, "op", Origin(), stream, died)
+    return Allocation(size * MiB, born, "forward", f"at {born}", True, "op", StorageOrigin(), stream, died)
 
 
 def test_a_step_is_repeated_until_it_reserves_no_more() -> None:
     """State of 10 MiB; the step needs 30, then 20 and 40 at once: 10 + 30 + 40 in the first step (20 lie in 30).
 
-    In the second the 30 are taken from what lies free: the 30 themselves, since 40 would fit worse. 80 in both.
+    In the second the 30 are taken from free memory: the 30 themselves, since 40 would fit worse. 80 in both.
     """
     trace = Trace([life(10, 1, None), life(30, 3, 4), life(20, 5, 8), life(40, 6, 7)], start=2)
     assert trace.replayed(DEFAULTS) == Replay(80 * MiB, 70 * MiB, steps=2, retries=0)
@@ -149,7 +156,7 @@ def test_out_of_memory_by_fragmentation_is_said_in_words() -> None:
     asked, cluster = limited(needed + 2**20)
     plan = plan_for(asked, blueprint_of(asked), cluster, compare=False)
     assert not plan.fits
-    assert plan.peak.bytes - plan.peak.ledger.fragmentation <= plan.capacity_bytes - plan.reserve_bytes
+    assert plan.peak.bytes - plan.ledger.fragmentation <= plan.capacity_bytes - plan.reserve_bytes
     [chosen] = [c for c in plan.candidates if c.strategy == plan.strategy]
     assert chosen.verdict == "does not fit"
     assert chosen.reason.startswith("out of memory by fragmentation in the ")

@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from pool import Pool
 from torch import Tensor, nn
 
-from shardwise.core.recipe import recipe_of
-from shardwise.engine.build import Run, build
-from shardwise.engine.step import forward_backward, step
+from shardwise.engine.build import build
+from shardwise.engine.run import Run
+from shardwise.engine.step import step
 from shardwise.model.blueprint import Blueprint, SampleShapes
+from shardwise.recipe.load import recipe_of
 from shardwise.technique import strategy_from
+from tests.harness.pool import Pool
 
 CPU = torch.device("cpu")
 
@@ -27,7 +28,7 @@ class Small(Blueprint):
     def build(self, depth: int | None = None) -> nn.Module:
         return self._module()
 
-    def units(self, model: nn.Module) -> list[nn.Module]:
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
         return []
 
     def fill(self, model: nn.Module, seed: int) -> None:
@@ -76,6 +77,10 @@ def run_of(module: type[nn.Module], precision: str, weight: float = 1.0, **recip
 # ---- gradients that fp16 flushes --------------------------------------------------------------------------
 
 
+def recovered_each(scales: tuple[float, ...]) -> list[float]:
+    return [recovered(scale) for scale in scales]
+
+
 def recovered(scale: float) -> float:
     """Share of gradients, log-uniform in [2^-27, 2^-24), that the step leaves nonzero."""
     fixed = {"dynamic": False, "initial": scale}
@@ -86,16 +91,16 @@ def recovered(scale: float) -> float:
         return (model(batch["x"]).float() * size).sum(), torch.tensor(1)
 
     run.blueprint.loss = loss  # type: ignore[method-assign]
-    forward_backward(run, [{"x": torch.zeros(1)}])
+    run.passes.forward_backward([[{"x": torch.zeros(1)}]])
     [gradient] = [p.grad.to_local() for p in run.model.parameters()]  # type: ignore[union-attr]
     return float((gradient / scale != 0).float().mean())
 
 
 def test_small_gradients_are_recovered(pool: Pool) -> None:
     """Micikevicius et al. 2018, section 3.2: 2^-27 to 2^-24 becomes zero in fp16; a scale of 8 suffices."""
-    shares = {scale: pool.run(1, recovered, scale)[0] for scale in (1.0, 8.0, 1024.0)}
-    assert shares[1.0] < 0.4  # those above 2^-25 round up to the smallest fp16 number
-    assert shares[8.0] >= 0.999 and shares[1024.0] >= 0.999
+    [(one, eight, many)] = pool.run(1, recovered_each, (1.0, 8.0, 1024.0))
+    assert one < 0.4  # those above 2^-25 round up to the smallest fp16 number
+    assert eight >= 0.999 and many >= 0.999
 
 
 def regression(precision: str, loss_scale: dict[str, Any]) -> list[float]:
@@ -111,14 +116,18 @@ def regression(precision: str, loss_scale: dict[str, Any]) -> list[float]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 16, generator=generator)
     y = torch.sin(x @ torch.randn(16, 4, generator=generator) / 4)
-    return [float(step(run, [{"x": x, "y": y}], 0.02 / weight).loss) / weight for _ in range(120)]
+    return [float(step(run, [[{"x": x, "y": y}]], 0.02 / weight).loss) / weight for _ in range(120)]
+
+
+def regressions() -> tuple[list[float], ...]:
+    """In fp32; in fp16; in fp16 with a loss scale."""
+    unscaled = {"dynamic": False, "initial": 1.0}
+    scaled = {"initial": 2.0**24, "growth_interval": 50}
+    return regression("fp32", unscaled), regression("fp16", unscaled), regression("fp16", scaled)
 
 
 def test_a_model_that_stalls_in_fp16_trains_as_in_fp32_when_its_loss_is_scaled(pool: Pool) -> None:
-    unscaled = {"dynamic": False, "initial": 1.0}
-    [wide] = pool.run(1, regression, "fp32", unscaled)
-    [stalled] = pool.run(1, regression, "fp16", unscaled)
-    [scaled] = pool.run(1, regression, "fp16", {"initial": 2.0**24, "growth_interval": 50})
+    [(wide, stalled, scaled)] = pool.run(1, regressions)
     assert wide[-1] < 0.1 * wide[0]
     assert stalled[-1] > 0.9 * stalled[0]
     assert abs(scaled[-1] / wide[-1] - 1) < 1e-3
@@ -138,7 +147,7 @@ def overflowing() -> list[tuple[float, float, bool]]:
     seen = []
     for _ in range(8):
         before = snapshot(run.model.parameters())
-        result = step(run, [{"x": x, "y": torch.ones(8, 4)}], 1e-2)
+        result = step(run, [[{"x": x, "y": torch.ones(8, 4)}]], 1e-2)
         changed = any(
             not torch.equal(b, a) for b, a in zip(before, snapshot(run.model.parameters()), strict=True)
         )

@@ -1,4 +1,4 @@
-"""Update rules: what is stored, that a skipped update touches nothing, that sharding changes nothing."""
+"""Update rules: stored state, and that a skipped update touches nothing, that sharding changes nothing."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from pool import Pool
-from small_run import batch, equal, full, make_run, train, whole
 from torch import Tensor, nn
 
-from shardwise.core.cluster import cluster_of
-from shardwise.core.recipe import recipe_of
-from shardwise.core.sections import OptimizerSpec
 from shardwise.dryrun.run import dry_run
 from shardwise.engine.optim import build_optimizer
-from shardwise.engine.optim.moments import BLOCK, DynamicCode, EightBit, code_values
+from shardwise.engine.optim.moment_storage import BLOCK, DynamicCode, EightBit, code_values
 from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.rounding import random_bits, to_bf16
 from shardwise.engine.step import step
-from shardwise.model.blueprint import blueprint_of
-from shardwise.model.slices import local_slices
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import OptimizerSpec
+from shardwise.runtime.parallel.shard_slices import local_slices
 from shardwise.technique import strategy_from
 from shardwise.train.loop import seed_step
+from tests.harness.pool import Pool
+from tests.harness.tiny_run import batch, equal, full, make_run, train, whole
 
 RULES = [
     ("adamw", torch.float32),
@@ -106,15 +106,15 @@ def test_the_code_has_256_values() -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_table_finds_what_a_search_among_the_borders_does(signed: bool) -> None:
-    """On every border, on the floats beside it, and at both ends of every cell of the table."""
+    """On every border, on the neighbouring floats, and at both ends of every cell of the table."""
     values = torch.tensor(code_values(signed))
     borders = (values[:-1] + values[1:]) / 2
     if not signed:
         borders[0] = 0.0
-    beside = [torch.nextafter(borders, torch.tensor(end)) for end in (-2.0, 2.0)]
+    neighbours = [torch.nextafter(borders, torch.tensor(end)) for end in (-2.0, 2.0)]
     cells = torch.arange(2**16, dtype=torch.int32) << 16
     ends = torch.cat([cells, cells | 0xFFFF]).view(torch.float32)
-    unit = torch.cat([values, borders, *beside, ends[ends.abs() <= 1]])
+    unit = torch.cat([values, borders, *neighbours, ends[ends.abs() <= 1]])
     unit = (unit if signed else unit[unit >= 0]).unsqueeze(0)
     code = DynamicCode(signed, torch.device("cpu"))
     assert torch.equal(code.encoded(unit).long(), torch.bucketize(unit, borders))
@@ -142,8 +142,8 @@ def test_8_bit_moments_are_near_what_was_written(name: str) -> None:
     unit = magnitude / torch.cat(blocks, dim=1)
     assert (error / magnitude)[unit > 0.1].max() < 0.071
     assert (error / magnitude)[unit > 0.01].max() < 0.142
-    # What was read is stored again as the same codes, but where a block's largest value is negative: there is no code
-    # for -1. Checkpoints hold codes.
+    # Decoded values are encoded again as the same codes, but where a block's largest value is negative: there is no
+    # code for -1. Checkpoints hold codes.
     kept = state[name].clone()
     codes.write(state, name, read, no)
     assert (kept.int() - state[name].int()).abs().max() <= int(signed)
@@ -254,7 +254,10 @@ def trained(stage: int, name: str, in_backward: bool) -> dict[str, Tensor]:
     return whole(run)
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 0), (2, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [(1, 0), (2, 2), *(pytest.param(*row, marks=pytest.mark.long) for row in ((2, 0), (4, 3)))],
+)
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "sgd"])
 def test_optimizer_in_backward_gives_the_same_bits(world: int, stage: int, name: str, pool: Pool) -> None:
     plain = pool.run(world, trained, stage, name, False)
@@ -271,7 +274,7 @@ def torn() -> tuple[bool, float, list[Any]]:
     hooks = victim._post_accumulate_grad_hooks
     poison = lambda p: local(p.grad).view(-1)[0].fill_(math.inf)  # noqa: E731
     victim._post_accumulate_grad_hooks = type(hooks)([(-1, poison), *hooks.items()])  # type: ignore[call-arg]
-    result = step(run, [batch(1)], 1e-2)
+    result = step(run, [[batch(1)]], 1e-2)
     kept = torch.equal(before, full(victim.detach()))
     return kept, float(result.grad_norm), [float(result.skipped)]
 
@@ -296,7 +299,7 @@ def test_gradients_of_one_unit_live_at_a_time(world: int, stage: int) -> None:
         }
     )
     blueprint, cluster = blueprint_of(recipe), cluster_of(recipe.cluster)
-    unit = 4 * sum(p.numel() for p in blueprint.units(blueprint.build())[0].parameters())
+    unit = 4 * sum(p.numel() for p in blueprint.blocks(blueprint.build())[0].parameters())
     head = 4 * (512 * 128 + 128)
     strategy = strategy_from({"zero_stage": stage, "optimizer_in_backward": True})
     run = dry_run(recipe, blueprint, strategy, cluster)

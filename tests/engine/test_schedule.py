@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.recipe import recipe_of
-from shardwise.core.sections import ScheduleSpec
 from shardwise.engine.schedule import learning_rate, multiplier
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import ScheduleSpec
 
 STEPS = 100
 

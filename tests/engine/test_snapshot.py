@@ -1,20 +1,20 @@
-"""Snapshots: what is taken comes back bitwise, from before the fault, into the same buffers."""
+"""Snapshots: a snapshot is restored bitwise, from before the fault, into the same buffers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from pool import Pool
-from small_run import equal, make_run, train, whole
 from torch import Tensor
 
 from shardwise.engine.snapshot import Snapshots, snapshots_of
+from tests.harness.pool import Pool
+from tests.harness.tiny_run import equal, make_run, train, whole
 
 EVERY = {"guard": {"snapshot_every": 1}}
 
 
 def taken_and_restored(stage: int) -> list[str]:
-    """What is wrong with going back, one step and two."""
+    """Differences after a rewind of one step and of two."""
     run = make_run(stage, settings={"precision": "bf16"}, **EVERY)
     snapshots: Snapshots[int] | None = snapshots_of(run)
     assert snapshots is not None

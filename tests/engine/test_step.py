@@ -6,18 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from pool import Pool
 
-from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.engine.build import build
 from shardwise.engine.optim import build_optimizer
 from shardwise.engine.optim.norm import global_norm, local
-from shardwise.engine.step import forward_backward
-from shardwise.engine.update import AfterBackward
-from shardwise.model.blueprint import Batch, blueprint_of
-from shardwise.model.loss import IGNORED, cross_entropy_sum
-from shardwise.model.slices import local_slices
+from shardwise.engine.optimizer_step import AfterBackward
+from shardwise.model.blueprint import Batch
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime.cross_entropy import IGNORED, cross_entropy_sum
+from shardwise.runtime.parallel.shard_slices import local_slices
 from shardwise.technique import SETTINGS, strategy_from
+from tests.harness.pool import Pool
 
 MODEL = {"layers": 2, "width": 36, "heads": 2, "kv_heads": 1, "ffn": 37, "vocab": 257, "context": 16}
 ROWS, LENGTH = 8, 12
@@ -38,14 +39,17 @@ def uneven_batch() -> Batch:
     return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
 
 
-def gradients(settings: dict[str, Any]) -> tuple[float, float, dict[str, tuple[Any, torch.Tensor]]]:
+Gradients = tuple[float, float, dict[str, tuple[Any, torch.Tensor]]]
+
+
+def gradients(settings: dict[str, Any]) -> Gradients:
     """Loss, norm and this rank's gradients of one step over all rows, split over ranks and micro-batches."""
     blueprint = blueprint_of(recipe())
     run = build(recipe(), blueprint, strategy_from(settings), torch.device("cpu"))
     whole, size = uneven_batch(), settings["micro_batch_size"]
     rows = torch.arange(ROWS).view(-1, run.data_degree, size)[:, run.data_rank]
     batches = [{name: tensor[part] for name, tensor in whole.items()} for part in rows]
-    _, loss = forward_backward(run, batches)
+    _, loss = run.passes.forward_backward([batches])
     norm = global_norm(run.model.parameters(), run.device, run.stage_ranks)
     pieces = {
         n: (local_slices(p), local(p.grad).clone())
@@ -70,12 +74,18 @@ SPLITS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def undivided(pool: Pool) -> Gradients:
+    """Of one process and one micro-batch."""
+    [found] = pool.run(1, gradients, {"precision": "fp64", "zero_stage": 0, "micro_batch_size": ROWS})
+    return found
+
+
 @pytest.mark.parametrize(("world", "settings"), SPLITS, ids=lambda value: str(value))
 def test_any_split_of_a_batch_gives_the_same_gradient(
-    world: int, settings: dict[str, Any], pool: Pool
+    world: int, settings: dict[str, Any], pool: Pool, undivided: Gradients
 ) -> None:
-    whole = {"precision": "fp64", "zero_stage": 0, "micro_batch_size": ROWS}
-    [(loss, norm, expected)] = pool.run(1, gradients, whole)
+    loss, norm, expected = undivided
     for other_loss, other_norm, pieces in pool.run(world, gradients, settings):
         assert other_loss == pytest.approx(loss, rel=1e-13)
         assert other_norm == pytest.approx(norm, rel=1e-12)
@@ -88,7 +98,7 @@ def clipped() -> tuple[float, float]:
     run = build(recipe(), blueprint, strategy_from({"zero_stage": 3}), torch.device("cpu"))
     for parameter in run.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
-    before, _ = AfterBackward().clip(run, torch.zeros(()))
+    before, _ = AfterBackward(run).clip(torch.zeros(()))
     return float(before), float(global_norm(run.model.parameters(), run.device, run.stage_ranks))
 
 

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.slices import local_part, local_slices, named_parameters
+from shardwise.runtime.parallel.shard_slices import local_part, local_slices, named_parameters
 
 # Tensors here are tiny: a second thread only waits for the first.
 torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def fake_rank(rank: int, degrees: dict[str, int]) -> Iterator[DeviceMesh]:
 
 def shard_units(blueprint: Blueprint, model: nn.Module, mesh: DeviceMesh) -> None:
     """ZeRO 3 over the axis ``data``."""
-    for module in [*blueprint.units(model), model]:
+    for module in [*blueprint.blocks(model), model]:
         fully_shard(module, mesh=mesh["data"])
 
 

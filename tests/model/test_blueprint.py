@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.recipe import Recipe
-from shardwise.model.blueprint import blueprint_of, token_loss, valid_targets
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime.language_loss import token_loss, valid_targets
 
 
 def _recipe(**model: Any) -> Recipe:
@@ -50,8 +51,8 @@ def test_token_loss_of_a_sure_answer_is_zero() -> None:
 def test_transformers_is_not_imported_for_native_models() -> None:
     code = (
         "import sys\n"
-        "from shardwise.core.recipe import Recipe\n"
-        "from shardwise.model.blueprint import blueprint_of\n"
+        "from shardwise.recipe.sections import Recipe\n"
+        "from shardwise.model.open import blueprint_of\n"
         "blueprint_of(Recipe(model={'preset': 'tiny'}, steps=1, batch_size=1)).parameter_count()\n"
         "sys.exit('transformers' in sys.modules or 'huggingface_hub' in sys.modules)\n"
     )

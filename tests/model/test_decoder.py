@@ -1,4 +1,4 @@
-"""The native decoder: the same function as transformers', lean in what it keeps, and free of host syncs."""
+"""The native decoder: the same function as transformers', few saved tensors, no host syncs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.core.presets import Dimensions
 from shardwise.model.blueprint import Batch
 from shardwise.model.decoder import Block, Decoder, rotary_angles, rotate
 from shardwise.model.native import NativeModel
-from shardwise.model.slices import share, shared_names
+from shardwise.recipe.presets import Dimensions
+from shardwise.runtime.parallel.shard_slices import share, shared_names
 
 LLAMA = Dimensions(3, 48, 4, 2, 40, vocab=51, context=64)
 GPT2 = Dimensions(3, 48, 4, 4, 192, vocab=51, context=64, family="gpt2", tied=True)

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.factory import FactoryModel
-from shardwise.model.slices import named_parameters
+from shardwise.runtime.parallel.shard_slices import named_parameters
 
 SOURCE = '''
 """Two spirals in a noisy 8-dimensional space, and a small residual network that tells them apart."""
@@ -164,7 +164,7 @@ def test_a_classifier_is_described(make: Any) -> None:
     with torch.device("meta"):
         model = blueprint.build()
     assert all(p.is_meta for p in model.parameters())
-    assert blueprint.units(model) == list(model.blocks)
+    assert blueprint.blocks(model) == list(model.blocks)
     assert blueprint.parameter_count() == sum(p.numel() for p in model.parameters())
 
 
@@ -244,7 +244,7 @@ def test_a_dataset_may_be_an_instance_or_missing(make: Any) -> None:
         ("swapped", {}, "must return an nn.Module and a function"),
         ("early_data", {}, "'x' of the dataset is on the meta device"),
         ("broken_data", {}, "dataset cannot be made .*division by zero"),
-        ("no_labels", {}, "labels among them"),
+        ("no_labels", {}, "with the key labels"),
     ],
 )
 def test_mistakes_are_told_in_a_line(function: str, arguments: dict[str, Any], says: str, make: Any) -> None:
@@ -263,7 +263,7 @@ def test_modules_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_tensor_without_a_start_is_named(make: Any, whole: Any) -> None:
-    with pytest.raises(RecipeError, match=r"'Sequential' does not say how position starts.*reset_parameters"):
+    with pytest.raises(RecipeError, match=r"'Sequential' does not initialize position.*reset_parameters"):
         whole(make("silent"))
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.core.errors import RecipeError
-from shardwise.model import weights
 from shardwise.model.blueprint import Batch
+from shardwise.model.files import safetensors_reader as weights
 from shardwise.model.hf import HuggingFaceModel
-from shardwise.model.slices import named_parameters, share, shared_names
+from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
 
 transformers = pytest.importorskip("transformers")
 
@@ -143,9 +143,9 @@ def test_reduced_depth(name: str, saved: Any, whole: Any) -> None:
     assert blueprint.depth == 3
     with torch.device("meta"):
         shallow, full = blueprint.build(depth=1), blueprint.build()
-    assert len(blueprint.units(shallow)) == 1
-    assert len(blueprint.units(full)) == 3
-    block = sum(p.numel() for p in blueprint.units(full)[0].parameters())
+    assert len(blueprint.blocks(shallow)) == 1
+    assert len(blueprint.blocks(full)) == 3
+    block = sum(p.numel() for p in blueprint.blocks(full)[0].parameters())
     assert blueprint.parameter_count() - blueprint.parameter_count(1) == 2 * block
     # The first blocks of the deep model, though the files have more.
     deep = dict(named_parameters(whole(blueprint)))
@@ -168,12 +168,12 @@ def test_units_are_found_after_wrapping(saved: Any, rank_of: Any) -> None:
     blueprint = HuggingFaceModel(str(saved(transformers.LlamaConfig(**SMALL))), 24)
     with torch.device("meta"):
         model = blueprint.build()
-    units = blueprint.units(model)
+    units = blueprint.blocks(model)
     assert units == list(model.model.layers)
     with rank_of(0, {"data": 2}) as mesh:
         for unit in units:
             fully_shard(unit, mesh=mesh)
-        assert blueprint.units(model) == units
+        assert blueprint.blocks(model) == units
 
 
 def test_the_head_is_what_follows_the_blocks(saved: Any) -> None:
@@ -203,14 +203,14 @@ def test_a_rank_reads_its_own_slice(saved: Any, rank_of: Any, monkeypatch: pytes
 
     blueprint = HuggingFaceModel(str(saved(transformers.LlamaConfig(**SMALL))), 24)
     read = []
-    pieces = weights.WeightFiles._side_by_side
+    pieces = weights.WeightFiles._matched_pieces
 
     def watched(self: Any, tensor: Tensor, name: str) -> Any:
         for part, value in pieces(self, tensor, name):
             read.append(value.numel())
             yield part, value
 
-    monkeypatch.setattr(weights.WeightFiles, "_side_by_side", watched)
+    monkeypatch.setattr(weights.WeightFiles, "_matched_pieces", watched)
     with rank_of(1, {"data": 4}) as mesh:
         with torch.device("meta"):
             model = blueprint.build()
@@ -240,12 +240,12 @@ def _config(folder: Path, **changes: Any) -> None:
         (lambda f: (f / "config.json").write_text("{]"), r"config\.json cannot be read"),
         (lambda f: (f / "config.json").write_text("[]"), "names no model_type"),
         (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), r"config\.json cannot be read"),
-        (lambda f: _config(f, auto_map={"AutoModel": "x.Y"}), "asks to run its own code"),
+        (lambda f: _config(f, auto_map={"AutoModel": "x.Y"}), "needs its own code"),
         (lambda f: _config(f, quantization_config={"quant_method": "gptq"}), "quantized weights"),
         (lambda f: _config(f, model_type="nothing"), r"config\.json is not valid"),
         (lambda f: _config(f, model_type="vit"), "not a causal language model"),
         (lambda f: _config(f, hidden_size="wide"), r"config\.json is not valid"),
-        (lambda f: _config(f, max_position_embeddings=23), "longer than the model was trained for"),
+        (lambda f: _config(f, max_position_embeddings=23), "longer than the model.s context"),
     ],
     ids=["gone", "json", "list", "bytes", "code", "quantized", "unknown", "vision", "type", "short"],
 )

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, empty
 
 from shardwise.model import initial
 from shardwise.model.initial import TILE, fill_normal, seed_of
-from shardwise.model.slices import local_part, local_slices
+from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 
 SHAPE = (TILE[0] * 3 + 5, TILE[1] + 7)  # tiles are cut on both dims
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import CheckpointError, RecipeError
-from shardwise.core.presets import PRESETS, Dimensions
-from shardwise.core.recipe import recipe_of
-from shardwise.core.sections import AdapterSpec
 from shardwise.model.adapted import AdaptedModel
-from shardwise.model.blueprint import blueprint_of
 from shardwise.model.factory import FactoryModel
+from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles, config_of, write_adapter
 from shardwise.model.filling import fill_magnitudes
 from shardwise.model.lora import LoraLinear, adapt, is_adapter
 from shardwise.model.native import NativeModel
-from shardwise.model.peft import CONFIG, TENSORS, AdapterFiles, config_of, write_adapter
-from shardwise.model.slices import named_parameters
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.presets import PRESETS, Dimensions
+from shardwise.recipe.sections import AdapterSpec
+from shardwise.runtime.parallel.shard_slices import named_parameters
 
 transformers = pytest.importorskip("transformers")
 
@@ -188,7 +188,9 @@ def test_packed_on_any_rank_alike(quantize: str, gathered: Any, whole: Any) -> N
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_a_users_module(quantize: str, whole: Any) -> None:
     """With blocks of its own, values by ``reset_parameters`` and a loss of its own."""
-    blueprint = AdaptedModel(FactoryModel("dropping:dropped", {"blocks": 5}), spec(quantize=quantize))
+    blueprint = AdaptedModel(
+        FactoryModel("tests.harness.dropping:dropped", {"blocks": 5}), spec(quantize=quantize)
+    )
     model, base = whole(blueprint).eval(), whole(blueprint.base).eval()
     x, found = torch.randn(2, 8, 16), []
     for each in (model, base):
@@ -307,9 +309,9 @@ def test_a_missing_target() -> None:
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        ({"rank": 8}, "rank is not that of the adapter to start from (adapter.rank): it is 8 here and 4 in"),
+        ({"rank": 8}, "rank differs from the adapter to start from (adapter.rank): it is 8 here and 4 in"),
         ({"name": "dora"}, "it is dora here and lora in"),
-        ({"targets": "attention"}, "mlp.down_proj.lora_A.weight, for which there is no place"),
+        ({"targets": "attention"}, "mlp.down_proj.lora_A.weight, which this model lacks"),
     ],
 )
 def test_an_adapter_that_is_not_the_recipes(adapter: dict[str, Any], message: str, folder: Path) -> None:
@@ -338,7 +340,7 @@ def test_an_adapter_of_another_base(folder: Path, whole: Any) -> None:
             lambda folder: edit(folder, init_lora_weights="pissa_niter_4"),
             "init_lora_weights is pissa_niter_4",
         ),
-        (lambda folder: edit(folder, init_lora_weights="OLoRA"), "of a base that PEFT has changed"),
+        (lambda folder: edit(folder, init_lora_weights="OLoRA"), "PEFT changed the base of this adapter"),
     ],
     ids=[
         "truncated",

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.presets import PRESETS, Dimensions
-from shardwise.core.sections import ModelSpec
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.native import NativeModel
-from shardwise.model.slices import local_part, named_parameters
+from shardwise.recipe.presets import PRESETS, Dimensions
+from shardwise.recipe.sections import ModelSpec
+from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
 
 # Nothing is divisible by 2, 3, 4 or 5: rows 37, 42, 14, 51.
 LLAMA = NativeModel(Dimensions(2, 42, 3, 1, 51, vocab=37, context=29))
@@ -37,7 +37,7 @@ def _tensor_parallel_too(blueprint: Blueprint, model: nn.Module, mesh: DeviceMes
         "up_proj": column,
         "down_proj": row,
     }
-    for unit in blueprint.units(model):
+    for unit in blueprint.blocks(model):
         names = {n: plan[n.split(".")[-1]]() for n, _ in unit.named_modules() if n.split(".")[-1] in plan}
         parallelize_module(unit, mesh["tensor"], names)
         fully_shard(unit, mesh=mesh["data"])
@@ -141,7 +141,7 @@ def test_depth_and_counts() -> None:
     assert LLAMA.depth == 2
     with torch.device("meta"):
         model = LLAMA.build(depth=5)
-    assert len(LLAMA.units(model)) == 5
+    assert len(LLAMA.blocks(model)) == 5
     assert LLAMA.parameter_count() == LLAMA.dimensions.parameters
     assert LLAMA.parameter_count(3) - LLAMA.parameter_count(2) == LLAMA.dimensions.block_parameters
     assert GPT2.parameter_count() == GPT2.dimensions.parameters
@@ -160,7 +160,7 @@ def _train_sharded() -> list[float]:
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("data",))
     with torch.device("meta"):
         model = GPT2.build()
-    for module in [*GPT2.units(model), model]:
+    for module in [*GPT2.blocks(model), model]:
         fully_shard(module, mesh=mesh)
     model.to_empty(device="cpu")
     GPT2.fill(model, 0)

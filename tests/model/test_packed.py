@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.presets import Dimensions
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.decoder import document_mask
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.native import NativeModel
+from shardwise.recipe.presets import Dimensions
 
 LENGTHS = (5, 9, 1, 4)
 """Of the documents; 5 tokens of padding follow, a document of their own."""
@@ -74,7 +74,7 @@ def test_a_packed_document_is_the_document_alone(
     blueprint: Blueprint, dtype: torch.dtype, close: float
 ) -> None:
     model, ids, positions = _model(blueprint, dtype), _ids(), _positions()
-    assert blueprint.unpackable(model) == ""
+    assert blueprint.packing_obstacle(model) == ""
     if isinstance(blueprint, HuggingFaceModel) and blueprint.config._attn_implementation == "eager":
         close = 1e-6  # transformers takes its softmax in fp32
     with torch.no_grad():
@@ -119,8 +119,8 @@ def test_models_that_would_let_documents_meet_are_refused(saved: Any) -> None:
     alibi = {**small, "num_attention_heads": 4, "alibi": True}
     cases = {
         "sliding_window": transformers.MistralConfig(**HF, sliding_window=8),
-        "its mask in a way of its own": transformers.MambaConfig(**small, state_size=4),
-        "tells positions": transformers.FalconConfig(**alibi),
+        "its own attention mask": transformers.MambaConfig(**small, state_size=4),
+        "uses ALiBi": transformers.FalconConfig(**alibi),
         "layers of the type conv": transformers.Lfm2Config(
             **HF, layer_types=["conv", "full_attention", "full_attention"]
         ),
@@ -128,4 +128,4 @@ def test_models_that_would_let_documents_meet_are_refused(saved: Any) -> None:
     for says, config in cases.items():
         blueprint = HuggingFaceModel(str(saved(config)), TOTAL)
         with torch.device("meta"):
-            assert says in blueprint.unpackable(blueprint.build())
+            assert says in blueprint.packing_obstacle(blueprint.build())

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.core.cluster import cluster_of
 from shardwise.core.errors import RecipeError
-from shardwise.core.plan import Plan, plan_from
-from shardwise.core.recipe import Recipe, recipe_of
-from shardwise.model.blueprint import blueprint_of
+from shardwise.core.json_file import parsed
+from shardwise.core.plan import Plan
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
 from shardwise.plan.predict import predict
-from shardwise.plan.search import RESERVE, plan_for
+from shardwise.plan.predictor import RESERVE
+from shardwise.plan.search import plan_for
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, strategy_from
 from shardwise.technique.zero import ZERO_STAGE
 
-MODEL = {"layers": 6, "width": 256, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 1024, "context": 128}
+MODEL = {"layers": 2, "width": 256, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 1024, "context": 128}
+DEEP = MODEL | {"layers": 6}
 
 
-def recipe(memory_mib: float | None = None, batch_size: int = 32, **strategy: Any) -> Recipe:
+def recipe(
+    memory_mib: float | None = None, batch_size: int = 32, model: dict[str, Any] = MODEL, **strategy: Any
+) -> Recipe:
     cluster: dict[str, Any] = {"preset": "4xA100-80GB"}
     if memory_mib is not None:
         cluster["memory_gib"] = memory_mib / 1024 / (1 - RESERVE["cuda"])
     values = {
-        "model": MODEL,
+        "model": model,
         "data": {"sequence_length": 128},
         "steps": 2,
         "batch_size": batch_size,
@@ -42,7 +47,7 @@ def planned(asked: Recipe, *, compare: bool = False) -> Plan:
 
 def needed_mib(stage: int, size: int) -> float:
     """Without fragmentation."""
-    asked = recipe()
+    asked = recipe(model=DEEP)
     strategy = strategy_from({"precision": "bf16", "zero_stage": stage, "micro_batch_size": size})
     return predict(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster)).sum_bytes / 2**20
 
@@ -58,7 +63,7 @@ def test_with_room_to_spare_it_replicates_in_one_pass() -> None:
 def test_it_takes_the_smallest_stage_and_the_largest_micro_batch_that_fit() -> None:
     """Just too little for the smallest pass of stage 0: the next stage that fits, and why."""
     limit = needed_mib(0, 1) - 1
-    plan = planned(recipe(limit))
+    plan = planned(recipe(limit, model=DEEP, activation_checkpointing="none"))
     stage, size = plan.strategy[ZERO_STAGE], plan.strategy[MICRO_BATCH_SIZE]
     assert plan.fits and stage > 0
     assert needed_mib(stage, size) <= limit
@@ -71,7 +76,7 @@ def test_it_takes_the_smallest_stage_and_the_largest_micro_batch_that_fit() -> N
 
 def test_a_pipeline_takes_the_fastest_micro_batch_not_the_largest() -> None:
     """One micro-batch in a pipeline of two leaves each rank idle for half of the step."""
-    asked = recipe(batch_size=512, pipeline_parallel=2, zero_stage=0)
+    asked = recipe(batch_size=512, model=DEEP, pipeline_parallel=2, zero_stage=0)
     plan = planned(asked)
     sizes = {
         c.strategy[MICRO_BATCH_SIZE]: c.step_seconds for c in plan.candidates if c.verdict != "does not fit"
@@ -90,9 +95,9 @@ def test_host_and_disk_are_those_of_the_rank_that_takes_most(tmp_path: Path) -> 
     each = [predict(asked, blueprint, of, cluster, rank=rank) for rank in (0, 2)]
     plan = planned(asked)
     assert (
-        plan.disk_bytes == max(found.disk_bytes for found in each) > min(found.disk_bytes for found in each)
+        plan.disk.bytes == max(found.disk_bytes for found in each) > min(found.disk_bytes for found in each)
     )
-    assert plan.host.total == max(found.host.total for found in each)
+    assert plan.host.bytes == max(found.host.total for found in each)
 
 
 def test_what_is_pinned_is_kept() -> None:
@@ -116,7 +121,7 @@ def test_a_broken_rule_is_refused_with_the_nearest_that_works() -> None:
 
 def test_the_plan_survives_json() -> None:
     plan = planned(recipe(zero_stage=2))
-    again = plan_from(json.loads(plan.to_json()))
+    again = parsed(plan.to_json(), Plan, Path("plan.json"))
     assert again.as_dict() == plan.as_dict()
     data = plan.as_dict()
     assert sum(data["ledger"].values()) == data["peak"]["bytes"]
@@ -126,7 +131,7 @@ def test_the_plan_survives_json() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_quick_prediction_is_the_full_one(stage: int) -> None:
-    asked = recipe()
+    asked = recipe(model=DEEP)
     strategy = strategy_from({"precision": "bf16", "zero_stage": stage, "micro_batch_size": 8})
     arguments = (asked, blueprint_of(asked), strategy, cluster_of(asked.cluster))
     quick, full = predict(*arguments, quick=True), predict(*arguments)
@@ -137,10 +142,10 @@ def test_a_quick_prediction_is_the_full_one(stage: int) -> None:
 
 
 def test_a_peak_at_the_first_block_is_extrapolated_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens: the gradients outweigh what was saved, and are complete when the first block is done."""
+    """Few tokens: the gradients outweigh the saved activations, and are complete when the first block is done."""
     from shardwise.plan import predict as module
 
-    values = {"model": MODEL, "data": {"sequence_length": 8}, "steps": 2, "batch_size": 1}
+    values = {"model": DEEP, "data": {"sequence_length": 8}, "steps": 2, "batch_size": 1}
     asked = recipe_of({**values, "cluster": {"device": "cpu"}}, SETTINGS)
     arguments = (asked, blueprint_of(asked), strategy_from({}), cluster_of(asked.cluster))
     full = predict(*arguments)

@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.core.ledger import Ledger, Peak
-from shardwise.core.plan import Candidate, Plan, StepEstimate, TimelinePoint
+from shardwise.core.ledger import Ledger
+from shardwise.core.plan import (
+    Candidate,
+    DiskSpace,
+    HostMemory,
+    Plan,
+    PlannedPeak,
+    StepEstimate,
+    TimelinePoint,
+)
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.units import GiB, MiB
 
@@ -47,7 +55,7 @@ def _candidate(line: str, peak: int, seconds: float, verdict: str, reason: str) 
 
 @pytest.fixture
 def plan() -> Plan:
-    peak = Peak(PEAK, "backward", "layers.31.mlp")
+    peak = PlannedPeak(PEAK.total, 0, "backward", "layers.31.mlp")
     return Plan(
         strategy=STRATEGY,
         line="bf16 · zero3×8 · mb1×ga2",
@@ -57,7 +65,7 @@ def plan() -> Plan:
         capacity_bytes=81_000 * MiB,
         parameters=8_030_261_248,
         peak=peak,
-        worst_rank=0,
+        ledger=PEAK,
         allocated_bytes={0: peak.bytes - 2648 * MiB},
         step=StepEstimate(
             seconds=1.645,
@@ -68,6 +76,10 @@ def plan() -> Plan:
             split={"matrix products": 1.244, "memory-bound": 0.391, "exposed communication": 0.01},
         ),
         micro_batches=2,
+        reserve_bytes=0,
+        host=HostMemory(Ledger(), 0),
+        disk=DiskSpace(0),
+        pipeline=None,
         candidates=(
             Candidate(STRATEGY, "bf16 · zero3×8 · mb1×ga2", peak.bytes, 1.645, "chosen", ""),
             Candidate(
@@ -137,7 +149,7 @@ def _report(plan: Plan, steps: int, sample: str) -> dict[str, object]:
         ],
         "predicted_step_seconds": plan.step.seconds,
         "measured_step_seconds": 1.79,
-        "ledger": plan.peak.ledger.as_dict(),
+        "ledger": plan.ledger.as_dict(),
         "held_out_loss": 1.5213,
         "parameters": plan.parameters,
         "tokens": steps * plan.step.tokens,

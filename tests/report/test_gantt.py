@@ -1,4 +1,4 @@
-"""Pictures of pipelines and meshes show every pass where it lies, and every rank for what it holds."""
+"""Pictures of pipelines and meshes show every pass at its time, and every rank with its state."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from shardwise.core.pipeline_schedule import SCHEDULES, orders, play, steps
+from shardwise.core.pipeline.schedule import SCHEDULES, orders, play, steps
 from shardwise.core.strategy import Layout
-from shardwise.report.gantt import PASSES, SHOWN_LANES, Chart, gantt
 from shardwise.report.mesh import SHOWN_ROWS, held, mesh
 from shardwise.report.pictures import NARROW, WIDE, png, svg
+from shardwise.report.pipeline.gantt import PASSES, SHOWN_LANES, Chart, gantt
 
 SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
@@ -107,7 +107,7 @@ def boxes(figure: Figure) -> list[tuple[int, int, int]]:
 
 
 def nodes(figure: Figure) -> list[int]:
-    """The node that stands beside every row."""
+    """The node label of every row."""
     axes: Any = figure.axes[0]
     words = [text.get_text() for text in axes.texts]
     return [int(word.split()[1].replace(",", "")) for word in words if word.startswith("node")]
@@ -118,7 +118,7 @@ def staged(stages: int, shards: int) -> Layout:
 
 
 def assert_in_place(figure: Figure, in_node: int, columns: int) -> None:
-    """Every rank once, no two in one place, neighbours beside each other, and a row within the node it names."""
+    """Every rank once, no two in one place, neighbours next to each other, and a row within the node it names."""
     drawn = boxes(figure)
     assert len({rank for rank, _, _ in drawn}) == len(drawn)
     assert len({(column, row) for _, column, row in drawn}) == len(drawn)

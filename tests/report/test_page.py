@@ -14,10 +14,11 @@ import pytest
 import shardwise.report.page as page_module
 from shardwise.core.errors import ResourceError
 from shardwise.core.plan import Plan
+from shardwise.core.run_files import RankMemory
 from shardwise.core.units import MiB
 from shardwise.report.notation import COLOURS, by_size, label
 from shardwise.report.page import SHOWN_RANKS, printable, render_page
-from shardwise.report.record import RankMemory, RunRecord, read_run
+from shardwise.report.record import RunRecord, read_run
 from shardwise.report.run import write_plan_page, write_report
 
 MakeRun = Callable[..., Path]
@@ -92,7 +93,7 @@ def test_says_what_was_predicted_and_what_was_seen(run: RunRecord) -> None:
 @pytest.mark.usefixtures("no_pictures")
 def test_every_row_of_the_ledger_is_there_in_its_colour(run: RunRecord) -> None:
     page = render_page(run)
-    for row, size in by_size(run.plan.peak.ledger):
+    for row, size in by_size(run.plan.ledger):
         assert re.search(
             rf'<th scope="row">{label(row)}</th>\s*'
             rf'<td class="bar"><i style="[^"]*background:{COLOURS[row]}"></i></td>\s*'
@@ -117,7 +118,7 @@ def test_stands_alone(run: RunRecord) -> None:
 
 
 def test_nothing_from_a_run_becomes_markup(plan: Plan, make_run: MakeRun) -> None:
-    bad = "</pre></style><script>alert(1)</script>\"'&lt; \x1b[0m \u202e \ud800"
+    bad = "</pre></style><script>alert(1)</script>\"'&lt; \x1b[0m \u202e"
     strange = replace(
         plan,
         line=bad,
@@ -135,6 +136,7 @@ def test_nothing_from_a_run_becomes_markup(plan: Plan, make_run: MakeRun) -> Non
     assert "script" not in reader.tags
     assert not reader.faults
     assert reader.text.count("<script>alert(1)</script>") == 16
+    page += render_page(replace(read_run(folder), plan=replace(strange, line=f"{bad}\ud800")))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u202a-\u202e\ud800-\udfff]", page)
 
 
@@ -145,7 +147,7 @@ def test_what_cannot_be_printed_is_shown_as_such() -> None:
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_that_trains(plan: Plan, make_run: MakeRun) -> None:
     text = Reader(render_page(read_run(make_run(plan, finished=False)))).text
-    assert "Read after step 30: the run is going on, or ended early." in text
+    assert "Read after step 30: the run is in progress, or ended early." in text
     assert "Predicted peak 66.86 GiB" in text
     assert "Throughput 72.8 k tokens/s" in text
     assert "Held-out loss 1.6000" in text
@@ -172,12 +174,12 @@ def test_throughput_is_of_the_targets_that_were_trained_on(run: RunRecord) -> No
     training = Reader(render_page(replace(run, steps=steps, outcome=None))).text
     assert "Throughput 7.32 k tokens/s 1.80 s per step" in training
     without = Reader(render_page(replace(run, steps=()))).text
-    assert "Throughput – 1.79 s per step" in without, "of how many targets, nobody wrote down"
+    assert "Throughput – 1.79 s per step" in without, "the number of targets is unknown"
 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_with_a_rewind(plan: Plan, make_run: MakeRun) -> None:
-    """What was undone is in none of the figures."""
+    """Undone steps are in none of the figures."""
     folder = make_run(plan, steps=6, finished=False)
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     again = [json.dumps(json.loads(line) | {"loss": 1.25, "rewinds": 1}) for line in lines[3:5]]
@@ -204,8 +206,8 @@ def test_a_resumed_run_is_told_as_a_whole(run: RunRecord) -> None:
 def test_a_plan_that_does_not_fit(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "short.html"
     for capacity, said in (
-        (plan.peak.bytes + 200 * MiB, "It does not fit: 312.0 MiB too much beside a reserve of 512.0 MiB."),
-        (plan.peak.bytes - 100 * MiB, "It does not fit: 612.0 MiB too much beside a reserve of 512.0 MiB."),
+        (plan.peak.bytes + 200 * MiB, "It does not fit: 312.0 MiB too much with a reserve of 512.0 MiB."),
+        (plan.peak.bytes - 100 * MiB, "It does not fit: 612.0 MiB too much with a reserve of 512.0 MiB."),
         (plan.capacity_bytes, ""),
     ):
         write_plan_page(replace(plan, capacity_bytes=capacity, reserve_bytes=512 * MiB), "model: {}\n", path)
@@ -242,7 +244,7 @@ def test_a_run_that_failed_or_was_not_measured(run: RunRecord) -> None:
     assert not page.faults
     assert "the only rank" in page.text
     assert "Held-out loss nan not a number" in page.text
-    assert "What was considered" not in page.text
+    assert "Candidates" not in page.text
 
 
 @pytest.mark.usefixtures("no_pictures")

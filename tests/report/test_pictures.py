@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import Plan, TimelinePoint
+from shardwise.core.run_files import RankMemory, StepRecord
 from shardwise.report.notation import COLOURS
 from shardwise.report.pictures import (
     MOST_POINTS,
@@ -30,7 +31,6 @@ from shardwise.report.pictures import (
     png,
     svg,
 )
-from shardwise.report.record import RankMemory, StepRecord
 
 
 def step(number: int, loss: float = 2.0, **values: object) -> StepRecord:
@@ -38,7 +38,7 @@ def step(number: int, loss: float = 2.0, **values: object) -> StepRecord:
 
 
 def plot(figure: Figure) -> Any:
-    """The first axes; matplotlib's own types for what they hold are too wide to use."""
+    """The first axes; matplotlib's types for their content are too wide to use."""
     return figure.axes[0]
 
 
@@ -161,7 +161,7 @@ def test_timeline_reaches_exactly_the_peak(plan: Plan) -> None:
 
 def test_timeline_counts_overhead_once(plan: Plan) -> None:
     """Whether the timeline came with or without it."""
-    overhead = plan.peak.ledger.overhead
+    overhead = plan.ledger.overhead
     with_it = [TimelinePoint(p.phase, p.ledger.plus(overhead=overhead)) for p in plan.timeline]
     assert svg(memory_timeline(plan), "m") == svg(
         memory_timeline(replace(plan, timeline=tuple(with_it))), "m"
@@ -204,7 +204,7 @@ def test_a_rank_that_was_not_measured() -> None:
 
 
 def test_ledger_bar_is_as_long_as_the_peak(plan: Plan) -> None:
-    figure = ledger_bar(plan.peak.ledger, plan.capacity_bytes)
+    figure = ledger_bar(plan.ledger, plan.capacity_bytes)
     bars = [bar for bars in plot(figure).containers for bar in bars]
     assert sum(bar.get_width() for bar in bars[:-1]) == pytest.approx(plan.peak.bytes / 2**30)
     assert sum(bar.get_width() for bar in bars) == pytest.approx(plan.capacity_bytes / 2**30)
@@ -219,7 +219,7 @@ def test_ledger_bar_of_nothing() -> None:
 
 def test_a_plan_that_does_not_fit_has_nothing_free(plan: Plan) -> None:
     short = replace(plan, capacity_bytes=plan.peak.bytes - 512 * 2**20)
-    words = texts(ledger_bar(short.peak.ledger, short.capacity_bytes))
+    words = texts(ledger_bar(short.ledger, short.capacity_bytes))
     assert "activations 43.12 GiB" in words and "free" not in words
     figure = memory_timeline(short)
     peak, capacity = (line.get_ydata()[0] for line in plot(figure).lines)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shardwise.core.errors import DataError
-from shardwise.core.pipeline_plan import PipelinePlan
 from shardwise.core.plan import Plan
+from shardwise.core.timetable import Timetable
 from shardwise.report.record import SETTLING_STEPS, read_run
 
 MakeRun = Callable[..., Path]
@@ -150,27 +150,25 @@ def _damaged(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{key}.{inner}", values | {key: {**value, inner: wrong}}
 
 
-PIPELINE = PipelinePlan("1f1b", 2, 1, 4, (1.0, 1.5), (2.0, 2.5), place=1, pass_bytes=1000)
+PIPELINE = Timetable("1f1b", 2, 1, 4, (1.0, 1.5), (2.0, 2.5), place=1, pass_bytes=1000)
 
 
 @pytest.mark.parametrize("pipeline", [None, PIPELINE], ids=["alone", "pipeline"])
-def test_no_damage_to_a_plan_gets_through(
-    pipeline: PipelinePlan | None, plan: Plan, make_run: MakeRun
-) -> None:
+def test_no_damage_to_a_plan_gets_through(pipeline: Timetable | None, plan: Plan, make_run: MakeRun) -> None:
     plan = replace(plan, pipeline=pipeline)
     folder = make_run(plan)
     # These follow from the rest, and a strategy's values may be anything.
     harmless = ("fits", "host.bytes", "step.tokens_per_second", "strategy.")
-    for what, values in _damaged(json.loads(plan.to_json())):
+    for damage, values in _damaged(json.loads(plan.to_json())):
         if pipeline is not None and values.get("pipeline", "missing") is None:
             continue  # a plan without one
         (folder / "plan.json").write_text(json.dumps(values))
         try:
             read_run(folder)
         except DataError:
-            assert not what.startswith(harmless), what
+            assert not damage.startswith(harmless), damage
         else:
-            assert what.startswith(harmless), what
+            assert damage.startswith(harmless), damage
 
 
 def test_a_row_that_the_ledger_has_not(plan: Plan, make_run: MakeRun) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shardwise.core.ledger import CATEGORIES, Ledger, Peak
-from shardwise.core.plan import Plan, plan_from
+from shardwise.core.json_file import parsed
+from shardwise.core.ledger import CATEGORIES, Ledger
+from shardwise.core.plan import HostMemory, Plan
 from shardwise.core.units import GiB, MiB
 from shardwise.report.notation import COLOURS, label
 from shardwise.report.tables import plan_table, plan_text
+from tests.harness.plans import with_rows
 
 
 def printed(plan: Plan, **console: object) -> str:
@@ -43,7 +45,7 @@ def test_narrow_head_takes_two_lines(plan: Plan) -> None:
 def test_ledger_rows_are_the_plans_and_sum_to_its_peak(plan: Plan) -> None:
     text = plan_text(plan)
     rows = dict(re.findall(r"^  (\w[\w ]*?)  +[█▏▎▍▌▋▊▉]+ +([\d.]+) GiB", text, re.MULTILINE))
-    expected = {label(row): f"{size / GiB:.2f}" for row, size in plan.peak.ledger.as_dict().items() if size}
+    expected = {label(row): f"{size / GiB:.2f}" for row, size in plan.ledger.as_dict().items() if size}
     assert rows == expected
     assert list(rows) == sorted(rows, key=lambda row: -float(rows[row]))
     assert sum(map(float, rows.values())) == pytest.approx(plan.peak.bytes / GiB, abs=0.01 * len(rows))
@@ -55,7 +57,7 @@ def test_bars_are_in_proportion(plan: Plan) -> None:
         row: len(bar)
         for row, bar in re.findall(r"^  (\w[\w ]*?)  +([█▏▎▍▌▋▊▉]+) ", plan_text(plan), re.MULTILINE)
     }
-    ledger = plan.peak.ledger
+    ledger = plan.ledger
     expected = lengths["activations"] * ledger.optimizer_state / ledger.activations
     assert lengths["optimizer state"] == pytest.approx(expected, abs=1)
 
@@ -87,10 +89,10 @@ def test_what_does_not_fit_is_said_in_the_head(plan: Plan) -> None:
 
 
 def test_a_reserve_that_is_not_left_is_named(plan: Plan) -> None:
-    """What is free and may not be used stands beside "does not fit"."""
+    """The reserve is named next to "does not fit"."""
     within = plan_text(replace(plan, capacity_bytes=plan.peak.bytes + 200 * MiB, reserve_bytes=512 * MiB))
     beyond = plan_text(replace(plan, capacity_bytes=plan.peak.bytes - 100 * MiB, reserve_bytes=512 * MiB))
-    said = "does not fit: {} MiB too much beside a reserve of 512.0 MiB · "
+    said = "does not fit: {} MiB too much with a reserve of 512.0 MiB · "
     assert within.splitlines()[1].startswith(said.format("312.0"))
     assert beyond.splitlines()[1].startswith(said.format("612.0"))
     assert re.search(r"^  free \(reserve\) +░* +200\.0 MiB$", within, re.MULTILINE)
@@ -106,7 +108,7 @@ def test_a_reserve_that_is_left_changes_no_figure(plan: Plan) -> None:
 
 
 def test_every_memory_that_is_too_small_is_named(plan: Plan) -> None:
-    host = replace(plan, host=Ledger(optimizer_state=3 * GiB), host_capacity_bytes=2 * GiB)
+    host = replace(plan, host=HostMemory(Ledger(optimizer_state=3 * GiB), 2 * GiB))
     both = replace(host, capacity_bytes=plan.peak.bytes - 512 * MiB)
     said = "1.00 GiB too much in host memory · "
     assert plan_text(host).splitlines()[1].startswith(f"does not fit: {said}")
@@ -130,7 +132,7 @@ def test_colours_are_the_ledgers_and_no_color_removes_them(plan: Plan) -> None:
     coloured = printed(plan, force_terminal=True, color_system="truecolor", _environ={})
     for row, colour in COLOURS.items():
         code = ";".join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))
-        assert (f"38;2;{code}m█" in coloured) == (getattr(plan.peak.ledger, row) > 0)
+        assert (f"38;2;{code}m█" in coloured) == (getattr(plan.ledger, row) > 0)
     without = printed(plan, force_terminal=True, color_system="truecolor", _environ={"NO_COLOR": "1"})
     assert "38;" not in without
 
@@ -164,7 +166,7 @@ def test_words_from_outside_are_shown_as_they_are(plan: Plan) -> None:
 
 
 def test_a_plan_read_back_prints_the_same(plan: Plan) -> None:
-    assert plan_text(plan_from(json.loads(plan.to_json()))) == plan_text(plan)
+    assert plan_text(parsed(plan.to_json(), Plan, Path())) == plan_text(plan)
 
 
 sizes = st.integers(0, 2**44)
@@ -182,11 +184,10 @@ def test_fits_its_width_whatever_the_plan(
     plan: Plan, rows: dict[str, int], capacity: int, reserve: int, width: int, line: str
 ) -> None:
     other = replace(
-        plan,
+        with_rows(plan, **rows),
         line=line,
         capacity_bytes=capacity,
         reserve_bytes=reserve,
-        peak=Peak(Ledger(**rows), "forward", ""),
         candidates=(replace(plan.candidates[0], line=line, reason=line * 3), *plan.candidates),
     )
     assert max(map(len, plan_text(other, width=width).splitlines())) <= min(width, 100)

@@ -1,4 +1,4 @@
-"""Sampling: most likely, at random but repeatable, within what is likely enough; and text from tokens as it comes."""
+"""Sampling: most likely, at random but repeatable, within top-p; and text from tokens as it comes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shardwise.core.errors import RecipeError
+from shardwise.data.tokenizer import ByteTokenizer
+from shardwise.serve.detokenize import Writer
 from shardwise.serve.sampling import Sampling, choose
-from shardwise.serve.writing import Writer
-from shardwise.train.data.tokenizer import ByteTokenizer
 
 
 def drawn(logits: list[float], times: int = 200, before: tuple[int, ...] = (), **how: Any) -> set[int]:

@@ -1,4 +1,4 @@
-"""One base and many adapters: what is written, with whom, and what it costs in memory.
+"""One base and many adapters: generated text, batches, and memory.
 
 Models are tiny and loud: every product changes the logits, so a row with a wrong adapter would not go unnoticed.
 """
@@ -17,24 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import CheckpointError, RecipeError, ShardwiseError
-from shardwise.core.presets import Dimensions
-from shardwise.core.recipe import dump_recipe, recipe_of
-from shardwise.core.sections import AdapterSpec
+from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.fingerprint import fingerprint_of
+from shardwise.model.files.peft import CONFIG, TENSORS, write_adapter
 from shardwise.model.lora import LoraLinear, is_adapter
 from shardwise.model.native import NativeModel
-from shardwise.model.peft import CONFIG, TENSORS, write_adapter
-from shardwise.model.slices import local_part, named_parameters
-from shardwise.serve.opening import Opened, open_model
-from shardwise.serve.readers import Again, Native, Transformers, reader_of
-from shardwise.serve.report import record_sample
+from shardwise.recipe.load import dump_recipe, recipe_of
+from shardwise.recipe.presets import Dimensions
+from shardwise.recipe.sections import AdapterSpec
+from shardwise.runtime.fingerprint import fingerprint_of
+from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
+from shardwise.serve.decoding import Again, Native, Transformers, reader_of
+from shardwise.serve.load import Opened, open_model
 from shardwise.serve.requests import Request, read_requests
+from shardwise.serve.samples import record_sample
 from shardwise.serve.sampling import Sampling
 from shardwise.serve.serving import ServedModel, load_model
-from shardwise.train.data.tokenizer import ByteTokenizer
-from shardwise.train.reference import reference_model
+from shardwise.verify.reference import reference_model
 
 torch.set_num_threads(1)
 
@@ -318,13 +318,13 @@ def test_which_reader_a_model_gets(place: Path) -> None:
 @pytest.fixture(scope="module")
 def run_folder(place: Path) -> Callable[..., tuple[Path, nn.Module, AdaptedModel | None]]:
     """Makes the folder of a run as it is after its last save; what it saved."""
+    from shardwise.checkpoint.adapter import leave
+    from shardwise.checkpoint.checkpoint import save
     from shardwise.engine.build import build
-    from shardwise.model.blueprint import blueprint_of
+    from shardwise.engine.train_state import TrainState
+    from shardwise.launch.process import join
+    from shardwise.model.open import blueprint_of
     from shardwise.technique import strategy_from
-    from shardwise.train.checkpoint import save
-    from shardwise.train.export import leave
-    from shardwise.train.process import join
-    from shardwise.train.state import TrainState
 
     def make(name: str, adapter: dict[str, Any] | None) -> tuple[Path, nn.Module, AdaptedModel | None]:
         folder = place / name
@@ -370,7 +370,7 @@ def test_a_run_with_an_adapter_is_its_base_and_one_adapter(quantize: str, run_fo
     expected = last_logits(blueprint, model, LONG[0])
     torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
     assert (found[1] - last_logits(blueprint, model, LONG[1])).abs().max() > 1e-3
-    # Without a name the run's own is meant; and its files, beside its base, are the same adapter.
+    # Without a name the run's own adapter is used; its files on the base give the same adapter.
     again = load_model(folder, {"files": folder})
     how = Sampling(tokens=8, temperature=0.0, past_end=True)
     texts = again.complete([Request("x", name, how) for name in (None, "own", "files", "base")])
@@ -468,10 +468,10 @@ def _ranked(folder: Path) -> None:
 
 DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
     (_cut, "is damaged"),
-    (_without_b, "the adapter is not whole"),
+    (_without_b, "the adapter is incomplete"),
     (_without_end, "for another base"),
     (_infinite, "not finite"),
-    (_of_elsewhere, "is no linear layer of this model"),
+    (_of_elsewhere, "is not a linear layer of this model"),
     (_ranked, "and the rank is 16"),
     (lambda folder: (folder / CONFIG).unlink(), "not an adapter's folder"),
 ]
@@ -495,19 +495,19 @@ def test_folders_and_names_that_are_not_there(tmp_path: Path, place: Path) -> No
     served = ServedModel(opened, folders)
     raising: list[tuple[Callable[[], object], type[ShardwiseError], str]] = [
         (lambda: ServedModel(opened, {"a": tmp_path / "no"}), CheckpointError, "no such adapter"),
-        (lambda: ServedModel(opened, {"base": folders["dora"]}), RecipeError, "cannot be called base"),
-        (lambda: load_model(tmp_path), CheckpointError, "not the folder of a run, nor of a model"),
+        (lambda: ServedModel(opened, {"base": folders["dora"]}), RecipeError, "cannot be named base"),
+        (lambda: load_model(tmp_path), CheckpointError, "not the folder of a run or of a model"),
         (lambda: load_model(tmp_path, precision="fp4"), RecipeError, "precision"),
         (lambda: load_model(tmp_path, device="abacus"), RecipeError, "no device 'abacus'"),
         (
-            lambda: served.generate([Request("x", "nobody")]),
+            lambda: served.generate([Request("x", "unknown")]),
             RecipeError,
-            "no adapter is called 'nobody' (request 1)",
+            "no adapter is named 'unknown' (request 1)",
         ),
         (
             lambda: served.generate([Request("y" * 65)]),
             RecipeError,
-            "it is 65 tokens, and the model reads 64",
+            "it has 65 tokens, and the context has 64",
         ),
     ]
     for action, kind, message in raising:

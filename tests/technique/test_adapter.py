@@ -1,4 +1,4 @@
-"""Adapters under strategies: what is held, counted and saved, and what is refused."""
+"""Adapters under strategies: memory, counts, files and refusals."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from pool import Pool
 
-from shardwise.core.cluster import cluster_of
+from shardwise.checkpoint.adapter import gathered, leave
 from shardwise.core.errors import CheckpointError, ResourceError
-from shardwise.core.recipe import recipe_of
 from shardwise.dryrun.run import DryRun, dry_run
-from shardwise.engine.build import Run, build
-from shardwise.engine.persistent import parameters_of
+from shardwise.engine.build import build
+from shardwise.engine.run import Run
+from shardwise.engine.run_state import parameters_of
 from shardwise.engine.step import step
+from shardwise.hardware.cluster import cluster_of
 from shardwise.model.adapted import AdaptedModel
-from shardwise.model.blueprint import blueprint_of
+from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles
 from shardwise.model.lora import is_adapter
-from shardwise.model.peft import CONFIG, TENSORS, AdapterFiles
-from shardwise.model.slices import named_parameters
+from shardwise.model.open import blueprint_of
 from shardwise.plan.predict import predict
+from shardwise.recipe.load import recipe_of
+from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique import SETTINGS, broken_rules, strategy_from
-from shardwise.train.export import gathered, leave
+from tests.harness.pool import Pool
 
 MODEL = {"layers": 2, "width": 40, "heads": 4, "kv_heads": 2, "ffn": 55, "vocab": 257, "context": 32}
 WIDE = {"layers": 4, "width": 256, "heads": 4, "kv_heads": 2, "ffn": 768, "vocab": 512}
@@ -48,7 +49,7 @@ def planned(
     return dry_run(recipe, blueprint_of(recipe), strategy_from(settings), cluster_of(recipe.cluster))
 
 
-# ---- what is held and counted -----------------------------------------------------------------------------
+# ---- memory and counts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
@@ -67,11 +68,11 @@ def test_frozen_weights_have_no_gradients_and_no_state(quantize: str) -> None:
     blocks = {"none": 2.0, "nf4": 4.127 / 8}[quantize] * (frozen - outside)
     assert ledger.parameters == pytest.approx(2 * outside + blocks, rel=1e-3)
     assert run.parameters == trained + frozen
-    assert any("lora of rank 8 trains" in note for note in run.notes)
+    assert any("lora of rank 8 trains" in note for note in run.hints.notes)
 
 
 def test_gradients_that_are_reduced_are_the_adapters() -> None:
-    """ZeRO 3 gathers all weights and reduces what is trained."""
+    """ZeRO 3 gathers all weights and reduces the gradients of trained weights."""
     recipe = recipe_with({"rank": 8}, WIDE, cluster={"devices_per_node": 2}, batch_size=2)
     blueprint = blueprint_of(recipe)
     trained, frozen = blueprint.parameter_counts()
@@ -127,7 +128,7 @@ def trained_run(adapter: dict[str, Any], settings: dict[str, Any]) -> Run:
     for _ in range(2):
         # A pipeline takes as many micro-batches as it has ranks, at least; all others one.
         parts = [mine[row : row + 1] for row in range(len(mine))]
-        step(run, [{"input_ids": part[:, :-1], "labels": part[:, 1:]} for part in parts], 1e-2)
+        step(run, [[{"input_ids": part[:, :-1], "labels": part[:, 1:]} for part in parts]], 1e-2)
     return run
 
 
@@ -163,7 +164,7 @@ def test_adapters_are_gathered_by_name_from_every_layout(pool: Pool, tmp_path: P
 
 
 def short_rank(folder: str) -> list[str]:
-    """What is said when ranks do not hold all of a tensor, when it reads back otherwise, and of a full disk."""
+    """The errors when ranks do not hold all of a tensor, when it reads back with other values, and of a full disk."""
     run = trained_run({"rank": 3}, {"zero_stage": 3})
     assert isinstance(run.blueprint, AdaptedModel)
     said, name = [], "layers.1.mlp.up_proj.lora_B.weight"
@@ -192,7 +193,7 @@ def test_what_is_not_whole_is_not_saved(pool: Pool, tmp_path: Path) -> None:
     assert said[0] == said[1]
     assert "layers.1.mlp.up_proj.lora_B.weight): the ranks hold 165 of its 168 values" in said[0][0]
     assert "layers.2.lora_A.weight): the ranks hold 0 of its 12 values" in said[0][1]
-    assert "up_proj.lora_B.weight reads back otherwise" in said[0][2]
+    assert "up_proj.lora_B.weight reads back with other values" in said[0][2]
     assert not (tmp_path / "adapter").exists()
 
 

@@ -1,4 +1,4 @@
-"""8-bit products: their error, their range, which layers take them, what a plan says and what is refused."""
+"""8-bit products: their error, their range, which layers take them, plans and refusals."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from pool import Pool
 from torch import Tensor, nn
 
-from shardwise.core.cluster import Cluster, cluster_of
-from shardwise.core.device_profiles import PROFILES
 from shardwise.core.errors import RecipeError
-from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.core.strategy import Strategy
 from shardwise.dryrun.run import dry_run
-from shardwise.model import float8
-from shardwise.model.blueprint import blueprint_of
-from shardwise.model.float8 import EMULATED, Float8Linear, Scaling, scaling_named
+from shardwise.hardware.cluster import Cluster, cluster_of
+from shardwise.hardware.profiles import PROFILES
+from shardwise.model.open import blueprint_of
 from shardwise.plan.predict import predict
 from shardwise.plan.search import plan_for
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime import float8
+from shardwise.runtime.float8 import EMULATED, Float8Linear, Scaling, scaling_named
 from shardwise.technique import SETTINGS, broken_rules, refuse_unsupported, strategy_from
 from shardwise.technique.float8 import can_run, gains
-from shardwise.train.verify import Verdict, run_reference, run_strategy
+from tests.harness.corpora import EVEN
+from tests.harness.parity import Parity, Trial
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ("tensorwise", "rowwise")
@@ -107,7 +108,7 @@ def test_nothing_overflows_and_what_is_far_below_the_largest_becomes_zero(
     bits = float8.cast(x, factor, dtype, False).float()
     assert bits.isfinite().all()
     assert bits[0, 2:].tolist() == [0.0, 0.0]
-    if largest > 1e-12:  # what is smaller counts as zero
+    if largest > 1e-12:  # smaller errors count as zero
         assert bits[0, 0] == torch.finfo(dtype).max == -bits[0, 1]
         assert float(bits[0, 0] * inverse) == pytest.approx(largest, rel=1e-6)
 
@@ -206,9 +207,9 @@ def a_recipe(model: dict[str, Any] = SIXTEENS, length: int = 48, **rest: Any) ->
     return recipe_of({**values, **rest}, SETTINGS)
 
 
-def notes_of(recipe: Recipe, **settings: Any) -> tuple[str, ...]:
+def notes_of(recipe: Recipe, **settings: Any) -> list[str]:
     strategy = strategy_from({"precision": "fp8", **settings})
-    return dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster)).notes
+    return dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster)).hints.notes
 
 
 def test_the_plan_says_how_many_layers_run_in_8_bits() -> None:
@@ -312,48 +313,34 @@ def test_torchao_s_warnings_are_silent_only_while_it_is_imported() -> None:
 # -- training ------------------------------------------------------------------------------------------
 
 
-def reference_rank(recipe: Recipe, folder: Path) -> None:
-    run_reference(recipe, strategy_from({"micro_batch_size": 4}), folder)
-
-
-def strategy_rank(recipe: Recipe, settings: dict[str, Any], folder: Path) -> Verdict:
-    return run_strategy(recipe, strategy_from(settings), folder, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def trained(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path]:
-    folder = tmp_path_factory.mktemp("fp8")
-    text = folder / "corpus.txt"
-    text.write_text(Path(__file__).read_text(encoding="utf-8") * 2, encoding="utf-8")
-    recipe = a_recipe(data={"source": str(text), "sequence_length": 40}, optimizer={"learning_rate": 3e-4})
-    pool.run(1, reference_rank, recipe, folder)
-    return recipe, folder
+def trial(world: int, **settings: Any) -> Trial:
+    recipe = a_recipe(
+        data={"source": EVEN, "sequence_length": 40}, optimizer={"learning_rate": 3e-4}, steps=20
+    )
+    return Trial(recipe, world, {"precision": "fp8", "fp8_layers": "all", **settings})
 
 
 @pytest.mark.parametrize(
-    ("world_size", "settings"),
+    "trial",
     [
-        (1, {"zero_stage": 0}),
-        (2, {"zero_stage": 0, "fp8_scaling": "row"}),
-        (2, {"zero_stage": 3, "activation_checkpointing": "full"}),
+        trial(1, zero_stage=0),
+        trial(2, zero_stage=0, fp8_scaling="row"),
+        trial(2, zero_stage=3, activation_checkpointing="full"),
     ],
+    ids=["one rank", "row", "full"],
 )
-def test_twenty_steps_follow_fp32(
-    world_size: int, settings: dict[str, Any], trained: tuple[Recipe, Path], pool: Pool
-) -> None:
+def test_training_follows_fp32(trial: Trial, parity: Parity) -> None:
     """Loss within 1 %; gradient norm and weights within the tolerance of ``shardwise verify``.
 
     The learning rate is small: at larger ones this model's gradient jumps by factors of 50, which
     no two precisions do alike.
     """
-    recipe, folder = trained
-    pinned = {"precision": "fp8", "fp8_layers": "all", **settings}
-    verdict = pool.run(world_size, strategy_rank, recipe, pinned, folder, timeout=240)[0]
+    verdict = parity.verdict(trial)
     assert verdict.passed, verdict
     assert 1e-5 < verdict.max_loss_difference < 1e-2, verdict
 
 
-def test_a_model_of_transformers_is_planned_and_trained_alike(pool: Pool, tmp_path: Path) -> None:
+def test_a_model_of_transformers_is_planned_and_trained_alike(parity: Parity, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=256,
@@ -365,16 +352,10 @@ def test_a_model_of_transformers_is_planned_and_trained_alike(pool: Pool, tmp_pa
         max_position_embeddings=64,
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
-    text = tmp_path / "corpus.txt"
-    text.write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
-    recipe = a_recipe(
-        {"hf": str(tmp_path / "llama")}, data={"source": str(text), "sequence_length": 40}, steps=8
-    )
+    recipe = a_recipe({"hf": str(tmp_path / "llama")}, data={"source": EVEN, "sequence_length": 40}, steps=8)
     [note] = notes_of(recipe, fp8_layers="all")
     assert note.startswith("fp8 in 14 of the 14 linear layers")
-    pool.run(1, reference_rank, recipe, tmp_path, timeout=120)
-    pinned = {"precision": "fp8", "fp8_layers": "all", "zero_stage": 3}
-    verdict = pool.run(2, strategy_rank, recipe, pinned, tmp_path, timeout=240)[0]
+    verdict = parity.verdict(Trial(recipe, 2, {"precision": "fp8", "fp8_layers": "all", "zero_stage": 3}))
     assert verdict.passed, verdict
     assert 1e-5 < verdict.max_loss_difference < 1e-2, verdict
 

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from corpora import write_words
-from pool import Pool
 from torch import Tensor
 
-from shardwise.core.cluster import cluster_of
+from shardwise.checkpoint.checkpoint import restore, save
 from shardwise.core.errors import RecipeError
-from shardwise.core.pipeline_schedule import in_flight, orders, play
-from shardwise.core.plan import plan_from
-from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.core.json_file import parsed
+from shardwise.core.pipeline.schedule import in_flight, orders, play
+from shardwise.core.plan import Plan
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import build
-from shardwise.engine.persistent import tensors_of
 from shardwise.engine.pipeline.executor import Pipelined
+from shardwise.engine.run_state import tensors_of
 from shardwise.engine.step import step
-from shardwise.model.blueprint import Batch, blueprint_of
-from shardwise.model.parts import Costs, blocks_per_part
-from shardwise.model.slices import local_part
+from shardwise.engine.train_state import TrainState
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.balance import Costs, blocks_per_stage
+from shardwise.model.blueprint import Batch
+from shardwise.model.open import blueprint_of
 from shardwise.plan.search import plan_for
-from shardwise.plan.stages import predict_worst
+from shardwise.plan.worst_rank import predict_worst
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime.parallel.shard_slices import local_part
 from shardwise.technique import SETTINGS, broken_rules, refuse_broken, strategy_from
-from shardwise.train.blame import first_non_finite
-from shardwise.train.checkpoint import restore, save
-from shardwise.train.evaluate import evaluate
-from shardwise.train.state import TrainState
-from shardwise.train.verify import Verdict, run_reference, run_strategy
+from shardwise.technique.place import Reduced
+from shardwise.train.evaluation import evaluate
+from shardwise.train.faults.find_non_finite import first_non_finite
+from tests.harness.corpora import FEW_LETTERS
+from tests.harness.parity import Parity, Trial
+from tests.harness.pool import Pool
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
 LLAMA = {"layers": 5, "width": 44, "heads": 2, "kv_heads": 1, "ffn": 55, "vocab": 257, "context": 32}
@@ -49,85 +51,55 @@ MODELS: dict[str, dict[str, Any]] = {
 # ---- it trains as one process does ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_words(tmp_path_factory.mktemp("data") / "corpus.txt", even=True, letters="abcdefgh")
-
-
-def parity_recipe(model: dict[str, Any], corpus: Path) -> Recipe:
+def trial(model: dict[str, Any], world: int, settings: dict[str, Any]) -> Trial:
     values = {
         "model": model,
-        "data": {"source": str(corpus), "sequence_length": 24},
+        "data": {"source": FEW_LETTERS, "sequence_length": 24},
         "steps": 20,
         "batch_size": 5,  # unequal counts on ranks and in micro-batches
         "optimizer": {"learning_rate": 1e-3, "clip_norm": 1.0},
     }
-    return recipe_of(values, SETTINGS)
+    return Trial(recipe_of(values, SETTINGS), world, settings)
 
 
-def reference_rank(recipe: Recipe, settings: dict[str, Any], folder: Path) -> None:
-    run_reference(recipe, strategy_from(settings), folder)
-
-
-def strategy_rank(recipe: Recipe, settings: dict[str, Any], folder: Path) -> Verdict:
-    return run_strategy(recipe, strategy_from(settings), folder, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def verdict_of(pool: Pool, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Trains a strategy and the plain process, each distinct one of these once."""
-    folders: dict[tuple[str, str], Path] = {}
-
-    def judged(name: str, model: dict[str, Any], world_size: int, settings: dict[str, Any]) -> Verdict:
-        recipe = parity_recipe(model, corpus)
-        refuse_broken(recipe.model_copy(update={"strategy": settings}), world_size, str)
-        precision = "fp64" if settings["precision"] == "fp64" else "fp32"
-        if (name, precision) not in folders:
-            folder = folders[name, precision] = tmp_path_factory.mktemp("reference")
-            pool.run(1, reference_rank, recipe, {"precision": precision, "micro_batch_size": 5}, folder)
-        folder = folders[name, precision]
-        verdicts = pool.run(world_size, strategy_rank, recipe, settings, folder, timeout=120)
-        assert all(verdict == verdicts[0] for verdict in verdicts)
-        return verdicts[0]
-
-    return judged
-
-
-def row(model: str, ranks: int, schedule: str, **settings: Any) -> Any:
+def row(model: str, ranks: int, schedule: str, *marks: Any, **settings: Any) -> Any:
     values = {"pipeline_parallel": ranks, "pipeline_schedule": schedule, "precision": "fp64", **settings}
     name = "-".join(str(value) for value in (model, *values.values()))
-    return pytest.param(model, values.pop("world", ranks), {"micro_batch_size": 1} | values, id=name)
+    world = values.pop("world", ranks)
+    return pytest.param(trial(MODELS[model], world, {"micro_batch_size": 1} | values), marks=marks, id=name)
 
 
-@pytest.mark.parametrize(
-    ("model", "world_size", "settings"),
-    [
-        *(row("llama", 2, schedule, micro_batch_size=2) for schedule in SCHEDULES),
-        *(row("eight", 4, schedule) for schedule in ("naive", "1f1b", "interleaved", "zero_bubble")),
-        row("gpt2", 4, "gpipe"),
-        row("tied", 4, "1f1b"),
-        row("llama", 2, "1f1b", world=4, zero_stage=0),
-        row("gpt2", 2, "interleaved", world=4, zero_stage=1),
-        row("tied", 2, "zero_bubble", world=4, zero_stage=2, replicate=2),
-        row("tied", 2, "interleaved", world=4, zero_stage=3),
-        row("llama", 2, "gpipe", world=4, zero_stage=3, activation_checkpointing="full", loss="chunked"),
-        row("llama", 2, "1f1b", activation_checkpointing="sqrt", precision="fp32"),
-        row("gpt2", 2, "zero_bubble", precision="bf16"),
-        row("tied", 2, "1f1b", world=4, zero_stage=2, precision="fp16"),
-    ],
-)
-def test_trains_as_one_plain_process(
-    model: str, world_size: int, settings: dict[str, Any], verdict_of: Callable[..., Verdict]
-) -> None:
-    """Loss, norm and weights over 20 steps: 1e-10 in fp64, 1e-5 in fp32, wider in 16 bits; a batch of 5."""
-    verdict = verdict_of(model, MODELS[model], world_size, settings)
+LONG = pytest.mark.long  # rows/rows.json trains their pairs on two stages
+ROWS = [
+    row("llama", 2, "1f1b", micro_batch_size=2),
+    *(
+        row("llama", 2, schedule, LONG, micro_batch_size=2)
+        for schedule in ("naive", "gpipe", "interleaved", "zero_bubble")
+    ),
+    *(row("eight", 4, schedule) for schedule in ("1f1b", "interleaved", "zero_bubble")),
+    row("eight", 4, "naive", LONG),
+    row("gpt2", 4, "gpipe"),
+    row("tied", 4, "1f1b"),
+    row("llama", 2, "1f1b", LONG, world=4, zero_stage=0),
+    row("gpt2", 2, "interleaved", LONG, world=4, zero_stage=1),
+    row("tied", 2, "zero_bubble", LONG, world=4, zero_stage=2, replicate=2),
+    row("tied", 2, "interleaved", LONG, world=4, zero_stage=3),
+    row("llama", 2, "gpipe", LONG, world=4, zero_stage=3, activation_checkpointing="full", loss="chunked"),
+    row("llama", 2, "1f1b", LONG, activation_checkpointing="sqrt", precision="fp32"),
+    row("gpt2", 2, "zero_bubble", LONG, precision="bf16"),
+    row("tied", 2, "1f1b", LONG, world=4, zero_stage=2, precision="fp16"),
+]
+
+
+@pytest.mark.parametrize("trial", ROWS)
+def test_trains_as_one_plain_process(trial: Trial, parity: Parity) -> None:
+    """Loss, norm and weights: 1e-10 in fp64, 1e-5 in fp32, wider in 16 bits; a batch of 5."""
+    verdict = parity.verdict(trial)
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_hugging_face_llama_trains_as_one_plain_process(
-    tied: bool, verdict_of: Callable[..., Verdict], tmp_path: Path
-) -> None:
+def test_a_hugging_face_llama_trains_as_one_plain_process(tied: bool, parity: Parity, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=257,
@@ -140,8 +112,8 @@ def test_a_hugging_face_llama_trains_as_one_plain_process(
     )
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
-    settings = {"precision": "fp32", "pipeline_parallel": 2, "micro_batch_size": 2, "zero_stage": 2}
-    verdict = verdict_of(f"hf-{tied}", {"hf": str(tmp_path / "llama")}, 4, settings)
+    settings = {"precision": "fp32", "pipeline_parallel": 2, "micro_batch_size": 2}
+    verdict = parity.verdict(trial({"hf": str(tmp_path / "llama")}, 2, settings))
     assert verdict.passed, verdict
 
 
@@ -175,7 +147,7 @@ def made(recipe: Recipe) -> Any:
 
 def held_in_flight(recipe: Recipe, count: int) -> int:
     run = made(recipe)
-    step(run, batches(count), 1e-3)
+    step(run, [batches(count)], 1e-3)
     assert isinstance(run.passes, Pipelined)
     return run.passes.most_in_flight
 
@@ -188,7 +160,7 @@ def test_a_run_holds_p_minus_s_micro_batches_with_1f1b_and_all_with_gpipe(pool: 
 
 
 def channels_of(recipe: Recipe) -> set[str]:
-    pipeline = made(recipe).pipeline
+    pipeline: Any = made(recipe).options.place
     return {group.group_name for group in pipeline.channels.values()}
 
 
@@ -213,16 +185,16 @@ def test_held_out_loss_is_that_of_one_process(pool: Pool) -> None:
 
 def trained_and_saved(recipe: Recipe, folder: Path) -> None:
     run = made(recipe)
-    step(run, batches(4), 1e-3)
+    step(run, [batches(4)], 1e-3)
     save(run, TrainState(step=1), folder, keep=2)
 
 
 def gone_on(recipe: Recipe, folder: Path) -> tuple[dict[str, Tensor], float]:
-    """What was restored of every tensor that one rank alone holds, and the loss of the next step."""
+    """The restored value of every tensor that one rank alone holds, and the loss of the next step."""
     run = made(recipe)
     assert restore(run, folder) == TrainState(step=1)
     held = {name: local_part(tensor).clone() for name, tensor in tensors_of(run).items()}
-    return held, float(step(run, batches(4, seed=1), 1e-3).loss)
+    return held, float(step(run, [batches(4, seed=1)], 1e-3).loss)
 
 
 def test_a_checkpoint_is_read_by_any_number_of_stages(pool: Pool, tmp_path: Path) -> None:
@@ -284,7 +256,7 @@ def test_activations_of_a_stage_are_those_of_its_micro_batches_in_flight() -> No
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
 def test_what_a_pass_leaves_is_what_one_micro_batch_more_holds(schedule: str) -> None:
-    """To the byte, beside ids and labels of one more: of the first stage, a middle one and the last.
+    """To the byte, with ids and labels of one more: of the first stage, a middle one and the last.
 
     With two stages on a rank only where both are alike, and but for one hidden state that is on its way between them.
     """
@@ -318,7 +290,7 @@ def test_every_stage_sends_hidden_states_forward_and_their_gradients_back(schedu
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 def test_of_many_micro_batches_a_few_cost_and_hold_what_all_do(schedule: str) -> None:
     recipe = small(10, "eight", pipeline_parallel=4, pipeline_schedule=schedule)
-    few, all_of_them = dry(recipe, 1), dry(recipe, 1, seen=10)
+    few, all_of_them = dry(recipe, 1), dry(recipe, 1, reduced=Reduced(micro_batches=10))
     assert few.peak.bytes == all_of_them.peak.bytes
     assert few.cost.flops == all_of_them.cost.flops
     assert few.cost.traffic_by_axis() == all_of_them.cost.traffic_by_axis()
@@ -326,7 +298,7 @@ def test_of_many_micro_batches_a_few_cost_and_hold_what_all_do(schedule: str) ->
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_quick_prediction_of_a_stage_is_the_full_one(schedule: str) -> None:
-    """Over blocks and over micro-batches in flight at once, but for what is on its way when the pipeline is full."""
+    """Over blocks and over micro-batches in flight at once, except for messages in flight when the pipeline is full."""
     model = {"layers": 24, "width": 64, "heads": 2, "ffn": 96, "vocab": 256}
     values = {"model": model, "data": {"sequence_length": 32}, "steps": 1, "batch_size": 6}
     recipe = recipe_of(values | {"cluster": {"devices_per_node": 4}}, SETTINGS)
@@ -345,21 +317,21 @@ def test_a_plan_shows_the_worst_stage_and_predicts_all_of_them() -> None:
     recipe = small(4, pipeline_parallel=2)
     plan = plan_for(recipe, blueprint_of(recipe), cluster_of(recipe.cluster), compare=False)
     assert plan.allocated_bytes.keys() == {0, 1}
-    assert plan.worst_rank == max(plan.allocated_bytes, key=lambda rank: plan.allocated_bytes[rank])
+    assert plan.peak.rank == max(plan.allocated_bytes, key=lambda rank: plan.allocated_bytes[rank])
     assert "pp2 1f1b" in plan.line
     assert plan.step.split["waiting for other stages"] > 0
     assert plan.step.seconds == pytest.approx(math.fsum(plan.step.split.values()))
-    played = plan_from(json.loads(plan.to_json())).pipeline
+    played = parsed(plan.to_json(), Plan, Path("plan.json")).pipeline
     assert played is not None and played == plan.pipeline
     assert (played.schedule, played.ranks, played.micro_batches, played.place) == (
         "1f1b",
         2,
         4,
-        plan.worst_rank,
+        plan.peak.rank,
     )
-    beside = plan.step.split["exposed communication"]
-    assert 0 < played.step_seconds("1f1b") <= plan.step.seconds - beside
-    assert played.pass_bytes == dry(recipe, plan.worst_rank).pass_bytes
+    exposed = plan.step.split["exposed communication"]
+    assert 0 < played.step_seconds("1f1b") <= plan.step.seconds - exposed
+    assert played.pass_bytes == dry(recipe, plan.peak.rank).pass_bytes
 
 
 def test_the_time_of_a_step_has_the_schedules_bubble() -> None:
@@ -385,11 +357,11 @@ def test_the_time_of_a_step_has_the_schedules_bubble() -> None:
 
 
 def test_blocks_go_to_the_stage_that_has_least_to_do() -> None:
-    assert blocks_per_part(8, 4, Costs(block=10, rest=0)) == [2, 2, 2, 2]
-    assert blocks_per_part(32, 4, Costs(block=10, rest=24)) == [8, 9, 9, 6]
-    assert blocks_per_part(4, 4, Costs(block=1, rest=100)) == [1, 1, 1, 1]
+    assert blocks_per_stage(8, 4, Costs(block=10, rest=0)) == [2, 2, 2, 2]
+    assert blocks_per_stage(32, 4, Costs(block=10, rest=24)) == [8, 9, 9, 6]
+    assert blocks_per_stage(4, 4, Costs(block=1, rest=100)) == [1, 1, 1, 1]
     for parts in (2, 3, 5):
-        counts = blocks_per_part(17, parts, Costs(block=7, rest=11))
+        counts = blocks_per_stage(17, parts, Costs(block=7, rest=11))
         costs = [7 * n + (11 if i == parts - 1 else 0) for i, n in enumerate(counts)]
         assert sum(counts) == 17 and max(costs) - min(costs) <= 7
 
@@ -461,7 +433,7 @@ def test_a_model_that_does_not_say_how_it_is_cut_is_refused(tmp_path: Path) -> N
 
 
 def test_fewer_micro_batches_than_ranks_are_allowed_and_said() -> None:
-    [note] = [note for note in dry(small(2, pipeline_parallel=4), 0).notes if "do not fill" in note]
+    [note] = [note for note in dry(small(2, pipeline_parallel=4), 0).hints.notes if "do not fill" in note]
     lists = orders("1f1b", 4, 1, 2)
     bubble = play(lists, lambda action: 2.0 if action.kind == "B" else 1.0).bubble
     assert f"2 micro-batches do not fill 4 ranks: they wait for {bubble:.0%}" in note

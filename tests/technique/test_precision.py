@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from pool import Pool
-from small_run import MODEL, make_run, train
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.core.cluster import cluster_of
+from shardwise.checkpoint.checkpoint import restore, save
 from shardwise.core.errors import RecipeError
-from shardwise.core.recipe import Recipe, recipe_of
-from shardwise.model.blueprint import blueprint_of
+from shardwise.engine.train_state import TrainState
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
 from shardwise.plan.search import plan_for
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, refuse_broken, strategy_from
 from shardwise.technique.precision import Precision
-from shardwise.train.checkpoint import restore, save
-from shardwise.train.state import TrainState
+from tests.harness.pool import Pool
+from tests.harness.tiny_run import MODEL, make_run, train
 
 
 def dtypes(settings: dict[str, Any]) -> tuple[set[str], set[str], str]:
@@ -62,7 +63,10 @@ def test_buffers_have_a_dtype_of_their_own(
 ) -> None:
     norm = torch.nn.BatchNorm1d(3)
     site: Any = SimpleNamespace(
-        model=norm, strategy=strategy_from(settings), dtypes=None, trained_in=None, notes=[]
+        strategy=strategy_from(settings),
+        context=SimpleNamespace(blueprint=SimpleNamespace(trained_in=None)),
+        view=SimpleNamespace(model=norm),
+        options=SimpleNamespace(),
     )
     Precision().apply(site)
     assert norm.weight.dtype == weights and norm.running_mean is not None

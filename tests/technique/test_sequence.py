@@ -9,31 +9,32 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pool import Pool
-from small_run import batch, equal, full, make_run, train, whole
 from torch import Tensor
 
-from shardwise.core.cluster import cluster_of
+from shardwise.checkpoint.checkpoint import restore, save
 from shardwise.core.errors import RecipeError
-from shardwise.core.recipe import Recipe, recipe_of
-from shardwise.core.strategy import Case
 from shardwise.dryrun.run import DryRun, dry_run
-from shardwise.engine.step import forward_backward
-from shardwise.model.attention_kernels import _OnCPU, _Products
-from shardwise.model.blueprint import blueprint_of
-from shardwise.model.ring import ring_attention
-from shardwise.model.sequence import Share
-from shardwise.model.slices import named_parameters
-from shardwise.model.ulysses import ulysses_attention
+from shardwise.engine.train_state import TrainState
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
 from shardwise.plan.timing import step_time
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime.parallel.attention_kernels import _OnCPU, _Products
+from shardwise.runtime.parallel.ring import ring_attention
+from shardwise.runtime.parallel.sequence import TokenShard
+from shardwise.runtime.parallel.shard_slices import named_parameters
+from shardwise.runtime.parallel.ulysses import ulysses_attention
 from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
-from shardwise.train.blame import first_non_finite
-from shardwise.train.checkpoint import restore, save
-from shardwise.train.evaluate import evaluate
-from shardwise.train.state import TrainState
-from shardwise.train.verify import Verdict, run_reference, run_strategy
-from shardwise.train.warm import _tiny
+from shardwise.technique.rules import Case
+from shardwise.train.evaluation import evaluate
+from shardwise.train.faults.find_non_finite import first_non_finite
+from shardwise.train.warm_up import _tiny
+from tests.harness.corpora import WORDS
+from tests.harness.parity import Parity, Trial
+from tests.harness.pool import Pool
+from tests.harness.tiny_run import batch, equal, full, make_run, train, whole
 
 METHODS = ("ulysses", "ring")
 SMALL = {"layers": 2, "width": 32, "heads": 4, "ffn": 44, "vocab": 257, "context": 64}
@@ -55,62 +56,49 @@ def divided(method: str, degree: int = 2, **settings: Any) -> dict[str, Any]:
 # ---- it trains as one process does ------------------------------------------------------------------------
 
 
-def verified(
-    recipe: Recipe, reference: dict[str, Any], asked: list[dict[str, Any]], folder: Path
-) -> list[Verdict]:
-    """One plain process on rank 0, then several strategies one after the other."""
-    if dist.get_rank() == 0:
-        run_reference(recipe, strategy_from(reference), folder)
-    dist.barrier()
-    return [run_strategy(recipe, strategy_from(each), folder, torch.device("cpu")) for each in asked]
-
-
-def small_recipe(model: dict[str, Any], **sections: Any) -> Recipe:
+def small_recipe(model: dict[str, Any]) -> Recipe:
     """Samples of unequal counts: 5 are no multiple of the ranks, nor of the micro-batches."""
-    values = {"model": model, "data": {"sequence_length": 24}, "steps": 20, "batch_size": 5}
-    return recipe_of(values | sections, SETTINGS)
+    data = {"source": WORDS, "sequence_length": 24}
+    return recipe_of({"model": model, "data": data, "steps": 20, "batch_size": 5}, SETTINGS)
 
 
-def agree(
-    pool: Pool, recipe: Recipe, folder: Path, precision: str, world_size: int, *asked: dict[str, Any]
-) -> None:
-    reference = {"precision": precision, "micro_batch_size": 5}
-    each = [{"precision": precision, **settings} for settings in asked]
-    for verdicts in pool.run(world_size, verified, recipe, reference, each, folder, timeout=240):
-        for settings, verdict in zip(each, verdicts, strict=True):
-            assert verdict.steps == 20
-            assert verdict.passed, (settings, verdict)
-            assert verdict.tolerance == {"fp64": 1e-10, "fp32": 1e-5}[precision]
+def row(model: str, precision: str, world: int, settings: dict[str, Any], *marks: Any) -> Any:
+    trial = Trial(small_recipe(MODELS[model]), world, {"precision": precision, **settings})
+    return pytest.param(
+        trial, marks=marks, id="-".join([model, str(world), *map(str, trial.settings.values())])
+    )
 
 
-FOUR: dict[str, list[dict[str, Any]]] = {
-    "fp64": [
-        divided("ulysses", 4, zero_stage=3),
-        divided("ring", 4, zero_stage=2),
-        divided("ulysses", zero_stage=0, micro_batch_size=2),
-        divided("ring", zero_stage=1),
-    ],
-    "fp32": [divided("ring", zero_stage=3), divided("ulysses", zero_stage=2, replicate=2)],
-}
-"""Degree 4, with more ranks than key/value heads; degree 2 beside two data-parallel ranks."""
+LONG = pytest.mark.long  # rows/rows.json trains their pairs
+ROWS = [
+    row("grouped", "fp64", 4, divided("ulysses", 4, zero_stage=3)),
+    row("grouped", "fp64", 4, divided("ring", 4, zero_stage=2)),
+    row("grouped", "fp64", 4, divided("ulysses", zero_stage=0, micro_batch_size=2), LONG),
+    row("grouped", "fp64", 4, divided("ring", zero_stage=1), LONG),
+    row("grouped", "fp32", 4, divided("ring", zero_stage=3), LONG),
+    row("grouped", "fp32", 4, divided("ulysses", zero_stage=2, replicate=2), LONG),
+    *(
+        row(model, "fp64", 2, settings)
+        for model in ("gpt2", "tied")
+        for settings in (
+            divided("ulysses", zero_stage=3, micro_batch_size=2),
+            divided("ring", zero_stage=0),
+            divided("ring", loss="chunked", zero_stage=1),
+        )
+    ),
+]
+"""Degree 4, with more ranks than key/value heads; degree 2 with two data-parallel ranks; learned positions."""
 
 
-@pytest.mark.parametrize("precision", FOUR)
-def test_four_ranks_train_as_one(precision: str, pool: Pool, tmp_path: Path) -> None:
-    agree(pool, small_recipe(MODELS["grouped"]), tmp_path, precision, 4, *FOUR[precision])
+@pytest.mark.parametrize("trial", ROWS)
+def test_trains_as_one_plain_process(trial: Trial, parity: Parity) -> None:
+    verdict = parity.verdict(trial)
+    assert verdict.passed, verdict
+    assert verdict.tolerance == {"fp64": 1e-10, "fp32": 1e-5}[trial.settings["precision"]]
 
 
-@pytest.mark.parametrize("model", ["gpt2", "tied"])
-def test_two_ranks_train_as_one(model: str, pool: Pool, tmp_path: Path) -> None:
-    asked = [
-        divided("ulysses", zero_stage=3, micro_batch_size=2),
-        divided("ring", zero_stage=0),
-        divided("ring", loss="chunked", zero_stage=1),
-    ]
-    agree(pool, small_recipe(MODELS[model]), tmp_path, "fp64", 2, *asked)
-
-
-def test_a_hugging_face_model_trains_as_one(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_hugging_face_model_trains_as_one(method: str, parity: Parity, tmp_path: Path) -> None:
     """In fp32: transformers' norms and angles are computed in it, whatever the model's dtype."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -119,8 +107,8 @@ def test_a_hugging_face_model_trains_as_one(pool: Pool, tmp_path: Path) -> None:
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     recipe = small_recipe({"hf": str(tmp_path / "model")})
-    asked = [divided(method, zero_stage=3) for method in METHODS]
-    agree(pool, recipe, tmp_path, "fp32", 2, *asked)
+    verdict = parity.verdict(Trial(recipe, 2, divided(method, zero_stage=3)))
+    assert verdict.passed, verdict
 
 
 def gradients(asked: list[dict[str, Any]], model: dict[str, Any]) -> list[dict[str, Tensor]]:
@@ -128,7 +116,7 @@ def gradients(asked: list[dict[str, Any]], model: dict[str, Any]) -> list[dict[s
     found = []
     for settings in asked:
         run = make_run(3, settings=settings, model=model, data=EIGHT)
-        forward_backward(run, [batch(0), batch(1)])
+        run.passes.forward_backward([[batch(0), batch(1)]])
         named = named_parameters(run.model)
         found.append({name: full(p.grad) for name, p in named if p.grad is not None})
     return found
@@ -181,10 +169,10 @@ def test_checkpoints_evaluation_and_blame(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_tokens_keep_their_positions_and_targets(balanced: bool) -> None:
-    """Over all ranks every token once, each beside its own target, the one at the edge of a part as well."""
+    """Over all ranks every token once, each with its own target, the one at the edge of a part as well."""
     tokens = torch.arange(100, 225).view(5, 25)
     whole_batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-    parts = [Share(rank, 3, balanced).of(whole_batch) for rank in range(3)]
+    parts = [TokenShard(rank, 3, balanced).shard_batch(whole_batch) for rank in range(3)]
     for part in parts:
         assert torch.equal(part["labels"], part["input_ids"] + 1)
         assert torch.equal(part["input_ids"], tokens[:, part["positions"]])
@@ -197,7 +185,7 @@ def test_a_sample_that_cannot_be_divided_evenly_is_refused(balanced: bool) -> No
     """As a factory's own dataset may hold: the recipe's sequence_length says nothing of it."""
     tokens = torch.zeros(1, 126, dtype=torch.int64)
     with pytest.raises(RecipeError, match="a sample has 126 tokens"):
-        Share(0, 4, balanced).of({"input_ids": tokens, "labels": tokens})
+        TokenShard(0, 4, balanced).shard_batch({"input_ids": tokens, "labels": tokens})
 
 
 def ulysses_with_dropout() -> tuple[Tensor, Tensor, Tensor]:
@@ -239,11 +227,13 @@ def test_the_model_that_warms_kernels_can_be_divided(tensor: int, sequence: int)
 def test_the_ring_s_parts_have_equal_work() -> None:
     """Each token looks back as many tokens as its position is; every rank at as many in all."""
     tokens = torch.zeros(1, 48, dtype=torch.int64)
-    parts = [Share(rank, 4, True).of({"input_ids": tokens, "labels": tokens}) for rank in range(4)]
+    parts = [
+        TokenShard(rank, 4, True).shard_batch({"input_ids": tokens, "labels": tokens}) for rank in range(4)
+    ]
     assert len({int(part["positions"].sum()) for part in parts}) == 1
 
 
-# ---- what is sent -----------------------------------------------------------------------------------------
+# ---- traffic ----------------------------------------------------------------------------------------------
 
 LAYERS, WIDTH, HEADS = 2, 64, 8
 
@@ -267,7 +257,7 @@ def counted(
 
 
 def sent_elements(run: DryRun, kind: str) -> int:
-    """ZeRO's gathers and reductions are counted beside it: with no data-parallel ranks both use one group."""
+    """ZeRO's gathers and reductions are counted with it: with no data-parallel ranks both use one group."""
     assert {c.kind for c in run.cost.collectives} <= {kind, "all_gather", "reduce_scatter", "all_reduce"}
     sent = [c for c in run.cost.collectives if c.kind == kind]
     assert {c.axis for c in sent} == {"sequence"}
@@ -322,7 +312,7 @@ def test_a_second_run_of_a_block_sends_the_ring_only_where_attention_runs_again(
         assert sent_elements(run, "send") * 3 == plain * passes, kind
 
 
-# ---- what is held, and how long it takes ------------------------------------------------------------------
+# ---- memory and time --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["none", "full"])
@@ -376,7 +366,7 @@ def test_products_are_what_the_cpu_s_kernel_computes(causal: bool) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-# ---- what is refused --------------------------------------------------------------------------------------
+# ---- refusals ---------------------------------------------------------------------------------------------
 
 
 def refused(world_size: int, model: dict[str, Any], length: int, **settings: Any) -> str:
@@ -418,7 +408,7 @@ def test_wrong_degrees_are_refused_with_the_nearest(
     ],
 )
 def test_a_users_module_is_divided_or_refused_in_words(how: str, why: str) -> None:
-    model = {"factory": "mixing:mixing", "arguments": {"how": how}}
+    model = {"factory": "tests.harness.mixing:mixing", "arguments": {"how": how}}
     values = {"model": model, "data": {"sequence_length": 16}, "steps": 1, "batch_size": 1}
     asked = recipe_of(values | {"cluster": {"devices_per_node": 2}}, SETTINGS)
     strategy = strategy_from(divided("ring"))
@@ -444,7 +434,7 @@ def test_models_whose_attention_looks_at_a_part_are_refused(tmp_path: Path) -> N
     for length, refusal in [(8, ""), (16, "sliding_window = 8")]:
         blueprint = HuggingFaceModel(str(tmp_path), length)
         with torch.device("meta"):
-            assert refusal in blueprint.indivisible(blueprint.build())
+            assert refusal in blueprint.context_parallel_obstacle(blueprint.build())
 
 
 def test_rules_hold_for_each_tensor_parallel_rank() -> None:
@@ -455,5 +445,5 @@ def test_rules_hold_for_each_tensor_parallel_rank() -> None:
     strategy = strategy_from(divided("ulysses", 4))
     recipe = recipe_of(values, SETTINGS)
     assert not any(rule.broken(Case(strategy, 8, recipe, 4)) for rule in RULES)
-    beside = type(strategy)({**strategy.values, "tensor_parallel": 2})
-    assert any(rule.broken(Case(beside, 8, recipe, 8)) for rule in RULES)
+    combined = type(strategy)({**strategy.values, "tensor_parallel": 2})
+    assert any(rule.broken(Case(combined, 8, recipe, 8)) for rule in RULES)

@@ -10,34 +10,34 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import Row, covering_rows
-from pool import Pool
-from small_run import MODEL, VOCAB, equal, make_run, train, whole
 
-from shardwise.core.cluster import cluster_of
+from shardwise.checkpoint.checkpoint import restore, save
 from shardwise.core.errors import RecipeError, ResourceError, ShardwiseError
-from shardwise.core.recipe import recipe_of
-from shardwise.core.sections import ClusterSpec
 from shardwise.dryrun.run import DryRun, dry_run
-from shardwise.engine.build import Run
-from shardwise.engine.optim import piece
+from shardwise.engine.optim import chunk as piece
 from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.offloaded import OffloadedOptimizer, share_of
-from shardwise.engine.persistent import OPTIMIZER, tensors_of
-from shardwise.model import disk
-from shardwise.model.blueprint import blueprint_of
-from shardwise.model.host import memories_apart
+from shardwise.engine.run import Run
+from shardwise.engine.run_state import OPTIMIZER, tensors_of
+from shardwise.engine.train_state import TrainState
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.plan.explain import offload_in_words
 from shardwise.plan.predict import Prediction, predict
-from shardwise.plan.sentences import offload_in_words
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import ClusterSpec
+from shardwise.runtime.offload import disk
+from shardwise.runtime.offload.host import separate_host_memory
 from shardwise.technique import broken_rules, strategy_from
-from shardwise.train.checkpoint import restore, save
-from shardwise.train.state import TrainState
+from tests.harness.covering import Row, covering_rows
+from tests.harness.pool import Pool
+from tests.harness.tiny_run import MODEL, VOCAB, equal, make_run, train, whole
 
 STEPS = 20
 FIRST_SCALE = 2.0**30
 """A loss scale that the first fp16 gradients overflow."""
 
-# What is offloaded, of how much, and whether the two memories are told apart.
+# Offloaded state, its fraction, and whether the two memories are told apart.
 OFFLOADS: dict[str, tuple[dict[str, Any], bool]] = {
     "optimizer": ({"offload": "optimizer"}, True),
     "half": ({"offload": "optimizer", "offload_fraction": 0.5}, True),
@@ -81,7 +81,7 @@ def sections_of(row: Row) -> dict[str, Any]:
 
 def apart_of(row: Row) -> AbstractContextManager[None]:
     told = bool(row["offload"]) and OFFLOADS[row["offload"]][1]
-    return memories_apart(True) if told else nullcontext()
+    return separate_host_memory(True) if told else nullcontext()
 
 
 def valid(row: Row) -> bool:
@@ -125,7 +125,7 @@ def test_trains_as_without_offload(world_size: int, pool: Pool, tmp_path: Path) 
     assert pool.run(world_size, differences, rows, tmp_path, timeout=240) == [[]] * world_size
 
 
-# ---- what is held -----------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------
 
 
 def plain_row(name: str, stage: int) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def test_a_model_that_does_not_fit_fits_with_its_state_on_the_host() -> None:
         sizes = [4 * parameter.numel() for parameter in blueprint_of(recipe).build().parameters()]
     assert everything.host.master_weights == everything.host.gradients == sum(map(pinned, sizes))
     assert sum(sizes) == 4 * state.parameters
-    assert any("updates on the processor" in words for words in offload_in_words(state, cluster))
+    assert any("optimizer step on the CPU" in words for words in offload_in_words(state, cluster))
 
 
 # ---- a disk that fails ------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def test_a_disk_that_is_too_small_says_so_before_the_first_step(pool: Pool, tmp_
 
 
 def filled_on_the_way(folder: Path) -> list[str]:
-    """Train and save, then let writes fail; what is wrong with the checkpoint afterwards."""
+    """Train and save, then let writes fail; the differences of the checkpoint afterwards."""
     run = built(FILES, folder)
     train(run, range(2))
     save(run, TrainState(2, 0), folder / "checkpoints", keep=1)
@@ -307,7 +307,7 @@ def filled_on_the_way(folder: Path) -> list[str]:
     again = built(FILES | {"offload": ""}, folder)
     state = restore(again, folder / "checkpoints")
     assert state is not None
-    return [] if state.step == 2 and equal(whole(again), expected) else ["not what was saved"]
+    return [] if state.step == 2 and equal(whole(again), expected) else ["another state"]
 
 
 def test_a_write_that_fails_ends_the_run_and_leaves_the_checkpoint(pool: Pool, tmp_path: Path) -> None:

@@ -7,33 +7,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import paper_block
 import pytest
 import torch
 import torch.distributed as dist
-from corpora import write_words
-from pool import Pool
-from small_run import make_run, train
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.core.cluster import cluster_of
+from shardwise.checkpoint.checkpoint import load_weights, restore, save
 from shardwise.core.cost import Collective, StepCost
 from shardwise.core.errors import RecipeError
-from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import build
-from shardwise.engine.persistent import tensors_of
-from shardwise.model.blueprint import blueprint_of
-from shardwise.model.exchange import Ranks
-from shardwise.model.hf_split import tensor_plan_of
-from shardwise.model.slices import local_part, local_slices
+from shardwise.engine.run_state import tensors_of
+from shardwise.engine.train_state import TrainState
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.hf_tensor_plan import tensor_plan_of
+from shardwise.model.open import blueprint_of
 from shardwise.plan.timing import collective_seconds, step_time
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime.parallel.shard_slices import local_part, local_slices
+from shardwise.runtime.parallel.tp_collectives import TPGroup
 from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
-from shardwise.train.checkpoint import load_weights, restore, save
 from shardwise.train.loop import seed_step
-from shardwise.train.state import TrainState
-from shardwise.train.verify import Verdict, run_reference, run_strategy
+from tests.harness import paper_block
+from tests.harness.corpora import EVEN
+from tests.harness.parity import Parity, Trial
+from tests.harness.pool import Pool
+from tests.harness.tiny_run import make_run, train
 
 STEPS = 20
 LLAMA = {"layers": 2, "width": 40, "heads": 4, "kv_heads": 4, "ffn": 55, "vocab": 257, "context": 32}
@@ -46,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {**LLAMA, "tied": True},
     "eights": {**LLAMA, "layers": 1, "width": 256, "ffn": 256},
     "paper": {
-        "factory": "paper_block:paper",
+        "factory": "tests.harness.paper_block:paper",
         "arguments": {"layers": 2, "width": 36, "heads": 4, "vocab": 257, "length": 24, "drop": 0.0},
     },
 }
@@ -54,15 +55,10 @@ MODELS: dict[str, dict[str, Any]] = {
 # ---- it trains as one plain process does ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_words(tmp_path_factory.mktemp("data") / "corpus.txt", even=True)
-
-
-def parity_recipe(model: dict[str, Any], corpus: Path, **sections: Any) -> Recipe:
+def parity_recipe(model: dict[str, Any], **sections: Any) -> Recipe:
     values = {
         "model": model,
-        "data": {"source": str(corpus), "sequence_length": 24},
+        "data": {"source": EVEN, "sequence_length": 24},
         "steps": STEPS,
         "batch_size": 7,
         "optimizer": {"learning_rate": 1e-3, "clip_norm": 1.0},
@@ -70,73 +66,45 @@ def parity_recipe(model: dict[str, Any], corpus: Path, **sections: Any) -> Recip
     return recipe_of(values | sections, SETTINGS)
 
 
-def reference_rank(recipe: Recipe, precision: str, folder: Path) -> None:
-    run_reference(recipe, strategy_from({"precision": precision, "micro_batch_size": 7}), folder)
-
-
-def strategy_rank(recipe: Recipe, settings: dict[str, Any], folder: Path) -> Verdict:
-    return run_strategy(recipe, strategy_from(settings), folder, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def reference(pool: Pool, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Folder with the plain process's losses and weights; each distinct one trained once."""
-    folders: dict[tuple[str, str], Path] = {}
-
-    def trained(name: str, precision: str, recipe: Recipe) -> Path:
-        wide = "fp64" if precision == "fp64" else "fp32"
-        if (name, wide) not in folders:
-            folders[name, wide] = tmp_path_factory.mktemp("reference")
-            pool.run(1, reference_rank, recipe, wide, folders[name, wide])
-        return folders[name, wide]
-
-    return trained
-
-
 SHARES, AGAIN = ({"tensor_sequence_parallel": how} for how in ("gathered", "regathered"))
-PARITY: list[tuple[str, str, int, dict[str, Any]]] = [
-    ("grouped", "fp64", 4, {"tensor_parallel": 4, **SHARES}),
-    ("llama", "fp64", 2, {"tensor_parallel": 2}),
-    ("llama", "fp64", 4, {"tensor_parallel": 2, "zero_stage": 3, **SHARES, "loss": "chunked"}),
-    ("llama", "fp32", 4, {"tensor_parallel": 2, "zero_stage": 2, "activation_checkpointing": "full"}),
-    ("llama", "fp16", 2, {"tensor_parallel": 2, **SHARES}),
-    ("gpt2", "fp64", 4, {"tensor_parallel": 2, "zero_stage": 1, **AGAIN}),
-    ("gpt2", "fp32", 2, {"tensor_parallel": 2, **AGAIN, "activation_checkpointing": "budget:0.4"}),
-    ("tied", "fp64", 4, {"tensor_parallel": 2, "zero_stage": 2, **SHARES}),
-    ("tied", "fp32", 4, {"tensor_parallel": 4, "loss": "chunked"}),
-    ("paper", "fp64", 2, {"tensor_parallel": 2, **AGAIN, "activation_checkpointing": "sqrt"}),
-    ("eights", "fp32", 4, {"tensor_parallel": 2, "zero_stage": 3}),
-    ("eights", "fp32", 2, {"tensor_parallel": 2, **SHARES}),
-    ("eights", "fp32", 2, {"tensor_parallel": 2, **AGAIN}),
+
+
+def row(name: str, precision: str, ranks: int, *marks: Any, **settings: Any) -> Any:
+    more = {"optimizer": {"name": "adamw_8bit", "learning_rate": 1e-3}} if name == "eights" else {}
+    settings = {"precision": precision, "micro_batch_size": 2, "tensor_parallel": 2, **settings}
+    trial = Trial(parity_recipe(MODELS[name], **more), ranks, settings)
+    return pytest.param(trial, marks=marks, id="-".join([name, str(ranks), *map(str, settings.values())]))
+
+
+LONG = pytest.mark.long  # rows/rows.json trains their pairs
+PARITY = [
+    row("grouped", "fp64", 4, tensor_parallel=4, **SHARES),
+    row("llama", "fp64", 2, LONG),
+    row("llama", "fp64", 4, LONG, zero_stage=3, **SHARES, loss="chunked"),
+    row("llama", "fp32", 4, LONG, zero_stage=2, activation_checkpointing="full"),
+    row("llama", "fp16", 2, **SHARES),
+    row("gpt2", "fp64", 4, LONG, zero_stage=1, **AGAIN),
+    row("gpt2", "fp32", 2, **AGAIN, activation_checkpointing="budget:0.4"),
+    row("tied", "fp64", 4, LONG, zero_stage=2, **SHARES),
+    row("tied", "fp32", 4, tensor_parallel=4, loss="chunked"),
+    row("paper", "fp64", 2, **AGAIN, activation_checkpointing="sqrt"),
+    row("eights", "fp32", 4, LONG, zero_stage=3),
+    row("eights", "fp32", 2, **SHARES),
+    row("eights", "fp32", 2, LONG, **AGAIN),
 ]
 
 
-@pytest.mark.parametrize(("name", "precision", "ranks", "settings"), PARITY, ids=str)
-def test_trains_as_one_plain_process(
-    name: str,
-    precision: str,
-    ranks: int,
-    settings: dict[str, Any],
-    pool: Pool,
-    corpus: Path,
-    reference: Any,
-) -> None:
-    """Loss, gradient norm and weights over 20 steps, with parts of 257, 263, 55 and 51 that nothing divides."""
-    recipe = parity_recipe(MODELS[name], corpus)
-    if name == "eights":
-        optimizer = {"name": "adamw_8bit", "learning_rate": 1e-3}
-        recipe = parity_recipe(MODELS[name], corpus, optimizer=optimizer)
-    settings = {"precision": precision, "micro_batch_size": 2, **settings}
-    refuse_broken(recipe.model_copy(update={"strategy": settings}), ranks, lambda key: key)
-    folder = reference(name, precision, recipe)
-    verdicts = pool.run(ranks, strategy_rank, recipe, settings, folder, timeout=240)
-    allowed = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 1e-2}[precision]
-    assert verdicts[0].tolerance == (5e-2 if name == "eights" else allowed)
-    assert all(v == verdicts[0] and v.steps == STEPS for v in verdicts)
-    assert verdicts[0].passed, verdicts[0]
+@pytest.mark.parametrize("trial", PARITY)
+def test_trains_as_one_plain_process(trial: Trial, parity: Parity) -> None:
+    """Loss, gradient norm and weights, with parts of 257, 263, 55 and 51 that nothing divides."""
+    refuse_broken(trial.recipe.model_copy(update={"strategy": trial.settings}), trial.world, str)
+    verdict = parity.verdict(trial)
+    allowed = {"fp64": 1e-10, "fp32": 1e-5, "fp16": 1e-2}[trial.settings["precision"]]
+    assert verdict.tolerance == (5e-2 if trial.recipe.optimizer.name == "adamw_8bit" else allowed)
+    assert verdict.passed, verdict
 
 
-def test_a_model_of_transformers_by_its_own_plan(pool: Pool, corpus: Path, tmp_path: Path) -> None:
+def test_a_model_of_transformers_by_its_own_plan(parity: Parity, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=257,
@@ -149,10 +117,8 @@ def test_a_model_of_transformers_by_its_own_plan(pool: Pool, corpus: Path, tmp_p
     )
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
-    recipe = parity_recipe({"hf": str(tmp_path / "llama")}, corpus)
-    pool.run(1, reference_rank, recipe, "fp32", tmp_path, timeout=120)
-    settings = {"tensor_parallel": 2, "micro_batch_size": 2}
-    verdict = pool.run(2, strategy_rank, recipe, settings, tmp_path, timeout=240)[0]
+    recipe = parity_recipe({"hf": str(tmp_path / "llama")})
+    verdict = parity.verdict(Trial(recipe, 2, {"tensor_parallel": 2, "micro_batch_size": 2}))
     assert verdict.passed, verdict
 
 
@@ -167,7 +133,7 @@ def test_a_plan_of_transformers_that_leaves_weights_out_is_refused(family: str, 
     config = getattr(transformers, f"{family}Config")(vocab_size=64, **sizes, **more)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(RecipeError, match=f"does not say what becomes of .*{left_out}"):
+    with pytest.raises(RecipeError, match=f"does not cover .*{left_out}"):
         tensor_plan_of(model, config)
 
 
@@ -177,7 +143,7 @@ def test_a_plan_of_transformers_that_leaves_weights_out_is_refused(family: str, 
 def dropped(settings: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Of one forward pass with dropout: what each block returns, and where its hidden states were dropped."""
     shape = {**MODELS["paper"]["arguments"], "drop": 0.3}
-    recipe = parity_recipe({"factory": "paper_block:paper", "arguments": shape}, Path("unread"))
+    recipe = parity_recipe({"factory": "tests.harness.paper_block:paper", "arguments": shape})
     run = build(recipe, blueprint_of(recipe), strategy_from(settings), torch.device("cpu"))
     results: list[Tensor] = []
     masks: list[Tensor] = []
@@ -299,12 +265,12 @@ def test_nothing_hides_what_is_sent_between_layers() -> None:
     sent = [c for c in cost.collectives if c.axis == "tensor"]
     needed = sum(collective_seconds(c, layout, cluster) for c in sent)
     hidden = StepCost(cost.kernels, tuple(replace(c, axis="shard") for c in sent))
-    exposed, beside = (
+    exposed, overlapped = (
         step_time(each, layout, cluster).split["exposed communication"]
         for each in (StepCost(cost.kernels, tuple(sent)), hidden)
     )
     assert exposed == pytest.approx(needed)
-    assert 0 < beside < exposed
+    assert 0 < overlapped < exposed
 
 
 # ---- what it keeps ----------------------------------------------------------------------------------------
@@ -322,7 +288,7 @@ def test_activations_per_layer_are_the_papers_to_the_byte(how: str, degree: int)
     shape = {"width": h, "heads": a, "vocab": 256, "length": s, "drop": 0.1}
     kept = []
     for layers in (2, 3):
-        model = {"factory": "paper_block:paper", "arguments": {"layers": layers, **shape}}
+        model = {"factory": "tests.harness.paper_block:paper", "arguments": {"layers": layers, **shape}}
         run = counted(
             {
                 "precision": "bf16",
@@ -347,7 +313,7 @@ def test_activations_per_layer_are_the_papers_to_the_byte(how: str, degree: int)
 
 
 class _Sent(TorchDispatchMode):
-    """Notes the names of what is sent."""
+    """Records the names of collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,14 +326,14 @@ class _Sent(TorchDispatchMode):
 
 
 def gathering_rank() -> tuple[set[str], list[float]]:
-    ranks = Ranks.of(dist.group.WORLD)
+    ranks = TPGroup.of(dist.group.WORLD)
     with _Sent() as sent:
-        whole = ranks.whole(torch.full((1, 2, 1), float(ranks.rank)))
+        whole = ranks.all_gather(torch.full((1, 2, 1), float(ranks.rank)))
     return sent.names, whole.flatten().tolist()
 
 
 def test_gathering_spares_the_collective_whose_name_corrupts_the_heap(pool: Pool) -> None:
-    """It crashed once in thousands of runs with two of it on their way: see ``Ranks.send_shares``."""
+    """It crashed once in thousands of runs with two of it on their way: see ``TPGroup.start_all_gather``."""
     for names, whole in pool.run(2, gathering_rank):
         assert whole == [0.0, 0.0, 1.0, 1.0]
         assert names == {"_c10d_functional::all_gather_into_tensor_out", "_c10d_functional::wait_tensor"}
@@ -477,8 +443,8 @@ def test_refused_sequences_and_moments() -> None:
 
 
 def test_models_that_do_not_say_how() -> None:
-    with pytest.raises(RecipeError, match="does not say which of its layers are split") as caught:
-        counted({}, model={"factory": "dropping:dropped"})
+    with pytest.raises(RecipeError, match="does not say how its layers are sharded") as caught:
+        counted({}, model={"factory": "tests.harness.dropping:dropped"})
     assert caught.value.where == "strategy.tensor_parallel"
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from corpora import write_words
+
+from tests.harness.commands import Shell
+from tests.harness.corpora import write_words
 
 MODEL = {"layers": 8, "width": 384, "heads": 6, "kv_heads": 2, "ffn": 1024, "vocab": 2048, "context": 512}
 
 
 @pytest.mark.parametrize("arguments", [[], ["--exact-memory"]], ids=["first steps", "all steps"])
-def test_a_run_takes_the_memory_it_was_planned(arguments: list[str], tmp_path: Path) -> None:
+def test_a_run_takes_the_memory_it_was_planned(arguments: list[str], shell: Shell, tmp_path: Path) -> None:
     """With weights within the measure, evaluations and checkpoints outside of it: every rank, 5 %."""
     values = {
         "model": MODEL,
@@ -29,8 +29,7 @@ def test_a_run_takes_the_memory_it_was_planned(arguments: list[str], tmp_path: P
     }
     recipe, out = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
-    command = [sys.executable, "-m", "shardwise", "train", str(recipe), "--out", str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = shell.run("train", str(recipe), "--out", str(out), *arguments)
     assert done.returncode == 0, done.stderr
     ranks = json.loads((out / "report.json").read_text(encoding="utf-8"))["ranks"]
     assert len(ranks) == 2

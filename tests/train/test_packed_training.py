@@ -9,20 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from pool import Pool
 
-from shardwise.core.cluster import cluster_of
 from shardwise.core.errors import RecipeError
-from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.dryrun.run import dry_run
 from shardwise.engine.build import build
 from shardwise.engine.step import step
-from shardwise.model.blueprint import batch_shapes, blueprint_of
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.blueprint import batch_shapes
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, refuse_broken, strategy_from
 from shardwise.train.meter import MemoryMeter
-from shardwise.train.verify import Verdict, run_reference, run_strategy
-from shardwise.train.warm import warm_kernels
+from shardwise.train.warm_up import warm_kernels
+from tests.harness.parity import Parity, Trial
+from tests.harness.pool import Pool
 
 SMALL = {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 44, "vocab": 257, "context": 64}
 
@@ -54,21 +55,8 @@ def small(folder: Path, packing: bool, model: dict[str, Any], **sections: Any) -
     return recipe_of(values | sections, SETTINGS)
 
 
-def verified(recipe: Recipe, precision: str, asked: list[dict[str, Any]], folder: Path) -> list[Verdict]:
-    """One plain process on rank 0, then several strategies one after the other."""
-    if dist.get_rank() == 0:
-        run_reference(recipe, strategy_from({"precision": precision, "micro_batch_size": 5}), folder)
-    dist.barrier()
-    each = (strategy_from({"precision": precision, **settings}) for settings in asked)
-    return [run_strategy(recipe, strategy, folder, torch.device("cpu")) for strategy in each]
-
-
-def agree(pool: Pool, recipe: Recipe, precision: str, asked: list[dict[str, Any]], folder: Path) -> None:
-    for verdicts in pool.run(2, verified, recipe, precision, asked, folder, timeout=240):
-        for settings, verdict in zip(asked, verdicts, strict=True):
-            assert verdict.steps == STEPS
-            assert verdict.passed, (settings, verdict)
-            assert verdict.tolerance == {"fp64": 1e-10, "fp32": 1e-5}[precision]
+def agree(parity: Parity, recipe: Recipe, precision: str, *names: str) -> None:
+    parity.all_pass(*(Trial(recipe, 2, {"precision": precision, **ASKED[name]}) for name in names))
 
 
 @pytest.fixture(autouse=True)
@@ -76,24 +64,21 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 
 
-def test_packed_records_train_on_two_ranks_as_on_one(pool: Pool, tmp_path: Path) -> None:
-    agree(pool, small(tmp_path, True, SMALL), "fp64", list(ASKED.values()), tmp_path)
+def test_packed_records_train_on_two_ranks_as_on_one(parity: Parity, tmp_path: Path) -> None:
+    agree(parity, small(tmp_path, True, SMALL), "fp64", *ASKED)
 
 
-def test_padded_records_train_on_two_ranks_as_on_one(pool: Pool, tmp_path: Path) -> None:
-    asked = [ASKED["tensor in shares"], ASKED["pipeline"]]
-    agree(pool, small(tmp_path, False, SMALL), "fp64", asked, tmp_path)
+def test_padded_records_train_on_two_ranks_as_on_one(parity: Parity, tmp_path: Path) -> None:
+    agree(parity, small(tmp_path, False, SMALL), "fp64", "tensor in shares", "pipeline")
 
 
-def test_learned_positions_in_shares(pool: Pool, tmp_path: Path) -> None:
+def test_learned_positions_in_shares(parity: Parity, tmp_path: Path) -> None:
     """Each rank looks up the positions of its share, of which every sequence has its own."""
     model = {**{k: v for k, v in SMALL.items() if k != "kv_heads"}, "family": "gpt2"}
-    agree(
-        pool, small(tmp_path, True, model), "fp64", [ASKED["tensor in shares"], ASKED["pipeline"]], tmp_path
-    )
+    agree(parity, small(tmp_path, True, model), "fp64", "tensor in shares", "pipeline")
 
 
-def test_a_hugging_face_model_trains_as_one(pool: Pool, tmp_path: Path) -> None:
+def test_a_hugging_face_model_trains_as_one(parity: Parity, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=257, hidden_size=32, intermediate_size=44, num_hidden_layers=4,
@@ -101,7 +86,7 @@ def test_a_hugging_face_model_trains_as_one(pool: Pool, tmp_path: Path) -> None:
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     recipe = small(tmp_path, True, {"hf": str(tmp_path / "model")})
-    agree(pool, recipe, "fp32", [ASKED["pipeline"]], tmp_path)
+    agree(parity, recipe, "fp32", "pipeline")
 
 
 # ---- memory -----------------------------------------------------------------------------------------------
@@ -120,7 +105,7 @@ def measured(recipe: Recipe, settings: dict[str, Any]) -> int:
         shapes = batch_shapes(blueprint, recipe.data)
         batch = {name: torch.zeros((2, *shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
         batch["positions"] += torch.arange(2048) % 300
-        step(run, [batch], 1e-4)
+        step(run, [[batch]], 1e-4)
         meter.sample()
     return meter.peak.allocated
 

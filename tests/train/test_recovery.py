@@ -1,4 +1,4 @@
-"""The guard within the real trainer: rewinds, what is left out, what is logged, how it resumes and gives up."""
+"""The guard within the real trainer: rewinds, skipped batches, logs, resuming and giving up."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
 from torch import Tensor, nn
 
-from shardwise import api
+from shardwise.checkpoint.run_folder import write_job
 from shardwise.core.errors import NumericsError, Preempted
-from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.core.run_files import StepRecord
 from shardwise.engine.optim.norm import local
+from shardwise.engine.train_state import TrainState
+from shardwise.hardware.cluster import cluster_of
+from shardwise.jobs.planning import make_plan
 from shardwise.model.blueprint import Batch
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.train.folder import prepare
 from shardwise.train.loop import Job, Trainer
-from shardwise.train.metrics import MetricsFile, StepMetrics
-from shardwise.train.state import TrainState
+from shardwise.train.metrics import MetricsFile
+from tests.harness.pool import Pool
 
 MODEL = {"layers": 2, "width": 24, "heads": 2, "kv_heads": 2, "ffn": 48, "vocab": 256, "context": 16}
 STEPS, WORLD = 40, 2
@@ -41,7 +44,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: its guard, its fault, and what is peculiar about it."""
+    """A run: its guard, its fault, and its special settings."""
 
     guard: dict[str, Any]
     fault: str = "none"
@@ -59,7 +62,7 @@ def trained(pool: Pool, corpus: Path) -> Callable[[Case, Path], list[dict[str, A
         recipe = recipe_for(case, corpus)
         folder.mkdir(exist_ok=True)
         plan = replace(PLAN.get(recipe), strategy=strategy_from(recipe.strategy))
-        prepare(folder, recipe, plan)
+        write_job(folder, recipe, plan)
         return pool.run(WORLD, rank_of, case, recipe, plan, folder)
 
     return train
@@ -72,7 +75,7 @@ class _Plan:
         self._plan: Any = None
 
     def get(self, recipe: Recipe) -> Any:
-        self._plan = self._plan or api.plan(recipe)
+        self._plan = self._plan or make_plan(recipe, cluster_of(recipe.cluster))
         return self._plan
 
 
@@ -160,7 +163,7 @@ def corrupted_for_good(trainer: Trainer, begun: Begun) -> None:
 
 def module_of(trainer: Trainer, name: str) -> nn.Module:
     """By its canonical name, wrapped or not."""
-    from shardwise.model.slices import canonical_name
+    from shardwise.runtime.parallel.shard_slices import canonical_name
 
     return next(m for n, m in trainer.run.model.named_modules() if canonical_name(n) == name)
 
@@ -232,7 +235,7 @@ FAULTS: dict[str, Callable[[Trainer, Begun], None]] = {
 }
 
 
-# ---- what is left behind ----------------------------------------------------------------------------------
+# ---- files after a run ------------------------------------------------------------------------------------
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -399,7 +402,7 @@ def test_a_resumed_file_is_cut_after_the_checkpoint_s_own_line(tmp_path: Path) -
     written = [1, 2, 3, 4, 2, 3, 4, 5]
     file = MetricsFile(path, 0)
     for number in written:
-        file.write(StepMetrics(number, 1.0, 1.0, 1e-3, 8, 0.1, 80.0))
+        file.write(StepRecord(number, 1.0, 1.0, 1e-3, 8, 0.1, 80.0))
     file.close()
     MetricsFile(path, 3).close()
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 2, 3]

@@ -1,0 +1,1 @@
+"""Tests; what they share is in ``tests.harness``."""

@@ -1,0 +1,115 @@
+"""``shardwise train`` as a rank of torchrun's: what comes of the processes in which it plans. No process is started."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardwise import worker
+from shardwise.checkpoint.run_folder import PAGE
+from shardwise.cli import under_launcher as joined
+from shardwise.cli.planner import FINISHED
+from shardwise.report import run as reports
+from shardwise.serve import samples
+from shardwise.technique import strategy_from
+from shardwise.train.faults.oom_record import OomRecord, write_record
+
+RECORD = OomRecord(dict(strategy_from({"micro_batch_size": 4}).values), 2, 2, 1, 17, 1 << 30, 2 << 30)
+
+Joined = Callable[..., int]
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that a report was written for."""
+    written: list[Path] = []
+    monkeypatch.setattr(samples, "record_sample", lambda folder: None)
+    monkeypatch.setattr(reports, "write_report", written.append)
+    return written
+
+
+@pytest.fixture
+def join(tmp_path: Path, reported: list[Path], monkeypatch: pytest.MonkeyPatch) -> Joined:
+    """Returns a rank's exit code: planning ends with ``planned``, and training with ``error`` and ``record``."""
+
+    def as_rank(
+        rank: int, planned: int, error: Exception | None = None, record: OomRecord | None = None
+    ) -> int:
+        def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+            return subprocess.CompletedProcess(words, planned, stdout="error: advice")
+
+        def run_rank(verb: str, folder: Path, exact: bool, device: str, prepare: Callable[[], int]) -> None:
+            # All ranks report the error of rank 0's planner.
+            code = prepare() if rank == 0 else planned
+            if code != 0:
+                raise worker.PlanFailed(code)
+            if record is not None:
+                write_record(folder, record)
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(joined, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE))
+        monkeypatch.setattr(worker, "run_rank", run_rank)
+        return joined.train_as_rank(Path("recipe.yaml"), [], tmp_path / "run", False, rank, "cpu")
+
+    return as_rank
+
+
+def test_a_planner_that_is_killed_is_told(
+    join: Joined, reported: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert join(0, -signal.SIGKILL) == 7
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and told.startswith(
+        "error: planning was killed (in a process of rank 0's): by "
+    )
+    assert "SIGKILL (the kernel does so when memory runs out)" in told
+    assert join(0, 2) == 2 and join(1, 2) == 2
+    assert capsys.readouterr().err == "", "it has said why"
+    assert reported == []
+
+
+def test_where_nothing_is_left_to_do_nobody_trains(
+    join: Joined, reported: list[Path], tmp_path: Path
+) -> None:
+    """The folder stays as it is: no report is written again. A run that ended before its first one gets it."""
+    assert join(0, FINISHED) == 0 and join(1, FINISHED) == 0
+    assert reported == [tmp_path / "run"]
+    (tmp_path / "run" / PAGE).touch()
+    assert join(0, FINISHED) == 0 and join(1, FINISHED) == 0
+    assert len(reported) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("error", [RECORD.error(), RuntimeError("Connection closed by peer")])
+def test_all_ranks_ask_for_a_restart_after_an_oom(
+    error: Exception, rank: int, join: Joined, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those whose collectives broke. A micro-batch of 1 is final; rank 0 then names the plan that fits."""
+    (tmp_path / "run").mkdir()
+    assert join(rank, 0, error, RECORD) == 75
+    assert "advice" not in capsys.readouterr().err
+    assert join(rank, 0, error, replace(RECORD, next_micro_batch_size=0)) == 7
+    assert capsys.readouterr().err.endswith("error: advice\n") == (rank == 0)
+
+
+def test_an_error_without_an_oom_is_raised(join: Joined, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    write_record(tmp_path / "run", RECORD)  # of an earlier start
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        join(1, 0, RuntimeError("Connection closed by peer"))
+
+
+def test_a_run_that_ends_well_prints_nothing(
+    join: Joined, reported: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert join(0, 0) == 0
+    assert capsys.readouterr() == ("", "")
+    assert len(reported) == 1

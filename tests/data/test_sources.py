@@ -1,0 +1,193 @@
+"""Sources: which files a name means, in which order, and what documents come out of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.core.errors import DataError
+from shardwise.data.readers import PIECE_BYTES, TextPiece, read_file
+from shardwise.data.sources import Source, open_source
+
+
+def documents(pieces: Iterator[TextPiece]) -> list[str]:
+    found, parts = [], []
+    for piece in pieces:
+        assert len(piece.data) <= PIECE_BYTES
+        parts.append(piece.data)
+        if piece.ends:
+            found.append(b"".join(parts).decode("utf-8"))
+            parts = []
+    assert not parts, "the last document does not end"
+    return found
+
+
+def texts(source: object, text_key: str = "text") -> list[str]:
+    return documents(open_source(str(source), text_key).pieces())
+
+
+def lines(*rows: str, key: str = "text") -> bytes:
+    return b"".join(json.dumps({key: row}).encode() + b"\n" for row in rows)
+
+
+def parquet(path: Path, *rows: str) -> None:
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(len(rows))), "text": list(rows)}), path)
+
+
+def test_every_format_gives_its_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo é\n")
+    (tmp_path / "b.jsonl").write_bytes(lines("three", "fo\nur"))
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"five"))
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines("six", "seven")))
+    parquet(tmp_path / "e.parquet", "eight", "nine")
+    assert texts(tmp_path / "a.txt") == ["one\ntwo é\n"]
+    assert texts(tmp_path / "e.parquet") == ["eight", "nine"]
+    everything = ["one\ntwo é\n", "three", "fo\nur", "five", "six", "seven", "eight", "nine"]
+    assert texts(tmp_path) == everything
+    assert texts(tmp_path / "*") == everything
+    assert texts(tmp_path / "[bd].jsonl*") == ["three", "fo\nur", "six", "seven"]
+
+
+def test_a_folder_is_searched_in_the_order_of_paths_past_other_and_hidden_files(tmp_path: Path) -> None:
+    for name in ("z.txt", "B.txt", "sub/a.txt", "sub.txt", ".hidden.txt", ".git/c.txt", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts(tmp_path) == ["B.txt", "sub.txt", "sub/a.txt", "z.txt"]
+
+
+def test_text_key_names_the_json_key(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines("x", key="body"))
+    assert texts(tmp_path / "a.jsonl", "body") == ["x"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a line of ordinary length\n" * 100_000,
+        "words without any newline " * 100_000,
+        "x" * 3_000_000,
+        "é" * 1_500_001,
+        "x" + "😀" * 600_000,
+        "\n" * 1_200_000,
+        "y" * PIECE_BYTES,
+    ],
+    ids=["lines", "words", "letters", "two-byte", "four-byte", "newlines", "exactly-one-piece"],
+)
+def test_long_documents_come_in_pieces_that_join_to_the_whole(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text, newline="")
+    (tmp_path / "b.jsonl").write_bytes(lines(text))
+    assert texts(tmp_path) == [text, text]
+    for piece in read_file(tmp_path / "a.txt", ""):
+        piece.data.decode("utf-8")  # no character is cut in two
+
+
+def test_reading_takes_a_few_pieces_of_memory(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.txt.gz", "wb") as file:
+        for _ in range(64):
+            file.write(b"a line of text\n" * (PIECE_BYTES // 15))
+    tracemalloc.start()
+    read = sum(len(piece.data) for piece in read_file(tmp_path / "a.txt.gz", ""))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert read > 60 * PIECE_BYTES
+    assert peak < 8 * PIECE_BYTES
+
+
+def test_stdlib_is_the_library_without_tests_and_installed_packages() -> None:
+    found = texts("stdlib")
+    assert 400 < len(found) < 1500
+    assert any("class Counter(dict)" in text for text in found)
+    assert not any(
+        "site-packages" in name for name in map(str, json.loads(identity(open_source("stdlib", ""))))
+    )
+
+
+def identity(source: Source) -> str:
+    return json.dumps(source.identity())
+
+
+def test_identity_follows_content_order_and_key(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines("x"))
+    before = identity(open_source(str(path), "text"))
+    assert identity(open_source(str(path), "text")) == before
+    assert identity(open_source(str(path), "body")) != before
+    path.write_bytes(lines("xy"))
+    assert identity(open_source(str(path), "text")) != before
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("before")
+    source = open_source(str(path), "text")
+    path.write_text("after it was opened")
+    with pytest.raises(DataError, match="changed while it was read"):
+        list(source.pieces())
+
+
+def test_saved_datasets_with_and_without_splits(tmp_path: Path) -> None:
+    import datasets
+
+    one = datasets.Dataset.from_dict({"text": ["a", "b"], "n": [1, 2]})
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(str(tmp_path / "two"))
+    assert texts(tmp_path / "one") == texts(tmp_path / "two") == ["a", "b"]
+    assert texts(f"{tmp_path}/two#test") == ["b"]
+    for source, key, says in [
+        ("two#dev", "text", "it has train, test"),
+        ("one#test", "text", "saved without splits"),
+        ("one", "body", "it has text, n"),
+        ("one", "n", "'n' is not text .*row 1.*number"),
+    ]:
+        with pytest.raises(DataError, match=says):
+            texts(tmp_path / source, key)
+
+
+def test_a_name_that_is_no_path_is_loaded_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load(path: str, name: str | None, split: str) -> object:
+        asked.append((path, name, split))
+        return datasets.Dataset.from_dict({"text": [split]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert texts("someone/corpus") == ["train"]
+    assert texts("someone/corpus:small#test") == ["test"]
+    assert asked == [("someone/corpus", None, "train"), ("someone/corpus", "small", "test")]
+
+
+def test_a_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load(*_: object, **__: object) -> object:
+        raise ConnectionError("Couldn't reach 'someone/corpus' on the Hub\n(long story)")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError) as raised:
+        texts("someone/corpus")
+    assert "no local file of this name" in raised.value.line() and "Couldn't reach" in raised.value.line()
+    assert raised.value.line().isprintable()
+
+
+def test_importing_the_package_and_reading_text_imports_no_heavy_library(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines("x"))
+    code = (
+        "import sys; from shardwise.data.sources import open_source; import shardwise.data;"
+        f"assert list(open_source({str(tmp_path / 'a.jsonl')!r}, 'text').pieces());"
+        "heavy = {'datasets', 'transformers', 'tokenizers', 'pyarrow', 'pandas', 'huggingface_hub'};"
+        "sys.exit(','.join(heavy & set(sys.modules)) or 0)"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

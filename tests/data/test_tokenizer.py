@@ -1,0 +1,114 @@
+"""Tokenizers: text comes back, ids fit the vocabulary, and the separator is found or asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.core.errors import DataError
+from shardwise.data.tokenizer import open_tokenizer
+
+TEXTS = ["def f(x):\n    return x\n", "zoë — 日本語 😀", ""]
+
+
+def save(folder: Path, special: list[str], settings: object = None) -> Path:
+    """A byte-level BPE tokenizer trained on a few words, as tokenizer.json in `folder`."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["def return import self"] * 10, trainer)
+    backend.enable_truncation(4)  # must not cut documents
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_bytes() -> None:
+    tokenizer = open_tokenizer("bytes")
+    assert (tokenizer.vocab, tokenizer.separator, tokenizer.dtype) == (256, 0, np.dtype(np.uint8))
+    assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([0xA9, 97, 0, 98]) == "�ab"
+    assert [p.tolist() for p in tokenizer.encode_pieces([b"ab", b""])] == [[97, 98], []]
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud83d"])
+def test_bytes_refuse_what_is_not_text(text: str) -> None:
+    with pytest.raises(DataError):
+        open_tokenizer("bytes").encode(text)
+
+
+def test_a_tokenizer_json_or_its_folder(tmp_path: Path) -> None:
+    folder = save(tmp_path / "t", ["<|endoftext|>"])
+    tokenizer = open_tokenizer(str(folder))
+    again = open_tokenizer(str(folder / "tokenizer.json"))
+    assert tokenizer.fingerprint == again.fingerprint
+    assert 257 <= tokenizer.vocab <= 300
+    assert tokenizer.dtype == np.uint16
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode([*ids, tokenizer.separator]) == text
+        assert tokenizer.encode_pieces([text.encode()])[0].tolist() == ids
+        assert all(0 <= i < tokenizer.vocab for i in ids)
+    assert len(tokenizer.encode(TEXTS[0])) > 4, "cut by the file's truncation setting"
+
+
+def test_the_separator_is_what_the_folder_says_else_a_familiar_name(tmp_path: Path) -> None:
+    special = ["<stop>", "</s>", "<|endoftext|>"]
+    plain = open_tokenizer(str(save(tmp_path / "a", special)))
+    named = open_tokenizer(str(save(tmp_path / "b", special, {"eos_token": "<stop>"})))
+    nested = open_tokenizer(str(save(tmp_path / "c", special, {"eos_token": {"content": "</s>"}})))
+    silent = open_tokenizer(str(save(tmp_path / "d", special, {"eos_token": None})))
+    assert [t.separator for t in (plain, named, nested, silent)] == [2, 0, 1, 2]
+    assert plain.fingerprint == silent.fingerprint != named.fingerprint
+
+
+def test_a_tokenizer_without_separator_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no end-of-text token.*eos_token"):
+        open_tokenizer(str(save(tmp_path / "t", ["<pad>"])))
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", '{"model": 3}', "\x00\xff"])
+def test_a_damaged_file_is_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match="unreadable tokenizer") as raised:
+        open_tokenizer(str(path))
+    assert raised.value.line().isprintable()
+
+
+def test_an_id_goes_through_transformers_without_remote_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import tokenizers
+    import transformers
+
+    backend = tokenizers.Tokenizer.from_file(str(save(tmp_path, ["<s>", "<end>"]) / "tokenizer.json"))
+    asked = []
+
+    def load(name: str, **options: object) -> object:
+        asked.append((name, options))
+        if name == "someone/gone":
+            raise OSError("We couldn't connect to 'https://huggingface.co'\nto load the files")
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", load)
+    assert open_tokenizer("someone/model").separator == 1
+    assert asked == [("someone/model", {"trust_remote_code": False})]
+    with pytest.raises(DataError, match=r"cannot load tokenizer 'someone/gone'.*couldn't connect"):
+        open_tokenizer("someone/gone")

@@ -1,0 +1,56 @@
+"""Dry runs that are made once per test process, however many tests ask for them.
+
+A dry run is a function of frozen values: the recipe, the strategy, the kind and number of devices, the rank, the depth.
+The memory of the devices is not among them: it limits a plan, not a step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import pytest
+
+from shardwise.core.strategy import Strategy
+from shardwise.dryrun import run as running
+from shardwise.dryrun.run import DryRun
+from shardwise.hardware.allocator_options import VARIABLES
+from shardwise.hardware.cluster import Cluster
+from shardwise.model.blueprint import Blueprint
+from shardwise.plan import predict
+from shardwise.recipe.load import Recipe
+
+_made: dict[tuple[Any, ...], DryRun] = {}
+_dry_run = running.dry_run
+
+
+def dry_run(
+    recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, **options: Any
+) -> DryRun:
+    """As `shardwise.dryrun.run.dry_run`, which is called the first time that it is asked for this."""
+    if recipe.model.factory is not None or recipe.model.hf is not None:  # what they name may change
+        return _dry_run(recipe, blueprint, strategy, cluster, **options)
+    key = (
+        type(blueprint),
+        recipe.model_dump_json(exclude={"cluster": {"memory_gib", "host_memory_gib"}}),
+        strategy,
+        (cluster.device.name, cluster.nodes, cluster.devices_per_node),
+        _whole(options),
+        tuple(os.environ.get(name) for name in VARIABLES),
+    )
+    if key not in _made:
+        _made[key] = _dry_run(recipe, blueprint, strategy, cluster, **options)
+    return _made[key]
+
+
+def _whole(options: dict[str, Any]) -> tuple[Any, ...]:
+    """The options with their defaults."""
+    parameters = inspect.signature(_dry_run).parameters.values()
+    return tuple(options.get(p.name, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+@pytest.fixture
+def remembered_dry_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plans use them too."""
+    monkeypatch.setattr(predict, "dry_run", dry_run)

@@ -1,0 +1,282 @@
+"""The launcher: environment, logs, the right culprit, signals, no orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwise.core.errors import OutOfMemory, ResourceError
+from shardwise.launch import launcher as launching
+from shardwise.launch.launcher import launch, run_ranks
+
+WORKER = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+rank = int(os.environ["RANK"])
+folder = Path(sys.argv[1])
+
+def lost_peer():
+    sys.exit("RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+def save_and_stop(number, frame):
+    (folder / f"stopped-{rank}-{number}").touch()
+    sys.exit(75)
+
+def boom():
+    raise ValueError("boom")
+
+def no_space():
+    print("error: an earlier one", file=sys.stderr)
+    print("error: cannot write the checkpoint (here): No space left on device", file=sys.stderr)
+    sys.exit(7)
+
+def show():
+    # Whole lines in one write each: print writes the end of a line separately, and both go to one log.
+    sys.stdout.write(f"rank {rank} says héllo\\n")
+    sys.stderr.write("to stderr\\n")
+    (folder / f"environment-{rank}").write_text(json.dumps(dict(os.environ)))
+
+def meet():
+    while len(list(folder.glob("ready-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+
+def sleep():
+    time.sleep(60)
+
+actions = {
+    "show": show,
+    "meet": meet,
+    "sleep": sleep,
+    "boom": boom,
+    "no-space": no_space,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "wait": lambda: time.sleep(0.3),
+    "victim": lost_peer,
+    "exit-3": lambda: sys.exit(3),
+    "oom": lambda: sys.exit(101),
+    "stop": lambda: [signal.signal(n, save_and_stop) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
+    "deaf": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    "many-lines": lambda: print("x" * 100_000),
+}
+for action in sys.argv[2 + rank].split(","):
+    actions[action]()
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    (folder / f"pid-{rank}").rename(folder / f"ready-{rank}")
+"""
+
+
+@pytest.fixture(autouse=True)
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker without torch that does, per rank, what its arguments say."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "acting_worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "modules"), str(Path.cwd())]))
+    monkeypatch.setattr(launching, "WORKER", "acting_worker")
+
+
+def run(folder: Path, *actions: str) -> int:
+    """Launch one rank per action."""
+    return launch(len(actions), [str(folder), *actions], folder / "logs")
+
+
+def gone(folder: Path, ranks: int, seconds: float = 5.0) -> bool:
+    """Whether the processes that got ready end within so many seconds."""
+    pids = [int(path.read_text()) for path in folder.glob("ready-*")]
+    assert len(pids) == ranks
+    return eventually(lambda: not any(running(pid) for pid in pids), seconds)
+
+
+def running(pid: int) -> bool:
+    """Zombies have ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# ---- what a rank gets and leaves --------------------------------------------------------------------------
+
+
+def test_environment_output_and_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    environment = {"SHARDWISE_TEST": "given"}
+    assert launch(2, [str(tmp_path), "show", "show"], tmp_path / "deep" / "logs", environment) == 0
+    assert signal.getsignal(signal.SIGTERM) == before
+    out, err = capfd.readouterr()
+    assert (out, err) == ("rank 0 says héllo\n", "")
+    for rank in (0, 1):
+        log = (tmp_path / "deep" / "logs" / f"rank-{rank}.log").read_text()
+        assert sorted(log.splitlines()) == [f"rank {rank} says héllo", "to stderr"]
+        values = json.loads((tmp_path / f"environment-{rank}").read_text())
+        assert values["RANK"] == values["LOCAL_RANK"] == str(rank)
+        assert values["WORLD_SIZE"] == "2"
+        assert values["MASTER_ADDR"] == "127.0.0.1"
+        assert values["SHARDWISE_TEST"] == "given"
+        assert values["OMP_NUM_THREADS"] == os.environ.get(
+            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2))
+        )
+
+
+def test_threads_are_never_zero_and_the_users_choice_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launching._shared_environment(10_000, 1)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert launching._shared_environment(10_000, 1)["OMP_NUM_THREADS"] == "3"
+
+
+def test_logs_are_appended_and_only_this_runs_lines_are_quoted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, "no-space") == 7
+    assert run(tmp_path, "exit-3") == 3
+    assert "ended with exit code 3; see its log" in capfd.readouterr().err.splitlines()[1]
+    assert "No space left" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+def test_a_large_output_does_not_block(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "many-lines", "many-lines") == 0
+    assert len(capfd.readouterr().out) == 100_001
+    assert len((tmp_path / "logs" / "rank-1.log").read_text()) == 100_001
+
+
+def test_whoever_asks_hears_nothing_but_the_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What rank 0 prints is in its log alone, and the line of a failure is returned."""
+    logs = tmp_path / "logs"
+    assert run_ranks(2, [str(tmp_path), "show", "show"], logs) == (0, "")
+    assert sorted((logs / "rank-0.log").read_text().splitlines()) == ["rank 0 says héllo", "to stderr"]
+    line = "error: cannot write the checkpoint (here): No space left on device"
+    assert run_ranks(2, [str(tmp_path), "sleep", "no-space"], logs) == (7, line)
+    assert run_ranks(1, [str(tmp_path), "no-space"], logs) == (7, line)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+
+
+# ---- who was to blame -------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "show,sleep", "show,meet,kill", "show,sleep") == 5
+    assert gone(tmp_path, 3)
+    (line,) = capfd.readouterr().err.splitlines()
+    pid = (tmp_path / "ready-1").read_text()
+    log = tmp_path / "logs" / "rank-1.log"
+    assert line.startswith(f"error: rank 1 was lost (pid {pid}, {log}): killed by SIGKILL")
+    assert line.endswith("run the same command to go on from the last checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("actions", "code", "line"),
+    [
+        (["sleep", "no-space"], 7, "error: cannot write the checkpoint (here): No space left on device"),
+        (["boom", "sleep"], 5, "ended with exit code 1, ValueError: boom; see its log"),
+        (["sleep", "exit-3"], 3, "error: rank 1 was lost"),
+        (["show,meet,victim", "show,meet,wait,kill"], 5, "error: rank 1 was lost"),
+        (["victim", "sleep"], 5, "error: rank 0 was lost"),
+        (["show,meet,victim", "show,meet,victim", "show,meet,wait,boom"], 5, "error: rank 2 was lost"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, list) else "",
+)
+def test_the_culprits_code_and_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], actions: list[str], code: int, line: str
+) -> None:
+    assert run(tmp_path, *actions) == code
+    (told,) = capfd.readouterr().err.splitlines()
+    assert line in told
+
+
+@pytest.mark.parametrize("actions", [["oom", "sleep"], ["show,meet,victim", "show,meet,wait,oom"]])
+def test_out_of_memory_is_raised(tmp_path: Path, actions: list[str]) -> None:
+    """The caller starts the ranks again; none of the old ones is left."""
+    with pytest.raises(OutOfMemory, match=f"rank {actions.index(next(a for a in actions if 'oom' in a))}, "):
+        run(tmp_path, *actions)
+    assert not any(running(int(path.read_text())) for path in tmp_path.glob("ready-*"))
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.3)
+    assert run(tmp_path, "deaf,sleep", "show,meet,kill") == 5
+    assert gone(tmp_path, 2, 1.0)
+
+
+def test_what_cannot_start_is_a_resource_error(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("")
+    with pytest.raises(ResourceError, match=r"cannot start 1 processes \(.*logs\): File exists"):
+        run(tmp_path, "show")
+
+
+# ---- signals ----------------------------------------------------------------------------------------------
+
+
+def send_when_ready(folder: Path, ranks: int, number: signal.Signals) -> None:
+    def send() -> None:
+        eventually(lambda: len(list(folder.glob("ready-*"))) == ranks, 20)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_is_passed_on_and_75_comes_back(tmp_path: Path, number: signal.Signals) -> None:
+    send_when_ready(tmp_path, 2, number)
+    assert run(tmp_path, "stop,sleep", "stop,sleep") == 75
+    assert {path.name for path in tmp_path.glob("stopped-*")} == {f"stopped-{r}-{number}" for r in (0, 1)}
+
+
+def test_ranks_stopped_before_they_can_save(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    send_when_ready(tmp_path, 2, signal.SIGTERM)
+    assert run(tmp_path, "show,sleep", "show,sleep") == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM before it could save" in capfd.readouterr().err
+    assert gone(tmp_path, 2)
+
+
+def start_launcher(folder: Path, *actions: str) -> subprocess.Popen[bytes]:
+    """A launcher in a process of its own."""
+    code = f"""
+        import sys
+        from pathlib import Path
+        from shardwise.launch import launcher as launch
+        launch.WORKER = "acting_worker"
+        sys.exit(launch.launch({len(actions)}, {[str(folder), *actions]!r}, Path({str(folder)!r}) / "logs"))
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux only")
+def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    launcher = start_launcher(tmp_path, "deaf,sleep", "deaf,sleep")
+    assert eventually(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 20)
+    launcher.kill()
+    launcher.communicate()
+    assert gone(tmp_path, 2)
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
+    launcher = start_launcher(tmp_path, "show,many-lines,show")
+    assert launcher.stdout is not None
+    launcher.stdout.close()
+    assert launcher.wait(20) == 0
+    assert len((tmp_path / "logs" / "rank-0.log").read_text()) > 100_000

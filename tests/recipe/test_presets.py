@@ -1,0 +1,88 @@
+"""The preset table: published parameter counts, overriding, and errors that name the key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shardwise.core.errors import RecipeError
+from shardwise.model.decoder import Decoder
+from shardwise.recipe.presets import PRESETS, Dimensions, check_dimensions, dimensions_of
+from shardwise.recipe.sections import ModelSpec
+
+# Counted from the weights their authors released.
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_published_parameter_counts(name: str, count: int) -> None:
+    assert PRESETS[name].parameters == count
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_formula_counts_what_is_built(name: str) -> None:
+    dimensions = PRESETS[name]
+    check_dimensions(dimensions)
+    with torch.device("meta"):
+        model = Decoder(dimensions)
+    assert sum(p.numel() for p in model.parameters()) == dimensions.parameters
+    assert sum(p.numel() for p in model.layers[0].parameters()) == dimensions.block_parameters
+
+
+def test_python_6m_is_what_its_name_says() -> None:
+    assert 6_000_000 <= PRESETS["python-6m"].parameters < 7_000_000
+
+
+def test_overriding_a_preset() -> None:
+    assert dimensions_of(ModelSpec(preset="llama-3-8b", layers=2)).layers == 2
+    assert dimensions_of(ModelSpec(preset="llama-3-8b", layers=2)).kv_heads == 8
+    # Heads that are not grouped stay so; grouped ones keep their number of groups.
+    assert dimensions_of(ModelSpec(preset="llama-2-7b", heads=16)).kv_heads == 16
+    assert dimensions_of(ModelSpec(preset="llama-3-8b", heads=16)).kv_heads == 8
+
+
+def test_dimensions_alone() -> None:
+    llama = dimensions_of(ModelSpec(layers=2, width=96, heads=4))
+    assert llama == Dimensions(2, 96, 4, 4, 256, vocab=256)
+    gpt2 = dimensions_of(ModelSpec(layers=2, width=96, heads=4, family="gpt2", vocab=300))
+    assert gpt2 == Dimensions(2, 96, 4, 4, 384, vocab=300, family="gpt2", tied=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "says"),
+    [
+        ({"preset": "Llama-3-8B"}, "model.preset", "did you mean llama-3-8b?"),
+        ({"preset": "zzz"}, "model.preset", "choose one of tiny"),
+        ({"layers": 2, "heads": 2}, "model.width", "width is missing"),
+        ({"layers": 2, "width": 64, "heads": 5}, "model.heads", "use 4 heads"),
+        ({"layers": 2, "width": 64, "heads": 4, "kv_heads": 3}, "model.kv_heads", "use 2 kv_heads"),
+        ({"layers": 2, "width": 12, "heads": 4}, "model.heads", "even head dimension"),
+        ({"layers": 1, "width": 9_999_991, "heads": 99_999}, "model.heads", "use 1 heads"),
+    ],
+)
+def test_errors_name_the_key(given: dict[str, object], where: str, says: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        dimensions_of(ModelSpec(**given))  # type: ignore[arg-type]
+    assert caught.value.where == where
+    assert says in caught.value.line()
+
+
+def test_presets_do_not_import_torch() -> None:
+    code = "import sys, shardwise.recipe.presets; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
