@@ -1,11 +1,10 @@
-"""What each way to keep less of the forward pass saves and costs: ``python benchmarks/activation_memory.py``.
+"""Savings and costs of each kind of activation checkpointing: ``python benchmarks/activation_memory.py``.
 
-Native decoders on the CPU, one process, fp32, for each of ``ROWS``: how much less a step takes at its peak than with
-everything kept, and how much longer it takes; what the dry run says beside what is measured. Memory is the rise of
-the process's high-water mark, as in benchmarks/ledger.py, of a process of its own for each. Time is the median step of
-processes that are started by turns, so that other work on the machine meets all rows alike. Some minutes on two
-cores. Writes benchmarks/results/activation-memory-cpu.json. ``--only TEXT`` takes the shapes whose name contains it,
-and writes nothing.
+Native decoders on the CPU, one process, fp32. For each of ``ROWS``: memory saved at the peak and time added, compared
+with no checkpointing, planned and measured. Memory is the rise of the process's high-water mark, as in
+benchmarks/ledger.py, with one process per row. Time is the median step of interleaved processes, so that other work on
+the machine affects all rows alike. Some minutes on two cores. Writes benchmarks/results/activation-memory-cpu.json.
+``--only TEXT`` takes the shapes whose name contains it, and writes nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ import torch
 import torch.distributed as dist
 from machine import described
 
-from shardwise.core.cluster import cluster_of
-from shardwise.core.recipe import Recipe, recipe_of
 from shardwise.dryrun.run import dry_run
 from shardwise.engine.build import build
 from shardwise.engine.step import step
-from shardwise.model.blueprint import blueprint_of
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
 from shardwise.train.meter import MemoryMeter, return_large_frees
-from shardwise.train.warm import warm_kernels
+from shardwise.train.warm_up import warm_kernels
 
 RESULTS = Path(__file__).parent / "results" / "activation-memory-cpu.json"
 ROUNDS = 3
@@ -70,7 +70,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "budget:0",
     )
 }
-"""What is compared, by name: settings of the strategy. The first is what the others are compared with."""
+"""Compared strategy settings, by name. The first is the baseline."""
 
 
 def recipe_for(shape: Shape) -> Recipe:
@@ -105,7 +105,7 @@ def measured(shape: Shape, settings: dict[str, Any]) -> dict[str, Any]:
     seconds = []
     for index in range(2 + STEPS):
         start = time.perf_counter()
-        step(run, [batch], 1e-4)
+        step(run, [[batch]], 1e-4)
         seconds.append(time.perf_counter() - start)
         if index < 2:
             meter.sample()

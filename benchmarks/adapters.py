@@ -1,4 +1,4 @@
-"""Many adapters beside one base: ``python benchmarks/adapters.py``.
+"""Many adapters on one base model: ``python benchmarks/adapters.py``.
 
 A Llama-like model of about 100M parameters in fp32 and 50 adapters of rank 16 on all linear layers are written to a
 folder (random weights: nothing here depends on them). Measured are the time and bytes of a switch between adapters in
@@ -26,12 +26,12 @@ from machine import described
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from shardwise import Request, Sampling, ServedModel, load_model
-from shardwise.core.sections import AdapterSpec
 from shardwise.model.adapted import AdaptedModel
+from shardwise.model.files.peft import write_adapter
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.lora import is_adapter
-from shardwise.model.peft import write_adapter
-from shardwise.model.slices import named_parameters
+from shardwise.recipe.sections import AdapterSpec
+from shardwise.runtime.parallel.shard_slices import named_parameters
 
 RESULTS = Path(__file__).parent / "results" / "adapters.json"
 ADAPTERS, RANK, BATCH = 50, 16, 8
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def record(result: dict[str, Any]) -> None:
-    """Write and print what has been measured so far."""
+    """Write and print the results so far."""
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1), flush=True)
 

@@ -20,13 +20,14 @@ import torch
 from machine import described
 
 from shardwise import api
+from shardwise.checkpoint.run_folder import write_job
 from shardwise.core.plan import Plan
-from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.launch.process import join
 from shardwise.model.blueprint import Batch
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
-from shardwise.train.folder import prepare
 from shardwise.train.loop import Job, Trainer
-from shardwise.train.process import join
 
 RESULTS = Path(__file__).parent / "results" / "guard.json"
 SEEDS, STEPS, FAULT, LATER = 20, 500, 250, 50
@@ -56,17 +57,17 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def run(recipe: Recipe, plan: Plan, inject: Inject | None = None) -> dict[str, Any]:
-    """Train; the held-out loss at the end, the events and the metrics, and what was read when."""
+    """Train; return the final held-out loss, the events, the metrics, and the samples of every step."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        prepare(folder, recipe, plan)
+        write_job(folder, recipe, plan)
         trainer = Trainer(Job(recipe, plan, folder, torch.device("cpu")))
-        trainer.progress.show = lambda *_: None  # type: ignore[method-assign]
+        trainer.log._progress.show = lambda *_: None  # type: ignore[method-assign]
         if inject is not None:
             inject(trainer)
         trainer.train()
         return {
-            "held_out": trainer.held_out,
+            "held_out": trainer.log.validation_loss,
             "state": trainer.state,
             "events": lines(folder / "events.jsonl"),
             "metrics": lines(folder / "metrics.jsonl"),

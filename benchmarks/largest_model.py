@@ -6,7 +6,7 @@ CPU, one sequence of 128 tokens at a time). The deepest that fits is then really
 the host moves nothing there, and its row says so.
 
 Give it the machine for itself: it takes all of the budget, and as much of the disk again for the last row. Hours on
-two cores. Writes benchmarks/results/largest-model-cpu.json after each row, and goes on from what that file holds.
+two cores. Writes benchmarks/results/largest-model-cpu.json after each row, and continues from the rows in that file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any
 import yaml
 from machine import described
 
-from shardwise.core.cluster import cluster_of
-from shardwise.core.recipe import recipe_of
 from shardwise.core.units import format_bytes, format_count
-from shardwise.model.blueprint import blueprint_of
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
 from shardwise.plan.predict import predict
+from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, strategy_from
 
 RESULTS = Path(__file__).parent / "results" / "largest-model-cpu.json"
@@ -43,7 +43,7 @@ is taken (updates.py); all large tensors here are whole huge pages (2 MiB), so t
 
 @dataclass(frozen=True)
 class Rung:
-    """What is added to all that stands above it."""
+    """The settings that each row adds to those above it."""
 
     name: str
     strategy: dict[str, Any]
@@ -166,7 +166,7 @@ def main() -> None:
             rows[rung.name] = {"name": rung.name, "layers": layers, **run, "machine": described()}
             print(json.dumps(rows[rung.name]), flush=True)
             done = [rows[rung.name] for rung in rungs if rung.name in rows]
-            # After every row: a benchmark that is stopped goes on from what it has measured.
+            # After every row, so that a stopped benchmark continues from its results.
             result = {**setting, "rows": done, "table": table(done, asked.gib)}
             asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

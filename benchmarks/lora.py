@@ -7,7 +7,7 @@ layers, DoRA, and QLoRA (NF4). Full fine-tuning and LoRA on all layers are then 
 adapters fall behind.
 
 Learning rates are powers of two. Each method walks from a first guess towards lower held-out loss until both
-neighbours of the best are worse, so no best lies at the edge of what was tried; the best is then trained with further
+neighbours of the best are worse, so no best is at the edge of the sweep; the best is then trained with further
 seeds. All see the same samples and the same number of steps. Everything is computed in fp32, which on a processor
 without bf16 products is three times as fast, through the engine that ``shardwise train`` uses.
 
@@ -28,22 +28,23 @@ from typing import Any
 from machine import described
 
 from shardwise import api
-from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.data import open_data
 from shardwise.engine.build import build
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
-from shardwise.model.blueprint import blueprint_of
+from shardwise.launch.process import World, join
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, strategy_from
-from shardwise.train.data import open_data
-from shardwise.train.evaluate import evaluate
-from shardwise.train.process import World, join
+from shardwise.train.evaluation import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "lora.json"
 BASE_STEPS, BASE_BATCH, SEEDS = 5000, 8, 3
 STEPS = {"one pass": 90, "three passes": 300}
 MODEL = {"layers": 2, "width": 512, "heads": 8, "ffn": 1408, "vocab": 256, "context": 128}
 LENGTH, BATCH, HELD_OUT = 128, 4, 0.9
-"""A tenth of the documentation is trained on: sets to adapt to are small beside the base's."""
+"""Training uses a tenth of the documentation: adaptation sets are small compared with pretraining."""
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "full": None,
@@ -53,7 +54,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "QLoRA, all": {"rank": 16, "targets": "all", "quantize": "nf4"},
 }
 LONGER = ("full", "LoRA, all")
-"""What is trained for three passes too."""
+"""Methods that also train for three passes."""
 
 GUESS = {"full": -12}
 """Exponents of two at which a sweep begins; -9 for the others."""
@@ -108,7 +109,7 @@ def write_documentation(folder: Path) -> Path:
 
 
 def pretrained(folder: Path) -> Path:
-    """The base as a folder that transformers loads; its run lies beside it."""
+    """The base as a folder that transformers loads; its run is next to it."""
     recipe = base_recipe()
     api.train(recipe, api.plan(recipe), folder / "run")
     api.export(folder / "run", folder / "base", dtype="fp32")
@@ -116,12 +117,12 @@ def pretrained(folder: Path) -> Path:
 
 
 def trained(recipe: Recipe, world: World) -> tuple[float, int, int]:
-    """The held-out loss at the end; how many weights were trained, and how many there are beside them."""
+    """(final held-out loss, trained weights, frozen weights)."""
     blueprint, strategy = blueprint_of(recipe), strategy_from(recipe.strategy)
     size = strategy[MICRO_BATCH_SIZE]
     data, run = open_data(recipe), build(recipe, blueprint, strategy, world.device)
     for index in range(recipe.steps):
-        step(run, data.micro_batches(index, 0, 1, size), learning_rate(recipe, index))
+        step(run, [data.micro_batches(index, 0, 1, size)], learning_rate(recipe, index))
     return (evaluate(run, data.held_out(0, 0, 1, size)), *blueprint.parameter_counts())
 
 
@@ -225,7 +226,7 @@ def draw(rows: Rows, before: float, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--again", action="store_true", help="train also what is in the results")
+    parser.add_argument("--again", action="store_true", help="also repeat existing results")
     parser.add_argument("--base", type=Path, help="a folder with the base, or to leave it in")
     asked = parser.parse_args()
     done = json.loads(RESULTS.read_text()) if RESULTS.exists() and not asked.again else {"passes": {}}

@@ -2,7 +2,7 @@
 
 Forward and backward pass of the output layer and the cross-entropy, at vocabularies from 32 to 128 thousand, in fp32
 and bf16: time of both side by side, interleaved, medians. Exactness and memory are tested
-(tests/model/test_head.py). Two minutes on two cores. Writes benchmarks/results/loss-<device>.json.
+(tests/runtime/test_chunked_cross_entropy.py). Two minutes on two cores. Writes benchmarks/results/loss-<device>.json.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from machine import described, synchronise
 from torch import Tensor, nn
 
-from shardwise.model.head import linear_cross_entropy_sum
-from shardwise.model.loss import cross_entropy_sum
+from shardwise.runtime.chunked_cross_entropy import linear_cross_entropy_sum
+from shardwise.runtime.cross_entropy import cross_entropy_sum
 
 RESULTS = Path(__file__).parent / "results"
 VOCABULARIES = (32_000, 50_257, 128_256)

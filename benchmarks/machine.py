@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from shardwise.core.machine import cpu_model, physical_memory, usable_cores
 from shardwise.core.units import format_bytes
+from shardwise.hardware.this_machine import cpu_model, physical_memory, usable_cores
 
 
 def described() -> dict[str, Any]:

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from machine import described
 
-from shardwise.core.recipe import recipe_of
+from shardwise.data import open_data
 from shardwise.engine.build import build
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
-from shardwise.model.blueprint import blueprint_of
+from shardwise.launch.process import join
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.train.data import open_data
-from shardwise.train.evaluate import evaluate
-from shardwise.train.process import join
+from shardwise.train.evaluation import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "optimizers.json"
 STEPS, SIZE, SEEDS = 240, 16, (0, 1, 2)
@@ -62,7 +62,7 @@ def trained(case: dict[str, Any], seed: int, device: torch.device) -> dict[str, 
     run = build(recipe, blueprint_of(recipe), strategy_from(recipe.strategy), device)
     data, skipped = open_data(recipe), 0.0
     for index in range(STEPS):
-        result = step(run, data.micro_batches(index, 0, 1, SIZE), learning_rate(recipe, index))
+        result = step(run, [data.micro_batches(index, 0, 1, SIZE)], learning_rate(recipe, index))
         skipped += float(result.skipped)
     parameters = sum(p.numel() for p in run.model.parameters())
     state = sum(t.nbytes for states in run.optimizer.state.values() for t in states.values())
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def summary(rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """What has been measured so far; means over the seeds that a case has in common with plain fp32."""
+    """The results so far; means over the seeds that a case shares with plain fp32."""
     plain = [row["held_out_loss"] for row in rows["fp32, adamw"]]
     means = {
         name: sum(r["held_out_loss"] / p - 1 for r, p in zip(found, plain, strict=False)) / len(found)

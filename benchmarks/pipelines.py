@@ -2,7 +2,7 @@
 
 *Time.* Four stages in four processes over gloo, eight micro-batches a step, real passes, messages and updates of a
 model so small that they are soon done; each pass is then slept out to a fixed time (40 ms forward, 80 ms backward), so
-that two cores do for four devices. Beside it what the slots of the schedule say. Schedules by turns; medians.
+that two cores do for four devices. It is compared with the slots of the schedule. Schedules by turns; medians.
 
 *Convergence.* A small decoder on the Python standard library's source, for the same steps, learning rate and samples:
 1f1b, which trains as one process does, and PipeDream with and without vertical sync, with one and with four
@@ -22,24 +22,27 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from machine import described
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from pool import Pool  # processes that stay between runs
-
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import shardwise
-from shardwise.core.pipeline_schedule import Action, step_time
-from shardwise.core.recipe import Recipe, recipe_of
+from shardwise.core.pipeline.schedule import Action, step_time
 from shardwise.engine.build import build
 from shardwise.engine.pipeline import executor
 from shardwise.engine.step import step
-from shardwise.model.blueprint import Batch, blueprint_of
+from shardwise.model.blueprint import Batch
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
+from shardwise.technique.pipeline.place import Pipeline
+from tests.harness.pool import Pool  # processes that stay between runs
 
 RESULTS = Path(__file__).parent / "results" / "pipelines-cpu.json"
 STAGES, MICRO_BATCHES = 4, 8
@@ -73,24 +76,24 @@ def timed(recipe: Recipe) -> list[float]:
     """Seconds from update to update on this rank, the first steps left out."""
     torch.set_num_threads(1)
     run = build(recipe, blueprint_of(recipe), strategy_from(recipe.strategy), torch.device("cpu"))
-    assert run.pipeline is not None
-    each = run.pipeline.stages_per_rank
+    assert isinstance(run.options.place, Pipeline)
+    each = run.options.place.stages_per_rank
     engine: Any = executor
     engine.computing = functools.partial(_slept_out, each)
     ends = []
-    for index in range(STEPS):
-        batches: list[Batch] = []
-        for _ in range(len(run.passes.reads(index, STEPS)) * MICRO_BATCHES):
-            ids = torch.randint(0, 256, (1, 16))
-            batches.append({"input_ids": ids, "labels": ids})
-        step(run, batches, 1e-3)
+    ids = torch.randint(0, 256, (1, 16))
+    batches: list[Batch] = [{"input_ids": ids, "labels": ids}] * MICRO_BATCHES
+    steps = repeat(batches, STEPS)
+    for _ in range(STEPS):
+        step(run, steps, 1e-3)
         ends.append(time.perf_counter())
+    dist.barrier()  # PipeDream's last messages leave while the run lives
     return [after - before for before, after in pairwise(ends[1:])]
 
 
 @contextmanager
 def _slept_out(each: int, action: Action) -> Iterator[None]:
-    """Run a block, of one of so many stages of a rank, as a pass of a fixed time."""
+    """Run a block as a pass of a fixed time, divided by the stages of a rank."""
     end = time.perf_counter() + _length(each, action)
     yield
     time.sleep(max(0.0, end - time.perf_counter()))
@@ -210,9 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument(
-        "--more", action="store_true", help="keep what is in the file, and add what is missing"
-    )
+    parser.add_argument("--more", action="store_true", help="keep existing results, and add missing ones")
     asked = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if asked.more else {}
     results["machine"] = described()

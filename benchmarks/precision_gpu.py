@@ -21,13 +21,16 @@ from typing import Any
 import torch
 from machine import described
 
-from shardwise.core.recipe import Recipe, recipe_of
-from shardwise.engine.build import Run, build
+from shardwise.data import open_data
+from shardwise.engine.build import build
+from shardwise.engine.run import Run
 from shardwise.engine.step import step
-from shardwise.model.blueprint import Batch, blueprint_of
+from shardwise.launch.process import join
+from shardwise.model.blueprint import Batch
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.train.data import open_data
-from shardwise.train.process import join
 
 RESULTS = Path(__file__).parent / "results" / "precision-gpu.json"
 MODEL = {
@@ -77,7 +80,7 @@ def trained(run: Run, recipe: Recipe) -> tuple[list[float], list[float]]:
     for batch in batches(recipe, run.device):
         torch.cuda.synchronize()
         started = time.perf_counter()
-        result = step(run, batch, recipe.optimizer.learning_rate)
+        result = step(run, [batch], recipe.optimizer.learning_rate)
         losses.append(float(result.loss))  # waits for the device
         seconds.append(time.perf_counter() - started)
     return seconds, losses

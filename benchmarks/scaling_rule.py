@@ -13,7 +13,7 @@ distance between the rules, and it is the third: with He's own start and 10 epoc
 warmup could not be told apart at 16 and 32 times; with 15 epochs, 140 steps at 32 times of which a third warm up, the
 warmup was 1.2 standard deviations off there. With 30 it was within one on seeds 10 to 14, and then on those here.
 
-Test errors are in percent, of the weights at the end; ``±`` is the standard deviation over seeds. What is asked: the
+Test errors are in percent, of the weights at the end; ``±`` is the standard deviation over seeds. The question: the
 mean of the linear rule with warmup within one standard deviation of the small batch's; the paper's order (gradual
 warmup, no warmup, square root, unscaled); Adam's mean test accuracy within 1 % of the small batch's up to 16 times of
 it. A few minutes on one core. Writes benchmarks/results/scaling-rule.json; nothing in it is a time.
@@ -31,15 +31,18 @@ from typing import Any
 import torch
 from machine import described
 
-from shardwise.core.recipe import Recipe, recipe_of
-from shardwise.engine.build import Run, build
+from shardwise.data import Data, open_data
+from shardwise.engine.build import build
+from shardwise.engine.run import Run
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
-from shardwise.model.blueprint import Batch, blueprint_of
+from shardwise.launch.process import World, join
+from shardwise.model.blueprint import Batch
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.train.data import Data, open_data
-from shardwise.train.evaluate import evaluate
-from shardwise.train.process import World, join
+from shardwise.train.evaluation import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "scaling-rule.json"
 BATCH = 4
@@ -103,7 +106,7 @@ def trained(recipe: Recipe, world: World) -> dict[str, float]:
     data: Data = open_data(recipe, blueprint.dataset)
     run = build(recipe, blueprint, strategy_from(recipe.strategy), world.device)
     for index in range(recipe.steps):
-        step(run, data.micro_batches(index, 0, 1, recipe.batch_size), learning_rate(recipe, index))
+        step(run, [data.micro_batches(index, 0, 1, recipe.batch_size)], learning_rate(recipe, index))
     held_out = data.held_out(0, 0, 1, 600)
     return {"error": error_of(run, held_out), "loss": evaluate(run, held_out)}
 

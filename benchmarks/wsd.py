@@ -22,17 +22,19 @@ from typing import Any
 import torch
 from machine import described
 
-from shardwise.core.recipe import Recipe, recipe_of
-from shardwise.engine.build import Run, build
+from shardwise.checkpoint.checkpoint import save, start
+from shardwise.data import Data, open_data
+from shardwise.engine.build import build
+from shardwise.engine.run import Run
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
-from shardwise.model.blueprint import blueprint_of
+from shardwise.engine.train_state import TrainState
+from shardwise.launch.process import World, join
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, strategy_from
-from shardwise.train.checkpoint import save, start
-from shardwise.train.data import Data, open_data
-from shardwise.train.evaluate import evaluate
-from shardwise.train.process import World, join
-from shardwise.train.state import TrainState
+from shardwise.train.evaluation import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "wsd.json"
 BUDGETS = (120, 240, 360, 480, 600)
@@ -85,7 +87,7 @@ class Training:
     def train(self, until: int) -> None:
         for index in range(self.state.step, until):
             batches = self.data.micro_batches(index, 0, 1, self.size)
-            result = step(self.run, batches, learning_rate(self.recipe, index))
+            result = step(self.run, [batches], learning_rate(self.recipe, index))
             self.state = TrainState(index + 1, self.state.tokens + int(result.tokens))
 
     def save(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fills the generated blocks of README.md and docs/: ``python docs/generate.py [--check]``, or ``make docs``.
+"""Fills the generated blocks of README.md and docs/: ``make docs`` or ``PYTHONPATH=. python docs/generate.py``.
 
 A block stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``; the prose around it is written by hand.
 What a block says comes from the code: the recipe's schema, the techniques' settings, the command line, the
@@ -12,12 +12,13 @@ names the pages that are out of date, and leaves out ``plan`` and others that ta
 from __future__ import annotations
 
 import argparse
-import importlib
+import ast
 import inspect
 import json
 import re
 import statistics
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -26,24 +27,26 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cli import data, doctor, export, generate, merge, plan, report, train, verify
-from shardwise.core.cluster import DTYPES, PROFILES
-from shardwise.core.device_profiles import SHORT_NAMES
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.ladder import Rung
+from shardwise.core.fit_advice import Remedy
 from shardwise.core.ledger import Ledger
-from shardwise.core.presets import PRESETS
-from shardwise.core.recipe import SECTIONS, Recipe
-from shardwise.core.sections import ScalingSpec
 from shardwise.core.strategy import Setting
 from shardwise.core.units import format_bytes, format_count, format_rate, format_seconds
+from shardwise.hardware.device import DTYPES
+from shardwise.hardware.profiles import PROFILES
+from shardwise.recipe.load import SECTIONS
+from shardwise.recipe.presets import PRESETS
+from shardwise.recipe.sections import Recipe, ScalingSpec
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
-from shardwise.technique.ladder import LADDER
+from shardwise.technique.fit_advice import REMEDIES
+from tests import combinations as ways
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN_RECIPE = "recipes/llama-3-8b-8xh100.yaml"
 SHOWN_WIDTH = 96
+SHOWN_ROWS = 5
 VERBS = (plan, data, train, verify, generate, export, merge, report, doctor)
 
 _BLOCK = re.compile(r"(<!-- ([a-z0-9_-]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
@@ -301,9 +304,49 @@ def recipes() -> str:
             lines = path.read_text(encoding="utf-8").splitlines()
             head = " ".join(line[1:].strip() for line in lines if line.startswith("#"))
             sentence = re.split(r"(?<=[a-z0-9])[.:;](?= )", head)[0]
-            yield f"[{path.name}](recipes/{path.name})", sentence
+            yield f"[{path.name}](../../recipes/{path.name})", sentence
 
     return table(("recipe", "what it is"), rows())
+
+
+# -- source --------------------------------------------------------------------------------------------------
+
+
+def essential_lines(function: Callable[..., Any]) -> list[str]:
+    """Source lines of a function without its docstring."""
+    lines = textwrap.dedent(inspect.getsource(function)).splitlines()
+    body = ast.parse("\n".join(lines)).body[0]
+    assert isinstance(body, ast.FunctionDef)
+    first = body.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    end = first.end_lineno if documented else first.lineno - 1
+    return lines[: first.lineno - 1] + lines[end or 0 :]
+
+
+def essential_functions() -> dict[str, Callable[..., Any]]:
+    """The functions of one training step, in order; each is a block of docs/concepts/how-one-step-runs.md."""
+    from shardwise.engine.forward_backward import Sequential
+    from shardwise.engine.optimizer_step import AfterBackward
+    from shardwise.engine.step import step
+    from shardwise.train.loop import Trainer
+
+    return {
+        "issue": Trainer._issue,
+        "step": step,
+        "forward-backward": Sequential.forward_backward,
+        "finish": AfterBackward.finish,
+        "clip": AfterBackward.clip,
+    }
+
+
+def source_of(name: str) -> str:
+    return "```py\n" + "\n".join(essential_lines(essential_functions()[name])) + "\n```"
+
+
+def step_length() -> str:
+    """How long the walk through one step is."""
+    counts = {name: len(essential_lines(function)) for name, function in essential_functions().items()}
+    return f"These are {len(counts)} functions and {sum(counts.values())} lines."
 
 
 # -- results ----------------------------------------------------------------------------------------------
@@ -358,7 +401,7 @@ def _summary(path: Path) -> str:
 
     where = ", ".join(machine["accelerators"]) or f"{machine['processor']}, {machine['cores']} cores"
     page = ROOT / "docs" / "reference" / f"{path.stem}.md"
-    every = f"\n\nEvery run: [{page.name}]({page.relative_to(ROOT)})." if page.exists() else ""
+    every = f"\n\nEvery run: [{page.name}](../reference/{page.name})." if page.exists() else ""
     return (
         f"{len(runs)} runs of {where}, with peaks of {format_bytes(min(peaks))} to {format_bytes(max(peaks))} a"
         f" process (torch {machine['torch']}, {machine['day']}); errors of the worst rank of each run:\n\n"
@@ -372,7 +415,7 @@ def _percent(fraction: float) -> str:
 
 
 def measured(name: str) -> str:
-    """The table that a benchmark wrote beside its figures."""
+    """The table that a benchmark wrote with its figures."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return "No results are committed yet."
@@ -380,38 +423,40 @@ def measured(name: str) -> str:
 
 
 def plan_block(text: str) -> str:
-    """The plan as the README shows it: what is chosen, its memory and time, and what else was considered."""
+    """The plan as the README shows it: the strategy, its memory and time, and the candidates."""
     sections = text.rstrip("\n").split("\n\n")
     kept = [sections[0], *(s for s in sections if s.startswith(("Memory at", "Time of", "Considered")))]
-    return f"```console\n$ shardwise plan {SHOWN_RECIPE}\n" + "\n\n".join(kept) + "\n```"
+    return f"```console\n$ shardwise plan {SHOWN_RECIPE} --top {SHOWN_ROWS}\n" + "\n\n".join(kept) + "\n```"
 
 
 def ladder() -> str:
-    """The rungs as data: what each tries, in order, and what it gives and takes."""
+    """The remedies as data: what each tries, in order, and what it does and costs."""
 
-    def tried(rung: Rung) -> str:
+    def tried(remedy: Remedy) -> str:
         neutral = strategy_from({}).values
         tries = [
             ", ".join(code(f"{key}: {value}") for key, value in values.items() if value != neutral[key])
-            for values in rung.tries
+            for values in remedy.tries
         ]
-        adapter = [code(f"adapter.{key}: {value}") for key, value in (rung.adapter or {}).items()]
+        adapter = [code(f"adapter.{key}: {value}") for key, value in (remedy.adapter or {}).items()]
         return "; ".join([*adapter, *(found or code("zero_stage: 0") for found in tries)])
 
-    return table(("rung", "tried, in this order", ""), ((r.name, tried(r), r.why) for r in LADDER), "lll")
+    return table(("remedy", "tried, in this order", ""), ((r.name, tried(r), r.why) for r in REMEDIES), "lll")
 
 
 def shown_plan() -> str:
-    from shardwise.cli.common import make_plan, read
+    from shardwise.jobs.planning import make_plan
+    from shardwise.jobs.request import read
     from shardwise.report.tables import plan_text
 
-    return plan_block(plan_text(make_plan(*read(ROOT / SHOWN_RECIPE, []), compare=True), SHOWN_WIDTH))
+    shown = make_plan(*read(ROOT / SHOWN_RECIPE, []), compare=True)
+    return plan_block(plan_text(shown, SHOWN_WIDTH, SHOWN_ROWS))
 
 
-def recomputation() -> str:
-    """What every value of ``activation_checkpointing`` holds and costs, for the recipe that the README shows."""
-    from shardwise.cli.common import read
-    from shardwise.model.blueprint import blueprint_of
+def recomputation(kinds: Sequence[str] = ACTIVATION_CHECKPOINTING.examples) -> str:
+    """What values of ``activation_checkpointing`` hold and cost, for the recipe that the README shows."""
+    from shardwise.jobs.request import read
+    from shardwise.model.open import blueprint_of
     from shardwise.plan.predict import predict
 
     asked, cluster = read(ROOT / SHOWN_RECIPE, [])
@@ -419,7 +464,7 @@ def recomputation() -> str:
 
     def rows() -> Iterator[Sequence[object]]:
         plain = 0
-        for kind in ACTIVATION_CHECKPOINTING.examples:
+        for kind in kinds:
             pins = {**asked.strategy, "zero_stage": 3, "activation_checkpointing": kind}
             found = predict(asked, blueprint, strategy_from(pins), cluster, quick=True)
             plain = plain or found.cost.flops
@@ -433,10 +478,10 @@ def recomputation() -> str:
 
 def activation_offload() -> str:
     """What moving activations to host memory holds and costs, for the recipe that the README shows."""
-    from shardwise.cli.common import read
-    from shardwise.model.blueprint import blueprint_of
+    from shardwise.jobs.request import read
+    from shardwise.model.open import blueprint_of
     from shardwise.plan.predict import predict
-    from shardwise.plan.timing import phases_beside_host
+    from shardwise.plan.timing import offload_phases
 
     asked, cluster = read(ROOT / SHOWN_RECIPE, [])
     blueprint = blueprint_of(asked)
@@ -452,7 +497,7 @@ def activation_offload() -> str:
                 }
                 found = predict(asked, blueprint, strategy_from(pins), cluster, quick=True)
                 held = (found.peak.ledger.activations, found.peak.bytes, found.host.total)
-                waits = [format_seconds(phase.exposed) for phase in phases_beside_host(found.cost, cluster)]
+                waits = [format_seconds(phase.exposed) for phase in offload_phases(found.cost, cluster)]
                 seconds = format_seconds(found.step.seconds)
                 yield code(kind), code(offload), *map(format_bytes, held), " + ".join(waits) or "–", seconds
 
@@ -460,21 +505,13 @@ def activation_offload() -> str:
     return table((*columns, "forward + backward wait", "step"), rows(), "llrrrrr")
 
 
-# -- what goes with what ----------------------------------------------------------------------------------
-
-
-def _support() -> Any:
-    """tests/support.py, which judges pairs by the rules and reads off the tests' rows which of them are run."""
-    if (place := str(ROOT / "tests")) not in sys.path:
-        sys.path.insert(0, place)
-    return importlib.import_module("support")
+# -- combinations -----------------------------------------------------------------------------------------
 
 
 def combinations() -> str:
     """A table for every group of ways to train, whose columns are its own and whose rows are all."""
-    support = _support()
-    number = {id(rule): index for index, rule in enumerate(support.noted(), 1)}
-    verdicts, tested = support.verdicts(), support.tested()
+    number = {id(rule): index for index, rule in enumerate(ways.noted(), 1)}
+    verdicts, tested = ways.verdicts(), ways.tested()
 
     def cell(one: str, other: str) -> str:
         pair = (one, other) if (one, other) in verdicts else (other, one)
@@ -486,21 +523,20 @@ def combinations() -> str:
         return "yes" if pair in tested else "(yes)"
 
     def section(group: str, title: str) -> str:
-        columns = [way.name for way in support.WAYS if way.group == group]
-        rows = ([f"**{way.name}**", *(cell(way.name, each) for each in columns)] for way in support.WAYS)
+        columns = [way.name for way in ways.WAYS if way.group == group]
+        rows = ([f"**{way.name}**", *(cell(way.name, each) for each in columns)] for way in ways.WAYS)
         return f"### {title}\n\n{table(('', *columns), rows)}"
 
-    return "\n\n".join(section(group, title) for group, title in support.GROUPS.items())
+    return "\n\n".join(section(group, title) for group, title in ways.GROUPS.items())
 
 
 def exclusions() -> str:
     """The rules that the tables' numbers stand for."""
-    support = _support()
 
     def rows() -> Iterator[Sequence[object]]:
-        for index, rule in enumerate(support.noted(), 1):
-            refused = next(v.refused for v in support.verdicts().values() if rule in v.rules)
-            near = rule.nearest(support.case_of(refused))
+        for index, rule in enumerate(ways.noted(), 1):
+            refused = next(v.refused for v in ways.verdicts().values() if rule in v.rules)
+            near = rule.nearest(ways.case_of(refused))
             instead = ", ".join(f"{code(key)}: {code(value)}" for key, value in near.items())
             yield index, code(rule.key), rule.reason, instead or rule.fix
 
@@ -508,8 +544,8 @@ def exclusions() -> str:
 
 
 def further_rules() -> str:
-    """The rules that look at numbers, or at what is no row of the tables."""
-    rows = ((code(rule.key), rule.reason) for rule in _support().other_rules())
+    """The rules about numbers and about settings without a row in the tables."""
+    rows = ((code(rule.key), rule.reason) for rule in ways.other_rules())
     return table(("key", "reason"), rows)
 
 
@@ -528,7 +564,9 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "devices": devices,
     "overheads": overheads,
     "device-sources": device_sources,
-    "short-names": lambda: table(("short", "stands for"), (map(code, pair) for pair in SHORT_NAMES.items())),
+    "short-names": lambda: table(
+        ("short", "stands for"), (map(code, pair) for pair in PROFILES.short_names().items())
+    ),
     "recipes": recipes,
     "ledger": ledger,
     "guard": guard,
@@ -546,6 +584,12 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "further-rules": further_rules,
     "ladder": ladder,
     "lora": partial(measured, "lora"),
+    "recompute": partial(measured, "recompute-cpu"),
+    "step-length": step_length,
+    **{
+        f"source-{name}": partial(source_of, name)
+        for name in ("issue", "step", "forward-backward", "finish", "clip")
+    },
 }
 SLOW = ("plan", "recomputation", "activation-offload", "combinations")
 

@@ -1,0 +1,156 @@
+"""Size and structure of the package at one or more git revisions: ``python benchmarks/house.py REVISION ...``.
+
+Counts files, lines of code (without docstrings, comments and blank lines), docstring words per line of code, the
+largest room, import circles between modules, class names with several definitions, and files outside the pipeline's
+rooms that mention pipelines. Prints a Markdown table with one column per revision. ``.`` is the working tree.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "shardwise"
+PIPELINE_ROOMS = ("technique/pipeline", "engine/pipeline", "core/pipeline", "report/pipeline", "report/gantt")
+
+
+def sources(revision: str) -> dict[str, str]:
+    """Text of every module of the package, by its path within the package."""
+    if revision == ".":
+        files = sorted((ROOT / PACKAGE).rglob("*.py"))
+        return {
+            path.relative_to(ROOT / PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in files
+        }
+    names = _git("ls-tree", "-r", "--name-only", revision, f"{PACKAGE}/").splitlines()
+    return {
+        name.removeprefix(f"{PACKAGE}/"): _git("show", f"{revision}:{name}")
+        for name in names
+        if name.endswith(".py")
+    }
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Every string that stands alone: docstrings of modules, classes, functions and attributes."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node.value
+
+
+def code_lines(text: str) -> int:
+    """Lines with at least one token that is neither a comment nor part of a docstring."""
+    left_out = {
+        line
+        for string in docstrings(ast.parse(text))
+        for line in range(string.lineno, (string.end_lineno or string.lineno) + 1)
+    }
+    ignored = (
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    )
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in ignored:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - left_out)
+
+
+def imports(files: dict[str, str]) -> dict[str, set[str]]:
+    """Modules of the package that each module imports, also within functions and for type checking."""
+    modules = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): text
+        for name, text in files.items()
+    }
+    graph: dict[str, set[str]] = {}
+    for module, text in modules.items():
+        found = graph.setdefault(module, set())
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{PACKAGE}."):
+                origin = node.module.removeprefix(f"{PACKAGE}.")
+                for alias in node.names:
+                    inner = f"{origin}.{alias.name}"
+                    found.add(inner if inner in modules else origin)
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> int:
+    """Number of strongly connected components with more than one module."""
+    reach: dict[str, set[str]] = {}
+    for module in graph:
+        seen, queue = set[str](), [module]
+        while queue:
+            for target in graph.get(queue.pop(), ()):
+                if target not in seen:
+                    seen.add(target)
+                    queue.append(target)
+        reach[module] = seen
+    together = {frozenset(b for b in reach[a] if a in reach.get(b, ())) for a in graph}
+    return len([group for group in together if len(group) > 1])
+
+
+def measures(files: dict[str, str]) -> dict[str, str]:
+    """The rows of the table for one revision."""
+    trees = {name: ast.parse(text) for name, text in files.items()}
+    code = {name: code_lines(text) for name, text in files.items()}
+    words = sum(len(str(s.value).split()) for tree in trees.values() for s in docstrings(tree))
+    rooms = Counter[str]()
+    for name, lines in code.items():
+        rooms[name.split("/")[0] if "/" in name else "top level"] += lines
+    room, largest = rooms.most_common(1)[0]
+    total = sum(code.values())
+    classes = Counter(
+        n.name for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)
+    )
+    mentions = [
+        name
+        for name, text in files.items()
+        if re.search("pipeline", text, re.IGNORECASE) and not name.startswith(PIPELINE_ROOMS)
+    ]
+    functions = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    longest = max((n.end_lineno or 0) - n.lineno + 1 for n in functions)
+    return {
+        "files": str(len(files)),
+        "lines": f"{sum(len(text.splitlines()) for text in files.values()):,}",
+        "lines of code": f"{total:,}",
+        "docstring words per line of code": f"{words / total:.2f}",
+        "rooms": str(len(rooms)),
+        "largest room": f"{room}, {100 * largest / total:.0f} %",
+        "longest file, longest function": f"{max(len(t.splitlines()) for t in files.values())}, {longest}",
+        "import circles between modules": str(circles(imports(files))),
+        "class names with several definitions": str(sum(count > 1 for count in classes.values())),
+        "files outside its rooms that mention pipelines": str(len(mentions)),
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    revisions = sys.argv[1:] or ["."]
+    columns = [measures(sources(revision)) for revision in revisions]
+    print("| | " + " | ".join(revisions) + " |")
+    print("|---|" + "---:|" * len(revisions))
+    for row in columns[0]:
+        print(f"| {row} | " + " | ".join(column[row] for column in columns) + " |")
+
+
+if __name__ == "__main__":
+    main()
