@@ -134,7 +134,7 @@ def agrees(recipe: Recipe, settings: dict[str, Any], world_size: int, pool: Pool
     """Predicted peak against the operating system's figure, every rank; rank 0's prediction."""
     strategy, cluster = strategy_from(settings), cluster_of(recipe.cluster)
     assert layout_of(strategy, world_size).world_size == world_size
-    measured = pool.run(world_size, measured_rank, recipe, settings, timeout=570)
+    measured = pool.run(world_size, measured_rank, recipe, settings, timeout=300)
     stage_ranks = layout_of(strategy, world_size).stride("pipeline")
     stages = range(0, world_size, stage_ranks)
     runs = [dry_run(recipe, blueprint_of(recipe), strategy, cluster, rank=rank) for rank in stages]

@@ -21,7 +21,7 @@ from shardwise.engine.step import step
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import layout_of, stages_of
+from shardwise.technique import data_degree, layout_of, stages_of
 
 _BLOCKS = 1024
 
@@ -41,7 +41,7 @@ def _tiny(layout: Layout, layers: int) -> Recipe:
         "vocab": 256,
     }
     data = {"sequence_length": math.lcm(32, 2 * layout.degree("sequence") * layout.degree("tensor"))}
-    return recipe_of({"model": model, "data": data, "steps": 2, "batch_size": 1})
+    return recipe_of({"model": model, "data": data, "steps": 2, "batch_size": 2 * data_degree(layout)})
 
 
 def warm_kernels(device: torch.device, strategy: Strategy) -> None:
@@ -49,9 +49,11 @@ def warm_kernels(device: torch.device, strategy: Strategy) -> None:
     layout = layout_of(strategy, dist.get_world_size())
     recipe = _tiny(layout, max(2, stages_of(strategy)))
     run = build(recipe, blueprint_of(recipe), strategy.with_values(micro_batch_size=1), device)
-    for _ in range(2):
-        tokens = torch.zeros((1, recipe.data.sequence_length), dtype=torch.int64, device=device)
-        step(run, [[{"input_ids": tokens, "labels": tokens}] * 2], 1e-4)
+    tokens = torch.zeros((1, recipe.data.sequence_length), dtype=torch.int64, device=device)
+    steps = iter([[{"input_ids": tokens, "labels": tokens}] * 2] * recipe.steps)
+    for _ in range(recipe.steps):
+        step(run, steps, 1e-4)
+    dist.barrier()  # PipeDream's last messages leave while the run lives
     torch.ones(_BLOCKS, _BLOCKS, device=device) @ torch.ones(_BLOCKS, 2 * _BLOCKS, device=device)
     if run.options.dtypes.compute.itemsize == 2:
         _attend(run.options.dtypes.compute, device)

@@ -76,6 +76,7 @@ class PipeDream(Pipelined):
         """The passes of the run over ``steps``. Another iterator begins another run, with an empty pipeline."""
         if self._stream is None or steps is not self._steps:
             if self._stream is not None:
+                self._stream.mail.close()
                 self.stash = Stash(self._parameters, self._lag, self._per_step)
             self._steps, self._done = steps, 0
             self._stream = _Stream(self._live, self._pipeline, self.stash, steps)
@@ -230,3 +231,9 @@ class _StreamMail:
             wait(work)
         gone = {id(each) for each in here}
         self._leaving = [each for each in self._leaving if id(each) not in gone]
+
+    def close(self) -> None:
+        """Wait until all sends of a finished run are received: a dropped send never arrives."""
+        for _, _, work in self._leaving:
+            wait(work)
+        self._leaving.clear()
