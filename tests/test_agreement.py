@@ -1,48 +1,24 @@
-"""Every technique, alone and in pairs: it trains as one plain process does, and takes the memory it was planned.
+"""Every technique, alone and in pairs, trains as one plain process does.
 
 The rows are made from the techniques' own settings (rows/), so a new technique is covered the day it is added to
-``technique.ORDER``. `make test` trains every value with every ZeRO stage and measures the memory of each value once;
-all pairs are those of `make test-all`.
+``technique.ORDER``. `make test` trains every value with every ZeRO stage; `make test-all` trains all pairs.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
 import pytest
 
-from shardwise.dryrun.run import DryRun, dry_run
-from shardwise.hardware.cluster import cluster_of
-from shardwise.model.open import blueprint_of
-from shardwise.recipe.load import recipe_of
-from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, layout_of, strategy_from
 from tests.harness.covering import Row
 from tests.harness.parity import Parity, Trial
-from tests.harness.pool import Pool
-from tests.harness.ranks import measured_rank
-from tests.rows import memory
 from tests.rows.__main__ import current
-from tests.rows.memory import known_difference
-from tests.rows.parity import (
-    ADAPTERS,
-    EXACT_FACTORS,
-    PARITY_FACTORS,
-    has,
-    optimizer_of,
-    settings_of,
-    trial_of,
-)
+from tests.rows.parity import EXACT_FACTORS, PARITY_FACTORS, has, trial_of
 from tests.rows.table import FILE, read
 
 PARITY = [read(name) for name in ("exact", "fewer bits", "adapters")]
-# Without gradients and optimizer state the same model takes so little that the resident set's noise is 5 % of it.
-WIDER = {"layers": 6, "width": 768, "heads": 12, "kv_heads": 4, "ffn": 2048}
-KNOWN = 0.08
-"""How far off the rows may be that are known to be; others 5 %."""
 
 
 def test_rows_are_up_to_date() -> None:
@@ -75,75 +51,3 @@ def test_trains_as_one_plain_process(trial: Trial, parity: Parity) -> None:
     """Loss, gradient norm and weights, step by step: 1e-10 in fp64, 1e-5 in fp32, wider where bits are given up."""
     verdict = parity.verdict(trial)
     assert verdict.passed, verdict
-
-
-def ledger_recipe(world_size: int, row: Row, **sections: Any) -> Recipe:
-    asked = settings_of(row)
-    degree = asked["sequence_parallel"]
-    data_ranks = world_size // degree // asked["tensor_parallel"]
-    # The CPU computes fp16 products at a hundredth of the speed of others: fewer tokens for them.
-    tokens = 48 if row.get("precision") == "fp16" else 192
-    values = {
-        "model": memory.MODEL | (WIDER if "adapter" in row else {}),
-        "data": {"sequence_length": tokens * degree},  # on a rank as many as in any other row
-        "steps": 3,
-        "batch_size": 4 * data_ranks,
-        "optimizer": optimizer_of(row),
-        "adapter": ADAPTERS[row.get("adapter", "full")],
-        "cluster": {"devices_per_node": world_size},
-    }
-    return recipe_of(values | sections, SETTINGS)
-
-
-def memory_cases() -> Iterator[Any]:
-    """Rows whose memory is measured; none of the few is one that is known to fail."""
-    for case in (case for name in memory.TABLES for case in read(name).cases()):
-        [row] = case.values
-        reason = known_difference(row)
-        marks = (*case.marks, *([pytest.mark.xfail(reason=reason, raises=AssertionError)] if reason else []))
-        yield pytest.param(row, marks=marks, id=case.id)
-
-
-@pytest.mark.parametrize("row", memory_cases())
-def test_takes_the_memory_it_was_planned(row: Row, pool: Pool) -> None:
-    """Predicted peak against the operating system's figure, every rank: 5 %."""
-    world_size = memory.world_of(row)
-    recipe = ledger_recipe(world_size, row)
-    agrees(recipe, {**settings_of(row), MICRO_BATCH_SIZE.key: 4 // row["accumulate"]}, world_size, pool)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_snapshots_take_the_memory_they_were_planned(stage: int, pool: Pool) -> None:
-    """On the CPU the host's memory is the device's, so the plan counts them."""
-    recipe = ledger_recipe(2, {}, guard={"snapshot_every": 2})
-    run = agrees(recipe, {"zero_stage": stage, MICRO_BATCH_SIZE.key: 2}, 2, pool)
-    ledger = run.peak.ledger
-    state = ledger.optimizer_state + 4 * run.parameters // 2  # state between two steps is sharded
-    assert ledger.overhead == pytest.approx(2 * state, rel=0.02)
-
-
-@pytest.mark.parametrize("sync", [False, True])
-def test_stashed_weights_take_the_memory_they_were_planned(sync: bool, pool: Pool) -> None:
-    """Of an asynchronous pipeline: 3, 2, 1 and 0 older versions on four stages, or 3 on each."""
-    recipe = ledger_recipe(4, {"optimizer_in_backward": True}, guard={"rewinds": 0}, batch_size=1, steps=7)
-    asked = {"pipeline_parallel": 4, "pipeline_schedule": "pipedream", "pipeline_vertical_sync": sync}
-    agrees(recipe, {**asked, MICRO_BATCH_SIZE.key: 1}, 4, pool)
-
-
-def agrees(recipe: Recipe, settings: dict[str, Any], world_size: int, pool: Pool) -> DryRun:
-    """Predicted peak against the operating system's figure, every rank; rank 0's prediction."""
-    strategy, cluster = strategy_from(settings), cluster_of(recipe.cluster)
-    assert layout_of(strategy, world_size).world_size == world_size
-    measured = pool.run(world_size, measured_rank, recipe, settings, timeout=300)
-    stage_ranks = layout_of(strategy, world_size).stride("pipeline")
-    stages = range(0, world_size, stage_ranks)
-    runs = [dry_run(recipe, blueprint_of(recipe), strategy, cluster, rank=rank) for rank in stages]
-    for rank, peak in enumerate(measured):
-        predicted = runs[rank // stage_ranks].peak.bytes + cluster.device.overhead.workspace_bytes
-        error = predicted / peak - 1
-        if math.fabs(error) > KNOWN:
-            pytest.fail(f"rank {rank} is off by {error:+.1%}, further than any known difference")
-        assert math.fabs(error) <= 0.05, (
-            f"rank {rank}: predicted {predicted:,}, measured {peak:,}, {error:+.1%}"
-        )
-    return runs[0]

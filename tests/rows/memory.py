@@ -1,4 +1,4 @@
-"""Rows of tests/test_agreement.py whose memory is measured: settings that change memory, in pairs.
+"""Rows of tests/test_planned_memory.py whose memory is measured: settings that change memory, in pairs.
 
 Memory is measured on a larger model, which is slow. So settings with another memory have their own rows,
 sharded and not: fp16 is held as bf16 is and fp64 as fp32, segments are blocks that are recomputed, a pipeline that is
@@ -24,7 +24,6 @@ ALL_FACTORS = {
     "pipeline": ["1f1b 1", "1f1b 2", "interleaved 2", "zero_bubble 2"],
     "accumulate": [1, 2],
 }
-SHARDED: dict[str, list[Any]] = {"zero_stage": [0, 3], "accumulate": [1]}
 # Of the smallest rows, not to be lost from sight.
 KNOWN_DIFFERENCE: dict[str, list[Any]] = {
     "sequence": ["ring 2"],
@@ -38,9 +37,13 @@ KNOWN_DIFFERENCE: dict[str, list[Any]] = {
     "accumulate": [2],
 }
 ALONE: dict[str, dict[str, list[Any]]] = {
-    "memory of recomputation": SHARDED | {"activation_checkpointing": ["every:2", "sqrt"]},
-    "memory of precisions": SHARDED | {"precision": ["fp16", "fp64"]},
-    "memory of schedules": SHARDED | {"pipeline": ["naive 2", "gpipe 2"]},
+    "memory held alike": {
+        "zero_stage": [0, 3],
+        "activation_checkpointing": ["every:2", "sqrt"],
+        "precision": ["fp64", "fp16"],
+        "pipeline": ["naive 2", "gpipe 2"],
+        "accumulate": [1],
+    },
     "memory known to differ": KNOWN_DIFFERENCE,
 }
 ADAPTER_FACTORS: dict[str, list[Any]] = {
