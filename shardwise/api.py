@@ -27,7 +27,7 @@ from shardwise.serve.serving import Piece as Piece
 from shardwise.serve.serving import ServedModel as ServedModel
 from shardwise.serve.serving import load_model as load_model
 from shardwise.technique import SETTINGS
-from shardwise.verify.verify import Verdict
+from shardwise.verify.verdict import Verdict
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

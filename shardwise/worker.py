@@ -21,7 +21,8 @@ from shardwise.core.plan import Plan
 from shardwise.launch.process import World, join
 from shardwise.train.faults.oom_record import resource_error
 from shardwise.train.loop import Job, Trainer
-from shardwise.verify.verify import run_reference, run_strategy
+from shardwise.verify.plain_runs import run_plain
+from shardwise.verify.verify import exactly, rounds_more, run_reference, run_verification
 
 Prepare = Callable[[], int]
 
@@ -37,7 +38,7 @@ class PlanFailed(Exception):
 def run_rank(
     verb: str, folder: Path, exact_memory: bool, device: str | None = None, prepare: Prepare | None = None
 ) -> None:
-    """Run one rank of ``verb``: train, verify or reference.
+    """Run one rank of ``verb``: train, verify, or the plain processes of verify (reference).
 
     Args:
         device: "cpu" or "cuda"; needed with ``prepare``.
@@ -48,8 +49,7 @@ def run_rank(
         PlanFailed: ``prepare`` returned another code than 0; raised on all ranks.
     """
     if verb == "reference":
-        recipe, plan = read_job(folder)
-        run_reference(recipe, plan.strategy, folder)
+        _run_references(folder)
         return
     if prepare is None:
         device = "cpu" if read_job(folder)[1].device == "cpu" else "cuda"
@@ -61,13 +61,24 @@ def run_rank(
         raise PlanFailed(code)
 
 
+def _run_references(folder: Path) -> None:
+    """Train what ``verify`` compares with."""
+    recipe, plan = read_job(folder)
+    if not rounds_more(recipe, plan.strategy):
+        run_reference(recipe, plan.strategy, folder)
+        return
+    with join("cpu" if plan.device == "cpu" else "cuda") as world:
+        run_plain(recipe, plan.strategy, folder, world.device)
+    run_reference(*exactly(recipe, plan.strategy)[:2], folder)
+
+
 def _run(verb: str, folder: Path, world: World, exact_memory: bool) -> None:
     recipe, plan = read_job(folder)
     _require(world, plan)
     if verb == "train":
         Trainer(Job(recipe, plan, folder, world.device, exact_memory)).train()
     else:
-        run_strategy(recipe, plan.strategy, folder, world.device)
+        run_verification(recipe, plan.strategy, folder, world.device)
 
 
 def _prepared_on_rank_0(prepare: Prepare, world: World) -> int:

@@ -1,4 +1,4 @@
-"""``shardwise verify``: compare a strategy with one plain fp32 process, step by step."""
+"""``shardwise verify``: compare a strategy with one plain process, step by step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.core.errors import NumericsError
 from shardwise.jobs.request import read
 
 if TYPE_CHECKING:
-    from shardwise.verify.verify import Verdict
+    from shardwise.verify.verdict import Verdict
 
 
 def command(
@@ -31,18 +31,51 @@ def command(
         raise NumericsError(
             "the strategy does not train as one process does",
             where=plan.line,
-            why=f"a relative difference is above {verdict.tolerance:g} (worst parameter: {verdict.worst_parameter})",
+            why=_why(verdict),
             fix="compare with another strategy to see which technique differs, and report it",
         )
 
 
+def _why(verdict: Verdict) -> str:
+    """The comparison that failed; the proof first, because noise does not reach it."""
+    failed = verdict if verdict.proof is None or verdict.proof.passed else verdict.proof
+    worst = f"(worst parameter: {failed.worst_parameter})"
+    if failed.allowed is None:
+        within = f" in {failed.precision}" if failed is verdict.proof else ""
+        return f"a relative difference{within} is above {failed.tolerance:g} {worst}"
+    if failed.skips_on:
+        return f"it skipped {failed.skipped[0]} updates, the plain process {failed.skipped[1]}"
+    return f"a relative difference is above what rounding noise explains {worst}"
+
+
 def _table(line: str, verdict: Verdict) -> str:
-    rows = [
-        ("loss", verdict.max_loss_difference),
-        ("gradient norm", verdict.max_gradient_norm_difference),
-        ("parameters", verdict.max_parameter_difference),
+    lines = [
+        f"{line} against one plain process{_in(verdict)}, {verdict.steps} steps, largest relative difference:"
     ]
-    lines = [f"{line} against one plain process, {verdict.steps} steps, largest relative difference:"]
-    lines += [f"  {name:<14} {value:.2e}" for name, value in rows]
-    lines.append(f"  {'passed' if verdict.passed else 'FAILED'} at a tolerance of {verdict.tolerance:g}")
+    lines += _rows(verdict)
+    if (proof := verdict.proof) is not None:
+        lines.append(f"the same layout in {proof.precision} against one plain process in {proof.precision}:")
+        lines += _rows(proof)
     return "\n".join(lines)
+
+
+def _in(verdict: Verdict) -> str:
+    return "" if verdict.allowed is None else f" in {verdict.precision}"
+
+
+def _rows(verdict: Verdict) -> list[str]:
+    """Quantities with their differences, notes, and whether the comparison passed."""
+    said = "passed" if verdict.agrees else "FAILED"
+    if verdict.allowed is None:
+        lines = [f"  {name:<14} {difference:.2e}" for name, difference, _ in verdict.rows]
+        lines += [f"  {note}" for note in verdict.notes]
+        return [*lines, f"  {said} at a tolerance of {verdict.tolerance:g}"]
+    lines = [
+        f"  {name:<14} {difference:.2e}, allowed {limit:.2e}" for name, difference, limit in verdict.rows
+    ]
+    if verdict.compared != verdict.steps:
+        lines[-1] = "  parameters     not compared, because another number of updates was skipped"
+    if any(verdict.skipped):
+        ours, theirs = verdict.skipped
+        lines.append(f"  skipped updates: {ours}, of the plain process {theirs}; their norms are left out")
+    return [*lines, f"  {said} within the rounding noise of plain processes"]

@@ -13,7 +13,7 @@ from shardwise.jobs.request import RunWorkers
 from shardwise.recipe.sections import Recipe
 
 if TYPE_CHECKING:
-    from shardwise.verify.verify import Verdict
+    from shardwise.verify.verdict import Verdict
 
 
 def verify(

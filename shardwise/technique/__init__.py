@@ -82,6 +82,9 @@ SETTINGS: tuple[Setting[Any], ...] = (
 RULES: tuple[Rule, ...] = tuple(rule for technique in ORDER for rule in technique.rules)
 
 
+_ROUNDING = tuple(setting for technique in ORDER if technique.rounds for setting in technique.settings)
+
+
 def strategy_from(pinned: Mapping[str, object]) -> Strategy:
     """The strategy with the pinned settings and the defaults of all others."""
     return complete(pinned, SETTINGS)
@@ -151,6 +154,18 @@ def _beyond(strategy: Strategy, device: DeviceProfile) -> Iterator[tuple[Setting
 def precision_of(strategy: Strategy) -> str:
     """The precision by name, to compare runs or their checkpoints."""
     return strategy[PRECISION]
+
+
+def undivided(strategy: Strategy) -> Strategy:
+    """One process that computes in the digits of ``strategy``, with its micro-batches."""
+    kept = [MICRO_BATCH_SIZE, *_ROUNDING]
+    return strategy_from({setting.key: strategy[setting] for setting in kept})
+
+
+def in_fp64(strategy: Strategy) -> Strategy:
+    """The same division of the step, computed in fp64."""
+    values = {setting.key: setting.default for setting in _ROUNDING}
+    return strategy.with_values(**{**values, PRECISION.key: "fp64"})
 
 
 def stages_of(strategy: Strategy) -> int:

@@ -37,9 +37,11 @@ class Technique(ABC):
         name: one word, for the list of techniques.
         settings: the keys of the ``strategy:`` section that it declares.
         rules: what cannot be combined with it, as data, with the reason in words.
+        rounds: whether its settings decide in which digits a step computes, and not how it is divided.
     """
 
     name: ClassVar[str]
+    rounds: ClassVar[bool] = False
     settings: ClassVar[tuple[Setting[Any], ...]] = ()
     rules: ClassVar[tuple[Rule, ...]] = ()
 

@@ -81,6 +81,7 @@ class Float8(Wrapping):
     """Puts 8-bit layers in the place of linear layers of the blocks."""
 
     name = "fp8"
+    rounds = True
     settings = (FP8_SCALING, FP8_LAYERS)
     rules = RULES
 

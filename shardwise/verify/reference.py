@@ -20,6 +20,7 @@ from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.recipe.lr_scaling import scaled
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
+from shardwise.runtime.torch_private import TorchDispatchMode, tree_iter
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,28 @@ def train_reference(
         optimizer.step()
         optimizer.zero_grad()
         yield ReferenceStep(total / max(1, count), float(norm))
+
+
+def rounds_to_fp32(blueprint: Blueprint, model: nn.Module, batch: Batch) -> bool:
+    """Whether the code of a model in fp64 rounds to fp32, as the norms of transformers' Llama do."""
+    with torch.no_grad(), _Narrowing() as seen:
+        blueprint.loss(model, batch)
+    return seen.found
+
+
+class _Narrowing(TorchDispatchMode):
+    """Looks for operations that take fp64 and return fp32."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        taken, given = (
+            {leaf.dtype for leaf in tree_iter(values) if isinstance(leaf, Tensor)}
+            for values in ((args, kwargs), out)
+        )
+        self.found |= torch.float64 in taken and torch.float32 in given
+        return out
 
 
 def _groups(blueprint: Blueprint, model: nn.Module, spec: OptimizerSpec) -> list[dict[str, Any]]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.cli.main import run
+from shardwise.core.json_file import text_of
 from shardwise.core.plan import Plan
 from shardwise.jobs import verifying
 from shardwise.launch import launcher as launching
-from shardwise.verify.verify import Verdict
+from shardwise.verify.verdict import Allowed, Verdict
 from tests.harness.commands import Shell
 
 RECIPE = """
@@ -48,7 +49,7 @@ def judged(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Judged:
         def launch(processes: int, arguments: list[str], *rest: object) -> int:
             if isinstance(verdict, int):
                 return verdict
-            (Path(arguments[1]) / "verify.json").write_text(json.dumps(vars(verdict)), encoding="utf-8")
+            (Path(arguments[1]) / "verify.json").write_text(text_of(verdict), encoding="utf-8")
             return 0
 
         monkeypatch.setattr(verifying, "make_plan", lambda *arguments: plan)
@@ -97,6 +98,54 @@ def test_a_strategy_that_does_not(
     assert "FAILED at a tolerance of 1e-05" in out
     assert err.count("\n") == 1 and "worst parameter: layers.0.up" in err
     assert left(tmp_path) == []
+
+
+PROOF = Verdict(
+    1e-14, 2e-14, 3e-14, "layers.0.up", 1e-10, 20, precision="fp64", notes=("precision: fp64 for fp16",)
+)
+NEAR = Verdict(
+    1e-3, 2e-2, 3e-3, "layers.0.up", 5e-4, 20, (), "fp16", Allowed(4e-3, 9e-2, 5e-3), 20, (2, 2), (), PROOF
+)
+
+
+def test_a_run_in_fewer_bits_is_shown_with_its_noise_and_its_proof(
+    recipe: str, judged: Judged, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged(NEAR)
+    assert run(["verify", recipe]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  loss           1.00e-03, allowed 4.00e-03",
+        "  gradient norm  2.00e-02, allowed 9.00e-02",
+        "  parameters     3.00e-03, allowed 5.00e-03",
+        "  skipped updates: 2, of the plain process 2; their norms are left out",
+        "  passed within the rounding noise of plain processes",
+        "the same layout in fp64 against one plain process in fp64:",
+        "  loss           1.00e-14",
+        "  gradient norm  2.00e-14",
+        "  parameters     3.00e-14",
+        "  precision: fp64 for fp16",
+        "  passed at a tolerance of 1e-10",
+    ]
+    judged(replace(NEAR, compared=3, skipped=(1, 2)))
+    assert run(["verify", recipe]) == 0
+    assert "  parameters     not compared, because" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("verdict", "why"),
+    [
+        (replace(NEAR, proof=replace(PROOF, max_loss_difference=1e-6)), "in fp64 is above 1e-10"),
+        (replace(NEAR, max_loss_difference=1e-2), "above what rounding noise explains"),
+        (replace(NEAR, skipped=(19, 2)), "it skipped 19 updates, the plain process 2"),
+    ],
+)
+def test_what_failed_in_fewer_bits_is_named(
+    verdict: Verdict, why: str, recipe: str, judged: Judged, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged(verdict)
+    assert run(["verify", recipe]) == 6
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and why in err
 
 
 @pytest.mark.parametrize("code", [5, 7])

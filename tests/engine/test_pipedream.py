@@ -33,8 +33,8 @@ from shardwise.runtime.parallel.shard_slices import local_part, local_slices, na
 from shardwise.technique import SETTINGS, refuse_broken, strategy_from
 from shardwise.train.evaluation import evaluate
 from shardwise.verify.reference import reference_model
-from shardwise.verify.verify import TOLERANCE
 from tests.harness.pool import Pool
+from tests.harness.ranks import allowed
 
 STEPS = 8
 MODEL = {"layers": 5, "width": 44, "heads": 2, "kv_heads": 1, "ffn": 55, "vocab": 257, "context": 32}
@@ -253,15 +253,15 @@ def losses_alone(name: str, pool: Pool) -> list[float]:
 def test_beside_other_techniques_it_trains_as_it_does_alone(
     settings: dict[str, Any], optimizer: dict[str, Any], pool: Pool
 ) -> None:
-    """The loss of every step, within what `verify` allows the precision and the optimizer, and it falls by far more."""
+    """The loss of every step, within what parity tests allow precision and optimizer, and it falls by far more."""
     asked = mixed(settings, optimizer)
     refuse_broken(asked, 4, str)
     alone = losses_alone(optimizer["name"], pool)
     found = pool.run(4, trained, asked, 2)
-    allowed = max(TOLERANCE[settings["precision"]], TOLERANCE.get(asked.optimizer.name, 0.0))
-    assert alone[-1] < (1 - 2 * allowed) * alone[0], "else an update that is never made goes unseen"
+    apart = allowed(asked, settings["precision"])
+    assert alone[-1] < (1 - 2 * apart) * alone[0], "else an update that is never made goes unseen"
     for losses, _, _ in found:
-        assert losses == pytest.approx(alone, rel=allowed)
+        assert losses == pytest.approx(alone, rel=apart)
 
 
 def test_as_many_are_under_way_as_in_1f1b(pool: Pool) -> None:

@@ -24,14 +24,52 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload import activations as kept
 from shardwise.runtime.offload.copy_stream import CopyStream
 from shardwise.runtime.offload.host import separate_host_memory
-from shardwise.technique import MICRO_BATCH_SIZE, micro_batches, strategy_from
+from shardwise.technique import MICRO_BATCH_SIZE, micro_batches, precision_of, strategy_from
 from shardwise.technique.offload import parts
 from shardwise.train.meter import MemoryMeter
 from shardwise.train.warm_up import warm_kernels
-from shardwise.verify.verify import Verdict, run_reference, run_strategy
+from shardwise.verify.plain_runs import run_plain
+from shardwise.verify.verdict import Verdict
+from shardwise.verify.verify import (
+    TOLERANCE,
+    exactly,
+    rounds_more,
+    run_reference,
+    run_strategy,
+    run_verification,
+)
 
 Job = tuple[Recipe, dict[str, Any], Path]
 """A recipe, a strategy's settings, and the folder of the reference."""
+
+AGAINST_FP32 = TOLERANCE | {"fp16": 1e-2, "bf16": 5e-2, "fp8": 1e-1, "adamw_8bit": 5e-2}
+"""Largest relative differences from the reference in fp32 (fp64 for fp64), by precision or optimizer.
+
+Of models and learning rates that the tests choose: ``shardwise verify`` measures the noise instead.
+"""
+
+
+def allowed(recipe: Recipe, precision: str) -> float:
+    """The tolerance of a parity test."""
+    return max(AGAINST_FP32[precision], AGAINST_FP32.get(recipe.optimizer.name, 0.0))
+
+
+def plain_rank(jobs: list[Job]) -> None:
+    """What ``shardwise verify`` trains before the strategy."""
+    for recipe, settings, folder in jobs:
+        strategy = strategy_from(settings)
+        if rounds_more(recipe, strategy):
+            run_plain(recipe, strategy, folder, torch.device("cpu"))
+            recipe, strategy, _ = exactly(recipe, strategy)
+        run_reference(recipe, strategy, folder)
+
+
+def verified_rank(jobs: list[Job]) -> list[Verdict]:
+    """The verdict of ``shardwise verify`` on every strategy, one after the other."""
+    return [
+        run_verification(recipe, strategy_from(settings), folder, torch.device("cpu"))
+        for recipe, settings, folder in jobs
+    ]
 
 
 def reference_rank(jobs: list[Job]) -> None:
@@ -49,7 +87,8 @@ def strategy_rank(jobs: list[Job]) -> list[Verdict]:
         strategy = strategy_from(settings)
         moved = parts(strategy) - {"nvme"}
         with counted_copies() as sent, separate_host_memory(bool(moved)):
-            verdicts.append(run_strategy(recipe, strategy, folder, torch.device("cpu")))
+            tolerance = allowed(recipe, precision_of(strategy))
+            verdicts.append(run_strategy(recipe, strategy, folder, torch.device("cpu"), tolerance))
         assert bool(sent) == ("activations" in moved), f"activations moved: {bool(sent)}, asked: {moved}"
     return verdicts
 

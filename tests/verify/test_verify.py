@@ -17,7 +17,8 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS
 from shardwise.verify.reference import GradientScale
-from shardwise.verify.verify import Verdict, _relative, shortened
+from shardwise.verify.verdict import Verdict, relative
+from shardwise.verify.verify import shortened
 from tests.harness.corpora import write_words
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool
@@ -158,8 +159,8 @@ def test_a_shortened_run_keeps_the_proportions_of_its_schedule(
 
 
 def test_a_difference_fails_and_nan_is_infinitely_far() -> None:
-    assert _relative(float("nan"), 1.0) == float("inf")
-    assert _relative(1.001, 1.0) == pytest.approx(1e-3)
+    assert relative(float("nan"), 1.0) == float("inf")
+    assert relative(1.001, 1.0) == pytest.approx(1e-3)
     close = Verdict(1e-7, 1e-7, 1e-7, "w", 1e-5, 20)
     assert close.passed
     for field in ("max_loss_difference", "max_gradient_norm_difference", "max_parameter_difference"):
@@ -168,8 +169,8 @@ def test_a_difference_fails_and_nan_is_infinitely_far() -> None:
 
 def corrupted(recipe: Recipe, settings: dict[str, Any], folder: Path) -> Verdict:
     """Every rank scales one gradient before the norm is taken: a wrong strategy, as a person would write it."""
-    import shardwise.verify.verify as verify
     from shardwise.engine.step import step
+    from shardwise.verify import plain_runs
 
     def wrong(run: Any, batches: Any, rate: float) -> Any:
         run.options.micro_batch_hooks.clear()
@@ -178,7 +179,7 @@ def corrupted(recipe: Recipe, settings: dict[str, Any], folder: Path) -> Verdict
             parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1.01))
         return step(run, batches, rate)
 
-    verify.step = wrong  # type: ignore[attr-defined]
+    plain_runs.step = wrong
     return strategy_rank([(recipe, settings, folder)])[0]
 
 
@@ -200,15 +201,15 @@ def nudged(recipe: Recipe, settings: dict[str, Any], folder: Path, name: str) ->
     """One value of one weight is OFF by a little when weights are compared, on rank 1 alone."""
     import shardwise.verify.verify as verify
 
-    compare = verify.parameter_difference
+    compare = verify.parameter_differences
 
-    def nudge_first(run: Run, *others: Any) -> tuple[float, str]:
+    def nudge_first(run: Run, *others: Any) -> dict[str, float]:
         if dist.get_rank() == 1:
             with torch.no_grad():
                 local_part(dict(named_parameters(run.model))[name]).view(-1)[0] += OFF
         return compare(run, *others)
 
-    verify.parameter_difference = nudge_first
+    verify.parameter_differences = nudge_first
     return strategy_rank([(recipe, settings, folder)])[0]
 
 
