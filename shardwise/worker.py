@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.run_folder import read_job
 from shardwise.core.errors import RankError, ShardwiseError
 from shardwise.core.plan import Plan
+from shardwise.core.quiet_torchao import quiet_torchao
 from shardwise.launch.process import World, join
 from shardwise.train.faults.oom_record import resource_error
 from shardwise.train.loop import Job, Trainer
@@ -126,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--exact-memory", action="store_true")
     given = parser.parse_args(arguments)
-    return attempt(lambda: run_rank(given.verb, given.folder, given.exact_memory))
+    with quiet_torchao():
+        return attempt(lambda: run_rank(given.verb, given.folder, given.exact_memory))
 
 
 if __name__ == "__main__":

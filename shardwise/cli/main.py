@@ -15,6 +15,7 @@ from shardwise.cli import data, doctor, export, generate, merge, plan, report, t
 from shardwise.cli.failure import guarded
 from shardwise.cli.terminal_output import keep_writing
 from shardwise.core.errors import RecipeError
+from shardwise.core.quiet_torchao import quiet_torchao
 
 app = typer.Typer(
     name="shardwise",
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """The exit code of one verb."""
-    return guarded(lambda: _invoked(list(arguments) or ["--help"]))
+    with quiet_torchao():
+        return guarded(lambda: _invoked(list(arguments) or ["--help"]))
 
 
 def _invoked(arguments: list[str]) -> int:

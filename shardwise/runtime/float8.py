@@ -20,11 +20,8 @@ Legend: M tokens, K width in, N width out.
 from __future__ import annotations
 
 import functools
-import logging
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.quiet_torchao import quiet_torchao
 from shardwise.runtime.layer_replacement import take_over
 from shardwise.runtime.torch_private import scaled_product
 
@@ -59,7 +57,7 @@ class Scaling:
 
 def scaling_named(name: str) -> Scaling:
     """torchao's recipe ``tensorwise`` or ``rowwise``. Raises RecipeError if torchao is not installed."""
-    with _quiet_torchao():
+    with quiet_torchao():
         try:
             from torchao.float8 import Float8LinearConfig
         except ImportError as error:
@@ -77,26 +75,6 @@ def scaling_named(name: str) -> Scaling:
         power_of_two=config.round_scales_to_power_of_2,
         fast_output=config.gemm_config_output.use_fast_accum,
     )
-
-
-@contextmanager
-def _quiet_torchao() -> Iterator[None]:
-    """Skip torchao's C++ extensions, which training does not use and which may warn."""
-    flag = "TORCHAO_FORCE_SKIP_LOADING_SO_FILES"
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels, before = [logger.level for logger in loggers], os.environ.get(flag)
-    os.environ[flag] = "1"
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if before is None:
-            del os.environ[flag]
-        else:
-            os.environ[flag] = before
 
 
 # -- arithmetic ---------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def run_strategy(
     )
 
 
-def run_beside_noise(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> Verdict:
+def run_near_plain(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> Verdict:
     """Train with the strategy on all ranks and compare with what ``run_plain`` left in ``folder``."""
     blueprint = blueprint_of(recipe)
     run = build(recipe, blueprint, strategy, device)
@@ -153,7 +153,7 @@ def run_verification(recipe: Recipe, strategy: Strategy, folder: Path, device: t
     if not rounds_more(recipe, strategy):
         verdict = run_strategy(recipe, strategy, folder, device)
     else:
-        near = run_beside_noise(recipe, strategy, folder, device)
+        near = run_near_plain(recipe, strategy, folder, device)
         exact, wide, words = exactly(recipe, strategy)
         proof = run_strategy(exact, wide, folder, device)
         verdict = replace(near, proof=replace(proof, notes=(*words, *proof.notes)))

@@ -1,4 +1,4 @@
-"""What passes beside rounding noise: differences, skipped updates, and what is left out."""
+"""Verdicts within rounding noise: differences, skipped updates, and steps that are left out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_noise_does_not_explain_fails(
 
 
 def test_the_first_step_is_judged_by_the_noise_of_the_first_steps() -> None:
-    """All runs start alike, so a small difference there is not excused by what chaos makes of it later."""
+    """All runs start alike, so a small difference there is not excused by the chaos of later steps."""
     runs = replace(RUNS, steps=PLAIN[1:], repeats=(NOISY[1:],))
     calm = replace(runs, repeats=(steps((4.0, 2.002), (3.0, 8.0), (2.1, 1.1)),))
     seen = steps((4.0, 2.1), (3.0, 8.0), (2.0, 1.0))
