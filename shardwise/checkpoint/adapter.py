@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -44,16 +44,21 @@ def leave(run: Run, folder: Path) -> Path | None:
         CheckpointError: an adapter is incomplete; raised on every rank. The previous folder is then untouched.
         ResourceError: the disk is full or not writable. The previous folder is then untouched.
     """
+    write = adapter_writer(run, folder)
+    write()
+    return folder / FOLDER if isinstance(run.blueprint, AdaptedModel) else None
+
+
+def adapter_writer(run: Run, folder: Path) -> Callable[[], None]:
+    """Gather the run's present adapter; the result writes it, later. Both are collective and raise like ``leave``."""
     blueprint = run.blueprint
     if not isinstance(blueprint, AdaptedModel):
-        return None
+        return lambda: None
     parameters = parameters_of(run)
     dtype = run.options.dtypes.compute
     tensors = {name: tensor.to(dtype) for name, tensor in gathered(run, parameters).items()}
     fingerprint = fingerprint_of(run.model)
-    target = folder / FOLDER
-    on_rank_0(lambda: _write(target, tensors, blueprint, fingerprint))
-    return target
+    return lambda: on_rank_0(lambda: _write(folder / FOLDER, tensors, blueprint, fingerprint))
 
 
 def gathered(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -66,17 +66,29 @@ def save(run: Run, state: TrainState, folder: Path, keep: int, fingerprint: str 
     Raises:
         ResourceError: a rank could not write; raised on every rank. Earlier checkpoints and the run are unchanged.
     """
-    writer = ShardWriter(folder, _description(run, state, fingerprint), keep)
+    return save_tensors(tensors_of(run), SavePlanner(), folder, keep, description_of(run, state, fingerprint))
+
+
+def save_tensors(
+    tensors: dict[str, Tensor],
+    planner: SavePlanner,
+    folder: Path,
+    keep: int,
+    description: Manifest,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write and commit what ``planner`` plans for ``tensors``. Collective over ``group``. Raises like ``save``."""
+    writer = ShardWriter(folder, description, keep)
     try:
         with torch.no_grad():
-            dcp_save(tensors_of(run), storage_writer=writer, planner=SavePlanner())
+            dcp_save(tensors, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         writer.abandon()
         raise _cause(error, "cannot save the checkpoint", folder) from error
-    return folder / f"step-{state.step}"
+    return folder / f"step-{description.state.step}"
 
 
-def _description(run: Run, state: TrainState, fingerprint: str) -> Manifest:
+def description_of(run: Run, state: TrainState, fingerprint: str) -> Manifest:
     return Manifest(
         state=state,
         world_size=_world_size(),

@@ -8,9 +8,12 @@ DTensors here. It follows the order of the shardings and checks the result again
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from io import BytesIO
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -49,10 +52,20 @@ def _divided(state: dict[str, Any]) -> dict[str, DTensor]:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans the writes of this rank's shards."""
+    """Plans the writes of this rank's shards.
 
-    def __init__(self) -> None:
+    Args:
+        pieces: this rank's shards by name, to write instead of the present values.
+    """
+
+    def __init__(self, pieces: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        if self._pieces is None:
+            return super().resolve_data(write_item)
+        return self._pieces[write_item.index.fqn]
 
     def create_local_plan(self) -> SavePlan:
         divided = _divided(self.state_dict)

@@ -1,7 +1,7 @@
-"""Snapshots: copies of a run in host memory, for a rewind after a fault.
+"""Copies of a run in host memory: snapshots for a rewind after a fault, and the copy that a background save writes.
 
-There are two, and a new snapshot overwrites the older one: a fault shows some steps after it happened, so the newest
-snapshot may already contain it. The buffers are allocated once, before the first step, and both are written then. So
+There are two snapshots, and a new one overwrites the older: a fault shows some steps after it happened, so the newest
+snapshot may already contain it. All buffers are allocated once, before the first step, and are written then. So
 the measured peak includes them, and the dry run allocates them too: on the CPU, host memory is device memory. On CUDA
 the buffers are pinned, and copies do not wait for the device.
 
@@ -27,20 +27,34 @@ T = TypeVar("T")
 COPIES = 2
 
 
+class HostCopy:
+    """One copy of this rank's shards in host memory, by tensor name."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.tensors = {name: host_empty_like(piece) for name, piece in _pieces(run).items()}
+
+    def take(self) -> None:
+        """Copy the present run, ordered after the device's present work."""
+        _copy(_pieces(self._run), self.tensors)
+
+    def restore(self) -> None:
+        """Write the copy back into the run."""
+        _copy(self.tensors, _pieces(self._run))
+
+
 class Snapshots(Generic[T]):
     """The last snapshots of a run, each with a label: the training state at that time."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        pieces = _pieces(run)
-        self._buffers = [_host_buffers(pieces) for _ in range(COPIES)]
+        self._copies = [HostCopy(run) for _ in range(COPIES)]
         self._labels: list[T | None] = [None] * COPIES
         self._next = 0
 
     @property
     def buffers(self) -> list[Tensor]:
         """All buffers, so that they can be counted."""
-        return [tensor for buffers in self._buffers for tensor in buffers.values()]
+        return [tensor for copy in self._copies for tensor in copy.tensors.values()]
 
     def begin(self, label: T) -> None:
         """Write both copies, so that a rewind is possible from the first step on."""
@@ -49,7 +63,7 @@ class Snapshots(Generic[T]):
 
     def take(self, label: T) -> None:
         """Overwrite the older copy with the present run."""
-        _copy(_pieces(self._run), self._buffers[self._next])
+        self._copies[self._next].take()
         self._labels[self._next] = label
         self._next = (self._next + 1) % COPIES
 
@@ -64,7 +78,7 @@ class Snapshots(Generic[T]):
         assert index is not None, "asked for first"
         label = self._labels[index]
         assert label is not None
-        _copy(self._buffers[index], _pieces(self._run))
+        self._copies[index].restore()
         for other in range(COPIES):
             if other != index and not self._kept(other, usable):
                 self._labels[other] = None
@@ -88,16 +102,16 @@ def snapshots_of(run: Run) -> Snapshots[T] | None:
     return None if run.recipe.guard.snapshot_every is None else Snapshots(run)
 
 
+def save_copy_of(run: Run) -> HostCopy | None:
+    """The copy that background saves write from; None unless ``checkpoint.background`` is set."""
+    return HostCopy(run) if run.recipe.checkpoint.background else None
+
+
 def _pieces(run: Run) -> dict[str, Tensor]:
     return {name: local_part(tensor) for name, tensor in tensors_of(run).items()}
 
 
-def _host_buffers(pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: host_empty_like(piece) for name, piece in pieces.items()}
-
-
 @torch.no_grad()
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    """Copy every tensor, ordered after the device's present work."""
     for name, piece in target.items():
         piece.copy_(source[name], non_blocking=True)

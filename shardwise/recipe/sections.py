@@ -274,6 +274,9 @@ class CheckpointSpec(Section):
     """optimizer steps between checkpoints; null saves one at the end"""
     keep: Count = 2
     """number of checkpoints to keep, the newest ones"""
+    background: bool = False
+    """asynchronous checkpoints: training waits only for a copy to host memory, and a thread writes the files. The copy
+    takes as much host memory as this rank's shards"""
     start_from: Text | None = None
     """checkpoint of another run to continue in a new folder: a step-N folder, or the folder with all of them for the
     newest. A run with checkpoints of its own resumes from those"""

@@ -39,7 +39,8 @@ def _nothing_to_divide(case: Case) -> bool:
 
 
 def _copies_of_files(case: Case) -> bool:
-    return "nvme" in parts(case.strategy) and case.recipe.guard.snapshot_every is not None
+    copies = case.recipe.guard.snapshot_every is not None or case.recipe.checkpoint.background
+    return "nvme" in parts(case.strategy) and copies
 
 
 RULES: tuple[Rule, ...] = (
@@ -51,9 +52,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="offload",
-        reason="snapshots would hold the disk's state in memory twice",
+        reason="copies in host memory would hold the disk's state",
         broken=_copies_of_files,
-        fix="set guard.snapshot_every to null, or offload to host memory",
+        fix="set guard.snapshot_every to null and checkpoint.background to false, or offload to host memory",
     ),
 )
 

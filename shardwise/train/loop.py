@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.adapter import leave
-from shardwise.checkpoint.checkpoint import restore_or_start, save
+from shardwise.checkpoint.checkpoint import restore_or_start
+from shardwise.checkpoint.saver import Saver
 from shardwise.core.errors import Preempted
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import StepRecord
@@ -83,7 +83,8 @@ class Trainer:
         self.state = self._restored()
         self.index = self.state.step
         self.batches = RankBatches(self.data, self.run)
-        self.recovery = Recovery(self.run, self.data, job.folder, self.batches.at, warn)
+        self.saver = Saver(self.run, job.folder, self.data.fingerprint)
+        self.recovery = Recovery(self.run, self.data, job.folder, self.batches.at, self.saver.wait, warn)
         self.pauses = Pauses(recipe)
         self.stopwatch = Stopwatch(self.run, self.state.step)
         self.log = RunLog(job.folder, job.plan, recipe.steps, self.state.step)
@@ -118,6 +119,7 @@ class Trainer:
         stop_on_oom(
             self._train, job.folder, job.plan, lambda: (self.index + 1, self.meter.reached().allocated)
         )
+        self.saver.wait()
         self.recovery.close()
         self.log.end(self.meter.peak, self.state.tokens, self.stopwatch.collect())
 
@@ -190,9 +192,9 @@ class Trainer:
         stop = self._finish(pending, validation_loss) or stop
         self._pending = None
         if self.pauses.saves(index, stop, suspicious=self.state.guard.burst is not None):
-            save(self.run, self.state, self._checkpoints, recipe.checkpoint.keep, self.data.fingerprint)
-            leave(self.run, self.job.folder)
+            self.saver.save(self.state)
         if stop and index + 1 < recipe.steps:
+            self.saver.wait()
             again = "run the same command to go on"
             say(f"stopped on request: saved step {index + 1}; {again}")
             raise Preempted("stopped on request", where=f"step {index + 1}", why="saved", fix=again)

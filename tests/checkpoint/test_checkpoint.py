@@ -62,7 +62,13 @@ def sources(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, 
     return made
 
 
-@pytest.mark.parametrize(("world_size", "stage", "replicate"), [*LAYOUTS, (4, 0, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "stage", "replicate"),
+    [
+        *LAYOUTS[1:3],
+        *(pytest.param(*some, marks=pytest.mark.long) for some in (LAYOUTS[0], LAYOUTS[3], (4, 0, 1))),
+    ],
+)
 def test_every_layout_reads_every_other_bitwise(
     pool: Pool, sources: dict[Path, dict[str, Tensor]], world_size: int, stage: int, replicate: int
 ) -> None:

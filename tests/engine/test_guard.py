@@ -214,7 +214,7 @@ def test_stages_at_different_steps_are_judged_by_what_all_of_them_know(in_step: 
     recipe = recipe_of({"model": {"preset": "tiny"}, "data": {}, "steps": 200, "batch_size": 4})
     run: Any = SimpleNamespace(recipe=recipe, synchronous=in_step, loss_scale=SimpleNamespace(active=False))
     nothing: Any = None
-    recovery, state = Recovery(run, nothing, tmp_path, nothing, print), TrainState()
+    recovery, state = Recovery(run, nothing, tmp_path, nothing, nothing, print), TrainState()
     for index in range(100):
         seen = ObservedStep(index, 2 + 0.01 * (index % 7), 1 + 0.01 * (index % 5), False, 1.0)
         state = recovery.see(replace(state, step=index), seen)

@@ -288,7 +288,12 @@ def dry(asked: Recipe, rank: int) -> DryRun:
 
 @pytest.mark.parametrize(
     ("per_step", "sync", "versions"),
-    [(1, False, [3, 2, 1, 0]), (1, True, [3] * 4), (2, False, [2, 1, 1, 0]), (8, True, [1] * 4)],
+    [
+        (1, False, [3, 2, 1, 0]),
+        pytest.param(1, True, [3] * 4, marks=pytest.mark.long),
+        pytest.param(2, False, [2, 1, 1, 0], marks=pytest.mark.long),
+        pytest.param(8, True, [1] * 4, marks=pytest.mark.long),
+    ],
 )
 def test_the_plan_counts_older_weights_and_what_is_under_way(
     per_step: int, sync: bool, versions: list[int]

@@ -182,6 +182,7 @@ def test_inputs_of_blocks_are_left_to_move(kind: str) -> None:
     assert moved(counted("activations", 5, kind))["forward", "to_host"] == 3 * 4 * 128 * 64 * 4
 
 
+@pytest.mark.long
 def test_what_a_budget_keeps_leaves_but_for_two_blocks() -> None:
     """To the byte, but for the block that runs a second time or chooses: that one is whole for a while."""
     kept, left = counted("none", 16, "budget:0.4"), counted("activations", 16, "budget:0.4")
@@ -190,7 +191,13 @@ def test_what_a_budget_keeps_leaves_but_for_two_blocks() -> None:
     assert most(left) < 0.5 * most(kept)
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("none", 3), ("every:2", 0), ("budget:0.4", 3)])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("none", 3),
+        *(pytest.param(*some, marks=pytest.mark.long) for some in (("every:2", 0), ("budget:0.4", 3))),
+    ],
+)
 def test_quick_predictions_are_full_ones_to_the_byte(kind: str, stage: int) -> None:
     asked = recipe({**NATIVE, "layers": 10}, cluster={"preset": "4xH100-80GB"})
     strategy = strategy_from(

@@ -153,6 +153,7 @@ def test_operators_return_what_their_fakes_say(rows: int, transposed: bool, dim:
     assert fake_factor.shape == fake_inverse.shape == factor.shape
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["float8_scale", "float8_cast"])
 def test_the_compiled_steps_of_a_cast_change_no_bit(name: str) -> None:
     """The same compiler as on accelerators, another back end."""

@@ -76,9 +76,10 @@ ROWS = [
         row("llama", 2, schedule, LONG, micro_batch_size=2)
         for schedule in ("naive", "gpipe", "interleaved", "zero_bubble")
     ),
-    *(row("eight", 4, schedule) for schedule in ("1f1b", "interleaved", "zero_bubble")),
+    row("eight", 4, "interleaved"),
+    *(row("eight", 4, schedule, LONG) for schedule in ("1f1b", "zero_bubble")),
     row("eight", 4, "naive", LONG),
-    row("gpt2", 4, "gpipe"),
+    row("gpt2", 4, "gpipe", LONG),
     row("tied", 4, "1f1b"),
     row("llama", 2, "1f1b", LONG, world=4, zero_stage=0),
     row("gpt2", 2, "interleaved", LONG, world=4, zero_stage=1),
@@ -275,7 +276,9 @@ def test_what_a_pass_leaves_is_what_one_micro_batch_more_holds(schedule: str) ->
             assert abs(two - one - wanted) <= (4 * 24 * 44 if each > 1 else 0)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "interleaved", *(pytest.param(s, marks=LONG) for s in SCHEDULES[:2] + SCHEDULES[4:])]
+)
 def test_every_stage_sends_hidden_states_forward_and_their_gradients_back(schedule: str) -> None:
     ranks, count, hidden = 4, 8, 1 * 24 * 44
     each = 2 if schedule == "interleaved" else 1
@@ -287,7 +290,9 @@ def test_every_stage_sends_hidden_states_forward_and_their_gradients_back(schedu
         assert sum(c.calls for c in sends) == count * neither_end
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(s, marks=LONG) for s in ("interleaved", "zero_bubble"))]
+)
 def test_of_many_micro_batches_a_few_cost_and_hold_what_all_do(schedule: str) -> None:
     recipe = small(10, "eight", pipeline_parallel=4, pipeline_schedule=schedule)
     few, all_of_them = dry(recipe, 1), dry(recipe, 1, reduced=Reduced(micro_batches=10))
@@ -296,7 +301,7 @@ def test_of_many_micro_batches_a_few_cost_and_hold_what_all_do(schedule: str) ->
     assert few.cost.traffic_by_axis() == all_of_them.cost.traffic_by_axis()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=LONG)])
 def test_a_quick_prediction_of_a_stage_is_the_full_one(schedule: str) -> None:
     """Over blocks and over micro-batches in flight at once, except for messages in flight when the pipeline is full."""
     model = {"layers": 24, "width": 64, "heads": 2, "ffn": 96, "vocab": 256}
@@ -334,6 +339,7 @@ def test_a_plan_shows_the_worst_stage_and_predicts_all_of_them() -> None:
     assert played.pass_bytes == dry(recipe, plan.peak.rank).pass_bytes
 
 
+@pytest.mark.long
 def test_the_time_of_a_step_has_the_schedules_bubble() -> None:
     """Stages that take as long as each other wait for (p - 1) of (M + p - 1) slots, and less with zero_bubble.
 

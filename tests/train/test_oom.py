@@ -240,8 +240,14 @@ def assert_same_run(
     "case",
     [
         Case(step=2, ranks=(1,), room=ROOM, size=16, settings=(("zero_stage", 3),)),
-        Case(step=0, ranks=(0, 1), room=ROOM, size=16, settings=(("zero_stage", 1),)),
-        Case(step=3, ranks=(0,), room=ROOM, size=16, settings=(("zero_stage", 0),), sections=EVERY_2),
+        pytest.param(
+            Case(step=0, ranks=(0, 1), room=ROOM, size=16, settings=(("zero_stage", 1),)),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            Case(step=3, ranks=(0,), room=ROOM, size=16, settings=(("zero_stage", 0),), sections=EVERY_2),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=("one rank, later", "all ranks, at first", "the store's rank"),
 )
@@ -265,16 +271,20 @@ def test_memory_that_really_runs_out(trained: Trained, case: Case) -> None:
 FP64 = (("zero_stage", 2), ("precision", "fp64"))
 
 
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("case", "first", "size"),
     [
         (Case(1, (1,), where="loss", settings=FP64), 0, 2),
-        (Case(3, (0, 1), where="loss", settings=FP64, size=3, fits=1, sections=EVERY_2), 2, 1),
+        long(Case(3, (0, 1), where="loss", settings=FP64, size=3, fits=1, sections=EVERY_2), 2, 1),
         (Case(0, (0,), where="evaluation", settings=FP64, sections=EVERY_2), 4, 2),
-        (Case(2, (1,), where="update", settings=FP64, sections=EVERY_2), 2, 2),
+        long(Case(2, (1,), where="update", settings=FP64, sections=EVERY_2), 2, 2),
         (Case(3, (0,), where="update", settings=FP64, sections=(("guard", {"snapshot_every": 1}),)), 0, 2),
-        (Case(2, (3,), where="loss", size=2, fits=1, world=4, settings=(*FP64, ("replicate", 2))), 0, 1),
-        (Case(1, (0,), where="loss", world=1, settings=FP64), 0, 2),
+        long(Case(2, (3,), where="loss", size=2, fits=1, world=4, settings=(*FP64, ("replicate", 2))), 0, 1),
+        long(Case(1, (0,), where="loss", world=1, settings=FP64), 0, 2),
     ],
     ids=("forward", "twice", "evaluation", "update", "update, snapshot", "hybrid", "alone"),
 )

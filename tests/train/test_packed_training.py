@@ -110,6 +110,7 @@ def measured(recipe: Recipe, settings: dict[str, Any]) -> int:
     return meter.peak.allocated
 
 
+@pytest.mark.long
 def test_packed_sequences_take_the_memory_that_was_planned(pool: Pool) -> None:
     """Of it the mask: 16 MiB in fp32 for a sequence of 2,048 tokens."""
     values = {"model": LONG, "steps": 3, "batch_size": 2, "cluster": {"devices_per_node": 1}}

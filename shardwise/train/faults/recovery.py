@@ -62,10 +62,16 @@ class Recovery:
     """Judges the results of one run, step by step, and rewinds it after a spike."""
 
     def __init__(
-        self, run: Run, data: Data, folder: Path, batches_at: BatchesAt, warn: Callable[[str], None]
+        self,
+        run: Run,
+        data: Data,
+        folder: Path,
+        batches_at: BatchesAt,
+        saved: Callable[[], None],
+        warn: Callable[[str], None],
     ) -> None:
         self._run, self._data, self._folder = run, data, folder
-        self._batches_at, self._warn = batches_at, warn
+        self._batches_at, self._saved, self._warn = batches_at, saved, warn
         self._spec = run.recipe.guard
         self._snapshots: Snapshots[TrainState] | None = snapshots_of(run)
         self._events: EventFile | None = None
@@ -123,6 +129,7 @@ class Recovery:
     def _rewind(self, state: TrainState, verdict: GuardVerdict, index: int) -> None:
         """Rewind to before the spike and raise Rewound; return if no copy is from before it."""
         # After the last rewind the run stays at the fault, so that the faulty module can be found.
+        self._saved()
         exhausted = state.rewinds >= self._spec.rewinds
         back = None if exhausted else self._restored(verdict.first)
         if exhausted and self._can_go_back(verdict.first):
@@ -165,6 +172,7 @@ class Recovery:
 
     def _give_up(self, state: TrainState, index: int, why: str, finite: bool) -> None:
         """Find the first non-finite module and raise NumericsError."""
+        self._saved()
         position, finding = state.position(index), None
         if self._run.synchronous:  # else ranks have read ahead, and cannot run one step alone
             with torch.enable_grad():
