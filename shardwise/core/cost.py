@@ -92,12 +92,8 @@ class StepCost:
 
     @property
     def flops(self) -> int:
+        """FLOPs that this rank executes, recomputation included; the later half of causal attention is not."""
         return sum(k.calls * k.flops for k in self.kernels)
-
-    @property
-    def model_flops(self) -> int:
-        """FLOPs without recomputation: three times the forward pass (the backward pass takes two)."""
-        return 3 * sum(k.calls * k.flops for k in self.kernels if k.phase == "forward")
 
     def traffic_by_axis(self) -> dict[str, int]:
         """Bytes that each rank sends per optimizer step, by mesh axis."""

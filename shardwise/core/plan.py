@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -34,10 +34,12 @@ class StepEstimate:
     Attributes:
         seconds: of one step, the slowest rank.
         tokens: targets of the global batch.
-        flops: of one rank, recomputation included.
+        flops: executed by one rank, recomputation included.
         traffic_bytes: sent by one rank, by mesh axis, ring convention.
-        mfu: model FLOPs (no recomputation) of the world per second over its peak in the compute dtype.
+        mfu: model FLOPs per second over the peak of all devices in the compute dtype.
         split: seconds by purpose, without overlapped communication.
+        model_flops: of the whole batch, the same for every strategy: forward and backward without recomputation; 0
+            in files of the first version, which did not have it.
     """
 
     seconds: Annotated[Finite, Field(gt=0)]
@@ -46,6 +48,7 @@ class StepEstimate:
     traffic_bytes: Mapping[str, Size]
     mfu: Finite
     split: Mapping[str, Seconds]
+    model_flops: Size = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -56,6 +59,9 @@ class StepEstimate:
         return {**fields(self), "tokens_per_second": self.tokens_per_second}
 
 
+PeakIs: TypeAlias = Literal["counted", "estimated", "at least"]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One strategy that was considered.
@@ -63,6 +69,9 @@ class Candidate:
     Attributes:
         verdict: chosen | fits | tight (only by emptying the allocator's cache in every step) | does not fit | invalid.
         reason: one sentence.
+        peak_is: counted: the peak that the strategy's own plan has; estimated: with fragmentation in proportion to the
+            chosen strategy's, or of a rank that need not be the worst; at least: without fragmentation, or of weights
+            and optimizer state alone.
     """
 
     strategy: StrategyValues
@@ -71,6 +80,7 @@ class Candidate:
     step_seconds: Seconds
     verdict: str
     reason: str
+    peak_is: PeakIs = "counted"
 
 
 @dataclass(frozen=True)

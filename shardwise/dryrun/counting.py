@@ -59,18 +59,26 @@ def kernels_of(
     return [Kernel(phase, name, dtype_name(typical.dtype), 0, flops, bytes_of(distinct))]
 
 
+_DTYPES: Mapping[torch.dtype, str] = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e4m3fnuz: "fp8",
+    torch.float8_e5m2: "fp8",
+    torch.float8_e5m2fnuz: "fp8",
+}
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Name of a dtype in device profiles."""
-    return {
-        torch.float32: "fp32",
-        torch.float64: "fp64",
-        torch.bfloat16: "bf16",
-        torch.float16: "fp16",
-        torch.float8_e4m3fn: "fp8",
-        torch.float8_e4m3fnuz: "fp8",
-        torch.float8_e5m2: "fp8",
-        torch.float8_e5m2fnuz: "fp8",
-    }.get(dtype, str(dtype).removeprefix("torch."))
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The first dtype with this name in device profiles."""
+    return next(dtype for dtype, its in _DTYPES.items() if its == name)
 
 
 def collective_of(

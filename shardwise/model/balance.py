@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.stage import Stage
-from shardwise.runtime.flops import flops_of
-from shardwise.runtime.torch_private import FakeTensorMode, TorchDispatchMode
+from shardwise.runtime.flops import FlopCounter
+from shardwise.runtime.torch_private import FakeTensorMode
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def costs_of(blueprint: Blueprint, sequence_length: int) -> Costs:
 
 
 def _forward_flops(blueprint: Blueprint, sequence_length: int, depth: int) -> int:
-    counter = _Counter()
+    counter = FlopCounter()
     with torch.no_grad(), FakeTensorMode():
         model = blueprint.build(depth)
         shapes = blueprint.sample_shapes(sequence_length)
@@ -46,17 +45,6 @@ def _forward_flops(blueprint: Blueprint, sequence_length: int, depth: int) -> in
         with counter:
             blueprint.loss(model, batch)
     return counter.flops
-
-
-class _Counter(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.flops += flops_of(func, args, kwargs or {}, out)
-        return out
 
 
 def blocks_per_stage(blocks: int, stages: int, costs: Costs) -> list[int]:

@@ -57,7 +57,8 @@ def _judged(predictor: Predictor, candidate: Candidate, chosen: Prediction) -> C
     time = candidate.step_seconds / chosen.step.seconds - 1
     memory = candidate.peak_bytes - chosen.peak.bytes
     sign = "+" if memory >= 0 else "-"
-    reason = f"{time:+.0%} step time, {sign}{format_bytes(abs(memory))}"
+    about = "" if candidate.peak_is == "counted" else "about "
+    reason = f"{time:+.0%} step time, {about}{sign}{format_bytes(abs(memory))}"
     if candidate.reason:
         reason += f"; {candidate.reason}"
     return replace(candidate, reason=reason)
@@ -70,5 +71,5 @@ def _fragmented(predictor: Predictor, candidate: Candidate, chosen: Prediction) 
     over = peak - predictor.budget_bytes
     if over > 0:
         reason = f"{format_bytes(over)} too much, with as much fragmentation as the chosen strategy"
-        return replace(candidate, peak_bytes=peak, verdict="does not fit", reason=reason)
-    return replace(candidate, peak_bytes=peak)
+        return replace(candidate, peak_bytes=peak, verdict="does not fit", reason=reason, peak_is="estimated")
+    return replace(candidate, peak_bytes=peak, peak_is="estimated")

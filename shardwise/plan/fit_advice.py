@@ -118,7 +118,7 @@ def _advised(outcomes: list[RemedyOutcome]) -> RemedyOutcome | None:
 def _reasons(outcomes: list[RemedyOutcome], advised: RemedyOutcome | None, cluster: Cluster) -> Iterator[str]:
     first, capacity = outcomes[0], format_bytes(cluster.capacity_bytes)
     if first.remedy is UNSHARDED and first.candidate.verdict != "invalid":
-        least = "" if first.candidate.step_seconds else "at least "
+        least = {"counted": "", "estimated": "about ", "at least": "at least "}[first.candidate.peak_is]
         needed = (
             f"without sharding a device needs {least}{format_bytes(first.candidate.peak_bytes)} of {capacity}"
         )

@@ -29,6 +29,7 @@ from shardwise.core.plan import StepEstimate
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.timetable import Timetable
 from shardwise.core.units import format_bytes
+from shardwise.dryrun.model_flops import model_flops
 from shardwise.dryrun.replay import Replay
 from shardwise.dryrun.run import WHOLE_STEP, DryRun, dry_run
 from shardwise.hardware.allocator_options import VARIABLES, AllocatorOptions, options_in
@@ -132,12 +133,15 @@ def predict(
     reserved, limited, expanded = _reserved(counts, worst.bytes + seen, room, options_in(cluster.device.kind))
     fragmentation = max(0, reserved - worst.bytes - seen)
     time = step_time(cost, layout, cluster)
+    kind, dtype = cluster.device.kind, run.compute_dtype
+    useful = model_flops(blueprint, recipe.data, recipe.batch_size, dtype, kind)
     estimate = StepEstimate(
         seconds=time.seconds,
         tokens=recipe.batch_size * _targets(recipe, blueprint),
         flops=cost.flops,
         traffic_bytes=cost.traffic_by_axis(),
-        mfu=mfu(cost, time.seconds, run.compute_dtype, cluster),
+        model_flops=useful,
+        mfu=mfu(useful, time.seconds, dtype, cluster),
         split=time.split,
     )
     return Prediction(

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.core.plan import Candidate
+from shardwise.core.plan import Candidate, PeakIs
 from shardwise.core.strategy import Strategy
 from shardwise.core.units import format_bytes
+from shardwise.dryrun.target import TARGETS
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.lower_bound import least_state_bytes
@@ -98,7 +99,7 @@ class Predictor:
         if least <= self.budget_bytes:
             return True
         reason = f"weights and optimizer state alone take at least {format_bytes(least)}"
-        self._record(strategy, least, 0.0, "does not fit", reason)
+        self._record(strategy, least, 0.0, "does not fit", reason, "at least")
         return False
 
     def predict(self, strategy: Strategy, *, quick: bool, ranks: Sequence[int] | None = None) -> Prediction:
@@ -113,8 +114,12 @@ class Predictor:
                 reason = f"{format_bytes(found.sum_bytes - budget)} too much in the {found.peak.phase} phase{where}"
         elif (excess := self._host_excess(found)) > 0:
             verdict, reason = "does not fit", f"{format_bytes(excess)} too much in host memory"
-        self._record(strategy, found.peak.bytes, found.step.seconds, verdict, reason)
-        self._replayed[strategy] = found.run.replay is not None
+        replayed = found.run.replay is not None or not TARGETS[self.cluster.device.kind].caches
+        self._replayed[strategy] = replayed
+        peak_is: PeakIs = "counted" if replayed and ranks is None else "estimated"
+        if verdict != "fits" and not replayed:
+            peak_is = "at least"
+        self._record(strategy, found.peak.bytes, found.step.seconds, verdict, reason, peak_is)
         return found
 
     def worst(
@@ -146,14 +151,16 @@ class Predictor:
         return quick.sum_bytes <= self.budget_bytes and self._host_excess(quick) <= 0
 
     def replayed(self, strategy: Strategy) -> bool:
-        """Whether the last prediction of a strategy replayed its allocations, and so has its fragmentation."""
+        """Whether the last prediction of a strategy has its fragmentation, if its device's allocator has any."""
         return self._replayed[strategy]
 
     def _host_excess(self, found: Prediction) -> int:
         """Bytes beyond the rank's share of host memory; negative when there is room."""
         return found.host.total - self.cluster.host_capacity_bytes
 
-    def _record(self, strategy: Strategy, peak: int, seconds: float, verdict: str, reason: str) -> None:
+    def _record(
+        self, strategy: Strategy, peak: int, seconds: float, verdict: str, reason: str, peak_is: PeakIs
+    ) -> None:
         layout = layout_of(strategy, self.cluster.world_size)
         line = one_line(strategy, layout, self.recipe.batch_size)
-        self.candidates[strategy] = Candidate(strategy, line, peak, seconds, verdict, reason)
+        self.candidates[strategy] = Candidate(strategy, line, peak, seconds, verdict, reason, peak_is)

@@ -1,7 +1,8 @@
 """Step time: a roofline over the counted kernels, ring times of the counted collectives, and overlap.
 
 - **Kernels** take the longer of compute and memory time, at the achieved fractions of the device's peaks, and at least
-  the launch overhead.
+  the launch overhead. Their FLOPs are those that they execute: a causal kernel skips half of the scores, a
+  masked one none.
 - **Collectives** take a ring's time on the slowest link of the group. On accelerators FSDP2 overlaps them with compute.
   Exposed is the part that exceeds the compute of the step, plus the first all-gather. Collectives on the critical path
   (tensor parallelism, all-to-all) do not overlap. On the CPU gloo blocks, so nothing overlaps.
@@ -146,6 +147,6 @@ def phase_seconds(cost: StepCost, cluster: Cluster) -> dict[str, float]:
     return spent
 
 
-def mfu(cost: StepCost, seconds: float, dtype: str, cluster: Cluster) -> float:
-    """Model FLOPs utilisation: FLOPs without recomputation over the peak in the compute dtype."""
-    return cost.model_flops / (seconds * cluster.device.peak_flops(dtype))
+def mfu(model_flops: int, seconds: float, dtype: str, cluster: Cluster) -> float:
+    """Model FLOPs utilisation: model FLOPs of the whole step over what all devices could do in the compute dtype."""
+    return model_flops / (seconds * cluster.world_size * cluster.device.peak_flops(dtype))

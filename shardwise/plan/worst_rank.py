@@ -8,7 +8,6 @@ if that needs too much: the others change nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.predict import Prediction, predict
-from shardwise.plan.timing import mfu, phase_seconds
+from shardwise.plan.timing import phase_seconds
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import has_stages, layout_of, micro_batches
 from shardwise.technique.place import RankTime, WholeStep
@@ -80,7 +79,7 @@ def predict_worst(
         # Which rank takes most of the host or of a disk need not be the one that takes most of its device.
         host=max((found.host for found in known.values()), key=lambda host: host.total),
         disk_bytes=max(found.disk_bytes for found in known.values()),
-        step=_step(known[worst].step, every, whole, cluster),
+        step=_step(known[worst].step, every, whole),
         timetable=whole.timetable,
         parameters=blueprint.parameter_count(),
         allocated_by_rank={rank: found.allocated_bytes for rank, found in known.items()},
@@ -92,15 +91,12 @@ def _time(found: Prediction, cluster: Cluster) -> RankTime:
     return RankTime(found.step.seconds, phases.get("forward", 0.0), phases.get("backward", 0.0))
 
 
-def _step(
-    step: StepEstimate, every: Sequence[Prediction], whole: WholeStep, cluster: Cluster
-) -> StepEstimate:
+def _step(step: StepEstimate, every: Sequence[Prediction], whole: WholeStep) -> StepEstimate:
     """One step of all ranks together."""
     slowest = max(every, key=lambda found: found.step.seconds).step
-    shares = (mfu(found.cost, whole.seconds, found.run.compute_dtype, cluster) for found in every)
     return replace(
         step,
         seconds=whole.seconds,
-        mfu=math.fsum(shares) / len(every),
+        mfu=step.mfu * step.seconds / whole.seconds,
         split={**slowest.split, whole.waiting: max(0.0, whole.seconds - slowest.seconds)},
     )

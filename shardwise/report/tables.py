@@ -8,7 +8,7 @@ Every colour has its name next to it. The layout adapts to the width, up to `WID
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from shardwise.core.errors import one_line
 from shardwise.core.ledger import Ledger
-from shardwise.core.plan import Candidate, Plan
+from shardwise.core.plan import Candidate, PeakIs, Plan
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
 from shardwise.report.notation import (
     COLOURS,
@@ -45,6 +45,7 @@ VERDICT_STYLES = {
     "does not fit": "red",
     "invalid": "dim",
 }
+PEAK_SIGNS: Mapping[PeakIs, str] = {"counted": "", "estimated": "~ ", "at least": "≥ "}
 _ASCII = str.maketrans("×·–−…≥•µ░█▉▊▋▌▍▎▏", "x|--~>*u.#####   ")
 
 
@@ -202,11 +203,10 @@ def _candidates(candidates: Iterable[Candidate]) -> Table:
 
 
 def peak_of(candidate: Candidate) -> str:
-    """A candidate's peak. It is a lower bound if the candidate was refused without a dry run."""
+    """A candidate's peak, with a sign if it is not the one that the candidate's own plan has."""
     if not candidate.peak_bytes:
         return "–"
-    bound = "≥ " if candidate.verdict == "does not fit" and not candidate.step_seconds else ""
-    return bound + format_bytes(candidate.peak_bytes)
+    return PEAK_SIGNS[candidate.peak_is] + format_bytes(candidate.peak_bytes)
 
 
 def sentences(listed: Iterable[str], style: str) -> Table:

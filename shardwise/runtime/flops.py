@@ -12,39 +12,86 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.runtime.torch_private import packet_of
+from shardwise.runtime.torch_private import TorchDispatchMode, argument_names, packet_of
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
-def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
-    """Two products per query head: scores and output. Shapes [b, h, s, d]; there may be fewer key heads."""
-    batch, heads, rows, width = query
-    return 2 * batch * heads * rows * key[-2] * (width + value[-1])
+def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, causal: bool = False) -> int:
+    """Two products per query head: scores and output. Shapes [b, h, s, d]; there may be fewer key heads.
+
+    A causal kernel skips the later half of the keys, as FlashAttention counts it (Dao 2023, section 4.1).
+    """
+    return _pairs(query, key, causal) * (query[-1] + value[-1])
 
 
-def attention_backward_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
+def attention_backward_flops(
+    query: torch.Size, key: torch.Size, value: torch.Size, causal: bool = False
+) -> int:
     """Five products per query head: recomputed scores, and gradients of scores, value, query and key."""
-    batch, heads, rows, width = query
-    return 2 * batch * heads * rows * key[-2] * (3 * width + 2 * value[-1])
+    return _pairs(query, key, causal) * (3 * query[-1] + 2 * value[-1])
+
+
+def _pairs(query: torch.Size, key: torch.Size, causal: bool) -> int:
+    """Twice the pairs of a query and a key in all query heads."""
+    batch, heads, rows, _ = query
+    return (1 if causal else 2) * batch * heads * rows * key[-2]
 
 
 _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-_ATTENTION = {f"aten::_scaled_dot_product_{kernel}": (0, attention_flops) for kernel in _KERNELS} | {
-    f"aten::_scaled_dot_product_{kernel}_backward": (1, attention_backward_flops) for kernel in _KERNELS
-}
-"""Attention by operation: index of the query argument (key and value follow), and the formula.
+_FORWARD = frozenset(f"aten::_scaled_dot_product_{kernel}" for kernel in _KERNELS)
+_BACKWARD = frozenset(f"{name}_backward" for name in _FORWARD)
+"""Attention kernels. The arguments are (query, key, value, ...); a backward kernel has its gradient before them.
 
-The registry's formula ignores grouped queries before torch 2.12, and lacks the CPU's kernel.
+The registry's formula ignores grouped queries before torch 2.12 and causal attention, and lacks the CPU's kernel.
 """
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """FLOPs of one call: matrix products, convolutions and attention; 0 for everything else."""
-    if (attention := _ATTENTION.get(func.name())) is not None:
-        first, formula = attention
-        return formula(*(tensor.shape for tensor in args[first : first + 3]))
+    """FLOPs that one call executes: matrix products, convolutions and attention; 0 for everything else."""
+    name = func.name()
+    if name in _FORWARD:
+        query, key, value = (tensor.shape for tensor in args[:3])
+        return attention_flops(query, key, value, _is_causal(func, args, kwargs))
+    if name in _BACKWARD:
+        query, key, value = (tensor.shape for tensor in args[1:4])
+        return attention_backward_flops(query, key, value, _is_causal(func, args, kwargs))
     count = flop_registry.get(packet_of(func))
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
+
+
+def recomputed_flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The part of ``flops_of`` that repeats work of the forward pass: the scores in an attention backward kernel."""
+    if func.name() not in _BACKWARD:
+        return 0
+    query, key = (tensor.shape for tensor in args[1:3])
+    return _pairs(query, key, _is_causal(func, args, kwargs)) * query[-1]
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if "is_causal" in kwargs:
+        return bool(kwargs["is_causal"])
+    place = argument_names(func).index("is_causal")
+    return bool(args[place]) if place < len(args) else False
+
+
+class FlopCounter(TorchDispatchMode):
+    """Sums the FLOPs of all calls in its ``with`` block.
+
+    Attributes:
+        flops: of everything that was executed.
+        recomputed: the part of it that an attention backward kernel computes again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.recomputed = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.flops += flops_of(func, args, kwargs, out)
+        self.recomputed += recomputed_flops_of(func, args, kwargs)
+        return out

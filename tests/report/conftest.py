@@ -83,10 +83,22 @@ def plan() -> Plan:
         candidates=(
             Candidate(STRATEGY, "bf16 · zero3×8 · mb1×ga2", peak.bytes, 1.645, "chosen", ""),
             Candidate(
-                STRATEGY, "bf16 · zero2×8 · mb1×ga2", 79 * GiB, 1.568, "fits", "-5% step time, +9.6 GiB"
+                STRATEGY,
+                "bf16 · zero2×8 · mb1×ga2",
+                79 * GiB,
+                1.568,
+                "fits",
+                "-5% step time, about +9.6 GiB",
+                "estimated",
             ),
             Candidate(
-                STRATEGY, "bf16 · zero0×8 · mb1×ga2", 90 * GiB, 0.0, "does not fit", "weights alone: 90 GiB"
+                STRATEGY,
+                "bf16 · zero0×8 · mb1×ga2",
+                90 * GiB,
+                0.0,
+                "does not fit",
+                "weights alone: 90 GiB",
+                "at least",
             ),
             Candidate(
                 STRATEGY, "bf16 · zero3×8 · mb2×ga1", 107 * GiB, 1.561, "does not fit", "28 GiB too much"

@@ -53,15 +53,18 @@ def extra_flops(run: DryRun, none: DryRun) -> float:
     return run.cost.flops / none.cost.flops - 1
 
 
+def forward_flops(run: DryRun) -> int:
+    return sum(k.calls * k.flops for k in run.cost.kernels if k.phase == "forward")
+
+
 @pytest.mark.parametrize("kind", ACTIVATION_CHECKPOINTING.examples)
 def test_what_the_forward_pass_does_is_the_same(kind: str) -> None:
-    assert counted(kind).cost.model_flops == counted("none").cost.model_flops
+    assert forward_flops(counted(kind)) == forward_flops(counted("none"))
 
 
 def test_full_recomputes_one_forward_pass_of_the_blocks() -> None:
     plain, full = counted("none"), counted("full")
-    extra = (full.cost.flops - plain.cost.flops) / plain.cost.model_flops
-    assert 0.15 < extra <= 0.334
+    assert 0.15 < extra_flops(full, plain) <= 0.334
 
 
 def test_full_keeps_one_input_per_block_and_one_block() -> None:

@@ -1,0 +1,71 @@
+"""The peak of a compared strategy is the one of its own plan, or it says that it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.core.plan import Candidate
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.plan.compare import judged
+from shardwise.plan.predict import Prediction
+from shardwise.plan.predictor import Predictor
+from shardwise.recipe.load import recipe_of
+from shardwise.report.tables import peak_of
+from shardwise.technique import SETTINGS, strategy_from
+
+MODEL = {"layers": 5, "width": 32, "heads": 2, "kv_heads": 2, "ffn": 64, "vocab": 128, "context": 64}
+
+
+def compared(cluster: dict[str, object]) -> tuple[Candidate, Prediction]:
+    """Full recomputation as a neighbour of a plan without, and its own prediction."""
+    asked = recipe_of(
+        {
+            "model": MODEL,
+            "data": {"sequence_length": 64},
+            "steps": 2,
+            "batch_size": 8,
+            "cluster": cluster,
+        },
+        SETTINGS,
+    )
+    predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+    plain, other = (
+        strategy_from({"micro_batch_size": 8, "activation_checkpointing": kind}) for kind in ("none", "full")
+    )
+    chosen = predictor.predict(plain, quick=False)
+    predictor.predict(other, quick=True)
+    by_strategy = {candidate.strategy: candidate for candidate in judged(predictor, chosen)}
+    assert by_strategy[plain].peak_is == "counted"
+    return by_strategy[other], predictor.worst(other, quick=False)
+
+
+def test_without_a_caching_allocator_it_is_the_same() -> None:
+    candidate, own = compared({"device": "cpu"})
+    assert candidate.peak_is == "counted" and candidate.peak_bytes == own.peak.bytes
+    assert not peak_of(candidate).startswith("~") and "about" not in candidate.reason
+
+
+def test_with_fragmentation_of_another_strategy_it_is_marked() -> None:
+    candidate, own = compared({"preset": "1xH100-80GB"})
+    assert candidate.peak_is == "estimated" and candidate.peak_bytes != own.peak.bytes
+    assert peak_of(candidate).startswith("~ ") and "about" in candidate.reason
+
+
+def test_a_prediction_that_fails_before_fragmentation_is_a_lower_bound() -> None:
+    candidate, own = compared({"preset": "1xH100-80GB", "memory_gib": 0.01})
+    assert candidate.verdict == "does not fit" and candidate.peak_bytes < own.peak.bytes
+    assert candidate.peak_is == "at least" and peak_of(candidate).startswith("≥ ")
+
+
+@pytest.mark.parametrize("ranks", [None, [0]])
+def test_of_one_rank_that_need_not_be_the_worst_it_is_marked(ranks: list[int] | None) -> None:
+    asked = recipe_of(
+        {"model": {**MODEL, "layers": 2}, "data": {"sequence_length": 32}, "steps": 2, "batch_size": 2}
+        | {"cluster": {"devices_per_node": 2}},
+        SETTINGS,
+    )
+    predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+    strategy = strategy_from({"pipeline_parallel": 2})
+    predictor.predict(strategy, quick=True, ranks=ranks)
+    assert predictor.candidates[strategy].peak_is == ("counted" if ranks is None else "estimated")
