@@ -36,7 +36,7 @@ from shardwise.hardware.device import DTYPES
 from shardwise.hardware.profiles import PROFILES
 from shardwise.recipe.load import SECTIONS
 from shardwise.recipe.presets import PRESETS
-from shardwise.recipe.sections import Recipe, ScalingSpec
+from shardwise.recipe.sections import AdaptiveClipSpec, Recipe, ScalingSpec
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 from shardwise.technique.fit_advice import REMEDIES
@@ -553,6 +553,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     **{f"recipe-{name}": partial(keys_of, model) for name, model in SECTIONS.items()},
     "recipe-top": partial(keys_of, Recipe),
     "recipe-scaling": partial(keys_of, ScalingSpec),
+    "recipe-adaptive-clip": partial(keys_of, AdaptiveClipSpec),
     "settings": settings,
     "reserved": reserved,
     "techniques": techniques,

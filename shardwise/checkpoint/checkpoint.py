@@ -33,6 +33,7 @@ from shardwise.checkpoint.planners import LoadPlanner, SavePlanner
 from shardwise.checkpoint.resume_checks import candidates, require_steps_left
 from shardwise.checkpoint.shards import DTYPES, DTYPES_BY_NAME, ShardFiles, ShardReader, ShardWriter
 from shardwise.core.errors import CheckpointError, DataError, ResourceError, ShardwiseError
+from shardwise.engine.loss_scale import MEAN_SQUARE, VARIANCE
 from shardwise.engine.run import Run
 from shardwise.engine.run_state import OPTIMIZER, tensors_of
 from shardwise.engine.train_state import TrainState
@@ -189,12 +190,17 @@ def _load(run: Run, checkpoint: Path, manifest: Manifest, fingerprint: str) -> T
     """Load a verified checkpoint, after checking that its model and sample order are those of the run."""
     _require_same_samples(run, manifest, fingerprint, checkpoint)
     tensors = tensors_of(run)
+    old = f"{OPTIMIZER}{MEAN_SQUARE}" in manifest.tensors
+    if old:
+        tensors[f"{OPTIMIZER}{MEAN_SQUARE}"] = tensors.pop(f"{OPTIMIZER}{VARIANCE}")
     _require_same_tensors(_of_all_places(run, tensors), manifest, checkpoint)
     try:
         with torch.no_grad():
             dcp_load(tensors, storage_reader=ShardReader(checkpoint, manifest), planner=LoadPlanner())
     except CheckpointException as error:
         raise _cause(error, "cannot load the checkpoint", checkpoint) from error
+    if old:
+        run.norm_limit.convert_mean_square()
     return manifest.state
 
 

@@ -8,8 +8,10 @@ survive in fp16, and gradients are divided before clipping. A dynamic scale back
 and grows after a number of clean steps. With hysteresis it backs off only at the n-th overflow since it last grew, as
 in Megatron-LM. Other precisions have a constant scale of one, so there is no second code path.
 
-The adaptive limit (ZClip, Kumar et al. 2025) clips a norm that exceeds its exponential mean by more than z standard
-deviations, to that limit. Its statistics use the clipped value, so one spike does not raise the limit for the next.
+The adaptive limit is ZClip's (Kumar et al. 2025, arXiv 2504.02507). It clips a norm x that exceeds the exponential mean
+m by more than z standard deviations s, to m + z s (z / h) with h = (x - m) / s: the higher the spike, the closer to the
+mean. Mode ``cap`` clips to m + z s, the mode "percentile" of the reference code. The statistics learn the norm that the
+adaptive limit left, so one spike does not raise the limit for the next.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ import math
 import torch
 from torch import Tensor
 
-from shardwise.recipe.sections import LossScaleSpec
+from shardwise.recipe.sections import AdaptiveClipSpec, LossScaleSpec
 
 NORM_DECAY = 0.97
 NORM_WARMUP = 25
-"""ZClip's decay of the mean and the steps it watches before it clips."""
+NORM_EPSILON = 1e-6
+"""ZClip's decay of mean and variance, the steps it watches before it clips, and its addition to the deviation."""
+
+VARIANCE, MEAN_SQUARE = "norm_variance", "norm_square"
+"""Names in a checkpoint: of the variance, and of the mean square that the first checkpoints have in its place."""
 
 
 class LossScale:
@@ -55,36 +61,53 @@ class LossScale:
 
 
 class NormLimit:
-    """The norm to which gradients are clipped: a constant, a multiple of standard deviations, or neither."""
+    """The norm to which gradients are clipped: a constant, an adaptive limit, the lower of both, or neither."""
 
-    def __init__(self, clip_norm: float | None, z: float | None, device: torch.device) -> None:
-        self.active = clip_norm is not None or z is not None
+    def __init__(
+        self, clip_norm: float | None, adaptive: AdaptiveClipSpec | None, device: torch.device
+    ) -> None:
+        self.active = clip_norm is not None or adaptive is not None
         self._constant = math.inf if clip_norm is None else clip_norm
-        self._z = z
-        self._mean, self._square, self._seen = (
+        self._spec = adaptive
+        self._mean, self._variance, self._seen = (
             torch.zeros((), dtype=torch.float32, device=device) for _ in range(3)
         )
 
-    def value(self) -> Tensor:
-        """The limit of the next norm, a scalar; infinite when there is none."""
-        constant = torch.full_like(self._mean, self._constant)
-        if self._z is None:
-            return constant
-        deviation = (self._square - self._mean.square()).clamp(min=0).sqrt()
-        adaptive = self._mean + self._z * deviation
-        return torch.where(self._seen < NORM_WARMUP, constant, constant.minimum(adaptive))
+    def value(self, norm: Tensor) -> Tensor:
+        """The limit for a gradient of this norm, a scalar; infinite when there is none."""
+        return self._adaptive(norm.to(torch.float32)).clamp(max=self._constant)
 
-    def update(self, norm: Tensor, limit: Tensor, skipped: Tensor) -> None:
-        """Learn a norm, clipped to the ``limit`` it met; nothing of a skipped step."""
-        if self._z is None:
+    def _adaptive(self, norm: Tensor) -> Tensor:
+        """The adaptive limit; infinite in the warmup, and in mode ``zclip`` for a norm that is no outlier."""
+        none = torch.full_like(self._mean, math.inf)
+        if self._spec is None:
+            return none
+        z, deviation = self._spec.z, self._variance.sqrt()
+        if self._spec.mode == "cap":
+            limit = self._mean + z * deviation
+        else:
+            height = (norm - self._mean) / (deviation + NORM_EPSILON)
+            limit = torch.where(height > z, self._mean + z * deviation * (z / height), none)
+        return torch.where(self._seen < NORM_WARMUP, none, limit)
+
+    def update(self, norm: Tensor, skipped: Tensor) -> None:
+        """Learn a norm, clipped to its adaptive limit; nothing of a skipped step."""
+        if self._spec is None:
             return
-        seen = norm.to(torch.float32).minimum(limit)
-        # A plain mean at first, then the exponential one: no bias towards zero.
-        weight = (1 / (self._seen + 1)).clamp(min=1 - NORM_DECAY)
-        bad = skipped > 0
-        self._mean.copy_(torch.where(bad, self._mean, self._mean.lerp(seen, weight)))
-        self._square.copy_(torch.where(bad, self._square, self._square.lerp(seen.square(), weight)))
+        norm = norm.to(torch.float32)
+        norm = norm.minimum(self._adaptive(norm))
+        warming, bad = self._seen < NORM_WARMUP, skipped > 0
+        # Mean and variance of all norms so far (Welford 1962), then exponential averages.
+        weight = torch.where(warming, 1 / (self._seen + 1), 1 - NORM_DECAY)
+        mean = self._mean.lerp(norm, weight)
+        square = torch.where(warming, (norm - mean) * (norm - self._mean), (norm - mean).square())
+        self._variance.copy_(torch.where(bad, self._variance, self._variance.lerp(square, weight)))
+        self._mean.copy_(torch.where(bad, self._mean, mean))
         self._seen.add_(1 - skipped)
 
     def state(self) -> dict[str, Tensor]:
-        return {"norm_mean": self._mean, "norm_square": self._square, "norms_seen": self._seen}
+        return {"norm_mean": self._mean, VARIANCE: self._variance, "norms_seen": self._seen}
+
+    def convert_mean_square(self) -> None:
+        """Turn the variance, which was loaded from a checkpoint with ``MEAN_SQUARE`` in its place, into a variance."""
+        self._variance.sub_(self._mean.square()).clamp_(min=0)

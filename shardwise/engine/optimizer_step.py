@@ -45,11 +45,10 @@ class AfterBackward(OptimizerStep):
         norm = global_norm(live.own_parameters(), live.device, live.stage_ranks, live.verdict_group)
         norm = norm / scale.value
         skip = 1 - (norm.isfinite() & loss.isfinite()).to(torch.float32)
-        limit = limits.value()
         if scale.active or limits.active:
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0) / scale.value
+            factor = (limits.value(norm) / (norm + 1e-6)).clamp(max=1.0) / scale.value
             scale_gradients(list(live.model.parameters()), factor)
-        limits.update(norm, limit, skip)
+        limits.update(norm, skip)
         return norm, skip
 
 

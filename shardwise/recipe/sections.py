@@ -36,6 +36,11 @@ def _share(value: object) -> object:
     return value
 
 
+def _clip(value: object) -> object:
+    """A number as the z of adaptive clipping."""
+    return {"z": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 def _targets(value: object) -> object:
     """A keyword, a regular expression, or a list of names as a tuple. Raises ValueError for anything else."""
     names = value if isinstance(value, list | tuple) else [value]
@@ -147,6 +152,15 @@ class ScalingSpec(Section):
     """linear (for SGD): learning rate × k; sqrt (for Adam): learning rate × √k, (1 - betas) × k, epsilon / √k"""
 
 
+class AdaptiveClipSpec(Section):
+    """Adaptive gradient clipping."""
+
+    z: Annotated[float, Field(gt=0, le=1e6)]
+    """clip gradient norms above the running mean plus this many standard deviations"""
+    mode: Literal["zclip", "cap"] = "zclip"
+    """zclip (ZClip): the higher the norm, the closer to the mean it is clipped; cap: clip to the threshold itself"""
+
+
 class OptimizerSpec(Section):
     """The optimizer and gradient clipping."""
 
@@ -166,8 +180,8 @@ class OptimizerSpec(Section):
     """momentum of sgd; 0 for none"""
     clip_norm: Annotated[float, Field(gt=0, le=1e9)] | None = 1.0
     """gradient clipping: maximum global gradient norm; null for no clipping"""
-    adaptive_clip: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """adaptive gradient clipping (ZClip): clip norms above the running mean plus this many standard deviations"""
+    adaptive_clip: Annotated[AdaptiveClipSpec | None, BeforeValidator(_clip)] = None
+    """adaptive gradient clipping: {z, mode}, or z alone for mode zclip"""
 
 
 class ScheduleSpec(Section):

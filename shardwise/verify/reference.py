@@ -65,8 +65,10 @@ def train_reference(
             if p.grad is not None:
                 p.grad /= max(1, count)
         scale.watch(model)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, float(limit.value()), foreach=False)
-        limit.update(norm, limit.value(), torch.zeros(()))
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, foreach=False)
+        torch.nn.utils.clip_grads_with_norm_(parameters, float(limit.value(norm)), norm, foreach=False)
+        limit.update(norm, torch.zeros(()))
         for group in optimizer.param_groups:
             group["lr"] = group["rate_ratio"] * learning_rate(recipe, index)
         optimizer.step()

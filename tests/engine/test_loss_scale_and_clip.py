@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 
 import pytest
 import torch
 
-from shardwise.engine.loss_scale import NORM_DECAY, NORM_WARMUP, LossScale, NormLimit
-from shardwise.recipe.sections import LossScaleSpec
+from shardwise.engine.loss_scale import VARIANCE, LossScale, NormLimit
+from shardwise.recipe.sections import AdaptiveClipSpec, LossScaleSpec, OptimizerSpec
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.zeros(()), torch.ones(())
@@ -90,57 +91,91 @@ def test_a_static_scale_never_moves_and_neither_does_one() -> None:
 # ---- adaptive clipping ------------------------------------------------------------------------------------
 
 
-def clipped_by_hand(norms: list[float], constant: float, z: float) -> list[float]:
-    """The limits that ZClip sets: plain statistics in the beginning, then exponential, of clipped norms."""
-    mean = square = 0.0
-    limits = []
-    for seen, norm in enumerate(norms):
-        limit = constant
-        if seen >= NORM_WARMUP:
-            limit = min(constant, mean + z * math.sqrt(max(0.0, square - mean * mean)))
-        limits.append(limit)
-        value = min(norm, limit)
-        weight = max(1 / (seen + 1), 1 - NORM_DECAY)
-        mean += weight * (value - mean)
-        square += weight * (value * value - square)
-    return limits
+def zclip(norms: list[float], z: float, max_norm: float = math.inf) -> list[float]:
+    """Norms after ZClip with its defaults (Kumar et al. 2025, equations 1-5, and its reference code's zscore mode).
+
+    25 norms are collected; their mean and variance start the averages, which decay with 0.97 and learn the norm
+    that the adaptive limit left.
+    """
+    collected, clipped = norms[:25], [min(norm, max_norm) for norm in norms[:25]]
+    mean, variance = statistics.fmean(collected), statistics.pvariance(collected)
+    for norm in norms[25:]:
+        height = (norm - mean) / (math.sqrt(variance) + 1e-6)
+        left = norm if height <= z else mean + z * math.sqrt(variance) / (height / z)
+        clipped.append(min(left, max_norm))
+        mean = 0.97 * mean + 0.03 * left
+        variance = 0.97 * variance + 0.03 * (left - mean) ** 2
+    return clipped
 
 
-def limits(norms: list[float], constant: float | None, z: float | None) -> list[float]:
-    limit, found = NormLimit(constant, z, CPU), []
+def clipped(norms: list[float], constant: float | None, adaptive: AdaptiveClipSpec | None) -> list[float]:
+    """Norms after each was clipped to its limit."""
+    limit, found = NormLimit(constant, adaptive, CPU), []
     for norm in norms:
-        found.append(float(limit.value()))
-        limit.update(torch.tensor(norm), limit.value(), GOOD)
+        found.append(min(norm, float(limit.value(torch.tensor(norm)))))
+        limit.update(torch.tensor(norm), GOOD)
     return found
 
 
-def noisy_norms(seed: int = 0, count: int = 120) -> list[float]:
+def noisy_norms(seed: int = 0, count: int = 120, spread: float = 0.3) -> list[float]:
     generator = random.Random(seed)
-    return [math.exp(0.3 * generator.gauss(0, 1)) * (50 if i % 37 == 36 else 1) for i in range(count)]
+    return [math.exp(spread * generator.gauss(0, 1)) * (50 if i % 37 == 36 else 1) for i in range(count)]
 
 
-@pytest.mark.parametrize(("constant", "z"), [(None, 2.5), (1.5, 2.5), (math.inf, 0.5)])
-def test_limits_are_those_of_the_definition(constant: float | None, z: float) -> None:
-    expected = clipped_by_hand(noisy_norms(), math.inf if constant is None else constant, z)
-    assert limits(noisy_norms(), constant, z) == pytest.approx(expected, rel=1e-4)
+@pytest.mark.parametrize(("constant", "z"), [(None, 2.5), (1.5, 2.5), (None, 0.5)])
+def test_norms_are_clipped_as_by_zclip(constant: float | None, z: float) -> None:
+    expected = zclip(noisy_norms(), z, math.inf if constant is None else constant)
+    assert clipped(noisy_norms(), constant, AdaptiveClipSpec(z=z)) == pytest.approx(expected, rel=1e-4)
+    assert expected != noisy_norms()
+
+
+def test_a_small_spread_of_large_norms_is_not_lost_to_cancellation() -> None:
+    """A spread of 1e-5 of the mean: in fp32 the mean square minus the squared mean has no correct digit."""
+    norms = [1000 * (1 + 1e-5 * (-1) ** i) for i in range(25)] + [1001.0]
+    excess = clipped(norms, None, AdaptiveClipSpec(z=2.5))[-1] - 1000
+    assert excess == pytest.approx(zclip(norms, 2.5)[-1] - 1000, abs=1e-3)
+
+
+def test_the_higher_the_spike_the_closer_to_the_mean() -> None:
+    """Mode cap clips every spike to mean + z deviations: here to 1.05 + 2.5 * 0.05."""
+    norms = [1.0, 1.1] * 15
+    for spike, mode, expected in ((2.0, "cap", 1.175), (20.0, "cap", 1.175), (1e6, "zclip", 1.05)):
+        spec = AdaptiveClipSpec.model_validate({"z": 2.5, "mode": mode})
+        assert clipped([*norms, spike], None, spec)[-1] == pytest.approx(expected, abs=2e-3)
+    low, high = (clipped([*norms, spike], None, AdaptiveClipSpec(z=2.5))[-1] for spike in (2.0, 20.0))
+    assert 1.05 < high < low < 1.175
 
 
 def test_one_spike_hardly_raises_the_limit_for_the_next() -> None:
     norms = [1.0, 1.1] * 20
-    limit = limits([*norms, 1000.0, 1.0], None, 3.0)
-    assert limit[-1] < 1.3
+    found = clipped([*norms, 1000.0, 1000.0], None, AdaptiveClipSpec(z=3.0))
+    assert found[-1] < 1.1
+
+
+def test_a_number_in_the_recipe_is_the_z_of_zclip() -> None:
+    spec = OptimizerSpec.model_validate({"adaptive_clip": 2.5})
+    assert spec.adaptive_clip == AdaptiveClipSpec(z=2.5, mode="zclip")
+
+
+def test_a_checkpoint_with_the_mean_square_has_the_same_variance() -> None:
+    """The first checkpoints held the mean square in place of the variance."""
+    limit = NormLimit(None, AdaptiveClipSpec(z=2.5), CPU)
+    limit.state()["norm_mean"].fill_(2.0)
+    limit.state()[VARIANCE].fill_(4.25)
+    limit.convert_mean_square()
+    assert float(limit.state()[VARIANCE]) == 0.25
 
 
 def test_skipped_steps_teach_nothing() -> None:
-    limit = NormLimit(None, 2.5, CPU)
+    limit = NormLimit(None, AdaptiveClipSpec(z=2.5), CPU)
     for norm in noisy_norms():
-        limit.update(torch.tensor(norm), limit.value(), GOOD)
+        limit.update(torch.tensor(norm), GOOD)
     before = {name: value.clone() for name, value in limit.state().items()}
     for norm in (math.nan, math.inf, 5.0):
-        limit.update(torch.tensor(norm), limit.value(), BAD)
+        limit.update(torch.tensor(norm), BAD)
     assert all(torch.equal(before[name], value) for name, value in limit.state().items())
 
 
 def test_a_constant_limit_learns_nothing() -> None:
-    assert limits(noisy_norms(), 0.7, None) == pytest.approx([0.7] * 120)
-    assert limits(noisy_norms(), None, None) == [math.inf] * 120
+    assert clipped(noisy_norms(), 0.1, None) == pytest.approx([0.1] * 120)
+    assert clipped(noisy_norms(), None, None) == noisy_norms()

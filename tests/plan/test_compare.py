@@ -14,7 +14,7 @@ from shardwise.recipe.load import recipe_of
 from shardwise.report.tables import peak_of
 from shardwise.technique import SETTINGS, strategy_from
 
-MODEL = {"layers": 5, "width": 32, "heads": 2, "kv_heads": 2, "ffn": 64, "vocab": 128, "context": 64}
+MODEL = {"layers": 5, "width": 32, "heads": 2, "kv_heads": 2, "ffn": 64, "vocab": 256, "context": 64}
 
 
 def compared(cluster: dict[str, object]) -> tuple[Candidate, Prediction]:
