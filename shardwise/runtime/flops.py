@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.runtime.torch_private import TorchDispatchMode, argument_names, packet_of
+from shardwise.runtime.torch_private import TorchDispatchMode, packet_of, schema_of
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
@@ -73,7 +73,7 @@ def recomputed_flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if "is_causal" in kwargs:
         return bool(kwargs["is_causal"])
-    place = argument_names(func).index("is_causal")
+    place = [argument.name for argument in schema_of(func).arguments].index("is_causal")
     return bool(args[place]) if place < len(args) else False
 
 

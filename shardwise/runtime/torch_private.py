@@ -163,11 +163,6 @@ def packet_of(operation: Any) -> Any:
     return operation._overloadpacket
 
 
-def argument_names(operation: Any) -> list[str]:
-    """Names of an operator's arguments, in order."""
-    return [argument.name for argument in operation._schema.arguments]
-
-
 def scoped_library() -> AbstractContextManager[Any]:
     """Kernels of ``aten`` operators for one block. The public ``Library`` keeps them until it is collected."""
     return cast("AbstractContextManager[Any]", torch.library._scoped_library("aten", "IMPL"))

@@ -114,8 +114,23 @@ def _groups(blueprint: Blueprint, model: nn.Module, spec: OptimizerSpec) -> list
 def _optimizer(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
     """torch's plain version of the recipe's optimizer, with moments in the dtype of the weights."""
     if spec.name == "sgd":
-        return torch.optim.SGD(groups, lr=1.0, momentum=spec.momentum, foreach=False, fused=False)
+        return _DecoupledSGD(groups, lr=1.0, momentum=spec.momentum, foreach=False, fused=False)
     return torch.optim.AdamW(groups, lr=1.0, betas=spec.betas, eps=spec.epsilon, foreach=False, fused=False)
+
+
+class _DecoupledSGD(torch.optim.SGD):
+    """torch's SGD with weight decay outside of the momentum, as in its AdamW."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            group["weight_decay"] = 0.0
+        super().step(closure)
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
 
 
 class GradientScale:

@@ -13,6 +13,7 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.plan.predict import predict
 from shardwise.plan.timing import step_time
+from shardwise.plan.worst_rank import predict_worst
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.flops import FlopCounter
@@ -99,12 +100,22 @@ def test_mfu_does_not_count_recomputation_or_depend_on_the_strategy() -> None:
     asked = recipe(2)
     blueprint, cluster = blueprint_of(asked), cluster_of(asked.cluster)
     peak = 2 * cluster.device.peak_flops("bf16")
-    for settings in ({}, {"activation_checkpointing": "full"}, {"pipeline_parallel": 2}):
-        found = predict(
-            asked, blueprint, strategy_from({"precision": "bf16", **settings}), cluster, quick=True
-        )
+    for settings in ({}, {"activation_checkpointing": "full"}):
+        strategy = strategy_from({"precision": "bf16", **settings})
+        found = predict(asked, blueprint, strategy, cluster, quick=True)
         assert found.step.model_flops == counted(asked)
         assert found.step.mfu == pytest.approx(counted(asked) / peak / found.step.seconds)
+
+
+@pytest.mark.long
+def test_mfu_of_a_pipeline_is_that_of_all_stages() -> None:
+    asked = recipe(2)
+    cluster, strategy = (
+        cluster_of(asked.cluster),
+        strategy_from({"pipeline_parallel": 2, "precision": "bf16"}),
+    )
+    step = predict_worst(asked, blueprint_of(asked), strategy, cluster).step
+    assert step.mfu == pytest.approx(counted(asked) / 2 / cluster.device.peak_flops("bf16") / step.seconds)
 
 
 def test_ring_and_ulysses_take_the_same_time_to_multiply() -> None:

@@ -17,6 +17,7 @@ from torch.optim.sgd import sgd
 from shardwise.engine.optim.chunk import Chunk
 from shardwise.engine.optim.norm import gradient, local
 from shardwise.engine.optim.optimizer import Rate
+from shardwise.runtime.torch_private import foreach_mul_
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,10 @@ class FusedAdamW:
 
 @dataclass(frozen=True)
 class FusedSGD:
-    """Heavy-ball momentum with decay in the gradient, as torch.optim.SGD: v = momentum·v + g; w -= rate·v."""
+    """Heavy-ball momentum with decoupled weight decay: v = momentum·v + g; w = (1 - rate·decay)·w - rate·v.
+
+    SGDW of Loshchilov & Hutter 2019 (algorithm 1), with the decay scaled by the learning rate as in torch's AdamW.
+    """
 
     momentum: float
 
@@ -122,13 +126,16 @@ class FusedSGD:
         rate: Rate,
         skip: Tensor,
     ) -> None:
+        if rate.weight_decay:
+            applied = 1 - skip.to(weights[0].dtype)
+            foreach_mul_(weights, 1 - rate.learning_rate * rate.weight_decay * applied)
         sgd(
             weights,
             grads,
             momenta,
             fused=True,
             found_inf=skip,
-            weight_decay=rate.weight_decay,
+            weight_decay=0.0,
             momentum=self.momentum,
             lr=rate.learning_rate,
             dampening=0.0,
