@@ -1,5 +1,34 @@
-"""``python -m shardwise``."""
+"""The program ``shardwise``, also as ``python -m shardwise``.
 
-from shardwise.cli.main import main
+It imports the command line in a function. An interruption (Ctrl-C) while modules are imported ends the process at once,
+because an exception may be lost in a module that is half imported.
+"""
 
-main()
+import os
+import signal
+from types import FrameType
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # a job in the background ignores it
+        signal.signal(signal.SIGINT, _end)
+    from shardwise.cli.main import main as run
+
+    try:
+        if signal.getsignal(signal.SIGINT) == _end:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        run()
+    except KeyboardInterrupt:
+        _end(signal.SIGINT, None)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"error: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

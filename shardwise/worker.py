@@ -7,6 +7,8 @@ from the run folder and trains exactly that plan. It never plans.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import os
 import sys
 import traceback
@@ -16,10 +18,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwise.checkpoint.run_folder import read_job
+from shardwise.core import heartbeat
 from shardwise.core.errors import RankError, ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.core.quiet_torchao import quiet_torchao
+from shardwise.launch.failure import rank_failure
 from shardwise.launch.process import World, join
+from shardwise.launch.waiting import DUMP_SIGNAL
 from shardwise.train.faults.oom_record import resource_error
 from shardwise.train.loop import Job, Trainer
 from shardwise.verify.plain_runs import run_plain
@@ -100,41 +105,55 @@ def _require(world: World, plan: Plan) -> None:
 
 
 def attempt(action: Callable[[], None]) -> int:
-    """Run ``action``. Returns 0, or the exit code of its error, whose line goes to standard error."""
+    """Run ``action``. Returns 0, or the exit code of its error after reporting it. Raises unknown errors."""
     try:
         action()
     except PlanFailed as failed:
         return failed.exit_code
     except ShardwiseError as error:
-        return _failed(error)
+        return report(error)
     except Exception as error:
         if (known := resource_error(error)) is None:
             raise
-        return _failed(known)
+        return report(known)
     return 0
 
 
-def _failed(error: ShardwiseError) -> int:
-    traceback.print_exc()
-    print(error.line(), file=sys.stderr, flush=True)
+def report(error: ShardwiseError) -> int:
+    """Report the error that ends this rank, in the exception's handler: to the launcher, and to standard error.
+
+    Returns the exit code.
+    """
+    heartbeat.own.tell(error.line())
+    with contextlib.suppress(OSError):  # the log's disk may be full
+        traceback.print_exc()
+        print(error.line(), file=sys.stderr, flush=True)
     return error.exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The process's exit code."""
+    heartbeat.attach()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
     parser = argparse.ArgumentParser(prog="python -m shardwise.worker")
     parser.add_argument("verb", choices=("train", "verify", "reference"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--exact-memory", action="store_true")
     given = parser.parse_args(arguments)
-    with quiet_torchao():
-        return attempt(lambda: run_rank(given.verb, given.folder, given.exact_memory))
+    try:
+        with quiet_torchao():
+            code = attempt(lambda: run_rank(given.verb, given.folder, given.exact_memory))
+    except Exception as error:
+        code = report(rank_failure(error, int(os.environ.get("RANK", "0"))))
+    heartbeat.own.end()
+    return code
 
 
 if __name__ == "__main__":
     code = main()
     # Skips the interpreter's shutdown. After a failure it would wait for the peers' collectives; after a success
     # torch's threads sometimes abort the process while its globals are destroyed.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

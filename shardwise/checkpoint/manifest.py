@@ -33,6 +33,7 @@ from pydantic import (
     model_validator,
 )
 
+from shardwise.core import heartbeat
 from shardwise.core.errors import CheckpointError
 from shardwise.core.json_file import checked, fault_of, plain
 from shardwise.engine.train_state import TrainState
@@ -256,6 +257,7 @@ def hash_of(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
+            heartbeat.mark()
     return digest.hexdigest()
 
 

@@ -47,6 +47,7 @@ from torch.futures import Future
 
 from shardwise.checkpoint import commit
 from shardwise.checkpoint.manifest import FileEntry, Manifest, TensorEntry, TensorPiece
+from shardwise.core import heartbeat
 from shardwise.core.errors import CheckpointError
 from shardwise.engine.run_state import OPTIMIZER
 
@@ -117,6 +118,7 @@ def write_shard(path: Path, items: Sequence[tuple[WriteItem, Tensor]]) -> Shard:
             while view:
                 written = file.write(view[:_CHUNK])
                 digest.update(view[:written])
+                heartbeat.mark()
                 view = view[written:]
         os.fsync(file.fileno())
     pieces = tuple((i.index.fqn, tuple(_chunk(i).offsets), tuple(_chunk(i).sizes)) for i, _ in ordered)

@@ -11,6 +11,15 @@ from typing import Annotated
 import typer
 
 RecipeArgument = Annotated[Path, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")]
+
+
+def folder(text: str) -> Path:
+    """A folder that an option names. An empty text, from a variable that is not set, is not the current folder."""
+    if not text:
+        raise typer.BadParameter("the name of the folder is empty")
+    return Path(text)
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="section.key=value, replaces the recipe's value", metavar="KEY=VALUE"),

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.common import folder
+
 if TYPE_CHECKING:
     from shardwise.export.export_run import Merge
     from shardwise.export.hf_writer import Written
@@ -23,8 +25,10 @@ class Dtype(StrEnum):
 
 def command(
     run: Annotated[Path, typer.Argument(help="folder of a run", metavar="RUN")],
-    out: Annotated[Path | None, typer.Argument(help="folder to write", metavar="OUT")] = None,
-    to: Annotated[Path | None, typer.Option(help="another way to give OUT", metavar="OUT")] = None,
+    out: Annotated[Path | None, typer.Argument(help="folder to write", parser=folder, metavar="OUT")] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="another way to give OUT", parser=folder, metavar="OUT")
+    ] = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="dtype of the weights: fp32, bf16 or fp16; default: the run's precision"),

@@ -22,10 +22,19 @@ def guarded(action: Callable[[], int]) -> int:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
+        if _interrupted(error):
+            print("error: interrupted", file=sys.stderr)
+            return INTERRUPTED
         from shardwise.train.faults.oom_record import resource_error
 
         fix = "ask for less at once, or take a device with more memory"
         return _reported(resource_error(error, "this process", fix) or _unexpected(error))
+
+
+def _interrupted(error: BaseException) -> bool:
+    """Whether an interruption led to an error, as in a module whose import it cut short."""
+    cause = error.__cause__ or error.__context__
+    return cause is not None and (isinstance(cause, KeyboardInterrupt) or _interrupted(cause))
 
 
 def _unexpected(error: Exception) -> ShardwiseError:

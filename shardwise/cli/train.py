@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import Overrides, RecipeArgument, run_workers
+from shardwise.cli.common import Overrides, RecipeArgument, folder, run_workers
 from shardwise.core.errors import RecipeError
 from shardwise.jobs.request import read
 from shardwise.launch.placement import launched_by
@@ -21,7 +21,10 @@ def command(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option(help="folder of the run; resumes when it holds a checkpoint")
+        Path | None,
+        typer.Option(
+            help="folder of the run; resumes when it holds a checkpoint", parser=folder, metavar="DIR"
+        ),
     ] = None,
     exact_memory: Annotated[
         bool, typer.Option("--exact-memory", help="measure memory over the whole run (slower on the CPU)")

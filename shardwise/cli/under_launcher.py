@@ -9,9 +9,11 @@ from pathlib import Path
 
 from shardwise.checkpoint.run_folder import PAGE, claim
 from shardwise.cli.planner import FINISHED
+from shardwise.core import heartbeat
 from shardwise.core.errors import OutOfMemory, Preempted, ResourceError
 from shardwise.jobs.training import finish
-from shardwise.launch.launcher import signal_name
+from shardwise.launch.failure import rank_failure
+from shardwise.launch.verdict import signal_name
 from shardwise.train.faults.oom_record import read_record, written_at
 
 
@@ -32,7 +34,9 @@ def train_as_rank(
     from shardwise.worker import run_rank
 
     if rank != 0:
-        return _exit_code(_train(out, lambda: run_rank("train", out, exact_memory, device, lambda: 0)), out)
+        return _exit_code(
+            _train(out, rank, lambda: run_rank("train", out, exact_memory, device, lambda: 0)), out
+        )
 
     def elsewhere(step: str, *, capture: bool) -> subprocess.CompletedProcess[str]:
         # In another process, because planning would show up in the measured memory.
@@ -44,7 +48,7 @@ def train_as_rank(
         return code if code >= 0 else _report_killed(-code)
 
     with claim(out):
-        code = _train(out, lambda: run_rank("train", out, exact_memory, device, plan_elsewhere))
+        code = _train(out, rank, lambda: run_rank("train", out, exact_memory, device, plan_elsewhere))
         if code == 0 or (code == FINISHED and not (out / PAGE).exists()):
             finish(out)
         exit_code = _exit_code(code, out)
@@ -53,17 +57,19 @@ def train_as_rank(
         return exit_code
 
 
-def _train(out: Path, train: Callable[[], None]) -> int:
+def _train(out: Path, rank: int, train: Callable[[], None]) -> int:
     """This rank's exit code: that of OutOfMemory also when the OOM of another rank broke this rank's collectives."""
-    from shardwise.worker import attempt
+    from shardwise.worker import attempt, report
 
     before = written_at(out)
     try:
         return attempt(train)
-    except Exception:
-        if written_at(out) == before:
-            raise
-        return OutOfMemory.exit_code
+    except Exception as error:
+        if written_at(out) != before:
+            return OutOfMemory.exit_code
+        return report(rank_failure(error, rank))
+    finally:
+        heartbeat.own.watch(0.0)
 
 
 def _exit_code(code: int, out: Path) -> int:

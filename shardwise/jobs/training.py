@@ -61,7 +61,7 @@ def _train(
     """Run the workers; after an OOM, plan with half the micro-batch and run them again."""
     while True:
         try:
-            run_workers(plan.world_size, ["train", str(folder), *flags], folder / "logs")
+            run_workers(plan.world_size, ["train", *flags, "--", str(folder)], folder / "logs")
             return
         except OutOfMemory:
             plan, sentence = plan_after_oom(recipe, cluster, folder, plan)

@@ -1,15 +1,14 @@
-"""Starts the ranks of this machine, and finds the rank that failed first.
+"""Starts the ranks of this machine, and reports the rank that failed or hung.
 
 torchrun is not used for local runs. It listens on all interfaces, exits with 1 after a clean stop, and names the wrong
 rank after a third of the kills. Here the store listens on 127.0.0.1 only (rank 0 inherits the bound socket), and each
 rank has its own log.
 
-After a rank fails, its peers fail too, with a broken connection. A rank whose log ends with a broken connection is a
-victim. The culprit is the first rank that failed for another reason; the launcher waits up to a second for it. The
-other ranks get SIGTERM and, five seconds later, SIGKILL. On Linux the kernel kills the workers when the launcher dies.
+``waiting.py`` finds the rank to blame, ``verdict.py`` words it. The other ranks get SIGTERM and, five seconds later,
+SIGKILL; after a hang SIGKILL at once. On Linux the kernel kills the workers when the launcher dies.
 
-A worker reports a failure by its exit code and the last ``error:`` line of its log. This module does not import torch,
-because the command line imports it before it needs torch.
+A worker reports its progress and the line of its failure through memory (core/heartbeat.py). This module does not
+import torch, because the command line imports it before it needs torch.
 """
 
 from __future__ import annotations
@@ -17,42 +16,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import queue
-import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Protocol
 
-from shardwise.core.errors import OutOfMemory, Preempted, RankError, ResourceError, ShardwiseError
-from shardwise.launch.placement import LAUNCHER, LOOPBACK, STORE_SOCKET, launched_by
-
-__all__ = ["launch", "launched_by", "run_ranks", "signal_name"]
+from shardwise.core import heartbeat
+from shardwise.core.errors import ResourceError
+from shardwise.core.heartbeat import Heartbeat
+from shardwise.launch.placement import LAUNCHER, LOOPBACK, STORE_SOCKET
+from shardwise.launch.ranks import Command, Process, Rank
+from shardwise.launch.stops import forwarding
+from shardwise.launch.verdict import verdict
+from shardwise.launch.waiting import end, wait
 
 WORKER = "shardwise.worker"
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask a run to save and stop, whether the launcher or a rank receives them."""
-
-GRACE_SECONDS = 5.0
-"""Between SIGTERM and SIGKILL, for the other ranks after one has failed."""
-
-SETTLE_SECONDS = 1.0
-"""How long to wait for the culprit after a victim has ended."""
-
-_OURS = {kind.exit_code for kind in ShardwiseError.__subclasses__()}
-_CLEAN = {0, Preempted.exit_code}
-_BROKEN_CONNECTION = re.compile(
-    r"gloo/|Connection (closed|reset|refused)|Broken pipe|Dist(Backend|Network|Store)Error"
-    r"|ncclRemoteError|ncclSystemError|Watchdog caught"
-)
-_TAIL = 1 << 16
+_JOIN_SECONDS = 2.0
+"""A process in an uninterruptible system call does not end even after SIGKILL."""
 
 
 def launch(
@@ -63,13 +46,13 @@ def launch(
 ) -> int:
     """Run ``python -m shardwise.worker ARGUMENTS`` on ranks 0 to ``world_size`` - 1.
 
-    Rank 0's standard output is passed through. All output of rank R is appended to ``log_folder``/rank-R.log. SIGTERM,
-    SIGINT and SIGUSR1 are passed on to all ranks. ``environment`` overrides the variables of this process. A failure is
-    one line on standard error.
+    Rank 0's standard output is passed through. All output of rank R is appended to ``log_folder``/rank-R.log. Stop
+    signals (``stops.py``) are passed on to all ranks. ``environment`` overrides the variables of this process. A
+    failure is one line on standard error.
 
     Returns:
-        0; 75 after the ranks saved and stopped; the culprit's code if it is one of Shardwise's, else 5; 128 + N if
-        signal N stopped the ranks before they saved.
+        0; 75 after the ranks saved and stopped; the code of the culprit's error line, or 5 without one and after a
+        hang; 128 + N if signal N stopped the ranks before they saved.
 
     Raises:
         ResourceError: the ranks cannot be started.
@@ -94,36 +77,13 @@ def run_ranks(
     Rank 0's output is passed through only if ``aloud``; its log always has it.
     """
     starting = _started(world_size, arguments, log_folder, environment or {}, aloud)
-    with starting as ranks, _forwarding(ranks) as stops:
-        culprit = _wait(ranks)
-        _end(ranks)
-    if culprit is None:
+    with starting as ranks, forwarding(ranks) as stops:
+        ended = wait(ranks, stops)
+        if ended is None or ended.hang is None:
+            end(ranks)
+    if ended is None:
         return max(rank.code or 0 for rank in ranks), ""
-    return _verdict(culprit, stops)
-
-
-class Process(Protocol):
-    """A started worker; `subprocess.Popen` is one."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int, /) -> None: ...
-
-
-@dataclass(frozen=True)
-class Command:
-    """A worker's arguments, environment, and the file descriptors of this process that it inherits."""
-
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str]
-    stdout: int
-    stderr: int
-    inherited: tuple[int, ...]
+    return verdict(ended, stops.numbers)
 
 
 def start_process(command: Command) -> Process:
@@ -144,48 +104,30 @@ spawner: Callable[[Command], Process] = start_process
 """Starts each worker. Tests replace it by a fork of a process that has imported torch."""
 
 
-@dataclass
-class _Rank:
-    """One worker process. ``code`` is None while it runs."""
-
-    rank: int
-    process: Process
-    log: Path
-    log_start: int
-    code: int | None = None
-    threads: list[threading.Thread] = field(default_factory=list)
-
-    def log_tail(self) -> list[str]:
-        """The last lines of this process's output."""
-        with self.log.open("rb") as file:
-            file.seek(max(self.log_start, os.fstat(file.fileno()).st_size - _TAIL))
-            text = file.read().decode("utf-8", "replace")
-        return [line for line in text.splitlines() if line.strip()]
-
-    @property
-    def is_victim(self) -> bool:
-        """Whether it ended because another rank ended."""
-        may_be = self.code == -signal.SIGABRT or ((self.code or 0) > 0 and self.code != OutOfMemory.exit_code)
-        return may_be and any(_BROKEN_CONNECTION.search(line) for line in self.log_tail()[-20:])
-
-
 # ---- starting ---------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _started(
     world_size: int, arguments: Sequence[str], log_folder: Path, environment: Mapping[str, str], aloud: bool
-) -> Iterator[list[_Rank]]:
+) -> Iterator[list[Rank]]:
     """Start the ranks; on leaving the block, kill the ones that still run."""
-    ranks: list[_Rank] = []
+    ranks: list[Rank] = []
     try:
         try:
             log_folder.mkdir(parents=True, exist_ok=True)
-            with socket.create_server(("127.0.0.1", 0)) as store:
-                shared = {**_shared_environment(world_size, store.getsockname()[1]), **environment}
-                for rank in range(world_size):
-                    heard, given = aloud and rank == 0, os.environ | shared
-                    ranks.append(_start(rank, arguments, log_folder, given, store.fileno(), heard))
+            with (
+                socket.create_server(("127.0.0.1", 0)) as store,
+                heartbeat.shared(world_size) as (slots, beats),
+            ):
+                ours = {**_shared_environment(world_size, store.getsockname()[1]), **environment}
+                given = os.environ | ours
+                for rank, beat in enumerate(beats):
+                    files = {heartbeat.VARIABLE: slots} | (
+                        {STORE_SOCKET: store.fileno()} if rank == 0 else {}
+                    )
+                    log = log_folder / f"rank-{rank}.log"
+                    ranks.append(_start(rank, beat, arguments, log, given, files, aloud and rank == 0))
         except OSError as error:
             raise ResourceError(
                 f"cannot start {world_size} processes",
@@ -195,10 +137,10 @@ def _started(
         yield ranks
     finally:
         for each in ranks:
-            _signal(each, signal.SIGKILL)
+            each.send(signal.SIGKILL)
         for each in ranks:
             for thread in each.threads:
-                thread.join()
+                thread.join(_JOIN_SECONDS)
 
 
 def _shared_environment(world_size: int, port: int) -> dict[str, str]:
@@ -222,24 +164,32 @@ def _shared_environment(world_size: int, port: int) -> dict[str, str]:
 
 def _start(
     rank: int,
+    beat: Heartbeat,
     arguments: Sequence[str],
-    log_folder: Path,
-    environment: dict[str, str],
-    store: int,
+    log: Path,
+    environment: Mapping[str, str],
+    files: Mapping[str, int],
     heard: bool,
-) -> _Rank:
-    """Start one rank. Rank 0 inherits the socket ``store``. If ``heard``, its output is passed through."""
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({STORE_SOCKET: str(store)} if rank == 0 else {})
-    log = log_folder / f"rank-{rank}.log"
+) -> Rank:
+    """Start one rank.
+
+    Args:
+        files: file descriptors that it inherits, by the environment variable that tells the rank their number.
+        heard: whether its output is passed through.
+    """
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | {name: str(file) for name, file in files.items()}
     with log.open("ab") as file:
-        start, files = file.tell(), (store,) if rank == 0 else ()
+        start = file.tell()
         reading, stdout = os.pipe() if heard else (None, file.fileno())
+        given = Command(
+            tuple(arguments), {**environment, **own}, stdout, file.fileno(), tuple(files.values())
+        )
         try:
-            process = spawner(Command(tuple(arguments), environment | own, stdout, file.fileno(), files))
+            process = spawner(given)
         finally:
             if heard:
                 os.close(stdout)
-    started = _Rank(rank, process, log, start)
+    started = Rank(rank, process, beat, log, start)
     if reading is not None:
         reader = threading.Thread(target=_pass_through, args=(reading, log), daemon=True)
         reader.start()
@@ -263,118 +213,22 @@ def _dying_with_parent() -> Callable[[], None]:
 
 
 def _pass_through(descriptor: int, log: Path) -> None:
-    """Copy rank 0's output to its log and to standard output, until the reader of standard output goes away."""
-    open_end = True
+    """Copy rank 0's output to its log and to standard output.
+
+    It reads on when neither can be written any more, because a rank whose pipe is full waits for ever.
+    """
     with log.open("ab", buffering=0) as file, os.fdopen(descriptor):
+        outputs = [file.fileno(), 1]
         while block := os.read(descriptor, 1 << 16):
-            file.write(block)
-            while open_end and block:
-                try:
-                    block = block[os.write(1, block) :]
-                except OSError:
-                    open_end = False
+            outputs = [output for output in outputs if _written(output, block)]
 
 
-# ---- waiting ----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _forwarding(ranks: list[_Rank]) -> Iterator[list[int]]:
-    """Pass the signals in STOPPING on to the ranks; yields the list of signals received so far."""
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        for rank in ranks:
-            _signal(rank, signal.Signals(number))
-
-    before = {number: signal.signal(number, forward) for number in STOPPING}
+def _written(descriptor: int, block: bytes) -> bool:
+    """Write all of a block; whether that was possible."""
+    view = memoryview(block)
     try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _signal(rank: _Rank, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        rank.process.send_signal(number)
-
-
-def _wait(ranks: list[_Rank]) -> _Rank | None:
-    """Wait until all ranks have ended well (None), or one has failed; returns the culprit."""
-    ends: queue.SimpleQueue[_Rank] = queue.SimpleQueue()
-
-    def wait(rank: _Rank) -> None:
-        rank.process.wait()
-        ends.put(rank)
-
-    for rank in ranks:
-        waiter = threading.Thread(target=wait, args=(rank,), daemon=True)
-        waiter.start()
-        rank.threads.append(waiter)
-    failed: list[_Rank] = []
-    deadline = float("inf")
-    for _ in ranks:
-        try:
-            rank = ends.get(timeout=None if not failed else max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            break
-        rank.code = rank.process.returncode
-        if rank.code in _CLEAN:
-            continue
-        failed.append(rank)
-        deadline = min(deadline, time.monotonic() + SETTLE_SECONDS)
-        if not rank.is_victim:
-            break
-    return next((rank for rank in failed if not rank.is_victim), failed[0] if failed else None)
-
-
-def _end(ranks: list[_Rank]) -> None:
-    """End the ranks that still run: SIGTERM, then SIGKILL."""
-    running = [rank for rank in ranks if rank.process.poll() is None]
-    for rank in running:
-        _signal(rank, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    for rank in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            rank.process.wait(max(0.0, deadline - time.monotonic()))
-        _signal(rank, signal.SIGKILL)
-
-
-# ---- the verdict ------------------------------------------------------------------------------------------
-
-
-def _verdict(culprit: _Rank, stops: list[int]) -> tuple[int, str]:
-    """The exit code and the error line. Raises OutOfMemory."""
-    code = culprit.code or 0
-    tail = culprit.log_tail()
-    told = [line for line in tail if line.startswith("error: ")]
-    if code in _OURS and told:
-        return code, told[-1]
-    if code == OutOfMemory.exit_code and not stops:
-        raise OutOfMemory("out of memory", where=f"rank {culprit.rank}, {culprit.log}")
-    place = f"pid {culprit.process.pid}, {culprit.log}"
-    resume = "run the same command to go on from the last checkpoint"
-    if -code in stops or code == OutOfMemory.exit_code:
-        number = -code if -code in stops else stops[-1]
-        what = f"stopped by {signal.Signals(number).name} before it could save"
-        return 128 + number, RankError(what, where=place, fix=resume).line()
-    what = f"rank {culprit.rank} was lost"
-    if code < 0:
-        error = RankError(what, where=place, why=f"killed by {signal_name(-code)}", fix=resume)
-    else:
-        why = f"it ended with exit code {code}" + (f", {tail[-1].strip()}" if tail else "")
-        error = RankError(what, where=place, why=why, fix="see its log")
-    return (code if code in _OURS else RankError.exit_code), error.line()
-
-
-def signal_name(number: int) -> str:
-    """The name of the signal that killed a process, and its usual cause."""
-    hints = {signal.SIGKILL: " (the kernel does so when memory runs out)"}
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name + hints.get(signal.Signals(number), "")
-    return f"signal {number}"
+        while view:
+            view = view[os.write(descriptor, view) :]
+    except OSError:
+        return False
+    return True

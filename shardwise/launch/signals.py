@@ -1,7 +1,7 @@
 """Stopping on request: a signal to any rank makes all ranks save after the same step and exit with 75.
 
 Each step all-reduces a flag. The host reads the flag one step late, like the step's results, so it does not wait. A
-second signal changes nothing.
+second signal is the launcher's business (``stops.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.launch.launcher import STOPPING
+from shardwise.launch.stops import stop_signals
 
 
 class StopRequest:
@@ -24,7 +24,7 @@ class StopRequest:
         self._device = device
         self._asked = False
         if threading.current_thread() is threading.main_thread():
-            for number in STOPPING:
+            for number in stop_signals():
                 signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:

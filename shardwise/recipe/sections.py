@@ -318,6 +318,9 @@ class Recipe(Section):
     """global batch size: sequences per optimizer step over all devices"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """seeds initialisation and shuffling"""
+    watchdog: Annotated[float, Field(ge=1, le=604_800)] | None = 600.0
+    """seconds without progress on any rank after which the run ends and names the rank that hangs, from the end of
+    the first step on; null for no watchdog"""
     adapter: AdapterSpec | None = None
     """LoRA, QLoRA or DoRA fine-tuning; null trains all weights"""
     optimizer: OptimizerSpec = OptimizerSpec()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -308,6 +309,18 @@ def group_named(name: str) -> dist.ProcessGroup:
     """The process group that a functional collective is told by name. RuntimeError when there is none."""
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
     return cast("dist.ProcessGroup", resolve(name))
+
+
+def copy_of_store() -> Store:
+    """The store that the ranks met in, over a connection of its own. The annotations lack ``clone``."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return cast("Store", store.clone())
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Set the timeout of later collectives in all process groups; those of a mesh else have the default of NCCL."""
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 # -- allocators --------------------------------------------------------------------------------------

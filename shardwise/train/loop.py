@@ -15,15 +15,18 @@ from torch import Tensor
 
 from shardwise.checkpoint.checkpoint import restore_or_start
 from shardwise.checkpoint.saver import Saver
+from shardwise.core import heartbeat
 from shardwise.core.errors import Preempted
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import StepRecord
 from shardwise.data import Data, open_data
 from shardwise.engine.build import build
+from shardwise.engine.phase import listening
 from shardwise.engine.run import Steps
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import StepResult, step
 from shardwise.engine.train_state import TrainState
+from shardwise.launch.alarm import watch
 from shardwise.launch.signals import StopRequest
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
@@ -89,6 +92,7 @@ class Trainer:
         self.stopwatch = Stopwatch(self.run, self.state.step)
         self.log = RunLog(job.folder, job.plan, recipe.steps, self.state.step)
         self._pending: _Pending | None = None
+        self._watched = False
 
     @property
     def _checkpoints(self) -> Path:
@@ -116,10 +120,11 @@ class Trainer:
             return
         self.log.begin()
         self.recovery.begin(self.state, followed_oom(job.folder, job.plan))
-        stop_on_oom(
-            self._train, job.folder, job.plan, lambda: (self.index + 1, self.meter.reached().allocated)
-        )
-        self.saver.wait()
+        with listening(lambda phase: heartbeat.mark()):
+            stop_on_oom(
+                self._train, job.folder, job.plan, lambda: (self.index + 1, self.meter.reached().allocated)
+            )
+            self.saver.wait()
         self.recovery.close()
         self.log.end(self.meter.peak, self.state.tokens, self.stopwatch.collect())
 
@@ -147,6 +152,7 @@ class Trainer:
         """Run a step without waiting for the device."""
         recipe, run = self.job.recipe, self.run
         self.index = index
+        heartbeat.own.at_step(index + 1)
         rate = learning_rate(recipe, index)
         seed_step(recipe.seed, index, run.random_rank)
         with self.stopwatch.over(index):
@@ -180,6 +186,9 @@ class Trainer:
         self.log.step(record, self.meter.peak)
         observed = ObservedStep(pending.index, loss, norm, skipped, float(result.loss_scale))
         self.state = self.recovery.see(self.state, observed)
+        if not self._watched:
+            watch(self.job.recipe.watchdog)
+            self._watched = True
         return bool(pending.stop)
 
     def _pause(self, pending: _Pending, stop: bool) -> None:

@@ -172,5 +172,5 @@ def test_a_damaged_end_is_trained_again(
 
     monkeypatch.setattr(launching, "launch", launch)
     assert run(words(out=tmp_path / "run")) == 75
-    assert started == [(1, ["train", str(tmp_path / "run")])]
+    assert started == [(1, ["train", "--", str(tmp_path / "run")])]
     assert json.loads((tmp_path / "run" / "plan.json").read_text(encoding="utf-8"))["fits"]

@@ -32,8 +32,11 @@ from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import IO, Any
 
+from shardwise.core import heartbeat
 from shardwise.launch import launcher
-from shardwise.launch.launcher import STORE_SOCKET, WORKER, Command
+from shardwise.launch.launcher import WORKER
+from shardwise.launch.placement import STORE_SOCKET
+from shardwise.launch.ranks import Command
 from tests.harness.pool import Pool, die_with
 
 Done = subprocess.CompletedProcess[str]
@@ -275,10 +278,10 @@ def _wait_and_run(parent: int, told: socket.socket) -> None:
 
 
 def _with_descriptors(environment: dict[str, str], files: list[int], received: list[int]) -> dict[str, str]:
-    """The environment, with the number that the store's socket has here."""
+    """The environment, with the numbers that inherited files have here."""
     numbers = {str(before): str(now) for before, now in zip(files[2:], received[2:], strict=True)}
-    store = environment.get(STORE_SOCKET)
-    return environment if store is None else environment | {STORE_SOCKET: numbers[store]}
+    named = (name for name in (STORE_SOCKET, heartbeat.VARIABLE) if name in environment)
+    return environment | {name: numbers[environment[name]] for name in named}
 
 
 def _as_main(module: str, words: tuple[str, ...], environment: dict[str, str], out: int, err: int) -> int:

@@ -17,11 +17,15 @@ import pytest
 
 from shardwise.core.errors import OutOfMemory, ResourceError
 from shardwise.launch import launcher as launching
+from shardwise.launch import stops, waiting
 from shardwise.launch.launcher import launch, run_ranks
 
 WORKER = """
-import json, os, signal, sys, time
+import faulthandler, importlib.util, json, os, signal, sys, time
 from pathlib import Path
+
+from shardwise.core import heartbeat
+from shardwise.launch.waiting import DUMP_SIGNAL
 
 rank = int(os.environ["RANK"])
 folder = Path(sys.argv[1])
@@ -31,15 +35,32 @@ def lost_peer():
 
 def save_and_stop(number, frame):
     (folder / f"stopped-{rank}-{number}").touch()
+    heartbeat.own.end()
     sys.exit(75)
 
 def boom():
     raise ValueError("boom")
 
+def tell(line, code):
+    heartbeat.own.tell(line)
+    heartbeat.own.end()
+    sys.exit(code)
+
 def no_space():
-    print("error: an earlier one", file=sys.stderr)
-    print("error: cannot write the checkpoint (here): No space left on device", file=sys.stderr)
-    sys.exit(7)
+    print("error: of the user's code", file=sys.stderr)
+    tell("error: cannot write the checkpoint (here): No space left on device", 7)
+
+def watched():
+    heartbeat.own.at_step(7)
+    heartbeat.own.watch(1.0)
+
+def waiting():
+    # As a rank that waits for its peers makes no progress, but is in torch.
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    exec(compile("time.sleep(60)", torch / "distributed/distributed_c10d.py", "exec"))
+
+def hanging():
+    time.sleep(60)
 
 def show():
     # Whole lines in one write each: print writes the end of a line separately, and both go to one log.
@@ -63,16 +84,26 @@ actions = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "wait": lambda: time.sleep(0.3),
     "victim": lost_peer,
-    "exit-3": lambda: sys.exit(3),
-    "oom": lambda: sys.exit(101),
-    "stop": lambda: [signal.signal(n, save_and_stop) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
-    "deaf": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    "timed-out": lambda: sys.exit("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv"),
+    "exit-0": lambda: os._exit(0),
+    "exit-3": lambda: os._exit(3),
+    "oom": lambda: tell("error: out of memory", 101),
+    "stop": lambda: [signal.signal(n, save_and_stop) for n in (
+        signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)],
+    "deaf": lambda: [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)],
+    "watched": watched,
+    "waiting": waiting,
+    "hanging": hanging,
+    "sigstop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "many-lines": lambda: print("x" * 100_000),
 }
+heartbeat.attach()
+faulthandler.register(DUMP_SIGNAL, all_threads=True)
 for action in sys.argv[2 + rank].split(","):
     actions[action]()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     (folder / f"pid-{rank}").rename(folder / f"ready-{rank}")
+heartbeat.own.end()
 """
 
 
@@ -150,9 +181,21 @@ def test_logs_are_appended_and_only_this_runs_lines_are_quoted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, "no-space") == 7
-    assert run(tmp_path, "exit-3") == 3
+    assert run(tmp_path, "exit-3") == 5
     assert "ended with exit code 3; see its log" in capfd.readouterr().err.splitlines()[1]
-    assert "No space left" in (tmp_path / "logs" / "rank-0.log").read_text()
+    assert "of the user's code" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_log_that_cannot_be_written_does_not_block(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """More than a pipe holds; without a reader, rank 0 would wait in print for ever."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
+    assert run(tmp_path, "many-lines") == 0
+    out, err = capfd.readouterr()
+    assert (len(out), err) == (100_001, "")
 
 
 def test_a_large_output_does_not_block(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +234,10 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path, capfd: pytest
     [
         (["sleep", "no-space"], 7, "error: cannot write the checkpoint (here): No space left on device"),
         (["boom", "sleep"], 5, "ended with exit code 1, ValueError: boom; see its log"),
-        (["sleep", "exit-3"], 3, "error: rank 1 was lost"),
+        (["sleep", "exit-3"], 5, "ended with exit code 3; see its log"),
+        (["show,meet,victim", "show,meet,wait,exit-0"], 5, "error: rank 1 was lost"),
+        (["exit-0", "sleep"], 5, "ended with exit code 0 before its peers were done"),
+        (["show,meet,timed-out", "show,hanging"], 5, "error: rank 1 hung (pid"),
         (["show,meet,victim", "show,meet,wait,kill"], 5, "error: rank 1 was lost"),
         (["victim", "sleep"], 5, "error: rank 0 was lost"),
         (["show,meet,victim", "show,meet,victim", "show,meet,wait,boom"], 5, "error: rank 2 was lost"),
@@ -215,7 +261,7 @@ def test_out_of_memory_is_raised(tmp_path: Path, actions: list[str]) -> None:
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(waiting, "GRACE_SECONDS", 0.3)
     assert run(tmp_path, "deaf,sleep", "show,meet,kill") == 5
     assert gone(tmp_path, 2, 1.0)
 
@@ -226,18 +272,52 @@ def test_what_cannot_start_is_a_resource_error(tmp_path: Path) -> None:
         run(tmp_path, "show")
 
 
+# ---- hangs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("actions", "rank", "where"),
+    [
+        (
+            ["show,watched,waiting", "show,meet,watched,hanging"],
+            1,
+            "in your code, hanging (acting_worker.py:",
+        ),
+        (
+            ["show,meet,watched,sigstop", "show,watched,waiting"],
+            0,
+            "stopped by SIGSTOP in your code",
+        ),
+    ],
+    ids=["sleep", "sigstop"],
+)
+def test_a_rank_that_hangs_is_named_with_its_stack(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], actions: list[str], rank: int, where: str
+) -> None:
+    assert run(tmp_path, *actions) == 5
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(
+        f"error: rank {rank} hung in step 7 (pid {(tmp_path / f'ready-{rank}').read_text()}, "
+    )
+    assert f"no progress for 1 s, {where}" in line
+    logs = [(tmp_path / "logs" / f"rank-{each}.log").read_text() for each in (0, 1)]
+    assert all("acting_worker.py" in log.partition("(most recent call first):")[2] for log in logs)
+    assert gone(tmp_path, 2)
+
+
 # ---- signals ----------------------------------------------------------------------------------------------
 
 
-def send_when_ready(folder: Path, ranks: int, number: signal.Signals) -> None:
+def send_when_ready(folder: Path, ranks: int, number: signal.Signals, pause: float = 0.0) -> None:
     def send() -> None:
         eventually(lambda: len(list(folder.glob("ready-*"))) == ranks, 20)
+        time.sleep(pause)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_is_passed_on_and_75_comes_back(tmp_path: Path, number: signal.Signals) -> None:
     send_when_ready(tmp_path, 2, number)
     assert run(tmp_path, "stop,sleep", "stop,sleep") == 75
@@ -249,6 +329,43 @@ def test_ranks_stopped_before_they_can_save(tmp_path: Path, capfd: pytest.Captur
     assert run(tmp_path, "show,sleep", "show,sleep") == 128 + signal.SIGTERM
     assert "stopped by SIGTERM before it could save" in capfd.readouterr().err
     assert gone(tmp_path, 2)
+
+
+def test_nohup_keeps_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert signal.SIGHUP in stops.stop_signals()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in stops.stop_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_signal_ends_ranks_that_make_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks ignore the first, as a rank does that hangs: its handler only sets a flag."""
+    monkeypatch.setattr(stops, "PATIENCE", 0.3)
+    monkeypatch.setattr(stops, "_BURST", 0.1)
+    for pause in (0.0, 0.5):
+        send_when_ready(tmp_path, 2, signal.SIGTERM, pause)
+    begun = time.monotonic()
+    assert run(tmp_path, "deaf,show,waiting", "deaf,show,hanging") == 128 + signal.SIGTERM
+    assert time.monotonic() - begun < 8
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: stopped by SIGTERM before it could save, because rank 1 hung (pid ")
+    assert gone(tmp_path, 2)
+
+
+def test_a_burst_of_signals_is_one_request() -> None:
+    """A scheduler may signal the job and its processes; only a later signal ends ranks that still work."""
+    asked = stops.Stops()
+    for now in (10.0, 10.2, 10.9):
+        asked.receive(signal.SIGTERM, now)
+    assert not asked.out_of_patience(100.0, quiet_seconds=90.0)
+    asked.receive(signal.SIGTERM, 11.5)
+    assert not asked.out_of_patience(16.0, quiet_seconds=90.0)
+    assert not asked.out_of_patience(100.0, quiet_seconds=4.9)  # they save
+    assert asked.out_of_patience(16.5, quiet_seconds=5.0)
 
 
 def start_launcher(folder: Path, *actions: str) -> subprocess.Popen[bytes]:

@@ -1,0 +1,120 @@
+"""The watchdog of a rank: limits for the launcher, and the judge of a run that torchrun or srun has started.
+
+Shardwise's launcher judges from outside (waiting.py). Under another launcher a thread of each rank publishes the
+rank's marks in the job's store. Ranks 0 and 1 read the marks of all. When no rank makes progress for the limit, they
+ask for evidence: every rank adds its stack. A rank that does not answer is stopped or holds its GIL. One line names the
+culprit, and all ranks that can exit with 5. Under srun rank 0 serves the store; when its process is stopped, nobody can
+judge, and the timeout of the collectives ends the run.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from shardwise.core import heartbeat
+from shardwise.core.errors import RankError
+from shardwise.launch.hang import Evidence, Quiet, culprit
+from shardwise.launch.placement import LAUNCHER
+from shardwise.launch.process import TIMEOUT
+from shardwise.launch.user_code import Frame
+from shardwise.runtime.torch_private import copy_of_store, set_timeouts
+
+_JUDGES = 2
+_ANSWER_SECONDS = 1.0
+_ASKED, _LINE = "asked", "line"
+
+
+def watch(limit: float | None) -> None:
+    """From now on, ``limit`` seconds without progress on any rank end the run; None for no watchdog.
+
+    Call it on every rank when the first step is done. Collectives get more time than the watchdog.
+    """
+    if limit is None:
+        return
+    set_timeouts(max(TIMEOUT, timedelta(seconds=2 * limit)))
+    heartbeat.own.watch(limit)
+    if LAUNCHER not in os.environ:
+        Alarm(limit).start()
+
+
+class Alarm(threading.Thread):
+    """Ends this process with 5 when the ranks agree that one hangs. It stops when the heartbeat is not watched."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__(daemon=True, name="watchdog")
+        self._limit = limit
+        self._poll = min(max(limit / 20, 0.1), 5.0)
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._store = PrefixStore("watchdog", copy_of_store())
+
+    def run(self) -> None:
+        quiet = Quiet(time.monotonic())
+        with suppress(RuntimeError):  # the store goes with the rank that serves it
+            while heartbeat.own.read().limit:
+                self._store.set(f"marks-{self._rank}", str(heartbeat.own.read().marks))
+                if self._rank < _JUDGES:
+                    quiet.look(time.monotonic(), map(int, self._all("marks")))
+                if quiet.seconds >= self._limit:
+                    self._store.set(_ASKED, "")
+                if self._store.check([_ASKED]):
+                    self._answer(quiet.seconds)
+                time.sleep(self._poll)
+
+    def _all(self, what: str) -> list[bytes]:
+        """What all ranks published under a name; an empty object or 0 for a rank that did not."""
+        names = [f"{what}-{rank}" for rank in range(self._world_size)]
+        return [self._store.get(name) if self._store.check([name]) else b"0" for name in names]
+
+    def _answer(self, quiet_seconds: float) -> None:
+        """Publish this rank's evidence, judge if it is this rank's office, and exit."""
+        faulthandler.dump_traceback(all_threads=True)
+        self._store.set(f"evidence-{self._rank}", _packed(_main_stack()))
+        time.sleep(self._poll + _ANSWER_SECONDS)
+        if self._rank < _JUDGES:
+            line = self._judge(quiet_seconds)
+            if self._store.compare_set(_LINE, "", line).decode() == line:
+                print(line, file=sys.stderr, flush=True)
+        self._store.wait([_LINE], timedelta(seconds=10 * _ANSWER_SECONDS))
+        os._exit(RankError.exit_code)
+
+    def _judge(self, quiet_seconds: float) -> str:
+        worst = culprit([_evidence(rank, text) for rank, text in enumerate(self._all("evidence"))])
+        what = f"rank {worst.rank} hung" + (f" in step {worst.step}" if worst.step else "")
+        words = "it does not answer: it is stopped, or its GIL is held" if worst.stopped else worst.words()
+        why = f"no progress for {max(quiet_seconds, self._limit):.0f} s, {words}"
+        fix = "the stacks are on standard error; the same command resumes"
+        return RankError(
+            what, where=f"of {self._world_size}, judged by rank {self._rank}", why=why, fix=fix
+        ).line()
+
+
+def _main_stack() -> list[Frame]:
+    """The stack of this process's main thread, innermost frame first."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    calls = traceback.extract_stack(frame)
+    return [Frame(call.filename, call.lineno or 0, call.name) for call in reversed(calls)]
+
+
+def _packed(stack: list[Frame]) -> str:
+    beat = heartbeat.own.read()
+    frames = [[frame.file, frame.line, frame.function] for frame in stack]
+    return json.dumps({"step": beat.step, "marks": beat.marks, "stack": frames})
+
+
+def _evidence(rank: int, text: bytes) -> Evidence:
+    """The evidence that a rank published; a rank that did not answer counts as stopped."""
+    said = json.loads(text)
+    if not said:
+        return Evidence(rank, stopped=True)
+    return Evidence(rank, said["step"], said["marks"], stack=tuple(Frame(*frame) for frame in said["stack"]))

@@ -1,0 +1,24 @@
+"""The error line of a rank that an unexpected exception ends: its type, its first line, and whose code raised it."""
+
+from __future__ import annotations
+
+import traceback
+
+from shardwise.core.errors import RankError
+from shardwise.launch.user_code import Frame, innermost_of_user
+
+
+def rank_failure(error: BaseException, rank: int) -> RankError:
+    """The error to report for an exception that is not Shardwise's own. The rest of the text is in the rank's log."""
+    calls = [
+        Frame(call.filename, call.lineno or 0, call.name)
+        for call in traceback.extract_tb(error.__traceback__)
+    ]
+    users = innermost_of_user(reversed(calls))
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return RankError(
+        f"rank {rank} failed",
+        where=f"your model, {users}" if users else str(calls[-1]) if calls else "",
+        why=f"{type(error).__name__}: {first}" if first else type(error).__name__,
+        fix=f"the trace is in rank-{rank}.log",
+    )
