@@ -90,7 +90,7 @@ class Heartbeat:
 
 
 own = Heartbeat(memoryview(bytearray(SLOT)))
-"""This process's heartbeat; nobody else reads it until ``attach`` finds the launcher's memory."""
+"""This process's heartbeat, in memory of its own until ``attach`` finds the launcher's."""
 
 
 def mark() -> None:

@@ -3,8 +3,8 @@
 Shardwise's launcher judges from outside (waiting.py). Under another launcher a thread of each rank publishes the
 rank's marks in the job's store. Ranks 0 and 1 read the marks of all. When no rank makes progress for the limit, they
 ask for evidence: every rank adds its stack. A rank that does not answer is stopped or holds its GIL. One line names the
-culprit, and all ranks that can exit with 5. Under srun rank 0 serves the store; when its process is stopped, nobody can
-judge, and the timeout of the collectives ends the run.
+culprit, and all ranks that can exit with 5. Under srun rank 0 serves the store; when its process is stopped, no rank
+can judge, and the timeout of the collectives ends the run.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import faulthandler
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
-import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -24,7 +25,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwise.core import heartbeat
 from shardwise.core.errors import RankError
-from shardwise.launch.hang import Evidence, Quiet, culprit
+from shardwise.launch.hang import Evidence, Quiet, culprit, stack_of
 from shardwise.launch.placement import LAUNCHER
 from shardwise.launch.process import TIMEOUT
 from shardwise.launch.user_code import Frame
@@ -78,8 +79,9 @@ class Alarm(threading.Thread):
 
     def _answer(self, quiet_seconds: float) -> None:
         """Publish this rank's evidence, judge if it is this rank's office, and exit."""
-        faulthandler.dump_traceback(all_threads=True)
-        self._store.set(f"evidence-{self._rank}", _packed(_main_stack()))
+        dump = _dump()
+        print(dump, file=sys.stderr, flush=True)
+        self._store.set(f"evidence-{self._rank}", _packed(stack_of(dump)))
         time.sleep(self._poll + _ANSWER_SECONDS)
         if self._rank < _JUDGES:
             line = self._judge(quiet_seconds)
@@ -99,14 +101,15 @@ class Alarm(threading.Thread):
         ).line()
 
 
-def _main_stack() -> list[Frame]:
-    """The stack of this process's main thread, innermost frame first."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    calls = traceback.extract_stack(frame)
-    return [Frame(call.filename, call.lineno or 0, call.name) for call in reversed(calls)]
+def _dump() -> str:
+    """The stacks of all threads of this process."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
 
 
-def _packed(stack: list[Frame]) -> str:
+def _packed(stack: Sequence[Frame]) -> str:
     beat = heartbeat.own.read()
     frames = [[frame.file, frame.line, frame.function] for frame in stack]
     return json.dumps({"step": beat.step, "marks": beat.marks, "stack": frames})

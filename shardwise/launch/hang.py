@@ -1,4 +1,4 @@
-"""Which rank hangs, judged from outside: whether anyone makes progress, and where every rank stands when nobody does.
+"""Which rank hangs, judged from outside: whether any rank makes progress, and where all stand when none does.
 
 Ranks that train together stop together: when one hangs, its peers soon wait for it in a collective. So a run hangs when
 no rank has made progress for the limit. A rank that saves or evaluates longer than that makes progress, and its peers
@@ -53,7 +53,7 @@ class Standing(IntEnum):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of one rank of a run that hangs.
+    """One rank of a run that hangs.
 
     Attributes:
         step, marks: of its heartbeat.
@@ -129,7 +129,7 @@ def _elsewhere_than_all_others(found: Sequence[Evidence]) -> Evidence | None:
 
 
 def stack_of(dump: str) -> tuple[Frame, ...]:
-    """The stack to judge a rank by, from what faulthandler wrote of all its threads; () without any.
+    """The stack to judge a rank by, in the text that faulthandler wrote of all its threads; () without any.
 
     The main thread comes last. While it is in the backward pass, a thread that runs a Python function of autograd on a
     device counts instead.

@@ -100,11 +100,14 @@ def test_all_ranks_ask_for_a_restart_after_an_oom(
     assert capsys.readouterr().err.endswith("error: advice\n") == (rank == 0)
 
 
-def test_an_error_without_an_oom_is_raised(join: Joined, tmp_path: Path) -> None:
+def test_an_error_without_an_oom_is_the_ranks(
+    join: Joined, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").mkdir()
     write_record(tmp_path / "run", RECORD)  # of an earlier start
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        join(1, 0, RuntimeError("Connection closed by peer"))
+    assert join(1, 0, RuntimeError("Connection closed by peer\nsecond line")) == 5
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: rank 1 failed (") and ": RuntimeError: Connection closed by peer; " in line
 
 
 def test_a_run_that_ends_well_prints_nothing(
