@@ -2,8 +2,8 @@
 
 A save in the background has two parts. The training loop waits for a copy of this rank's shards to host memory
 (``engine/snapshot.py``). A thread then writes, syncs and commits the copy exactly as a save in the foreground does,
-over a process group of its own. So a crash at any time leaves the same complete checkpoints. One save runs at a time: the
-next one first waits for it. A failed save raises on every rank when the run waits for it.
+over a process group of its own. So a crash at any time leaves the same complete checkpoints. One save runs at a time:
+the next one first waits for it. A failed save raises on every rank when the run waits for it.
 
 An adapter is gathered with the copy, and written when the run has waited for the commit.
 """

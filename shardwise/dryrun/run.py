@@ -64,6 +64,7 @@ class DryRun:
         pass_bytes: with a place, activations that the first micro-batch's forward pass leaves for its backward pass.
         host: the peak of this rank's host memory, if it is separate from device memory.
         disk_bytes: what this rank reserves on a disk.
+        saved_bytes: what this rank writes of a checkpoint.
         communicators: process groups of several ranks that it sends or receives in, that of all ranks among them.
     """
 
@@ -79,6 +80,7 @@ class DryRun:
     hints: PlanHints = field(default_factory=PlanHints)
     host: Ledger = field(default_factory=Ledger)
     disk_bytes: int = 0
+    saved_bytes: int = 0
     communicators: int = 0
     depth: int | None = None
     place: Place | None = None
@@ -145,6 +147,8 @@ def dry_run(
         hints=site.hints,
         host=max(peaks(tracker, start, on_host=True).values(), key=lambda peak: peak.bytes).ledger,
         disk_bytes=tracker.disk_bytes,
+        saved_bytes=_saved_bytes(run, world_size // (1 if place is None else place.ranks))
+        + tracker.disk_bytes,
         communicators=len(tracker.groups),
         depth=blueprint.depth if place is None else place.depth,
         place=place,
@@ -175,6 +179,16 @@ def _trace(tracker: Tracker, start: int, cluster: Cluster) -> Trace:
     workspace = cluster.device.overhead.workspace_bytes // 2
     on_device = (replace(a) for a in tracker.allocations if not a.on_host)
     return Trace(tuple(on_device), start, (workspace, workspace))
+
+
+def _saved_bytes(run: Run, ranks: int) -> int:
+    """Bytes of weights and optimizer state in memory, each divided among the ranks that hold the same shard."""
+    saved = 0.0
+    for parameter in run.model.parameters():
+        state = (v for v in run.optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))
+        size = sum(local(tensor).numel() * tensor.itemsize for tensor in (parameter, *state))
+        saved += size / holders(parameter, ranks)
+    return round(saved)
 
 
 def _held_by_all(parameter: torch.Tensor, ranks: int) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from shardwise.core.units import format_bytes, format_seconds
 from shardwise.hardware.allocator_options import options_in
 from shardwise.hardware.cluster import Cluster
+from shardwise.plan import checkpoint_interval
 from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import Predictor
 from shardwise.plan.timing import offload_phases
@@ -30,6 +31,7 @@ def reasons(predictor: Predictor, chosen: Prediction) -> Iterator[str]:
     if words := chosen.in_words():
         yield words
     yield from offload_in_words(chosen, predictor.cluster)
+    yield from checkpoint_interval.advice(predictor.recipe, chosen, predictor.cluster)
     for candidate in predictor.candidates.values():
         if candidate.verdict == "does not fit" and candidate.strategy != chosen.strategy:
             changed = chosen.strategy.differences(candidate.strategy)
