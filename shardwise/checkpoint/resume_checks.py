@@ -19,11 +19,9 @@ from typing import Any
 
 from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint.manifest import Damaged, Manifest
-from shardwise.checkpoint.run_folder import RECIPE
+from shardwise.checkpoint.run_folder import load_run_recipe
 from shardwise.core.errors import CheckpointError, DataError, RecipeError, ShardwiseError
-from shardwise.recipe.load import load_recipe
 from shardwise.recipe.sections import DataSpec, Recipe
-from shardwise.technique import SETTINGS
 
 _KEY, _CHECKPOINTS = "checkpoint.start_from", "checkpoints"
 
@@ -72,7 +70,7 @@ def finished(recipe: Recipe, run_folder: Path) -> str:
 def _recipe_of(run_folder: Path) -> Recipe | None:
     """The folder's recipe, or None if it is missing or unreadable."""
     try:
-        return load_recipe(run_folder / RECIPE, [], SETTINGS)
+        return load_run_recipe(run_folder)
     except (OSError, ShardwiseError):
         return None
 
@@ -95,6 +93,8 @@ def _require_same_run(before: Recipe, now: Recipe, folder: Path) -> None:
     if not _same_tokenizer(was.tokenizer, says.tokenizer):
         key = "data.tokenizer"
         _require_same(_OTHER_DATA, folder, {key: was.tokenizer}, {key: says.tokenizer})
+    if was.begin != says.begin and _adds_begin(says):
+        _require_same(_OTHER_DATA, folder, {"data.begin": was.begin}, {"data.begin": says.begin})
     if (was.format, was.train_on) != (says.format, says.train_on):
         _require_same(_OTHER_DATA, folder, _found_in(says, was), _found_in(says, says))
 
@@ -145,6 +145,15 @@ def _same_tokenizer(before: str, now: str) -> bool:
         return open_tokenizer(before).fingerprint == found.fingerprint
     except DataError:
         return True
+
+
+def _adds_begin(spec: DataSpec) -> bool:
+    """Whether `data.begin` decides about a token: the tokenizer has one, and no chat template writes it."""
+    from shardwise.data.encoding import CHATS
+    from shardwise.data.tokenizer import open_tokenizer
+
+    has_one = open_tokenizer(spec.tokenizer).begin is not None
+    return has_one and _found_in(spec, spec)["data.format"] not in CHATS
 
 
 def _found_in(source: DataSpec, spec: DataSpec) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.json_file import read_json, text_of
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome
-from shardwise.recipe.load import dump_recipe, load_recipe
+from shardwise.recipe.load import dump_recipe, read_recipe
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
 
@@ -106,9 +106,21 @@ def forget_report(folder: Path) -> None:
     (folder / REPORT).unlink(missing_ok=True)
 
 
+def load_run_recipe(folder: Path) -> Recipe:
+    """The recipe of a run. One that does not say how documents begin was written when nothing was put before them.
+
+    Raises RecipeError.
+    """
+    recipe, document = read_recipe(folder / RECIPE, [], SETTINGS)
+    said = document.values.get("data")
+    if isinstance(said, dict) and "begin" not in said:
+        return recipe.model_copy(update={"data": recipe.data.model_copy(update={"begin": "none"})})
+    return recipe
+
+
 def read_job(folder: Path) -> tuple[Recipe, Plan]:
     """The resolved recipe and the plan of a run folder. Raises RecipeError and DataError."""
-    recipe = load_recipe(folder / RECIPE, [], SETTINGS)
+    recipe = load_run_recipe(folder)
     return recipe, read_json(folder / PLAN, Plan)
 
 

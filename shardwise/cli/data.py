@@ -32,20 +32,22 @@ def command(
 
     from shardwise.core.errors import RecipeError
     from shardwise.data.cache import default_root
-    from shardwise.data.text import open_tokens
-    from shardwise.data.tokenizer import open_tokenizer
+    from shardwise.data.text import open_tokens, tokenizer_of
 
     asked, _ = read(recipe, overrides or [])
     if asked.model.factory is not None:
         what, why = "a factory's data cannot be shown", "it may bring its own, in tensors of its own"
         raise RecipeError(what, where="model.factory", why=why)
-    tokenizer = open_tokenizer(asked.data.tokenizer)
+    tokenizer = tokenizer_of(asked.data)
     opened = open_tokens(asked.data, tokenizer, default_root())
     console = Console(highlight=False)
     # A terminal shows no colour where it is dumb, or where NO_COLOR forbids it.
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
     for sentence in opened.sentences(asked.data):
         console.print(sentence, markup=False, soft_wrap=True)
+    if tokenizer.begin is not None and not opened.chats:
+        first = tokenizer.shown([tokenizer.begin])
+        console.print(f"every document begins with {first}, as the tokenizer asks", markup=False)
     for sample in range(min(samples, opened.train.sequences)):
         console.print(f"\nsample {sample}", style="bold", markup=False)
         for document in opened.documents(sample):

@@ -1,11 +1,11 @@
 """The token cache: one process tokenizes a source once, into a file that every rank memory-maps.
 
-A cache is a folder `KEY/` of three files: `tokens.bin` (all documents, each followed by the separator, in the narrowest
-unsigned type, little-endian), `documents.bin` (for each document its end and a hash of its text) and `header.json`. KEY
-is a hash of the inputs: the source's identity (paths, sizes, modification times), the tokenizer's fingerprint and the
-version of this format. The header's `digest` is a hash of the data files. It does not depend on paths and times, so a
-checkpoint compares the digest. A cache of records with completions has a fourth file, `trained.bin`: one byte per
-token, 1 for tokens that the loss counts (`example_cache`).
+A cache is a folder `KEY/` of three files: `tokens.bin` (all documents, each followed by the separator, and after the
+tokenizer's BOS token if it adds one, in the narrowest unsigned type, little-endian), `documents.bin` (for each document
+its end and a hash of its text) and `header.json`. KEY is a hash of the inputs: the source's identity (paths, sizes,
+modification times), the tokenizer's fingerprint and the version of this format. The header's `digest` is a hash of the
+data files. It does not depend on paths and times, so a checkpoint compares the digest. A cache of records with
+completions has a fourth file, `trained.bin`: one byte per token, 1 for tokens that the loss counts (`example_cache`).
 
 The cache is written in one pass with bounded memory to `KEY.*.tmp/`. Every file and folder is synced, then the folder
 is renamed, so a folder named KEY is complete. Other processes wait on a lock (flock, which the kernel releases when the
@@ -281,6 +281,8 @@ class _Writer:
         self._tokenizer, self._outputs = tokenizer, outputs
         self._dtype = tokenizer.dtype.newbyteorder("<")
         self._separator = np.array([tokenizer.separator], dtype=self._dtype)
+        begin = tokenizer.begin
+        self._begin = None if begin is None else np.array([begin], dtype=self._dtype)
         self._start = 0  # of the current document
         self._text = xxhash.xxh3_64()
 
@@ -289,6 +291,9 @@ class _Writer:
         records: list[tuple[int, int]] = []
         encoded = self._tokenizer.encode_pieces([piece.data for piece in pieces])
         for piece, piece_tokens in zip(pieces, encoded, strict=True):
+            if self._begin is not None and self.tokens == self._start and len(piece_tokens):
+                tokens.append(self._begin)
+                self.tokens += 1
             tokens.append(piece_tokens)
             self.tokens += len(piece_tokens)
             self._text.update(piece.data)

@@ -6,7 +6,7 @@ boundary is always between two tokens, and both sides have the tokens that gener
 of a chat is tokenized once for each later part.
 
 The completion follows the prompt directly. The end-of-text token comes last and is trained on, so the model learns to
-stop. A chat ends as its template says. No beginning-of-text token is added.
+stop. A chat begins and ends as its template says. Any other record begins with the tokenizer's `begin`, if it has one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shardwise.data.readers import Record
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.recipe.sections import DataSpec
 
-_CHATS = ("messages", "sharegpt")
+CHATS = ("messages", "sharegpt")
+"""Formats whose records a chat template turns into text."""
 
 
 class Encoder:
@@ -35,7 +36,7 @@ class Encoder:
 
     def __init__(self, spec: DataSpec, name: str, tokenizer: Tokenizer) -> None:
         self.format, self.tokenizer = name, tokenizer
-        self.template = _template(tokenizer) if name in _CHATS else None
+        self.template = _template(tokenizer) if name in CHATS else None
         self._all = spec.train_on == "all"
         words = self.template.fingerprint if self.template else ""
         self.fingerprint = f"{tokenizer.fingerprint} {name} {self._all} {words}"
@@ -47,6 +48,8 @@ class Encoder:
             DataError: the record is malformed, or has no trained token.
         """
         tokens, trained = encoded(self.tokenizer, self._parts(record))
+        if self.template is None and self.tokenizer.begin is not None:
+            tokens, trained = [self.tokenizer.begin, *tokens], [False, *trained]
         if self._all:
             trained = [True] * len(tokens)
         if not any(trained[1:]):

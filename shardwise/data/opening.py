@@ -14,8 +14,8 @@ from shardwise.core.errors import DataError
 from shardwise.data.batches import Data
 from shardwise.data.cache import default_root
 from shardwise.data.samples import DatasetSamples, ExampleSamples, Samples, TokenSamples, fingerprint_of
-from shardwise.data.text import Examples, Text, open_tokens
-from shardwise.data.tokenizer import Tokenizer, open_tokenizer
+from shardwise.data.text import Examples, Text, open_tokens, tokenizer_of
+from shardwise.data.tokenizer import Tokenizer
 from shardwise.recipe.sections import Recipe
 
 
@@ -35,7 +35,7 @@ def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path |
     if dataset is not None:
         train, held_out, fingerprint = _of_dataset(dataset, recipe.data.held_out)
     else:
-        tokenizer = open_tokenizer(recipe.data.tokenizer)
+        tokenizer = tokenizer_of(recipe.data)
         train, held_out, fingerprint = _of_text(recipe, tokenizer, cache or default_root())
     return Data(
         train,

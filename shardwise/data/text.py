@@ -30,6 +30,7 @@ class Text:
     cache: TokenCache
     train: Stream
     held_out: Stream
+    chats = False
 
     def documents(self, sample: int) -> list[Document]:
         """A training sequence, as one document."""
@@ -52,6 +53,11 @@ class Examples:
     cache: TokenCache
     encoder: Encoder
     divided: Divided
+
+    @property
+    def chats(self) -> bool:
+        """Whether a chat template writes the records' special tokens."""
+        return self.encoder.template is not None
 
     def documents(self, sample: int) -> list[Document]:
         """The records of a training sequence."""
@@ -89,6 +95,11 @@ class Examples:
                 f" {divided.dropped:,} left out, in which nothing trained on comes so early"
             )
         return said
+
+
+def tokenizer_of(spec: DataSpec) -> Tokenizer:
+    """The recipe's tokenizer. Raises DataError."""
+    return open_tokenizer(spec.tokenizer, spec.begin)
 
 
 def open_tokens(spec: DataSpec, tokenizer: Tokenizer, root: Path) -> Text | Examples:
@@ -140,5 +151,5 @@ def check_data(recipe: Recipe) -> list[str]:
     """
     if recipe.model.factory is not None:
         return []
-    opened = open_tokens(recipe.data, open_tokenizer(recipe.data.tokenizer), default_root())
+    opened = open_tokens(recipe.data, tokenizer_of(recipe.data), default_root())
     return opened.sentences(recipe.data) if isinstance(opened, Examples) else []

@@ -9,8 +9,10 @@ neither `transformers` nor a `config.json`. `transformers` is imported only for 
 `tokenizer.json`, and never runs remote code. Tokenizers without a fast backend are refused, so a few old models need
 theirs converted first.
 
-No beginning-of-sequence token or other special token is added to a document. Packed sequences start anywhere, and one
-separator (the tokenizer's end-of-text token) follows each document.
+A document begins with a beginning-of-sequence token where the tokenizer itself adds one (``data.begin: auto``): if its
+post-processor does, or ``add_bos_token`` in ``tokenizer_config.json`` says so. Llama 3, Gemma and Mistral were trained
+so. ``none`` adds none. One separator (the tokenizer's end-of-text token) follows each
+document. Sequences of plain text start anywhere.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +50,7 @@ class Tokenizer(ABC):
         name: as in the recipe.
         vocab: number of token ids; every id is smaller.
         separator: the token between documents.
+        begin: the token before every document, or None.
         fingerprint: equal for two tokenizers exactly if they tokenize alike.
         chat: its own chat template, or None.
     """
@@ -54,6 +58,7 @@ class Tokenizer(ABC):
     name: str
     vocab: int
     separator: int
+    begin: int | None = None
     fingerprint: str
     chat: ChatTemplate | None = None
 
@@ -64,7 +69,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, without a separator."""
+        """The tokens of `text`, without `begin` and separator."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
@@ -114,18 +119,25 @@ class ByteTokenizer(Tokenizer):
 
 
 class BackendTokenizer(Tokenizer):
-    """A `tokenizers.Tokenizer` and its end-of-text token."""
+    """A `tokenizers.Tokenizer`, its end-of-text token, and the token that begins a document."""
 
     def __init__(
-        self, name: str, backend: tokenizers.Tokenizer, separator: int, chat: ChatTemplate | None = None
+        self,
+        name: str,
+        backend: tokenizers.Tokenizer,
+        separator: int,
+        chat: ChatTemplate | None = None,
+        begin: int | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.name = name
-        self.separator, self.chat = separator, chat
+        self.separator, self.chat, self.begin = separator, chat, begin
         # Ids may have holes, so the vocabulary size follows from the largest id.
         self.vocab = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-        self.fingerprint = xxhash.xxh3_128_hexdigest(f"{separator} {backend.to_str()}".encode())
+        # Without `begin` it is that of earlier versions, which had none.
+        first = "" if begin is None else f"{begin} "
+        self.fingerprint = xxhash.xxh3_128_hexdigest(f"{first}{separator} {backend.to_str()}".encode())
         self._backend = backend
 
     def encode(self, text: str) -> list[int]:
@@ -143,10 +155,11 @@ class BackendTokenizer(Tokenizer):
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
 
-def open_tokenizer(name: str) -> Tokenizer:
+def open_tokenizer(name: str, begin: str = "auto") -> Tokenizer:
     """The tokenizer of the recipe's `data.tokenizer`.
 
-    `name` is `bytes`, a `tokenizer.json`, a folder that holds one, or an id on the Hugging Face hub.
+    `name` is `bytes`, a `tokenizer.json`, a folder that holds one, or an id on the Hugging Face hub. `begin` is the
+    recipe's `data.begin`: `none` leaves out the token that begins a document.
 
     Raises:
         DataError: it is missing, unreadable, or has no end-of-text token to separate documents.
@@ -155,9 +168,9 @@ def open_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "tokenizer.json").is_file():
-        return _through_transformers(name, str(path))
+        return _through_transformers(name, str(path), begin)
     if path.exists():
-        return _from_file(name, path / "tokenizer.json" if path.is_dir() else path)
+        return _from_file(name, path / "tokenizer.json" if path.is_dir() else path, begin)
     if name.endswith(".json") or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
         raise DataError(
             f"no tokenizer at '{name}'",
@@ -165,10 +178,10 @@ def open_tokenizer(name: str) -> Tokenizer:
             why="no such file or folder",
             fix="give 'bytes', a folder with tokenizer.json, or an id on the Hugging Face hub",
         )
-    return _through_transformers(name, name)
+    return _through_transformers(name, name, begin)
 
 
-def _from_file(name: str, path: Path) -> Tokenizer:
+def _from_file(name: str, path: Path, begin: str) -> Tokenizer:
     try:
         import tokenizers
     except ImportError:
@@ -182,7 +195,33 @@ def _from_file(name: str, path: Path) -> Tokenizer:
             why=f"{type(error).__name__}: {error}",
             fix="give a tokenizer.json as the tokenizers library saves it",
         ) from None
-    return BackendTokenizer(name, backend, _separator(backend, path), template_next_to(path))
+    first = _begin(backend, path) if begin == "auto" else None
+    return BackendTokenizer(name, backend, _separator(backend, path), template_next_to(path), first)
+
+
+def _begin(backend: tokenizers.Tokenizer, path: Path) -> int | None:
+    """The token before a text: as the post-processor adds it, else as `add_bos_token` next to `path` says.
+
+    transformers 4 reads the latter for tokenizers of the Llama family.
+    """
+    if (added := _added_before(backend)) is not None:
+        return added
+    settings: Any = {}
+    with suppress(OSError, ValueError):  # missing or malformed
+        settings = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if not isinstance(settings, dict) or settings.get("add_bos_token") is not True:
+        return None
+    token = settings.get("bos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return backend.token_to_id(token) if isinstance(token, str) else None
+
+
+def _added_before(backend: tokenizers.Tokenizer) -> int | None:
+    """The one token that a tokenizer's post-processor puts before a text, or None."""
+    with_special, plain = (list(backend.encode("a", add_special_tokens=added).ids) for added in (True, False))
+    return (
+        with_special[0] if plain and with_special[1 : 1 + len(plain)] == plain != with_special[:1] else None
+    )
 
 
 def _separator(backend: tokenizers.Tokenizer, path: Path) -> int:
@@ -205,7 +244,7 @@ def _separator(backend: tokenizers.Tokenizer, path: Path) -> int:
     )
 
 
-def _through_transformers(name: str, place: str) -> Tokenizer:
+def _through_transformers(name: str, place: str, begin: str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -229,7 +268,8 @@ def _through_transformers(name: str, place: str) -> Tokenizer:
         )
     special = {key: str(value) for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
     chat = template_of(getattr(loaded, "chat_template", None), special)
-    return BackendTokenizer(name, backend, int(separator), chat)
+    first = _added_before(backend) if begin == "auto" else None
+    return BackendTokenizer(name, backend, int(separator), chat, first)
 
 
 def _not_installed(package: str) -> DataError:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.checkpoint import SavedWeights, latest
-from shardwise.checkpoint.run_folder import RECIPE
+from shardwise.checkpoint.run_folder import RECIPE, load_run_recipe
 from shardwise.core.errors import CheckpointError, DataError
 from shardwise.data import open_tokenizer
 from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, require_new, write_model
@@ -24,9 +24,8 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.merging import Merged, Read
 from shardwise.model.open import blueprint_of
 from shardwise.model.streaming import max_logit_difference
-from shardwise.recipe.load import load_recipe
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import SETTINGS, precision_of
+from shardwise.technique import precision_of
 from shardwise.train.meter import frees_returned
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -117,7 +116,7 @@ def newest_of(folder: Path) -> tuple[Recipe, Path]:
     """The recipe of a run and its newest complete checkpoint. Raises CheckpointError."""
     if not (folder / RECIPE).is_file():
         raise CheckpointError("not the folder of a run", where=str(folder), why=f"no {RECIPE} in it")
-    recipe = load_recipe(folder / RECIPE, [], SETTINGS)
+    recipe = load_run_recipe(folder)
     checkpoint = latest(folder / "checkpoints")
     if checkpoint is None:
         raise CheckpointError(

@@ -126,6 +126,9 @@ class DataSpec(Section):
     the id of a Hugging Face dataset"""
     tokenizer: Text = "bytes"
     """bytes (byte-level), or the path or id of a Hugging Face tokenizer"""
+    begin: Literal["auto", "none"] = "auto"
+    """beginning-of-sequence token (BOS) before every document and prompt: auto adds it if the tokenizer itself does;
+    none adds none. A chat template writes its own"""
     sequence_length: Annotated[int, Field(ge=1, le=100_000_000)] = 256
     """tokens per sequence"""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05

@@ -73,7 +73,7 @@ def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: t
     spec = recipe.adapter
     blueprint = blueprint_of(recipe.model_copy(update={"adapter": None}))
     _require_text(blueprint)
-    cuts = open_tokenizer(tokenizer or recipe.data.tokenizer)
+    cuts = open_tokenizer(tokenizer or recipe.data.tokenizer, recipe.data.begin)
     model = _empty(blueprint, spec, dtype, device)
     blueprint.restore(model)
     trained = _read_checkpoint(model, checkpoint)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.data.tokenizer import Tokenizer
 from shardwise.serve.adapters import open_adapter
 from shardwise.serve.decoding import Reader, reader_of
 from shardwise.serve.detokenize import Writer
@@ -110,8 +111,7 @@ class ServedModel:
         adapter = self._as_it_is if request.adapter is None else request.adapter
         self.bank.require(adapter, where)
         tokenizer, context = self._opened.tokenizer, self._opened.context
-        # An empty prompt starts a document.
-        ids = tokenizer.encode(request.prompt) or [tokenizer.separator]
+        ids = _prompted(tokenizer, request.prompt)
         if context is not None and len(ids) > context:
             raise RecipeError(
                 "the prompt is longer than the model's context",
@@ -120,6 +120,17 @@ class ServedModel:
                 fix="shorten it",
             )
         return _Answer(place, request.sampling, adapter, ids, self._opened)
+
+
+def _prompted(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The tokens of a prompt as training would begin it; a prompt that has the token already gets no second one.
+
+    An empty prompt starts a document.
+    """
+    ids = tokenizer.encode(prompt)
+    if tokenizer.begin is None:
+        return ids or [tokenizer.separator]
+    return ids if ids[:1] == [tokenizer.begin] else [tokenizer.begin, *ids]
 
 
 class _Answer:
