@@ -29,7 +29,7 @@ from shardwise.engine.optim.norm import holders, local
 from shardwise.engine.phase import current_micro_batch, listening
 from shardwise.engine.run import Run
 from shardwise.engine.schedule import learning_rate
-from shardwise.engine.snapshot import Snapshots, save_copy_of, snapshots_of
+from shardwise.engine.snapshot import host_copies
 from shardwise.engine.step import step
 from shardwise.hardware.allocator_options import options_in
 from shardwise.hardware.cluster import Cluster
@@ -124,12 +124,8 @@ def dry_run(
         with torch.random.fork_rng(devices=[]), fake, tracker.watching(), target.kernels(), modules:
             run = materialise(site, torch.device("cpu"))
             _tag_state(run, tracker)
-            snapshots: Snapshots[None] | None = snapshots_of(run)
-            if snapshots is not None:
-                tracker.tag(snapshots.buffers, "overhead")
-            save_copy = save_copy_of(run)
-            if save_copy is not None:
-                tracker.tag(save_copy.tensors.values(), "overhead")
+            copies = host_copies(run)
+            tracker.tag(copies, "overhead")
             batches = _fake_batches(run, strategy, recipe, count, tracker)
             start = tracker.now
             shown, entries = _counted_step(run, batches, tracker, reduced.micro_batches)

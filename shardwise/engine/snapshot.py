@@ -107,6 +107,16 @@ def save_copy_of(run: Run) -> HostCopy | None:
     return HostCopy(run) if run.recipe.checkpoint.background else None
 
 
+def host_copies(run: Run) -> list[Tensor]:
+    """The buffers of all copies that a trainer of this run allocates; they live as long as the result."""
+    snapshots: Snapshots[None] | None = snapshots_of(run)
+    save_copy = save_copy_of(run)
+    return [
+        *(snapshots.buffers if snapshots is not None else ()),
+        *(save_copy.tensors.values() if save_copy is not None else ()),
+    ]
+
+
 def _pieces(run: Run) -> dict[str, Tensor]:
     return {name: local_part(tensor) for name, tensor in tensors_of(run).items()}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.resume_checks import check_start, finished
 from shardwise.checkpoint.run_folder import PAGE, claim, write_job
+from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory
 from shardwise.core.plan import Plan
 from shardwise.data import check_data
@@ -59,11 +60,17 @@ def _train(
     say: Say,
 ) -> None:
     """Run the workers; after an OOM, plan with half the micro-batch and run them again."""
+    attempts = Attempts(folder)
     while True:
+        attempts.began()
         try:
             run_workers(plan.world_size, ["train", *flags, "--", str(folder)], folder / "logs")
+            attempts.ended("")
             return
-        except OutOfMemory:
+        except BaseException as error:
+            attempts.ended(str(error) or type(error).__name__)
+            if not isinstance(error, OutOfMemory):
+                raise
             plan, sentence = plan_after_oom(recipe, cluster, folder, plan)
         write_job(folder, recipe, plan)
         say(sentence)

@@ -142,6 +142,7 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "traffic": _traffic_rows(plan),
         "loss": _picture("Loss and learning rate", lambda w: loss_curve(run.steps, w)),
         "sample": outcome.sample if outcome else None,
+        "interruptions": _interruption_rows(run),
         # A run is planned without comparing candidates.
         "candidates": [
             (c, peak_of(c), seconds(c.step_seconds)) for c in plan.candidates if len(plan.candidates) > 1
@@ -166,6 +167,8 @@ def _facts(run: RunRecord) -> Iterator[str]:
     yield f"{len(run.steps)} steps"
     if skipped := sum(step.skipped for step in run.steps):
         yield f"{skipped} skipped update{'s' if skipped > 1 else ''}"
+    if number := len(run.interruptions):
+        yield f"{number} interruption{'s' if number > 1 else ''}"
     if run.steps and (rewinds := run.steps[-1].rewinds):
         yield f"{rewinds} rewind{'s' if rewinds > 1 else ''}"
     if run.steps:
@@ -236,6 +239,21 @@ def _mfu_card(run: RunRecord) -> Card:
         share(step.mfu * step.seconds / measured, 1),
         f"predicted {share(step.mfu, 1)}",
     )
+
+
+def _interruption_rows(run: RunRecord) -> list[tuple[str, str, str, str, str]]:
+    """Step, cause, step that training continued from, and what was lost: steps, and seconds with their repetition."""
+    spent = run.step_seconds or 0.0
+    return [
+        (
+            str(each.reached),
+            each.cause,
+            str(each.resumed),
+            str(each.repeated),
+            seconds(each.seconds + each.repeated * spent),
+        )
+        for each in run.interruptions
+    ]
 
 
 # -- memory -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.core.attempts import Interruption, interruptions
 from shardwise.core.errors import DataError
 from shardwise.core.json_file import decoded, parsed, read_bytes, read_json, read_text
 from shardwise.core.plan import Plan
@@ -30,6 +31,7 @@ class RunRecord:
         steps: one record per step that was not undone.
         outcome: None while the run trains, or when it did not reach its end.
         planned_only: there is a plan and no run.
+        interruptions: ends of the run before its last step, after which it was started again.
     """
 
     folder: Path
@@ -38,6 +40,7 @@ class RunRecord:
     steps: tuple[StepRecord, ...]
     outcome: Outcome | None
     planned_only: bool = False
+    interruptions: tuple[Interruption, ...] = ()
 
     @property
     def name(self) -> str:
@@ -87,6 +90,7 @@ def read_run(folder: Path) -> RunRecord:
         plan=read_json(plan, Plan),
         steps=_steps(folder / "metrics.jsonl"),
         outcome=read_json(report, Outcome) if report.exists() else None,
+        interruptions=interruptions(folder),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwise.checkpoint.run_folder import forget_report, write_outcome
+from shardwise.core.attempts import Attempts
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome, PassesRecord, RankMemory, StepRecord
 from shardwise.train.meter import EXACT_STEPS, Measured
@@ -23,7 +24,7 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, plan: Plan, steps: int, resumed: int) -> None:
-        self._folder, self._plan = folder, plan
+        self._folder, self._plan, self._resumed = folder, plan, resumed
         self._writes = dist.get_rank() == 0
         self._started = self._lap_began = time.perf_counter()
         self.validation_loss: float | None = None
@@ -35,6 +36,7 @@ class RunLog:
         """Training begins: delete the report of an earlier training."""
         if self._writes:
             forget_report(self._folder)
+            Attempts(self._folder).training(self._resumed)
 
     def lap(self) -> float:
         """Seconds since the last call."""

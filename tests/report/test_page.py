@@ -281,3 +281,22 @@ def test_the_template_travels_with_the_package() -> None:
     """The wheel takes `report/*.html`; the name is read from there."""
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert json.dumps("report/*.html") in project
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_interruptions_are_listed_with_their_cost(make_run: MakeRun, plan: Plan) -> None:
+    folder = make_run(plan)
+    lines: list[dict[str, object]] = [
+        {"event": "began", "time": 10.0, "reached": 0, "last": None},
+        {"event": "training", "time": 12.0, "step": 0},
+        {"event": "ended", "time": 50.0, "error": "rank 1 was lost <b>"},
+        {"event": "began", "time": 60.0, "reached": 7, "last": 49.0},
+        {"event": "training", "time": 81.0, "step": 5},
+    ]
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = render_page(read_run(folder))
+    assert "Interruptions" in page and "rank 1 was lost &lt;b&gt;" in page
+    assert "1 interruption" in Reader(page).text
+    [row] = re.findall(r"<tr><td class=\"n\">7</td>.*?</tr>", page)
+    assert re.findall(r">([0-9]+)</td>", row) == ["7", "5", "2"]
+    assert "Interruptions" not in render_page(read_run(make_run(plan, name="other")))
