@@ -5,6 +5,13 @@ because an exception may be lost in a module that is half imported.
 """
 
 import os
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
+    # No module comes from the working directory, which may be a run's folder of another person. Only a recipe's factory
+    # does, when it is trained (model/factory.py).
+    del sys.path[0]
+
 import signal
 from types import FrameType
 

@@ -4,6 +4,10 @@ Each rank copies its shard of a tensor into a tensor of zeros, and an all-reduce
 counts. If the shards do not cover the whole tensor, nothing is written: other systems have lost adapters behind a
 success message. Rank 0 writes to a temporary folder, reads it back, compares every value, and then renames it.
 
+An adapter that is there is replaced file by file, each by one rename, so that a reader finds a whole adapter at every
+moment. Its config is the same at every step of a run. The header names the checkpoint with the same weights; a run
+whose adapter is of another checkpoint, because it was killed in between, writes it again.
+
 Adapters are small, so every rank can hold one whole tensor at a time.
 """
 
@@ -20,12 +24,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.checkpoint import commit
+from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint.checkpoint import on_rank_0
+from shardwise.checkpoint.run_folder import ADAPTER, SAVED_AS
+from shardwise.core.atomic_file import sync_folder
 from shardwise.core.errors import CheckpointError
+from shardwise.core.file_hash import hash_of
 from shardwise.engine.run import Run
 from shardwise.engine.run_state import parameters_of
 from shardwise.model.adapted import AdaptedModel
-from shardwise.model.files.peft import TENSORS, AdapterFiles, write_adapter
+from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles, write_adapter
 from shardwise.model.lora import is_adapter
 from shardwise.runtime.fingerprint import fingerprint_of
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
@@ -33,32 +41,41 @@ from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 Place = tuple[tuple[int, int], ...]
 """Start and end of a shard in every dim of the whole tensor."""
 
-FOLDER = "adapter"
-"""Folder name below a run's folder."""
 
-
-def leave(run: Run, folder: Path) -> Path | None:
+def leave(run: Run, folder: Path, checkpoint: Path | None = None) -> Path | None:
     """Write the run's adapter to its folder. Collective. Returns None if the run has no adapter.
+
+    Args:
+        checkpoint: the one with the same weights.
 
     Raises:
         CheckpointError: an adapter is incomplete; raised on every rank. The previous folder is then untouched.
         ResourceError: the disk is full or not writable. The previous folder is then untouched.
     """
-    write = adapter_writer(run, folder)
+    write = adapter_writer(run, folder, checkpoint)
     write()
-    return folder / FOLDER if isinstance(run.blueprint, AdaptedModel) else None
+    return folder / ADAPTER if isinstance(run.blueprint, AdaptedModel) else None
 
 
-def adapter_writer(run: Run, folder: Path) -> Callable[[], None]:
-    """Gather the run's present adapter; the result writes it, later. Both are collective and raise like ``leave``."""
+def adapter_writer(run: Run, folder: Path, checkpoint: Path | None = None) -> Callable[[], None]:
+    """Gather the run's present adapter; the result writes it, later. Both are collective and raise like ``leave``.
+
+    Args:
+        checkpoint: the one with the same weights, committed when the result is called; its hash goes into the header.
+    """
     blueprint = run.blueprint
     if not isinstance(blueprint, AdaptedModel):
         return lambda: None
     parameters = parameters_of(run)
     dtype = run.options.dtypes.compute
     tensors = {name: tensor.to(dtype) for name, tensor in gathered(run, parameters).items()}
-    fingerprint = fingerprint_of(run.model)
-    return lambda: on_rank_0(lambda: _write(folder / FOLDER, tensors, blueprint, fingerprint))
+    fingerprint, target = fingerprint_of(run.model), folder / ADAPTER
+
+    def write() -> None:
+        entries = {SAVED_AS: hash_of(checkpoint / manifests.NAME)} if checkpoint else {}
+        _write(target, tensors, blueprint, fingerprint, entries)
+
+    return lambda: on_rank_0(write)
 
 
 def gathered(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -98,19 +115,30 @@ def _require_whole(name: str, shape: tuple[int, ...], places: set[Place]) -> Non
         )
 
 
-def _write(target: Path, tensors: Mapping[str, Tensor], model: AdaptedModel, fingerprint: str | None) -> None:
+def _write(
+    target: Path,
+    tensors: Mapping[str, Tensor],
+    model: AdaptedModel,
+    fingerprint: str | None,
+    entries: Mapping[str, str],
+) -> None:
     """On rank 0: write to a temporary folder, read back, rename."""
     staged = target.with_name(f"tmp-{target.name}")
     try:
         shutil.rmtree(staged, ignore_errors=True)
-        write_adapter(staged, tensors, model.config(), fingerprint)
+        write_adapter(staged, tensors, model.config(), fingerprint, entries)
         _require_same(staged, tensors)
         for path in staged.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        shutil.rmtree(target, ignore_errors=True)
-        staged.rename(target)
-        commit.sync(target.parent)
+        if target.is_dir():
+            for name in (CONFIG, TENSORS):
+                (staged / name).replace(target / name)
+            staged.rmdir()
+        else:
+            staged.rename(target)
+        sync_folder(target)
+        sync_folder(target.parent)
     except OSError as error:
         raise commit.unwritable(error, target.parent) from error
 

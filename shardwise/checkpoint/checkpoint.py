@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -31,7 +31,7 @@ from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint.manifest import Damaged, Manifest
 from shardwise.checkpoint.planners import LoadPlanner, SavePlanner
 from shardwise.checkpoint.resume_checks import candidates, require_steps_left
-from shardwise.checkpoint.shards import DTYPES, DTYPES_BY_NAME, ShardFiles, ShardReader, ShardWriter
+from shardwise.checkpoint.shards import DTYPES, ShardReader, ShardWriter
 from shardwise.core.errors import CheckpointError, DataError, ResourceError, ShardwiseError
 from shardwise.engine.loss_scale import MEAN_SQUARE, VARIANCE
 from shardwise.engine.run import Run
@@ -311,58 +311,6 @@ def _require_same_tensors(expected: dict[str, Kind], manifest: Manifest, checkpo
 
 def _shown(tensor: Kind | None) -> str:
     return f"{tensor[0]}{list(tensor[1])}" if tensor else "absent"
-
-
-# ---- weights for one process ------------------------------------------------------------------------------
-
-
-class SavedWeights:
-    """The unsharded weights and buffers of one checkpoint, for one process. A shared tensor has its first name.
-
-    Verifies their files first, and does not read the optimizer's files. Files are mapped for one tensor at a time,
-    because mapped pages count as memory until the file is unmapped. Raises CheckpointError.
-    """
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-        try:
-            manifest = manifests.read(checkpoint)
-            self.strategy = strategy_from(manifest.strategy)
-            self._tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith(OPTIMIZER)}
-            for file in sorted({piece.file for entry in self._tensors.values() for piece in entry.pieces}):
-                manifests.verify(checkpoint, file, manifest.files[file])
-        except Damaged as damage:
-            raise CheckpointError(
-                "the checkpoint is damaged", where=str(damage.path), why=damage.reason
-            ) from None
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype by tensor name, in the checkpoint's order."""
-        return {name: DTYPES_BY_NAME[entry.dtype] for name, entry in self._tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        """One unsharded tensor, on the CPU."""
-        entry, files = self._tensors[name], ShardFiles(self.checkpoint)
-        whole = torch.empty(entry.shape, dtype=DTYPES_BY_NAME[entry.dtype])
-        for piece in entry.pieces:
-            ends = zip(piece.offsets, piece.sizes, strict=True)
-            target = tuple(slice(start, start + size) for start, size in ends)
-            everything = tuple(slice(0, size) for size in piece.sizes)
-            whole[target] = files.block(name, piece, everything)
-        return whole
-
-
-def stream_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """The unsharded weights and buffers of one checkpoint, tensor by tensor (see ``SavedWeights``)."""
-    weights = SavedWeights(checkpoint)
-    for name in weights.dtypes:
-        yield name, weights.read(name)
-
-
-def load_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The tensors of ``stream_weights`` as a dict."""
-    return dict(stream_weights(checkpoint))
 
 
 # ---- among ranks ------------------------------------------------------------------------------------------

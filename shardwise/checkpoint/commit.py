@@ -29,6 +29,7 @@ from pathlib import Path
 
 from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint.manifest import Damaged, Manifest
+from shardwise.core.atomic_file import make_folder, more_room, sync_folder
 from shardwise.core.errors import ResourceError
 from shardwise.core.units import format_bytes
 
@@ -41,10 +42,10 @@ def prepare(folder: Path) -> None:
     One process per run calls it, at the start, under the run's lock. Raises ResourceError.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         probe = folder / f"tmp-probe-{secrets.token_hex(4)}"
         probe.write_bytes(b"x" * 4096)
-        sync(folder)
+        sync_folder(folder)
         _sweep(folder)  # with the probe
     except OSError as error:
         raise unwritable(error, folder) from error
@@ -73,13 +74,13 @@ def _finished(staged: Path) -> bool:
     if f"step-{content.state.step}" != final.name:
         return False
     staged.rename(final)
-    sync(staged.parent)
+    sync_folder(staged.parent)
     return True
 
 
 def stage(folder: Path, step: int, needed: int) -> Path:
     """Create a folder for a checkpoint of about ``needed`` bytes. Raises ResourceError, OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise unwritable(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder, needed)
@@ -95,7 +96,7 @@ def publish(staged: Path, content: Manifest, keep: int) -> Path:
         file.write(content.to_bytes())
         file.flush()
         os.fsync(file.fileno())
-    sync(staged)
+    sync_folder(staged)
     final = folder / f"step-{content.state.step}"
     replaced = _set_aside(final) if final.exists() else None
     try:
@@ -104,7 +105,7 @@ def publish(staged: Path, content: Manifest, keep: int) -> Path:
         if replaced is not None:
             replaced.rename(final)
         raise
-    sync(folder)
+    sync_folder(folder)
     suspected = content.state.guard.burst is not None
     _retire(folder, content.state.step, None if suspected else max(1, keep))
     if replaced is not None:
@@ -137,24 +138,15 @@ def _set_aside(checkpoint: Path) -> Path:
     return retired
 
 
-def sync(folder: Path) -> None:
-    """Sync a folder, so that its names survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def unwritable(error: OSError, folder: Path, needed: int = 0) -> ResourceError:
     """The error for a checkpoint that could not be written: folder, bytes needed, bytes free."""
     why = error.strerror or str(error)
     if needed:
         why += f", {format_bytes(needed)} needed"
-    with contextlib.suppress(OSError):
-        why += f", {format_bytes(shutil.disk_usage(_existing(folder)).free)} free"
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    fix = "free some space or raise the quota" if full else "make the folder writable"
+    if error.errno != errno.EFBIG:
+        with contextlib.suppress(OSError):
+            why += f", {format_bytes(shutil.disk_usage(_existing(folder)).free)} free"
+    fix = more_room(error) or "make the folder writable"
     return ResourceError(
         "cannot write the checkpoint",
         where=str(folder),

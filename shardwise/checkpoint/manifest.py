@@ -13,6 +13,7 @@ scan the folder and verify.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -33,9 +34,9 @@ from pydantic import (
     model_validator,
 )
 
-from shardwise.core import heartbeat
 from shardwise.core.errors import CheckpointError
-from shardwise.core.json_file import checked, fault_of, plain
+from shardwise.core.file_hash import hash_of
+from shardwise.core.json_file import Count, checked, fault_of, plain
 from shardwise.engine.train_state import TrainState
 
 FORMAT = 2
@@ -43,9 +44,15 @@ NAME = "manifest.json"
 LARGEST = 1 << 30
 """A manifest of more bytes is not read."""
 
+ITEM_BYTES: Mapping[str, int] = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of an element, by safetensors' name of the dtype. Other dtypes are not saved."""
+MOST_DIMS = 16
+
 _FILE = re.compile(r"(weights|optimizer)-\d{5,}\.safetensors")
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
-_CHUNK = 1 << 20
 
 
 class Damaged(Exception):
@@ -107,7 +114,11 @@ class TensorEntry:
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
-        """The pieces are within the tensor and have as many elements as it has."""
+        """The dtype is known, and the pieces cover each element of the tensor once."""
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"{self.dtype!r} is not a dtype of a checkpoint")
+        if len(self.shape) > MOST_DIMS or math.prod(self.shape) >= 2**60:
+            raise ValueError("a tensor is too large")
         for piece in self.pieces:
             inside = len(piece.offsets) == len(piece.sizes) == len(self.shape) and all(
                 offset + size <= whole
@@ -115,9 +126,26 @@ class TensorEntry:
             )
             if not inside:
                 raise ValueError("a piece is not within the tensor")
-        if sum(math.prod(piece.sizes) for piece in self.pieces) != math.prod(self.shape):
+        if not _tiles(self.shape, self.pieces):
             raise ValueError("the pieces do not make the tensor")
         return self
+
+
+def _tiles(shape: tuple[int, ...], pieces: Sequence[TensorPiece]) -> bool:
+    """Whether boxes cover each element of a tensor exactly once.
+
+    The signed corners of a box (+1, or -1 with an odd number of upper ends) are the mixed differences of its indicator
+    function, which they determine. So the boxes sum to the tensor's indicator exactly if their corners sum to its own.
+    """
+    if len(pieces) == 1:
+        return pieces[0].sizes == shape
+    corners: dict[tuple[int, ...], int] = {}
+    for sign, (offsets, sizes) in [(-1, ((0,) * len(shape), shape)), *((1, piece[1:]) for piece in pieces)]:
+        ends = [((offset, 1), (offset + size, -1)) for offset, size in zip(offsets, sizes, strict=True)]
+        for corner in itertools.product(*ends):
+            at = tuple(position for position, _ in corner)
+            corners[at] = corners.get(at, 0) + sign * math.prod(side for _, side in corner)
+    return not any(corners.values())
 
 
 @dataclass(frozen=True)
@@ -134,7 +162,7 @@ class Manifest:
     """
 
     state: TrainState
-    world_size: Whole
+    world_size: Count
     files: Mapping[FileName, FileEntry]
     tensors: Mapping[str, TensorEntry]
     order: Mapping[str, Whole]
@@ -223,9 +251,20 @@ def read(checkpoint: Path) -> Manifest:
         ) from None
     except ValueError as error:
         raise Damaged(path, str(error)) from None
+    if not _has_room(manifest):
+        raise Damaged(path, "its files are smaller than its tensors")
     if step_of(checkpoint) not in (None, manifest.state.step):
         raise Damaged(path, f"it is of step {manifest.state.step}")
     return manifest
+
+
+def _has_room(manifest: Manifest) -> bool:
+    """Whether each file has the bytes of its pieces: then reading a tensor needs no more memory than the disk."""
+    used = dict.fromkeys(manifest.files, 0)
+    for entry in manifest.tensors.values():
+        for piece in entry.pieces:
+            used[piece.file] += math.prod(piece.sizes) * ITEM_BYTES[entry.dtype]
+    return bool(used) and all(size <= manifest.files[name].bytes for name, size in used.items())
 
 
 def verify(checkpoint: Path, name: str, entry: FileEntry) -> None:
@@ -248,17 +287,6 @@ def has_all_bytes(checkpoint: Path, manifest: Manifest) -> bool:
         return all(_regular(checkpoint / name) == entry.bytes for name, entry in manifest.files.items())
     except (OSError, Damaged):
         return False
-
-
-def hash_of(path: Path) -> str:
-    """XXH3-128 of a file's content, read in pieces that stay in the processor's cache."""
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_CHUNK))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            heartbeat.mark()
-    return digest.hexdigest()
 
 
 def _regular(path: Path) -> int:

@@ -13,17 +13,21 @@ a checkpoint of its own resumes from it and ignores ``start_from``: the same com
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint.manifest import Damaged, Manifest
-from shardwise.checkpoint.run_folder import load_run_recipe
+from shardwise.checkpoint.run_folder import ADAPTER, CHECKPOINTS, RECIPE, REPORT, SAVED_AS, load_run_recipe
 from shardwise.core.errors import CheckpointError, DataError, RecipeError, ShardwiseError
+from shardwise.core.file_hash import hash_of
 from shardwise.recipe.sections import DataSpec, Recipe
 
-_KEY, _CHECKPOINTS = "checkpoint.start_from", "checkpoints"
+_KEY = "checkpoint.start_from"
+_LARGEST_HEADER = 100_000_000
+"""Bytes of the header of a safetensors file, as the format limits it."""
 
 
 def check_start(recipe: Recipe, run_folder: Path) -> None:
@@ -32,9 +36,9 @@ def check_start(recipe: Recipe, run_folder: Path) -> None:
     Reads the folder's recipe and one manifest, but no tensors; these are checked when they are loaded. Raises
     CheckpointError, DataError and RecipeError.
     """
-    if manifests.committed(run_folder / _CHECKPOINTS):
-        if (before := _recipe_of(run_folder)) is not None:
-            _require_same_run(before, recipe, run_folder)
+    if manifests.committed(run_folder / CHECKPOINTS):
+        if (run_folder / RECIPE).exists():
+            _require_same_run(_recipe_of(run_folder), recipe, run_folder)
         return
     if recipe.checkpoint.start_from is None:
         return
@@ -47,14 +51,14 @@ def check_start(recipe: Recipe, run_folder: Path) -> None:
 
 
 def finished(recipe: Recipe, run_folder: Path) -> str:
-    """A sentence about a finished run, by its newest complete checkpoint; "" if steps are left.
+    """A sentence about a finished run, by its newest complete checkpoint; "" if there is something left to do.
 
-    Only file sizes are checked here; loading verifies the bytes. Also "" if the folder's recipe is missing or
-    unreadable: then the run is prepared again and gets a recipe.
+    Only file sizes are checked here; loading verifies the bytes. Also "" if the folder's recipe is missing: then the
+    run is prepared again and gets a recipe. Also "" if a file that follows the last checkpoint is missing or older.
     """
-    if _recipe_of(run_folder) is None:
+    if not (run_folder / RECIPE).exists():
         return ""
-    for checkpoint in manifests.committed(run_folder / _CHECKPOINTS):
+    for checkpoint in manifests.committed(run_folder / CHECKPOINTS):
         try:
             manifest = manifests.read(checkpoint)
             if manifest.state.step < recipe.steps:
@@ -63,16 +67,47 @@ def finished(recipe: Recipe, run_folder: Path) -> str:
             continue
         if not manifests.has_all_bytes(checkpoint, manifest):
             continue
+        if left_to_write(recipe, run_folder, checkpoint):
+            return ""
         return f"nothing to do: {manifest.state.step} of {recipe.steps} steps are done"
     return ""
 
 
-def _recipe_of(run_folder: Path) -> Recipe | None:
-    """The folder's recipe, or None if it is missing or unreadable."""
+def left_to_write(recipe: Recipe, run_folder: Path, checkpoint: Path) -> list[str]:
+    """What a finished run writes after its last checkpoint and lacks, or has of another checkpoint.
+
+    A run that is killed in between has done all its steps, but an old adapter or none, and no report.
+    """
+    left = []
+    if recipe.adapter is not None and _saved_as(run_folder / ADAPTER) != hash_of(checkpoint / manifests.NAME):
+        left.append(ADAPTER)
+    if not (run_folder / REPORT).exists():
+        left.append(REPORT)
+    return left
+
+
+def _saved_as(adapter: Path) -> str | None:
+    """The hash of the adapter's checkpoint, from the header of its file; None if there is none."""
+    try:
+        with (adapter / "adapter_model.safetensors").open("rb") as file:
+            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _LARGEST_HEADER)))
+        (adapter / "adapter_config.json").stat()
+        return str(header["__metadata__"][SAVED_AS])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def _recipe_of(run_folder: Path) -> Recipe:
+    """The folder's recipe. Raises CheckpointError if it cannot be read: then nothing says which run this is."""
     try:
         return load_run_recipe(run_folder)
-    except (OSError, ShardwiseError):
-        return None
+    except ShardwiseError as error:
+        raise CheckpointError(
+            "the recipe of the run in this folder cannot be read",
+            where=error.where or str(run_folder / RECIPE),
+            why=f"{error.what}: {error.why}" if error.why else error.what,
+            fix="bring back a copy, or train into another folder",
+        ) from error
 
 
 _OTHER_RUN = (CheckpointError, "the checkpoint is of another run", "")

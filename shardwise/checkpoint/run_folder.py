@@ -17,16 +17,19 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from shardwise.core.atomic_file import write_whole
+from shardwise.core.atomic_file import make_folder, write_whole
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.json_file import read_json, text_of
-from shardwise.core.plan import Plan
+from shardwise.core.plan import Plan, read_plan, unusable
 from shardwise.core.run_files import Outcome
 from shardwise.recipe.load import dump_recipe, read_recipe
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import SETTINGS
+from shardwise.technique import AXIS_NAMES, SETTINGS, broken_rules, layout_of
 
 RECIPE, PLAN, REPORT, PAGE = "recipe.yaml", "plan.json", "report.json", "report.html"
+ADAPTER, CHECKPOINTS = "adapter", "checkpoints"
+SAVED_AS = "shardwise_checkpoint"
+"""Key in the header of the adapter's file: the hash of the manifest of the checkpoint with the same weights."""
 LOCK, HOLDER = ".lock", ".holder"
 
 
@@ -36,11 +39,12 @@ def claim(folder: Path) -> Iterator[None]:
 
     Raises:
         ResourceError: it cannot be made or written.
-        RecipeError: another process trains in it.
+        RecipeError: another process trains in it, or its path is not UTF-8, which safetensors cannot open.
     """
+    _require_utf8(folder)
     try:
         with _writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             (folder / HOLDER).touch()
             lock = FileLock(folder / LOCK)
             lock.acquire(timeout=0)
@@ -59,6 +63,18 @@ def claim(folder: Path) -> Iterator[None]:
     finally:
         (folder / HOLDER).unlink(missing_ok=True)
         lock.release()
+
+
+def _require_utf8(folder: Path) -> None:
+    try:
+        str(folder.absolute()).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RecipeError(
+            "the path of the run's folder is not UTF-8",
+            where=ascii(str(folder)),
+            why="safetensors could not open its files",
+            fix="give another --out",
+        ) from error
 
 
 @contextmanager
@@ -101,6 +117,15 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     write_whole(folder / REPORT, text_of(outcome).encode())
 
 
+def lacks_page(folder: Path) -> bool:
+    """Whether the run's page is missing, or older than its report."""
+    page, report = folder / PAGE, folder / REPORT
+    try:
+        return page.stat().st_mtime_ns < report.stat().st_mtime_ns
+    except OSError:
+        return not page.exists()
+
+
 def forget_report(folder: Path) -> None:
     """Delete the report of the run before, when training begins."""
     (folder / REPORT).unlink(missing_ok=True)
@@ -120,8 +145,17 @@ def load_run_recipe(folder: Path) -> Recipe:
 
 def read_job(folder: Path) -> tuple[Recipe, Plan]:
     """The resolved recipe and the plan of a run folder. Raises RecipeError and DataError."""
-    recipe = load_run_recipe(folder)
-    return recipe, read_json(folder / PLAN, Plan)
+    recipe, path = load_run_recipe(folder), folder / PLAN
+    plan = read_plan(path, SETTINGS, AXIS_NAMES)
+    for setting in SETTINGS:
+        if setting.key not in plan.strategy.values:
+            raise unusable(f"{path}: strategy", f"it has no {setting.key}")
+    for violation in broken_rules(plan.strategy, plan.world_size, recipe):
+        raise unusable(f"{path}: strategy.{violation.rule.key}", violation.rule.reason)
+    layout = layout_of(plan.strategy, plan.world_size)
+    if plan.layout != layout:
+        raise unusable(f"{path}: layout", f"its strategy gives {dict(layout.axes)}")
+    return recipe, plan
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.adapter import adapter_writer
 from shardwise.checkpoint.checkpoint import description_of, save, save_tensors
 from shardwise.checkpoint.planners import SavePlanner
+from shardwise.checkpoint.run_folder import CHECKPOINTS
 from shardwise.engine.run import Run
 from shardwise.engine.run_state import tensors_of
 from shardwise.engine.snapshot import HostCopy, save_copy_of
@@ -42,12 +43,13 @@ class Saver:
     def save(self, state: TrainState) -> None:
         """Save the run after ``state.step`` steps. Collective. Raises like ``checkpoint.save``."""
         self.wait()
-        checkpoints, keep = self._folder / "checkpoints", self._run.recipe.checkpoint.keep
+        checkpoints, keep = self._folder / CHECKPOINTS, self._run.recipe.checkpoint.keep
+        checkpoint = checkpoints / f"step-{state.step}"
         if self._background is None:
             save(self._run, state, checkpoints, keep, self._fingerprint)
-            adapter_writer(self._run, self._folder)()
+            adapter_writer(self._run, self._folder, checkpoint)()
             return
-        after = adapter_writer(self._run, self._folder)
+        after = adapter_writer(self._run, self._folder, checkpoint)
         description = description_of(self._run, state, self._fingerprint)
         self._background.start(
             lambda tensors, planner, group: save_tensors(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -89,31 +89,17 @@ def write_shard(path: Path, items: Sequence[tuple[WriteItem, Tensor]]) -> Shard:
     Holds one tensor in host memory at a time. The widest dtypes come first, which keeps every tensor aligned in a
     memory map.
     """
-    ordered = sorted(items, key=lambda pair: (-pair[1].itemsize, pair[0].index.fqn))
-    header: dict[str, Any] = {}
-    offsets: dict[str, Any] = {}
-    end = 0
-    for item, tensor in ordered:
-        name = item.index.fqn
-        start, end = end, end + tensor.numel() * tensor.itemsize
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-        offsets[name] = {"saved_offsets": list(_chunk(item).offsets)}
-    if len(header) != len(items):
+    tensors = {item.index.fqn: tensor for item, tensor in items}
+    ordered, text, end = _layout_of([item for item, _ in items])
+    if len(tensors) != len(items):
         raise RuntimeError(f"{path.name} would hold two pieces of one tensor")
-    header["__metadata__"] = {
-        "DCP_SHARDING_INFO": json.dumps(offsets),
-        "DCP_VERSION": "1.0",
-        "format": "pt",
-    }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     digest = xxhash.xxh3_128()
     with path.open("xb", buffering=0) as file:
-        for content in (len(text).to_bytes(8, "little"), text, *_contents(ordered)):
+        for content in (
+            len(text).to_bytes(8, "little"),
+            text,
+            *_contents(tensors[item.index.fqn] for item in ordered),
+        ):
             view = memoryview(content)
             while view:
                 written = file.write(view[:_CHUNK])
@@ -121,13 +107,37 @@ def write_shard(path: Path, items: Sequence[tuple[WriteItem, Tensor]]) -> Shard:
                 heartbeat.mark()
                 view = view[written:]
         os.fsync(file.fileno())
-    pieces = tuple((i.index.fqn, tuple(_chunk(i).offsets), tuple(_chunk(i).sizes)) for i, _ in ordered)
+    pieces = tuple((i.index.fqn, tuple(_chunk(i).offsets), tuple(_chunk(i).sizes)) for i in ordered)
     return Shard(path.name, FileEntry(8 + len(text) + end, digest.hexdigest()), pieces)
 
 
-def _contents(items: Sequence[tuple[WriteItem, Tensor]]) -> Iterator[bytes | memoryview]:
+def _layout_of(items: Sequence[WriteItem]) -> tuple[list[WriteItem], bytes, int]:
+    """The layout of a file: the items in the order of their bytes, the header, and the bytes after the header."""
+    ordered = sorted(items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
+    header: dict[str, Any] = {}
+    offsets: dict[str, Any] = {}
+    end = 0
+    for item in ordered:
+        name, chunk = item.index.fqn, _chunk(item)
+        start, end = end, end + chunk.sizes.numel() * _dtype(item).itemsize
+        header[name] = {
+            "dtype": DTYPES[_dtype(item)],
+            "shape": list(chunk.sizes),
+            "data_offsets": [start, end],
+        }
+        offsets[name] = {"saved_offsets": list(chunk.offsets)}
+    header["__metadata__"] = {
+        "DCP_SHARDING_INFO": json.dumps(offsets),
+        "DCP_VERSION": "1.0",
+        "format": "pt",
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return ordered, text + b" " * (-len(text) % 8), end
+
+
+def _contents(tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of one tensor after the other, copied to the host one at a time."""
-    for _, tensor in items:
+    for tensor in tensors:
         if tensor.numel():
             yield tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -135,6 +145,25 @@ def _contents(items: Sequence[tuple[WriteItem, Tensor]]) -> Iterator[bytes | mem
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:
     assert item.tensor_data is not None
     return item.tensor_data.chunk
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype
+
+
+def _parts(plan: SavePlan) -> dict[str, list[WriteItem]]:
+    """The items of a rank's files, by the first part of the file's name."""
+    parts: dict[str, list[WriteItem]] = {"weights": [], "optimizer": []}
+    for item in plan.items:
+        parts["optimizer" if item.index.fqn.startswith(OPTIMIZER) else "weights"].append(item)
+    return {part: items for part, items in parts.items() if items}
+
+
+def _file_bytes(items: Sequence[WriteItem]) -> int:
+    """Bytes of the file that ``write_shard`` would write."""
+    _, header, end = _layout_of(items)
+    return 8 + len(header) + end
 
 
 class ShardWriter(StorageWriter):
@@ -163,7 +192,8 @@ class ShardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0: create the staging folder for all ranks. Raises ResourceError if the disk is too small."""
-        needed = sum(item.tensor_storage_size() or 0 for plan in plans for item in plan.items)
+        # Not tensor_storage_size(): that is the size of the whole tensor, once per rank that holds a piece.
+        needed = sum(_file_bytes(items) for plan in plans for items in _parts(plan).values())
         try:
             self.staged = commit.stage(self.folder, self.manifest.state.step, needed)
         except OSError as error:
@@ -173,18 +203,13 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         staged, needed = cast("tuple[Path, int]", plan.storage_data)
         results = []
-        for part in ("weights", "optimizer"):
-            items = [
-                (item, cast("Tensor", planner.resolve_data(item)).detach())
-                for item in plan.items
-                if item.index.fqn.startswith(OPTIMIZER) == (part == "optimizer")
-            ]
-            if items:
-                try:
-                    shard = write_shard(staged / f"{part}-{self.rank:05}.safetensors", items)
-                except OSError as error:
-                    raise commit.unwritable(error, self.folder, needed) from error
-                results.append(WriteResult(MetadataIndex(shard.name), shard.entry.bytes, shard))
+        for part, items in _parts(plan).items():
+            pairs = [(item, cast("Tensor", planner.resolve_data(item)).detach()) for item in items]
+            try:
+                shard = write_shard(staged / f"{part}-{self.rank:05}.safetensors", pairs)
+            except OSError as error:
+                raise commit.unwritable(error, self.folder, needed) from error
+            results.append(WriteResult(MetadataIndex(shard.name), shard.entry.bytes, shard))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.checkpoint.run_folder import PAGE, claim
+from shardwise.checkpoint.run_folder import claim, lacks_page
 from shardwise.cli.planner import FINISHED
 from shardwise.core import heartbeat
 from shardwise.core.errors import OutOfMemory, Preempted, ResourceError
@@ -49,7 +49,7 @@ def train_as_rank(
 
     with claim(out):
         code = _train(out, rank, lambda: run_rank("train", out, exact_memory, device, plan_elsewhere))
-        if code == 0 or (code == FINISHED and not (out / PAGE).exists()):
+        if code == 0 or (code == FINISHED and lacks_page(out)):
             finish(out)
         exit_code = _exit_code(code, out)
         if code == OutOfMemory.exit_code and exit_code == ResourceError.exit_code:

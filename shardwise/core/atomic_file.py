@@ -1,7 +1,7 @@
-"""Atomic writes of small files: write a temporary file, then rename it.
+"""Atomic and durable writes: of small files, and of new folders.
 
-A reader sees the old or the new content. A killed process or a full disk leaves the old content. The file is not synced
-to disk, so a power failure may bring back the old content; checkpoints are synced (``checkpoint/commit.py``).
+A file is written under a temporary name, synced, and then renamed. A reader sees the old or the new content, and so
+does a process that starts after a kill, a full disk or a power failure.
 """
 
 import errno
@@ -14,13 +14,24 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Operating-system errors caused by a full disk, a quota or a file-size limit."""
 
 
+def more_room(error: OSError) -> str:
+    """What to do about one of ``FULL``; "" for another error."""
+    if error.errno == errno.EFBIG:
+        return "raise the limit on the size of a file (ulimit -f)"
+    return "free some space or raise the quota" if error.errno in FULL else ""
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Replace the content of ``path``. Raises ResourceError; the file is then unchanged."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         try:
-            temporary.write_bytes(content)
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
             temporary.replace(path)
+            sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
@@ -28,5 +39,22 @@ def write_whole(path: Path, content: bytes) -> None:
             f"cannot write {path.name}",
             where=str(path),
             why=error.strerror or str(error),
-            fix="free some space or raise the quota" if error.errno in FULL else "",
+            fix=more_room(error),
         ) from error
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents; their names survive a power failure. Raises OSError."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        sync_folder(made.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder, so that the names in it survive a power failure. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

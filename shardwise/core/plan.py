@@ -7,15 +7,17 @@ measured peak is compared with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from shardwise.core.json_file import Count, Finite, Seconds, Size, plain, text_of, written_as
+from shardwise.core.errors import DataError
+from shardwise.core.json_file import Count, Finite, Seconds, Size, plain, read_json, text_of, written_as
 from shardwise.core.ledger import Ledger
-from shardwise.core.strategy import Layout, Strategy
+from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.core.timetable import Timetable
 
 StrategyValues = Annotated[
@@ -203,3 +205,24 @@ class Plan:
         if not any(known <= self.peak.rank for known in self.allocated_bytes):
             raise ValueError(f"allocated_bytes says nothing of rank {self.peak.rank}")
         return self
+
+
+def read_plan(path: Path, settings: Sequence[Setting[Any]], axes: Sequence[str]) -> Plan:
+    """The plan in a file. Raises DataError for values of ``settings``, or axes of the mesh, that do not exist."""
+    plan = read_json(path, Plan)
+    for strategy in (plan.strategy, *(candidate.strategy for candidate in plan.candidates)):
+        for setting in settings:
+            try:
+                setting.parse(strategy.values.get(setting.key, setting.default))
+            except ValueError as error:
+                raise unusable(f"{path}: strategy.{setting.key}", str(error)) from error
+    if list(plan.layout.names) != list(axes) or plan.layout.world_size != plan.world_size:
+        why = f"it must have the axes {', '.join(axes)}, in all {plan.world_size} devices"
+        raise unusable(f"{path}: layout", why)
+    return plan
+
+
+def unusable(where: str, why: str) -> DataError:
+    """The error for a plan that this version cannot use."""
+    fix = "run shardwise train again, which plans anew"
+    return DataError("plan.json is not a plan of this version", where=where, why=why, fix=fix)

@@ -38,7 +38,12 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicted and measured peak bytes of one rank. ``measured_reserved_bytes`` is 0 on the CPU."""
+    """Predicted and measured peak bytes of one rank.
+
+    Attributes:
+        measured_peak_bytes: 0 if the process that made the steps was killed before it wrote its report.
+        measured_reserved_bytes: 0 on the CPU.
+    """
 
     rank: Size
     predicted_peak_bytes: Size

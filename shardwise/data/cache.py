@@ -12,9 +12,11 @@ is renamed, so a folder named KEY is complete. Other processes wait on a lock (f
 holder dies) and then use the result. The next builder removes the rest of a killed one. Opening a cache checks sizes,
 and a damaged cache is built again.
 
+`verified_cache` also compares the content with the digest, at several GB/s. A run does so once at its start, in the
+launcher; its ranks then open the cache without reading it all. The header ends with its own hash.
+
 One file per source needs one memory map, and one slice per sample. In return, a source that grew is tokenized again
-from its start, and the content is not hashed at each opening, so a bit that flips later on the disk is not found here.
-Nothing is evicted; delete the folder at any time.
+from its start. Nothing is evicted; delete the folder at any time.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,12 +38,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from shardwise.core.atomic_file import sync_folder
 from shardwise.core.errors import DataError, ResourceError
+from shardwise.core.file_hash import hash_of
 from shardwise.data.readers import TextPiece
 from shardwise.data.sources import Source
 from shardwise.data.tokenizer import Tokenizer, Tokens
 
-FORMAT = 1
+FORMAT = 2
 
 DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
 """`end`: position in `tokens.bin` after the document's separator. `hash`: xxh3-64 of its UTF-8 text."""
@@ -136,8 +140,11 @@ def default_root() -> Path:
         ) from None
 
 
-def open_cache(source: Source, tokenizer: Tokenizer, root: Path) -> TokenCache:
+def open_cache(source: Source, tokenizer: Tokenizer, root: Path, verify: bool = False) -> TokenCache:
     """The cache of `source` and `tokenizer` below `root`; built if it does not exist.
+
+    Args:
+        verify: read all of it, and build it again if a bit has changed.
 
     Raises:
         DataError: the source is malformed or holds no text.
@@ -145,19 +152,21 @@ def open_cache(source: Source, tokenizer: Tokenizer, root: Path) -> TokenCache:
     """
     parts = [FORMAT, tokenizer.fingerprint, source.identity()]
     log_as = f"{source.name} with {tokenizer.name}"
-    return cached(parts, root, log_as, lambda work: _write(source, tokenizer, work))
+    return cached(parts, root, log_as, lambda work: _write(source, tokenizer, work), verify)
 
 
-def cached(parts: object, root: Path, what: str, write: Callable[[Path], Header]) -> TokenCache:
+def cached(
+    parts: object, root: Path, what: str, write: Callable[[Path], Header], verify: bool = False
+) -> TokenCache:
     """The cache with key `parts`. If it does not exist, `write` writes its data files to a folder."""
     key = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
     folder = root / key
-    if found := _load(folder):
+    if found := _load(folder, verify):
         return found
     with _disk(root):
         root.mkdir(parents=True, exist_ok=True)
     with _locked(root / f"{key}.lock"):
-        if found := _load(folder):
+        if found := _load(folder, verify):
             return found
         log.info("tokenizing %s into %s", what, folder)
         _build(write, folder)
@@ -166,15 +175,38 @@ def cached(parts: object, root: Path, what: str, write: Callable[[Path], Header]
     raise ResourceError("the token cache vanished", where=str(folder), why="another process removed it")
 
 
-def _load(folder: Path) -> TokenCache | None:
+def _load(folder: Path, verify: bool = False) -> TokenCache | None:
     """The cache in `folder`, or None if it is missing or damaged."""
     try:
-        header = Header(**json.loads((folder / "header.json").read_text(encoding="utf-8")))
+        header = _unsealed((folder / "header.json").read_bytes())
         if all((folder / name).stat().st_size == size for name, size in header.sizes.items()):
-            return TokenCache(folder, header)
-    except (OSError, ValueError, TypeError):
+            if not verify or _digest(hash_of(folder / name) for name in header.sizes) == header.digest:
+                return TokenCache(folder, header)
+            log.warning("the token cache %s has changed on the disk; building it again", folder)
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         pass  # missing, or not written by `_build`
     return None
+
+
+def _sealed(header: Header) -> bytes:
+    """The content of `header.json`: the header and its hash."""
+    said = {key: value for key, value in asdict(header).items() if value is not None}
+    seal = xxhash.xxh3_128_hexdigest(json.dumps(said).encode())
+    return json.dumps({**said, "xxh3_128": seal}, indent=1).encode()
+
+
+def _unsealed(raw: bytes) -> Header:
+    """The header in `header.json`. Raises ValueError, TypeError, LookupError or RecursionError if it has changed."""
+    values = json.loads(raw)
+    header = Header(**{key: value for key, value in values.items() if key != "xxh3_128"})
+    if _sealed(header) != raw:
+        raise ValueError("the header does not match its hash")
+    return header
+
+
+def _digest(digests: Iterable[str]) -> str:
+    """The hash of a cache's data files, from the hash of each."""
+    return xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 
 @contextmanager
@@ -202,14 +234,13 @@ def _build(write: Callable[[Path], Header], folder: Path) -> None:
         header = write(work)
         with _disk(folder):
             with (work / "header.json").open("wb") as file:
-                said = {key: value for key, value in asdict(header).items() if value is not None}
-                file.write(json.dumps(said, indent=1).encode())
+                file.write(_sealed(header))
                 _sync(file)
-            _sync_folder(work)
+            sync_folder(work)
             if folder.exists():  # damaged: `_load` refused it
                 shutil.rmtree(folder)
             work.rename(folder)
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -248,7 +279,7 @@ class Outputs:
     @property
     def digest(self) -> str:
         """Hash of the content of all files."""
-        return xxhash.xxh3_128_hexdigest("".join(digest.hexdigest() for _, digest in self._outputs).encode())
+        return _digest(digest.hexdigest() for _, digest in self._outputs)
 
     def append(self, *chunks: npt.NDArray[Any]) -> None:
         """Append one chunk to each file."""
@@ -358,11 +389,3 @@ def _close(file: IO[bytes]) -> None:
 def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

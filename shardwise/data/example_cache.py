@@ -24,8 +24,11 @@ _TOGETHER = 1024
 """Records written at a time."""
 
 
-def open_example_cache(source: Source, encoder: Encoder, root: Path) -> TokenCache:
+def open_example_cache(source: Source, encoder: Encoder, root: Path, verify: bool = False) -> TokenCache:
     """The cache of a source's records below `root`; built if it does not exist.
+
+    Args:
+        verify: read all of it, and build it again if a bit has changed.
 
     Raises:
         DataError: a record is malformed, or the source has no record.
@@ -33,7 +36,7 @@ def open_example_cache(source: Source, encoder: Encoder, root: Path) -> TokenCac
     """
     parts = [FORMAT, "examples", encoder.fingerprint, source.identity()]
     what = f"{source.name} ({encoder.format}) with {encoder.tokenizer.name}"
-    return cached(parts, root, what, lambda work: _write(source, encoder, work))
+    return cached(parts, root, what, lambda work: _write(source, encoder, work), verify)
 
 
 def _write(source: Source, encoder: Encoder, work: Path) -> Header:

@@ -342,6 +342,7 @@ def _parquet(path: Path) -> Iterator[_Rows]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             rows = _Rows(file)
+            _require_one_each(rows.names, path)
             yield rows
     except UnicodeDecodeError as error:
         place = f"{path}: row {rows.number + 1 if rows else 1}, byte {error.start}"
@@ -353,6 +354,15 @@ def _parquet(path: Path) -> Iterator[_Rows]:
             why=str(error),
             fix="restore it from its origin, or remove it",
         ) from None
+
+
+def _require_one_each(names: Sequence[str], path: Path) -> None:
+    """Raise DataError for two columns of one name, of which neither can be read by its name."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(
+            f"two columns are named '{twice[0]}'", where=str(path), fix="rename one of them, or remove it"
+        )
 
 
 def _values(column: Any) -> Iterator[object]:

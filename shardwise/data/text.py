@@ -14,7 +14,7 @@ from shardwise.data.encoding import Encoder
 from shardwise.data.example_cache import open_example_cache
 from shardwise.data.examples import Divided, Sequences, divide
 from shardwise.data.formats import format_of
-from shardwise.data.sources import Source, open_source
+from shardwise.data.sources import open_source
 from shardwise.data.split import Stream, split
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.recipe.sections import DataSpec, Recipe
@@ -102,8 +102,11 @@ def tokenizer_of(spec: DataSpec) -> Tokenizer:
     return open_tokenizer(spec.tokenizer, spec.begin)
 
 
-def open_tokens(spec: DataSpec, tokenizer: Tokenizer, root: Path) -> Text | Examples:
+def open_tokens(spec: DataSpec, tokenizer: Tokenizer, root: Path, verify: bool = False) -> Text | Examples:
     """The sequences of a source.
+
+    Args:
+        verify: compare the content of the token cache with its digest.
 
     Raises:
         DataError: the source is malformed, or shorter than one sequence.
@@ -112,12 +115,12 @@ def open_tokens(spec: DataSpec, tokenizer: Tokenizer, root: Path) -> Text | Exam
     source = open_source(spec.source, spec.text_key)
     name = format_of(spec, source)
     if name == "text":
-        return _open_text(source, spec, tokenizer, root)
-    return _open_examples(source, Encoder(spec, name, tokenizer), spec, root)
+        return _open_text(open_cache(source, tokenizer, root, verify), spec)
+    encoder = Encoder(spec, name, tokenizer)
+    return _open_examples(open_example_cache(source, encoder, root, verify), encoder, spec)
 
 
-def _open_text(source: Source, spec: DataSpec, tokenizer: Tokenizer, root: Path) -> Text:
-    cache = open_cache(source, tokenizer, root)
+def _open_text(cache: TokenCache, spec: DataSpec) -> Text:
     train, held_out = split(cache.tokens, cache.documents(), spec.held_out, spec.sequence_length)
     if not train.sequences:
         raise DataError(
@@ -129,8 +132,7 @@ def _open_text(source: Source, spec: DataSpec, tokenizer: Tokenizer, root: Path)
     return Text(cache, train, held_out)
 
 
-def _open_examples(source: Source, encoder: Encoder, spec: DataSpec, root: Path) -> Examples:
-    cache = open_example_cache(source, encoder, root)
+def _open_examples(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> Examples:
     padding = encoder.tokenizer.separator
     divided = divide(cache, spec.held_out, spec.sequence_length, spec.packing, padding)
     if not divided.train.sequences:
@@ -145,11 +147,13 @@ def _open_examples(source: Source, encoder: Encoder, spec: DataSpec, root: Path)
 
 
 def check_data(recipe: Recipe) -> list[str]:
-    """Check a recipe's data before anything else starts; the tokens stay in the cache.
+    """Check a recipe's data before anything else starts, once per run; the tokens stay in the cache.
+
+    Reads the whole cache, so that its ranks train on the tokens whose digest a checkpoint records.
 
     Returns a description of records with completions, in sentences. A factory opens its own data later.
     """
     if recipe.model.factory is not None:
         return []
-    opened = open_tokens(recipe.data, tokenizer_of(recipe.data), default_root())
+    opened = open_tokens(recipe.data, tokenizer_of(recipe.data), default_root(), verify=True)
     return opened.sentences(recipe.data) if isinstance(opened, Examples) else []

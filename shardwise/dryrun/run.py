@@ -91,6 +91,10 @@ class DryRun:
         return max(self.peaks.values(), key=lambda peak: peak.bytes)
 
 
+LISTED = 1024
+"""Micro-batches whose tensors are allocated one by one."""
+
+
 def dry_run(
     recipe: Recipe,
     blueprint: Blueprint,
@@ -126,14 +130,15 @@ def dry_run(
             _tag_state(run, tracker)
             copies = host_copies(run)
             tracker.tag(copies, "overhead")
-            batches = _fake_batches(run, strategy, recipe, count, tracker)
+            few = run.passes.representative_count(count, reduced.micro_batches)
+            batches = _fake_batches(run, strategy, recipe, (few, count), tracker)
             start = tracker.now
-            shown, entries = _counted_step(run, batches, tracker, reduced.micro_batches)
+            entries = _counted_step(run, batches[:few], tracker)
         trace = _trace(tracker, start, cluster) if history and target.caches else None
     return DryRun(
         rank,
         peaks(tracker, since=start),
-        _whole_cost(tracker.tallies, shown, count),
+        _whole_cost(tracker.tallies, few, count),
         tuple(timeline(tracker, since=start)) if history else (),
         elements,
         even,
@@ -203,28 +208,35 @@ def _tag_state(run: Run, tracker: Tracker) -> None:
         tracker.tag((v for v in state.values() if isinstance(v, torch.Tensor)), "optimizer_state")
 
 
-def _fake_batches(run: Run, strategy: Strategy, recipe: Recipe, count: int, tracker: Tracker) -> list[Batch]:
-    """All of a step's samples lie on the device from its start, also those that are not run here."""
+def _fake_batches(
+    run: Run, strategy: Strategy, recipe: Recipe, counts: tuple[int, int], tracker: Tracker
+) -> list[Batch]:
+    """All of a step's samples lie on the device from its start, also those that are not run here.
+
+    Args:
+        counts: micro-batches that are run, and all. Of these, more than LISTED are one tensor of each kind.
+    """
     shapes = batch_shapes(run.blueprint, recipe.data)
-    size = strategy[MICRO_BATCH_SIZE]
+    few, count = counts
+    listed = min(count, max(few, LISTED))
+    sizes = [strategy[MICRO_BATCH_SIZE]] * listed
+    if rest := count - listed:
+        sizes.append(strategy[MICRO_BATCH_SIZE] * rest)
     batches = [
         {name: torch.zeros((size, *shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
-        for _ in range(count)
+        for size in sizes
     ]
     for batch in batches:
         tracker.tag(batch.values(), "activations")
     return batches
 
 
-def _counted_step(
-    run: Run, batches: list[Batch], tracker: Tracker, limit: int | None
-) -> tuple[int, list[int]]:
+def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[int]:
     """Run the step; the tracker counts what each micro-batch costs, and the rest of the step.
 
-    How many were run, and when passes of them began.
+    Returns when passes of the micro-batches began.
     """
-    few = run.passes.representative_count(len(batches), limit)
-    steps = itertools.repeat(batches[:few], run.recipe.steps)
+    steps = itertools.repeat(batches, run.recipe.steps)
     entries: list[int] = []
 
     def entered(name: str) -> None:
@@ -236,7 +248,7 @@ def _counted_step(
     with listening(entered):
         step(run, steps, learning_rate(run.recipe, 0))
     tracker.counting_costs = False
-    return few, entries
+    return entries
 
 
 def _pass_bytes(tracker: Tracker, entries: Sequence[int]) -> int:

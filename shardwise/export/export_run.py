@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.checkpoint import SavedWeights, latest
+from shardwise.checkpoint.checkpoint import latest
 from shardwise.checkpoint.run_folder import RECIPE, load_run_recipe
-from shardwise.core.errors import CheckpointError, DataError
+from shardwise.checkpoint.saved_weights import SavedWeights
+from shardwise.core.errors import CheckpointError, DataError, RecipeError
 from shardwise.data import open_tokenizer
 from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, require_new, write_model
 from shardwise.model.blueprint import Blueprint
@@ -113,10 +114,20 @@ def compared(
 
 
 def newest_of(folder: Path) -> tuple[Recipe, Path]:
-    """The recipe of a run and its newest complete checkpoint. Raises CheckpointError."""
+    """The recipe of a run and its newest complete checkpoint. No code of the run's folder is imported.
+
+    Raises CheckpointError, and RecipeError for a factory's model.
+    """
     if not (folder / RECIPE).is_file():
         raise CheckpointError("not the folder of a run", where=str(folder), why=f"no {RECIPE} in it")
     recipe = load_run_recipe(folder)
+    if recipe.model.factory is not None:  # before anything imports it: the folder may be another person's
+        raise RecipeError(
+            "a factory's model is neither exported nor sampled from",
+            where=f"{folder / RECIPE}: model.factory",
+            why=f"that would run the code of {recipe.model.factory}",
+            fix="load the checkpoint's safetensors files with your own code",
+        )
     checkpoint = latest(folder / "checkpoints")
     if checkpoint is None:
         raise CheckpointError(

@@ -25,8 +25,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwise.checkpoint import commit
 from shardwise.checkpoint.shards import DTYPES
+from shardwise.core.atomic_file import make_folder, sync_folder
 from shardwise.core.errors import CheckpointError, RecipeError, ResourceError
 from shardwise.core.units import format_bytes
 from shardwise.model.files.hf_folder import HFFolder, Shape, TensorGroup
@@ -213,17 +213,17 @@ def _staged(target: Path, needed: int) -> Iterator[Path]:
     """A temporary folder next to ``target``: renamed to it on success, deleted on failure."""
     staged = target.absolute().with_name(f"tmp-{target.name}-{secrets.token_hex(8)}")
     try:
-        staged.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(staged.parent)
         free = shutil.disk_usage(staged.parent).free
         if needed > free:
             raise _unwritable(target, f"{format_bytes(needed)} needed, {format_bytes(free)} free")
         staged.mkdir()
         yield staged
-        commit.sync(staged)
+        sync_folder(staged)
         if target.exists():
             target.rmdir()
         staged.rename(target)
-        commit.sync(staged.parent)
+        sync_folder(staged.parent)
     except OSError as error:
         raise _unwritable(target, error.strerror or str(error)) from error
     finally:

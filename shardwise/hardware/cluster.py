@@ -31,6 +31,9 @@ from shardwise.hardware.this_machine import cpu_profile
 DEVICE_NAMES: tuple[str, ...] = ("cpu", *PROFILES)
 """Full names that `cluster.device`, and `cluster.preset` after the count, accept."""
 
+MOST_DEVICES = 1_000_000
+"""Of a cluster."""
+
 _PRESET = re.compile(r"(?:([0-9]{1,7})\s*[xX×]\s*)?(?:([0-9]{1,7})\s*[xX×]\s*)?([A-Za-z0-9].*)", re.ASCII)
 _MAKERS = ("nvidia", "tesla", "geforce", "amd", "instinct")
 
@@ -243,6 +246,13 @@ def cluster_of(request: ClusterRequest) -> Cluster:
     except ValueError as problem:
         what, _, rest = str(problem).partition("; ")
         raise RecipeError(what, where=where, fix=rest) from None
+    if nodes * per_node > MOST_DEVICES:
+        raise RecipeError(
+            f"more than {MOST_DEVICES:,} devices",
+            where=where if request.preset is not None else "cluster.nodes",
+            why=f"{nodes:,} nodes of {per_node:,} are {nodes * per_node:,}",
+            fix="lower cluster.nodes or devices_per_node",
+        )
     profile = device or cpu_profile(per_node)
     if request.memory_gib is not None:
         profile = _with_memory(profile, "memory", request.memory_gib)

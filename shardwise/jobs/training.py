@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.checkpoint.resume_checks import check_start, finished
-from shardwise.checkpoint.run_folder import PAGE, claim, write_job
+from shardwise.checkpoint.run_folder import claim, lacks_page, write_job
 from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory
 from shardwise.core.plan import Plan
@@ -46,7 +46,7 @@ def train(
         if planned is not None:
             flags = ["--exact-memory"] if exact_memory else []
             _train(recipe, cluster, folder, run_workers, planned, flags, say)
-        if planned is not None or not (folder / PAGE).exists():
+        if planned is not None or lacks_page(folder):
             say(f"report: {finish(folder)}")
 
 

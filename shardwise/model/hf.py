@@ -47,6 +47,8 @@ _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that mix tokens by attention alone."""
 _ROPE_BY_LENGTH = ("'dynamic'", "'longrope'")
 GENERATION = "generation_config.json"
+_LARGEST = {"vocab_size": 100_000_000, "num_hidden_layers": 10_000, "hidden_size": 10_000_000}
+"""Sizes that every config has, and the largest that is believed."""
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
@@ -106,9 +108,16 @@ class HuggingFaceModel(Blueprint):
             return transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=False
             )
-        except (ValueError, ImportError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # each class checks its config in its own way, or not at all
+            why = (
+                str(error)
+                if isinstance(error, ValueError | ImportError)
+                else f"{type(error).__name__}: {error}"
+            )
             raise RecipeError(
-                "not a causal language model", where=f"model.hf: {self.source}", why=str(error)
+                "not a causal language model", where=f"model.hf: {self.source}", why=why
             ) from error
 
     def stage(self, stage: Stage) -> nn.Module:
@@ -291,7 +300,7 @@ def _load_config(source: str) -> Any:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RecipeError("not a model folder", where=where, why="it has no config.json") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecipeError("config.json cannot be read", where=where, why=str(error)) from error
     if not isinstance(raw, dict) or "model_type" not in raw:
         raise RecipeError("config.json names no model_type", where=where)
@@ -306,10 +315,20 @@ def _load_config(source: str) -> Any:
         raise RecipeError("quantized weights cannot be trained", where=where, fix="use the unquantized model")
     try:
         config = _transformers().AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+        _make_deterministic(config)
+        _require_sizes(config.get_text_config())
     except Exception as error:  # each model validates its config in its own way
-        raise RecipeError("config.json is not valid", where=where, why=str(error)) from error
-    _make_deterministic(config)
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise RecipeError("config.json is not valid", where=where, why=why) from error
     return config
+
+
+def _require_sizes(text: Any) -> None:
+    """Raise ValueError for a config without the sizes that are read here, or with impossible ones."""
+    for key, most in _LARGEST.items():
+        value = getattr(text, key, None)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(f"{key} is {value!r}, not a whole number from 1 to {most:,}")
 
 
 def _make_deterministic(config: Any) -> None:

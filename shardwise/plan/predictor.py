@@ -6,20 +6,24 @@ its offloaded state within that rank's share of host memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate, PeakIs
-from shardwise.core.strategy import Strategy
+from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.units import format_bytes
 from shardwise.dryrun.target import TARGETS
 from shardwise.hardware.cluster import Cluster
-from shardwise.model.blueprint import Blueprint
+from shardwise.model.blueprint import Blueprint, batch_shapes
 from shardwise.plan.lower_bound import least_state_bytes
 from shardwise.plan.predict import Prediction
 from shardwise.plan.worst_rank import predict_worst
+from shardwise.recipe.checks import MOST_TOKENS
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, broken_rules, layout_of, native, one_line
+from shardwise.technique.base import MOST_PASSES
 
 RESERVE: Mapping[str, float] = {"cpu": 0.0, "cuda": 0.02, "rocm": 0.02}
 """Share of the capacity left free for memory that neither the dry run nor the replayed allocator sees.
@@ -74,31 +78,39 @@ class Predictor:
             if self.allowed(strategy) and native(strategy, self.cluster.device):
                 yield strategy
 
+    def _share(self, layout: Layout) -> int:
+        """Samples of a rank in one step."""
+        return -(-self.recipe.batch_size // (layout.degree("replicate") * layout.degree("shard")))
+
+    def _sample_bytes(self, layout: Layout) -> int:
+        """Bytes of a rank's samples, which lie on the device for a whole step."""
+        shapes = batch_shapes(self.blueprint, self.recipe.data).values()
+        return self._share(layout) * sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+
     def micro_batch_sizes(self, strategy: Strategy) -> list[int]:
-        """Micro-batch sizes to try, largest first: the rank's share of the batch in 1, 2, 4, ... passes."""
+        """Micro-batch sizes to try, largest first: the rank's share of the batch in 1, 2, 4, ... passes.
+
+        At most MOST_PASSES.
+        """
         if MICRO_BATCH_SIZE.key in self.recipe.strategy:
             return [strategy[MICRO_BATCH_SIZE]]
-        layout = layout_of(strategy, self.cluster.world_size)
-        share = -(-self.recipe.batch_size // (layout.degree("replicate") * layout.degree("shard")))
-        passes, sizes = 1, []
-        while True:
-            size = -(-share // passes)
-            sizes.append(size)
-            if size == 1:
-                return list(dict.fromkeys(sizes))
-            passes *= 2
+        share = self._share(layout_of(strategy, self.cluster.world_size))
+        passes = (2**power for power in range(MOST_PASSES.bit_length()))
+        most = MOST_TOKENS // self.recipe.data.sequence_length
+        return list(dict.fromkeys(max(1, min(-(-share // count), most)) for count in passes))
 
     # -- predictions and verdicts -------------------------------------------------------------------
 
     def may_fit(self, strategy: Strategy) -> bool:
         """Whether the lower bound is within the budget. Records the candidate when it is not."""
         layout, counts = layout_of(strategy, self.cluster.world_size), self.blueprint.parameter_counts()
-        if sum(counts) * MOST_PER_PARAMETER <= self.budget_bytes:
+        samples = self._sample_bytes(layout)
+        if sum(counts) * MOST_PER_PARAMETER + samples <= self.budget_bytes:
             return True
-        least = least_state_bytes(counts, strategy, layout, self.recipe, self.cluster)
+        least = least_state_bytes(counts, strategy, layout, self.recipe, self.cluster) + samples
         if least <= self.budget_bytes:
             return True
-        reason = f"weights and optimizer state alone take at least {format_bytes(least)}"
+        reason = f"weights, optimizer state and a step's samples alone take at least {format_bytes(least)}"
         self._record(strategy, least, 0.0, "does not fit", reason, "at least")
         return False
 
@@ -130,17 +142,30 @@ class Predictor:
         budget: int | None = None,
         ranks: Sequence[int] | None = None,
     ) -> Prediction:
-        """Predict the worst rank without a verdict; against the device's capacity unless a budget is given."""
-        return predict_worst(
-            self.recipe,
-            self.blueprint,
-            strategy,
-            self.cluster,
-            quick=quick,
-            budget=budget,
-            ranks=ranks,
-            seen=self._quick,
-        )
+        """Predict the worst rank without a verdict; against the device's capacity unless a budget is given.
+
+        Raises RecipeError for tensors of more bytes than a 64-bit integer counts.
+        """
+        try:
+            return predict_worst(
+                self.recipe,
+                self.blueprint,
+                strategy,
+                self.cluster,
+                quick=quick,
+                budget=budget,
+                ranks=ranks,
+                seen=self._quick,
+            )
+        except RuntimeError as error:
+            if "overflow" not in str(error):
+                raise
+            line = one_line(strategy, layout_of(strategy, self.cluster.world_size), self.recipe.batch_size)
+            raise RecipeError(
+                "a tensor of this model has more bytes than 64 bits count",
+                where=line,
+                fix="lower the model's dimensions, data.sequence_length or strategy.micro_batch_size",
+            ) from error
 
     def fits(self, found: Prediction) -> bool:
         """Whether a prediction is within the budget and its share of host memory."""

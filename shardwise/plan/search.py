@@ -39,6 +39,9 @@ from shardwise.technique import (
     strategy_from,
 )
 
+_MARGIN = 1.1
+"""For memory that does not grow in proportion to the micro-batch, such as rounding to pages."""
+
 
 def plan_for(recipe: Recipe, blueprint: Blueprint, cluster: Cluster, *, compare: bool = True) -> Plan:
     """Check the settings that the recipe pins and choose the others.
@@ -87,9 +90,14 @@ def _that_fit(predictor: Predictor, strategy: Strategy) -> Iterator[tuple[Predic
     sizes = predictor.micro_batch_sizes(strategy)
     if not predictor.may_fit(strategy.with_values(micro_batch_size=sizes[-1])):
         return
+    largest = float(sizes[0])
     for size in sizes:
+        if size > largest:
+            continue
         trial = strategy.with_values(micro_batch_size=size)
         quick = predictor.predict(trial, quick=True)
+        # Memory is a constant and a part that grows at most in proportion, so a larger size than this cannot fit.
+        largest = size * _MARGIN * predictor.budget_bytes / quick.sum_bytes
         if predictor.might_fit(quick):
             full = predictor.predict(trial, quick=False)
             if predictor.fits(full):

@@ -20,6 +20,8 @@ from shardwise.recipe.sections import ModelSpec, Recipe
 from shardwise.recipe.yaml_source import Document, KeyPath, describe
 
 _BYTES = 256
+MOST_TOKENS = 2**32
+"""Tokens of a micro-batch on one rank: no machine holds more, and a plan counts them in 64 bits."""
 
 
 def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
@@ -27,6 +29,7 @@ def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     yield from _one_name(recipe.model, document)
     yield from _arguments(recipe.model)
     yield from _model_and_data(recipe, document)
+    yield from _micro_batch(recipe, document)
     yield from _records(recipe, document)
     yield from _hardware(recipe, document)
     yield from _schedule(recipe, document)
@@ -112,6 +115,14 @@ def _model_and_data(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         path = _last_written(document, ("model", "vocab"), ("data", "tokenizer"))
         why = f"vocab is {dimensions.vocab}, and a byte has {_BYTES} values"
         yield Complaint(path, "the vocabulary is too small for bytes", why, f"write vocab: {_BYTES}")
+
+
+def _micro_batch(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    size, length = recipe.strategy.get("micro_batch_size", 1), recipe.data.sequence_length
+    if size * length > MOST_TOKENS:
+        path = _last_written(document, ("strategy", "micro_batch_size"), ("data", "sequence_length"))
+        why = f"{size:,} sequences of {length:,} tokens are more than {MOST_TOKENS:,}"
+        yield Complaint(path, "a micro-batch is too large", why, "lower one of them")
 
 
 def _records(recipe: Recipe, document: Document) -> Iterator[Complaint]:

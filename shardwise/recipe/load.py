@@ -44,6 +44,8 @@ def _sections(optional: bool) -> dict[str, type[Section]]:
 _ALWAYS = _sections(optional=False)
 SECTIONS: Mapping[str, type[Section]] = {**_ALWAYS, **_sections(optional=True)}
 
+_COMPARED = 100
+"""Unknown keys that are compared with the known ones; a file with more is no misspelled recipe."""
 _EXAMPLES = {"model": "model: {preset: ...}", "steps": "steps: 100", "batch_size": "batch_size: 16"}
 _DIMENSIONS = (
     "family", "layers", "width", "heads", "kv_heads", "ffn", "vocab", "context", "tied", "rope_theta",
@@ -136,10 +138,12 @@ def _parse_strategy(pins: Any, settings: Sequence[Setting[Any]]) -> tuple[dict[s
         return {}, [_complaint_of_section("strategy", pins)]
     known = {setting.key: setting for setting in settings}
     parsed, complaints = dict[str, object](), list[Complaint]()
+    homes = _homes(settings)
     for key, value in pins.items():
         path = ("strategy", str(key))
         if key not in known:
-            complaints.append(unknown_key(path, list(known), _homes(settings)))
+            names = list(known) if len(complaints) < _COMPARED else []
+            complaints.append(unknown_key(path, names, homes))
         elif value is not None:
             try:
                 parsed[key] = known[key].parse(value)
@@ -159,15 +163,14 @@ def _complaint_of_section(name: str, found: object) -> Complaint:
 
 def _complaints(error: ValidationError, settings: Sequence[Setting[Any]]) -> Iterator[Complaint]:
     """Pydantic's faults as complaints. A misspelled key is not reported as missing, too."""
-    faults = error.errors(include_url=False)
+    faults, homes = error.errors(include_url=False), _homes(settings)
     meant = set[str]()
-    for fault in faults:
-        path = tuple(fault["loc"])
-        if fault["type"] == "extra_forbidden":
-            names = list(_section_at(path).model_fields)
-            if len(path) == 1 and (near := nearest(str(path[0]), names)):
-                meant.add(near)
-            yield unknown_key(path, names, _homes(settings))
+    unknown = [tuple(fault["loc"]) for fault in faults if fault["type"] == "extra_forbidden"]
+    for number, path in enumerate(unknown):
+        names = list(_section_at(path).model_fields) if number < _COMPARED else []
+        if len(path) == 1 and (near := nearest(str(path[0]), names)):
+            meant.add(near)
+        yield unknown_key(path, names, homes)
     for fault in faults:
         key = str(fault["loc"][-1])
         if fault["type"] == "missing" and len(fault["loc"]) == 1:

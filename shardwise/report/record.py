@@ -14,8 +14,9 @@ from pathlib import Path
 from shardwise.core.attempts import Interruption, interruptions
 from shardwise.core.errors import DataError
 from shardwise.core.json_file import decoded, parsed, read_bytes, read_json, read_text
-from shardwise.core.plan import Plan
+from shardwise.core.plan import Plan, read_plan
 from shardwise.core.run_files import Outcome, StepRecord
+from shardwise.technique import AXIS_NAMES, SETTINGS
 
 SETTLING_STEPS = 3
 """First steps, which are slower while memory is measured: left out of typical figures."""
@@ -87,7 +88,7 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         recipe=read_text(recipe),
-        plan=read_json(plan, Plan),
+        plan=read_plan(plan, SETTINGS, AXIS_NAMES),
         steps=_steps(folder / "metrics.jsonl"),
         outcome=read_json(report, Outcome) if report.exists() else None,
         interruptions=interruptions(folder),

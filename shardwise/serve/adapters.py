@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.adapter import FOLDER
+from shardwise.checkpoint.run_folder import ADAPTER
 from shardwise.core.errors import CheckpointError
 from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles
 from shardwise.model.lora import MAGNITUDE, A, B
@@ -80,8 +80,8 @@ def open_adapter(name: str, folder: Path) -> ServedAdapter:
     """
     if not folder.is_dir():
         raise CheckpointError("no such adapter", where=str(folder), why="there is no such folder")
-    if not (folder / CONFIG).is_file() and (folder / FOLDER / CONFIG).is_file():
-        folder = folder / FOLDER
+    if not (folder / CONFIG).is_file() and (folder / ADAPTER / CONFIG).is_file():
+        folder = folder / ADAPTER
     files = AdapterFiles(folder)
     rank, alpha = files.config.get("r"), files.config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.checkpoint import stream_weights
 from shardwise.checkpoint.run_folder import RECIPE
+from shardwise.checkpoint.saved_weights import stream_weights
 from shardwise.core.errors import CheckpointError, DataError, RecipeError
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.export.export_run import newest_of

@@ -59,6 +59,8 @@ AXES: tuple[Axis, ...] = tuple(
 )
 """The axes of the mesh, outermost first."""
 
+AXIS_NAMES = tuple(axis.name for axis in AXES)
+
 DATA_AXES = tuple(axis.name for axis in AXES if axis.samples)
 """Axes whose ranks read different samples."""
 

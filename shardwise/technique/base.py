@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.hardware.cluster import MOST_DEVICES
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
 
@@ -27,7 +28,14 @@ MICRO_BATCH_SIZE: Setting[int] = Setting(
     doc="micro-batch size: sequences per forward pass and rank; gradient accumulation makes up the rest of the batch",
     kind=int,
     minimum=1,
+    maximum=1_000_000_000,
 )
+
+
+MOST_PASSES = 2**16
+"""Micro-batches of a rank in one step, where a schedule lists them or the planner chooses their size."""
+MOST_RANKS = MOST_DEVICES
+"""The largest degree of a mesh axis."""
 
 
 class Technique(ABC):
@@ -104,7 +112,8 @@ def divides_world(setting: Setting[int]) -> Rule:
     def nearest(case: Case) -> dict[str, object]:
         value = case.strategy[setting]
         others = case.model_ranks // value
-        fitting = [d for d in range(1, value) if case.world_size % (d * others) == 0]
+        smaller = range(1, min(value, case.world_size + 1))
+        fitting = [d for d in smaller if case.world_size % (d * others) == 0]
         return {setting.key: fitting[-1]} if fitting else {}
 
     return Rule(

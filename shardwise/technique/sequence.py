@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardwise.core.strategy import Layout, Setting, Strategy
-from shardwise.technique.base import Axis, Dividing, divides_world
+from shardwise.technique.base import MOST_RANKS, Axis, Dividing, divides_world
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
@@ -36,6 +36,7 @@ SEQUENCE_PARALLEL: Setting[int] = Setting(
     doc="context parallelism (Ulysses or ring): number of ranks among which the tokens of each sequence are divided",
     kind=int,
     minimum=1,
+    maximum=MOST_RANKS,
 )
 
 SEQUENCE_METHOD: Setting[str] = Setting(
@@ -71,10 +72,11 @@ def _splits_heads(case: Case) -> bool:
 def _nearest(case: Case) -> Mapping[str, object]:
     """The largest smaller degree that breaks none of the rules here; the other method, where only that helps."""
     others = case.model_ranks // case.strategy[SEQUENCE_PARALLEL]
-    for degree in range(case.strategy[SEQUENCE_PARALLEL] - 1, 1, -1):
-        changed = _with(case, sequence_parallel=degree)
-        if case.world_size % (degree * others) == 0 and not _uneven(changed) and not _splits_heads(changed):
-            return {"sequence_parallel": degree}
+    for degree in range(min(case.strategy[SEQUENCE_PARALLEL] - 1, case.world_size), 1, -1):
+        if case.world_size % (degree * others) == 0:
+            changed = _with(case, sequence_parallel=degree)
+            if not _uneven(changed) and not _splits_heads(changed):
+                return {"sequence_parallel": degree}
     if _splits_heads(case) and not _uneven(_with(case, sequence_method="ring")):
         return {"sequence_method": "ring"}
     return {"sequence_parallel": 1}

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping
 
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.recipe.presets import Dimensions
-from shardwise.technique.base import Axis, Dividing, divides_world
+from shardwise.technique.base import MOST_RANKS, Axis, Dividing, divides_world
 from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
@@ -43,6 +43,7 @@ TENSOR_PARALLEL: Setting[int] = Setting(
     doc="tensor parallelism (Megatron): number of ranks among which heads, ffn and vocabulary are sharded",
     kind=int,
     minimum=1,
+    maximum=MOST_RANKS,
 )
 TENSOR_SEQUENCE_PARALLEL: Setting[str] = Setting(
     "tensor_sequence_parallel",

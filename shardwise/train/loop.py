@@ -13,7 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.checkpoint import restore_or_start
+from shardwise.checkpoint.adapter import leave
+from shardwise.checkpoint.checkpoint import on_rank_0, restore_or_start
+from shardwise.checkpoint.resume_checks import left_to_write
+from shardwise.checkpoint.run_folder import ADAPTER, CHECKPOINTS, REPORT
 from shardwise.checkpoint.saver import Saver
 from shardwise.core import heartbeat
 from shardwise.core.errors import Preempted
@@ -96,7 +99,7 @@ class Trainer:
 
     @property
     def _checkpoints(self) -> Path:
-        return self.job.folder / "checkpoints"
+        return self.job.folder / CHECKPOINTS
 
     def _restored(self) -> TrainState:
         """Load the newest checkpoint if there is one."""
@@ -116,7 +119,7 @@ class Trainer:
         """
         job, steps = self.job, self.job.recipe.steps
         if self.state.step >= steps:
-            say(f"nothing to do: {self.state.step} of {steps} steps are done")
+            self._end_again()
             return
         self.log.begin()
         self.recovery.begin(self.state, followed_oom(job.folder, job.plan))
@@ -127,6 +130,20 @@ class Trainer:
             self.saver.wait()
         self.recovery.close()
         self.log.end(self.meter.peak, self.state.tokens, self.stopwatch.collect())
+
+    def _end_again(self) -> None:
+        """All steps are done: write what an earlier process was killed before it wrote."""
+        folder, recipe = self.job.folder, self.job.recipe
+        checkpoint = self._checkpoints / f"step-{self.state.step}"
+        left = on_rank_0(lambda: left_to_write(recipe, folder, checkpoint))
+        say(
+            f"{self.state.step} of {recipe.steps} steps are done"
+            + (f"; writing {' and '.join(left)}" if left else "")
+        )
+        if ADAPTER in left:
+            leave(self.run, folder, checkpoint)
+        if REPORT in left:
+            self.log.end(self.meter.peak, self.state.tokens, None)
 
     def _train(self) -> None:
         """Step to the end of the run; after a rewind, again from the restored state."""
@@ -201,6 +218,7 @@ class Trainer:
         stop = self._finish(pending, validation_loss) or stop
         self._pending = None
         if self.pauses.saves(index, stop, suspicious=self.state.guard.burst is not None):
+            self.log.sync()
             self.saver.save(self.state)
         if stop and index + 1 < recipe.steps:
             self.saver.wait()

@@ -5,47 +5,77 @@ A rewind does not rewrite lines. The lines of the undone steps stay, and the ste
 all lines from that step on.
 
 A resumed run continues the file after the last line of the checkpoint's step. Later lines were trained but lost, and
-are cut off, as is a line that was half written when the process died.
+are cut off, as is a line that was half written when the process died. The shorter file replaces the old one by a
+rename, so a kill loses no line. Lines that are no records are left out, and the old file is kept under another name.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shardwise.core.json_file import plain
+from pydantic import ValidationError
+
+from shardwise.core.atomic_file import write_whole
+from shardwise.core.json_file import checked, plain, read_bytes
 from shardwise.core.run_files import StepRecord
+
+_Line = tuple[bytes, StepRecord]
 
 
 class MetricsFile:
-    """Appends step records. ``resumed`` is the step of the checkpoint that the run continues from; 0 starts anew."""
+    """Appends step records.
 
-    def __init__(self, path: Path, resumed: int) -> None:
-        kept = _until(resumed, _whole_lines(path)) if resumed else []
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    Attributes:
+        seconds: step times of this process.
+        before: records of the lines that the file had.
+    """
+
+    def __init__(self, path: Path, resumed: int, warn: Callable[[str], None] = lambda line: None) -> None:
+        """``resumed``: the step of the checkpoint that the run continues from; 0 starts anew."""
+        raw = read_bytes(path) if path.exists() else b""
+        lines = list(_records(raw)) if resumed else []
+        if any(record is None for _, record in lines):
+            aside = path.with_name(f"damaged-{path.name}")
+            write_whole(aside, raw)
+            warn(f"{path.name} has lines that are no records of steps; they are in {aside.name} only")
+        kept = _until(resumed, [(line, record) for line, record in lines if record is not None])
+        content = b"".join(line + b"\n" for line, _ in kept)
+        if content != raw:
+            write_whole(path, content)
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self.seconds: list[float] = []
+        self.before = [record for _, record in kept]
 
     def write(self, metrics: StepRecord) -> None:
         values = {key: value for key, value in plain(metrics).items() if value is not None}
         self._file.write(json.dumps(values) + "\n")
         self.seconds.append(metrics.seconds)
 
+    def sync(self) -> None:
+        """Write the lines so far to the disk, before a checkpoint of their last step."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
 
-def _whole_lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1].splitlines()
+def _records(raw: bytes) -> Iterator[tuple[bytes, StepRecord | None]]:
+    """The whole lines of a file with their records; None for a line that is no record."""
+    for line in raw.split(b"\n")[:-1]:
+        if line.strip():
+            try:
+                yield line, checked(line, StepRecord)
+            except ValidationError:
+                yield line, None
 
 
-def _until(step: int, lines: list[str]) -> list[str]:
+def _until(step: int, lines: list[_Line]) -> list[_Line]:
     """The lines up to the last line of ``step``; without such a line, the lines of earlier steps."""
-    steps = [json.loads(line)["step"] for line in lines]
+    steps = [record.step for _, record in lines]
     if step in steps:
         return lines[: len(steps) - steps[::-1].index(step)]
     return [line for line, number in zip(lines, steps, strict=True) if number <= step]

@@ -29,7 +29,9 @@ class RunLog:
         self._started = self._lap_began = time.perf_counter()
         self.validation_loss: float | None = None
         if self._writes:
-            self._metrics = MetricsFile(folder / "metrics.jsonl", resumed)
+            self._metrics = MetricsFile(folder / "metrics.jsonl", resumed, warn)
+            losses = [record.held_out_loss for record in self._metrics.before]
+            self.validation_loss = next((loss for loss in reversed(losses) if loss is not None), None)
             self._progress = Progressing(steps, resumed)
 
     def begin(self) -> None:
@@ -51,11 +53,16 @@ class RunLog:
             self._metrics.write(record)
             self._progress.show(record, peak.allocated)
 
+    def sync(self) -> None:
+        """A checkpoint will be saved: write the steps before it to the disk."""
+        if self._writes:
+            self._metrics.sync()
+
     def end(self, peak: Measured, tokens: int, passes: PassesRecord | None) -> None:
         """Write ``report.json``. All ranks call it together.
 
         Args:
-            peak: of this rank.
+            peak: of this rank; 0 if it made no step, because an earlier process made all of them.
             tokens: targets that the run was trained on.
             passes: the timed passes of ranks that hold different blocks.
         """
@@ -65,7 +72,8 @@ class RunLog:
             return
         self._progress.close()
         self._metrics.close()
-        plan, seconds = self._plan, self._metrics.seconds
+        plan = self._plan
+        seconds = self._metrics.seconds or [record.seconds for record in self._metrics.before]
         outcome = Outcome(
             ranks=tuple(
                 RankMemory(rank, plan.predicted_allocated(rank), each.allocated, each.reserved)

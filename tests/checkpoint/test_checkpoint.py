@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shardwise.checkpoint.checkpoint import latest, load_weights, restore, save
+from shardwise.checkpoint.checkpoint import latest, restore, save
+from shardwise.checkpoint.saved_weights import load_weights
 from shardwise.core.errors import CheckpointError, DataError
 from shardwise.engine.guard import Burst, GuardState
 from shardwise.engine.train_state import TrainState

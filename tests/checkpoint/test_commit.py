@@ -21,7 +21,7 @@ from shardwise.core.errors import ResourceError
 from shardwise.engine.run import Run
 from shardwise.engine.train_state import TrainState
 from tests.harness.pool import Pool
-from tests.harness.tiny_run import equal, flip, make_run, names, saved_as, train, unexpected, whole
+from tests.harness.tiny_run import MODEL, equal, flip, make_run, names, saved_as, train, unexpected, whole
 
 WEIGHTS_0 = "weights-00000.safetensors"
 
@@ -179,13 +179,13 @@ def full_disk(folder: Path, rank: int) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_is_an_error_on_every_rank_and_harms_nothing(
+def test_a_file_that_cannot_grow_is_an_error_on_every_rank_and_harms_nothing(
     pool: Pool, tmp_path: Path, rank: int
 ) -> None:
     for line in pool.run(2, full_disk, tmp_path, rank):
         assert line.startswith(f"error: cannot write the checkpoint ({tmp_path}): ")
         assert "KiB needed" in line
-        assert "free" in line
+        assert "ulimit -f" in line
     assert latest(tmp_path) == tmp_path / "step-2"
 
 
@@ -233,3 +233,30 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(ResourceError, match="cannot write the checkpoint"):
         commit.prepare(tmp_path / "checkpoints")
+
+
+def needed_and_written(folder: Path, stage: int) -> tuple[int, int]:
+    """Bytes that a save asks room for, and those of its files."""
+    asked: list[int] = []
+    make = commit.stage
+    commit.stage = lambda where, step, needed: (asked.append(needed), make(where, step, needed))[1]
+    try:
+        path = save(make_run(stage, model={**MODEL, "width": 64}), TrainState(1, 0), folder, 1)
+    finally:
+        commit.stage = make
+    return sum(asked), sum(file.stat().st_size for file in path.iterdir())
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 0), (2, 3), (4, 3)])
+def test_a_save_asks_for_the_bytes_that_it_writes(
+    pool: Pool, tmp_path: Path, world_size: int, stage: int
+) -> None:
+    needed, written = pool.run(world_size, needed_and_written, tmp_path, stage)[0]
+    assert 0.95 * written <= needed <= written
+
+
+def test_the_names_of_new_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path_of(descriptor)))
+    commit.prepare(tmp_path / "runs" / "one" / "checkpoints")
+    assert {str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "one")} <= set(synced)

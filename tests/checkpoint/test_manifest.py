@@ -9,12 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 
 from shardwise.checkpoint import manifest as manifests
-from shardwise.checkpoint.checkpoint import latest, load_weights, restore
+from shardwise.checkpoint.checkpoint import latest, restore
 from shardwise.checkpoint.manifest import FileEntry, Manifest, TensorEntry, TensorPiece
+from shardwise.checkpoint.saved_weights import load_weights
 from shardwise.core.errors import CheckpointError
 from shardwise.core.json_file import plain
 from shardwise.engine.train_state import TrainState
@@ -206,6 +210,9 @@ def test_every_single_bit_of_a_manifest_counts() -> None:
 
 
 PIECE = [0, [0], [4]]
+HOLE = [[0, [0], [2]], [1, [1], [2]]]
+"""As many elements as the tensor: one twice, and one missing."""
+CROSSED = [[0, [0, 0], [2, 2]], [1, [0, 1], [1, 2]], [1, [1, 2], [1, 2]]]
 
 
 @pytest.mark.parametrize(
@@ -229,6 +236,13 @@ PIECE = [0, [0], [4]]
         ({"tensors": {"x": {"dtype": "F32", "shape": [4], "pieces": [[7, [0], [4]]]}}}, "malformed"),
         ({"tensors": {"x": {"dtype": "F32", "shape": [4], "pieces": [[0, [0, 0], [4]]]}}}, "not within"),
         ({"tensors": {"x": {"dtype": "F32", "shape": [4], "pieces": []}}}, "do not make the tensor"),
+        ({"tensors": {"x": {"dtype": "F32", "shape": [4], "pieces": HOLE}}}, "do not make the tensor"),
+        ({"tensors": {"x": {"dtype": "F32", "shape": [2, 4], "pieces": CROSSED}}}, "do not make the tensor"),
+        ({"tensors": {"x": {"dtype": "U128", "shape": [4], "pieces": [PIECE]}}}, "not a dtype"),
+        ({"tensors": {"x": {"dtype": None, "shape": [4], "pieces": [PIECE]}}}, "dtype"),
+        ({"tensors": {"x": {"dtype": "F32", "shape": [10**18] * 2, "pieces": [PIECE]}}}, "too large"),
+        ({"tensors": {"x": {"dtype": "F32", "shape": [1] * 99, "pieces": [PIECE]}}}, "too large"),
+        ({"world_size": 0}, "world_size: "),
         ({"format": 1}, "its format is 1, this version reads 2"),
     ],
 )
@@ -260,3 +274,53 @@ def test_no_file_of_ours_unpickles() -> None:
         text = (Path(manifests.__file__).parent / name).read_text()
         assert "torch.load" not in text
         assert "import pickle" not in text
+
+
+def covered(shape: tuple[int, ...], pieces: list[TensorPiece]) -> bool:
+    """Whether boxes cover each element once, by counting."""
+    counts = np.zeros(shape, int)
+    for piece in pieces:
+        counts[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))] += 1
+    return bool((counts == 1).all())
+
+
+@hypothesis.given(st.data())
+def test_pieces_make_a_tensor_exactly_if_they_cover_each_element_once(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3), label="shape"))
+    pieces = [TensorPiece("f", (0,) * len(shape), shape)]
+    for _ in range(data.draw(st.integers(0, 4), label="cuts")):  # cut a piece in two, or move it
+        piece = pieces.pop(data.draw(st.integers(0, len(pieces) - 1)))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        at = data.draw(st.integers(0, piece.sizes[dim]))
+        rest = piece.sizes[dim] - at
+        first = piece._replace(sizes=(*piece.sizes[:dim], at, *piece.sizes[dim + 1 :]))
+        start = (*piece.offsets[:dim], piece.offsets[dim] + at, *piece.offsets[dim + 1 :])
+        second = TensorPiece("f", start, (*piece.sizes[:dim], rest, *piece.sizes[dim + 1 :]))
+        if data.draw(st.booleans()) and first.offsets[dim] + 1 + at <= shape[dim]:
+            moved = (*first.offsets[:dim], first.offsets[dim] + 1, *first.offsets[dim + 1 :])
+            first = first._replace(offsets=moved)
+        pieces += [first, second]
+    assert manifests._tiles(shape, pieces) == covered(shape, pieces)
+
+
+@pytest.mark.parametrize("changes", [{"files": {}, "tensors": {}}, {"strategy": {"precision": "fp7"}}])
+def test_a_checkpoint_that_was_changed_and_sealed_again(folder: Path, changes: dict[str, Any]) -> None:
+    path = folder / "step-2" / "manifest.json"
+    body = json.loads(path.read_bytes())
+    del body["xxh3_128"]
+    path.write_bytes(manifests._sealed(body | changes))
+    with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
+        load_weights(folder / "step-2")
+
+
+def test_a_tensor_larger_than_its_file_is_never_allocated(folder: Path) -> None:
+    path = folder / "step-2" / "manifest.json"
+    body = json.loads(path.read_bytes())
+    del body["xxh3_128"]
+    entry = next(iter(body["tensors"].values()))
+    rank = len(entry["shape"])
+    entry["shape"] = [2**50, *entry["shape"][1:]]
+    entry["pieces"] = [[0, [0] * rank, entry["shape"]]]
+    path.write_bytes(manifests._sealed(body))
+    with pytest.raises(CheckpointError, match="files are smaller than its tensors"):
+        load_weights(folder / "step-2")

@@ -9,13 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from shardwise.checkpoint.checkpoint import restore, save, start
-from shardwise.checkpoint.resume_checks import candidates, check_start, finished
+from shardwise.checkpoint.resume_checks import candidates, check_start, finished, left_to_write
+from shardwise.checkpoint.run_folder import SAVED_AS
 from shardwise.core.errors import CheckpointError, DataError, RecipeError, ShardwiseError
+from shardwise.core.file_hash import hash_of
 from shardwise.data import tokenizer as tokenizers
 from shardwise.engine.train_state import TrainState
+from shardwise.model.files.peft import write_adapter
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.sections import Recipe
 from tests.harness.commands import Shell
@@ -255,6 +259,8 @@ def test_a_run_is_finished_by_its_newest_whole_checkpoint(pool: Pool, tmp_path: 
     pool.run(1, saved, tmp_path / "checkpoints", 3, 1, 3)  # the newest are of steps 2 and 3
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe_of(VALUES)), encoding="utf-8")
 
+    (tmp_path / "report.json").write_text("{}", encoding="utf-8")
+
     def said(*steps: int) -> list[str]:
         return [finished(recipe_of({**VALUES, "steps": count}), tmp_path) for count in steps]
 
@@ -361,3 +367,32 @@ def command(shell: Shell, folder: Path, out: str, *overrides: str, code: int = 0
 def curve(out: Path) -> list[tuple[int, str, float]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [(line["step"], line["loss"].hex(), line["learning_rate"]) for line in lines]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"model: {}\n", b"steps: [\n"])
+def test_a_recipe_that_cannot_be_read_does_not_switch_the_checks_off(tmp_path: Path, content: bytes) -> None:
+    step = tmp_path / "checkpoints" / "step-1"
+    step.mkdir(parents=True)
+    (step / "manifest.json").touch()
+    (tmp_path / "recipe.yaml").write_bytes(content)
+    with pytest.raises(CheckpointError, match="the recipe of the run in this folder cannot be read"):
+        check_start(recipe_of(VALUES), tmp_path)
+
+
+def test_a_run_that_lacks_its_report_or_its_adapter_is_not_finished(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, saved, tmp_path / "checkpoints", 3, 1, 1)
+    recipe = recipe_of({**VALUES, "steps": 1})
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    assert finished(recipe, tmp_path) == ""
+    (tmp_path / "report.json").write_text("{}", encoding="utf-8")
+    assert finished(recipe, tmp_path).startswith("nothing to do")
+    adapted = recipe_of({**VALUES, "steps": 1, "adapter": {}})
+    checkpoint, tensors = tmp_path / "checkpoints" / "step-1", {"x": torch.zeros(1)}
+    assert left_to_write(adapted, tmp_path, checkpoint) == ["adapter"]
+    for entries, left in (
+        ({}, ["adapter"]),
+        ({SAVED_AS: "0" * 32}, ["adapter"]),
+        ({SAVED_AS: hash_of(checkpoint / "manifest.json")}, []),
+    ):
+        write_adapter(tmp_path / "adapter", tensors, {}, None, entries)
+        assert left_to_write(adapted, tmp_path, checkpoint) == left

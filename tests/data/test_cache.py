@@ -213,3 +213,19 @@ def test_tokens_take_the_narrowest_type(tmp_path: Path, monkeypatch: pytest.Monk
         cache = opened(tmp_path / f"cache{vocab}", str(tmp_path / "a.txt"))
         assert cache.tokens.itemsize == size
         assert np.array_equal(cache.tokens, [97, 98, 99, 0])
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "header.json"])
+def test_one_changed_bit_is_found_at_the_start_of_a_run(tmp_path: Path, name: str) -> None:
+    """The launcher verifies; ranks, which open the cache next, do not read it all."""
+    source = Counted(tmp_path / "log", [b"some text"] * 50)
+    digest = open_cache(source, BYTES, tmp_path / "cache", verify=True).header.digest
+    path = complete(tmp_path / "cache")[0] / name
+    whole = path.read_bytes()
+    for position in (0, len(whole) // 2, len(whole) - 1):
+        changed = bytearray(whole)
+        changed[position] ^= 1
+        path.write_bytes(changed)
+        assert open_cache(source, BYTES, tmp_path / "cache", verify=True).header.digest == digest
+        assert path.read_bytes() == whole
+    assert len((tmp_path / "log").read_text().splitlines()) == 4

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.core.errors import DataError
+from shardwise.data.readers import read_file, read_records
 
 GOOD = b'{"text": "a line that is fine, and long enough for a sequence or two"}\n'
 
@@ -195,3 +196,15 @@ def test_what_is_unusual_but_not_malformed_is_read(tmp_path: Path, opened: Calla
     ]
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     assert opened(tmp_path / "a.jsonl", held_out=0.0).train_sequences > 500_000  # type: ignore[attr-defined]
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for key in ("text", "other"):
+        with pytest.raises(DataError, match="two columns are named 'text'"):
+            list(read_file(tmp_path / "a.parquet", key))
+    with pytest.raises(DataError, match="two columns are named 'text'"):
+        list(read_records(tmp_path / "a.parquet", ["text"]))

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.checkpoint.checkpoint import SavedWeights, latest, save
+from shardwise.checkpoint.checkpoint import latest, save
+from shardwise.checkpoint.saved_weights import SavedWeights
 from shardwise.cli.main import run as run_cli
 from shardwise.core.errors import CheckpointError, RecipeError, ResourceError, ShardwiseError
 from shardwise.engine.build import build

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import DiskSpace, HostMemory, Plan, PlannedPeak, StepEstimate
-from shardwise.core.strategy import Layout
 from shardwise.core.units import GiB
-from shardwise.technique import strategy_from
+from shardwise.technique import layout_of, strategy_from
 
 
 def small_plan() -> Plan:
@@ -33,7 +32,7 @@ def small_plan() -> Plan:
         timeline=(),
         host=HostMemory(Ledger(), 0),
         disk=DiskSpace(0),
-        layout=Layout(()),
+        layout=layout_of(strategy_from({}), 1),
         devices_per_node=1,
         pipeline=None,
     )

@@ -299,3 +299,35 @@ def test_a_failed_download_is_one_line() -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("error: the model cannot be downloaded (model.hf: org/no-such-model): ")
     assert ran.stdout.count("\n") == 1
+
+
+def _broken(folder: Path, **changes: Any) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "no_such_activation"},
+        {"rope_parameters": {"rope_type": "no_such_type", "rope_theta": 1e4}},
+        {"head_dim": 0},
+        {"num_attention_heads": 0},
+        {"text_config": {"vocab_size": 3}},
+        {"vocab_size": None},
+        {"hidden_size": 10**18},
+        {"num_hidden_layers": 10**9},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_config_that_transformers_does_not_check(saved: Any, changes: dict[str, Any]) -> None:
+    folder = _broken(saved(_configs()["llama"]), **changes)
+    with pytest.raises(RecipeError, match=r"config\.json is not valid|not a causal language model"):
+        HuggingFaceModel(str(folder), 24).parameter_count()
+
+
+def test_a_config_that_is_nested_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(RecipeError, match=r"config\.json cannot be read"):
+        HuggingFaceModel(str(tmp_path), 24)

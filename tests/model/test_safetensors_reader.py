@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.core.errors import CheckpointError
 from shardwise.model.files import safetensors_reader as weights
+from shardwise.model.files.peft import AdapterFiles, write_adapter
 from shardwise.model.hf import HuggingFaceModel
 
 transformers = pytest.importorskip("transformers")
@@ -128,3 +129,34 @@ def test_damaged_folders(damage: Any, says: str, saved: Any, whole: Any) -> None
     with pytest.raises(CheckpointError, match=says) as caught:
         whole(HuggingFaceModel(str(folder), 24))
     assert "\n" not in caught.value.line()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float8_e4m3fn, torch.bool])
+def test_integers_are_not_weights(saved: Any, whole: Any, dtype: torch.dtype) -> None:
+    folder = saved(_configs()["llama"])
+    head = "lm_head.weight"
+    _edit(folder, lambda tensors: tensors.update({head: tensors[head].to(dtype)}))
+    with pytest.raises(CheckpointError, match=f"tensor {head} is not of weights"):
+        whole(HuggingFaceModel(str(folder), 24))
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 200_000, json.dumps({"weight_map": {"x": "a" * 300 + ".safetensors"}})]
+)
+def test_an_index_that_leads_nowhere(tmp_path: Path, content: str) -> None:
+    (tmp_path / weights.INDEX).write_text(content)
+    with pytest.raises(CheckpointError):
+        weights.WeightFiles(tmp_path)
+
+
+def test_an_adapter_s_config_that_is_nested_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match="config cannot be read"):
+        AdapterFiles(tmp_path)
+
+
+def test_an_adapter_of_integers(tmp_path: Path) -> None:
+    tensors = {f"layers.0.q_proj.lora_{part}.weight": torch.ones(2, 2, dtype=torch.int8) for part in "AB"}
+    write_adapter(tmp_path, tensors, {"peft_type": "LORA", "r": 2, "lora_alpha": 2}, None)
+    with pytest.raises(CheckpointError, match="is not of weights"):
+        AdapterFiles(tmp_path)

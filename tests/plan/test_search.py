@@ -10,10 +10,11 @@ import pytest
 from shardwise.core.errors import RecipeError
 from shardwise.core.json_file import parsed
 from shardwise.core.plan import Plan
+from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.plan.predict import predict
-from shardwise.plan.predictor import RESERVE
+from shardwise.plan.predictor import RESERVE, Predictor
 from shardwise.plan.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
@@ -176,3 +177,20 @@ def test_resharding_llama_3_8b_saves_what_was_published() -> None:
         strategy = strategy_from({"precision": "bf16", "zero_stage": stage, "micro_batch_size": 1})
         peaks.append(predict(asked, blueprint, strategy, cluster, quick=True).sum_bytes)
     assert (peaks[0] - peaks[1]) / 2**30 == pytest.approx(12.59, rel=0.01)
+
+
+def test_a_batch_of_any_size_takes_few_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each power of two was predicted, and each micro-batch's samples allocated by themselves."""
+    predicted: list[int] = []
+    predict_one = Predictor.predict
+
+    def counted(self: Predictor, strategy: Strategy, **how: Any) -> Any:
+        predicted.append(strategy[MICRO_BATCH_SIZE])
+        return predict_one(self, strategy, **how)
+
+    monkeypatch.setattr(Predictor, "predict", counted)
+    assert not planned(recipe(batch_size=10**9, zero_stage=0, activation_checkpointing="none")).fits
+    assert len(predicted) <= 3
+    predicted.clear()
+    assert planned(recipe(batch_size=10**7, zero_stage=0, activation_checkpointing="none")).fits
+    assert len(predicted) <= 8

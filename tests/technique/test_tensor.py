@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.checkpoint.checkpoint import load_weights, restore, save
+from shardwise.checkpoint.checkpoint import restore, save
+from shardwise.checkpoint.saved_weights import load_weights
 from shardwise.core.cost import Collective, StepCost
 from shardwise.core.errors import RecipeError
 from shardwise.dryrun.run import DryRun, dry_run

@@ -169,6 +169,12 @@ def require_fit(reference: nn.Module, files: WeightFiles, sources: Sources, alia
                 why=f"{list(files.shapes[source])} in the file, {list(expected[name].shape)} in the model",
                 fix="check that config.json belongs to these weights",
             )
+        if expected[name].is_floating_point():
+            files.require_floating(source)
+    for name, conversion in sources.converted.items():
+        if expected[name].is_floating_point():
+            for _, source in conversion.sources:
+                files.require_floating(source)
     groups: dict[str, list[str]] = {}
     for name in expected:
         groups.setdefault(aliases.get(name, name), []).append(name)

@@ -55,6 +55,8 @@ class AdapterFiles(WeightFiles):
         self.shapes = {name.removeprefix(PREFIX): shape for name, shape in self.shapes.items()}
         self.kinds = {name.removeprefix(PREFIX): kind for name, kind in self.kinds.items()}
         self._files = {name.removeprefix(PREFIX): file for name, file in self._files.items()}
+        for name in self.shapes:
+            self.require_floating(name)
 
     def stored_name(self, name: str) -> str:
         return PREFIX + name
@@ -127,7 +129,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             "not an adapter's folder", where=str(folder), why=f"it has no {CONFIG}"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "the adapter's config cannot be read", where=str(path), why=str(error)
         ) from error
@@ -150,11 +152,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def write_adapter(
-    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], fingerprint: str | None
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    fingerprint: str | None,
+    entries: Mapping[str, str] | None = None,
 ) -> None:
-    """Write tensors, by canonical name, and a config into a new folder. Raises OSError."""
+    """Write tensors, by canonical name, and a config into a new folder. Raises OSError.
+
+    Args:
+        entries: more entries of the safetensors header; PEFT ignores them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    header = {"format": "pt"} | ({FINGERPRINT: fingerprint} if fingerprint else {})
+    header = {"format": "pt", **(entries or {})} | ({FINGERPRINT: fingerprint} if fingerprint else {})
     named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, folder / TENSORS, metadata=header)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ Refused: ``.bin`` and ``.pt`` files, which are pickles and run code when read.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ PIECE = 64 * 2**20
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights, as safetensors calls them. Integers and fp8 are quantized weights without their scales."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -56,6 +59,16 @@ class WeightFiles:
 
     def file_of(self, name: str) -> str:
         return str(self._files[name])
+
+    def require_floating(self, name: str) -> None:
+        """Raise CheckpointError if a tensor of weights has a dtype that is not of weights, such as I8."""
+        if (kind := self.kinds[name]) not in FLOATING:
+            raise CheckpointError(
+                f"tensor {name} is not of weights",
+                where=self.file_of(name),
+                why=f"its dtype is {kind}, and weights are {', '.join(FLOATING)}",
+                fix="copy the file again; quantized weights cannot be read",
+            )
 
     def stored_name(self, name: str) -> str:
         """The tensor's name in its file."""
@@ -114,7 +127,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         names = {str(name): str(file) for name, file in index.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             "the index of the weights cannot be read", where=str(path), why=str(error)
         ) from error
@@ -139,12 +152,14 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    if not file.is_file():
-        raise CheckpointError("a file of the weights is missing", where=str(file))
     try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise CheckpointError("a file of the weights is not a regular file", where=str(file))
         with safe_open(file, framework="pt", device="cpu") as opened:
             yield opened
-    except (SafetensorError, OSError) as error:
+    except FileNotFoundError as error:
+        raise CheckpointError("a file of the weights is missing", where=str(file)) from error
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             "a file of the weights is damaged",
             where=str(file),

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from shardwise.core.errors import RecipeError
 from shardwise.core.pipeline.schedule import orders, play
 from shardwise.core.strategy import Layout, Setting, Strategy
-from shardwise.technique.base import Axis, Dividing, divides_world
+from shardwise.technique.base import MICRO_BATCH_SIZE, MOST_PASSES, MOST_RANKS, Axis, Dividing, divides_world
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 from shardwise.technique.chunked_loss import LOSS
 from shardwise.technique.in_backward import OPTIMIZER_IN_BACKWARD
@@ -53,6 +53,7 @@ PIPELINE_PARALLEL: Setting[int] = Setting(
     doc="pipeline parallelism: number of ranks among which the blocks are divided into stages",
     kind=int,
     minimum=1,
+    maximum=MOST_RANKS,
 )
 
 PIPELINE_SCHEDULE: Setting[str] = Setting(
@@ -80,6 +81,7 @@ PIPELINE_STAGES_PER_RANK: Setting[int] = Setting(
     doc="stages per rank with the interleaved schedule (virtual pipeline stages); other schedules have one",
     kind=int,
     minimum=2,
+    maximum=MOST_RANKS,
 )
 
 
@@ -127,10 +129,16 @@ def _fewer_stages(case: Case) -> Mapping[str, object]:
     others = case.model_ranks // strategy[PIPELINE_PARALLEL]
     fitting = [
         ranks
-        for ranks in range(1, strategy[PIPELINE_PARALLEL])
+        for ranks in range(1, min(strategy[PIPELINE_PARALLEL], case.world_size + 1))
         if ranks * stages_per_rank(strategy) <= blocks and case.world_size % (ranks * others) == 0
     ]
     return {"pipeline_parallel": fitting[-1] if fitting else 1}
+
+
+def _passes(case: Case) -> int:
+    """Micro-batches of a rank in one step, where the recipe says their size."""
+    size = case.recipe.strategy.get(MICRO_BATCH_SIZE.key)
+    return 0 if size is None else -(-case.recipe.batch_size // (size * case.data_ranks))
 
 
 def _pipelined(broken: Callable[[Case], bool]) -> Callable[[Case], bool]:
@@ -143,6 +151,14 @@ def _without_activations(offload: str) -> str:
 
 RULES: tuple[Rule, ...] = (
     divides_world(PIPELINE_PARALLEL),
+    Rule(
+        key="micro_batch_size",
+        reason=f"the schedule of a pipeline lists its micro-batches, at most {MOST_PASSES:,} in a step",
+        broken=_pipelined(lambda case: _passes(case) > MOST_PASSES),
+        nearest=lambda case: {
+            "micro_batch_size": -(-case.recipe.batch_size // (MOST_PASSES * case.data_ranks))
+        },
+    ),
     Rule(
         key="pipeline_parallel",
         reason="a model from a factory does not declare the modules before, within and after its blocks",

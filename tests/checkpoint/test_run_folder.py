@@ -1,0 +1,73 @@
+"""The folder of a run: who may train in it, and a plan that is not one of this version."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.checkpoint.run_folder import claim, lacks_page, read_job, write_job
+from shardwise.core.errors import DataError, RecipeError
+from shardwise.recipe.load import recipe_of
+from shardwise.report.record import read_run
+from tests.harness.plans import small_plan
+
+
+def test_a_path_that_is_not_utf8_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    with pytest.raises(RecipeError, match="not UTF-8"), claim(folder):
+        pass
+    assert not folder.exists()
+
+
+def test_a_page_is_lacking_when_it_is_older_than_its_report(tmp_path: Path) -> None:
+    page, report = tmp_path / "report.html", tmp_path / "report.json"
+    assert lacks_page(tmp_path)
+    page.touch()
+    assert not lacks_page(tmp_path)
+    report.touch()
+    os.utime(page, ns=(0, 0))
+    assert lacks_page(tmp_path)
+
+
+def test_a_job_reads_back(tmp_path: Path) -> None:
+    recipe = recipe_of({"model": {"preset": "tiny"}, "steps": 1, "batch_size": 4})
+    write_job(tmp_path, recipe, small_plan())
+    assert read_job(tmp_path) == (recipe, small_plan())
+
+
+@pytest.mark.parametrize(
+    ("damage", "place"),
+    [
+        (lambda plan: plan["strategy"].pop("zero_stage"), "strategy"),
+        (lambda plan: plan["strategy"].update(zero_stage=7), "strategy.zero_stage"),
+        (lambda plan: plan["strategy"].update(micro_batch_size=[]), "strategy.micro_batch_size"),
+        (lambda plan: plan["strategy"].update(precision=None), "strategy.precision"),
+        (lambda plan: plan["strategy"].update(tensor_parallel=4), "strategy.tensor_parallel"),
+        (lambda plan: plan["layout"].pop("tensor"), "layout"),
+        (lambda plan: plan["layout"].update(pipeline=2), "layout"),
+    ],
+)
+def test_a_plan_of_other_settings_or_axes_is_refused(
+    tmp_path: Path, damage: Callable[[Any], None], place: str
+) -> None:
+    write_job(tmp_path, recipe_of({"model": {"preset": "tiny"}, "steps": 1, "batch_size": 4}), small_plan())
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    damage(plan)
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(DataError, match=place):
+        read_job(tmp_path)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_report_of_a_plan_without_an_axis_is_refused(tmp_path: Path, axis: str) -> None:
+    write_job(tmp_path, recipe_of({"model": {"preset": "tiny"}, "steps": 1, "batch_size": 4}), small_plan())
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    del plan["layout"][axis]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(DataError, match="layout"):
+        read_run(tmp_path)
