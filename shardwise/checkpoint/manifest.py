@@ -191,7 +191,8 @@ class Manifest:
         if body.get("format") != FORMAT:
             raise UnknownFormat(f"its format is {body.get('format')!r}, this version reads {FORMAT}")
         try:
-            manifest = checked(raw, cls, list(body.get("files") or ()))
+            files = body.get("files")
+            manifest = checked(raw, cls, list(files) if isinstance(files, dict) else [])
         except ValidationError as error:
             raise ValueError(f"a field is missing or malformed ({': '.join(fault_of(error))})") from None
         if {"format": FORMAT} | _plain(manifest) != body:

@@ -198,6 +198,8 @@ def _sealed(header: Header) -> bytes:
 def _unsealed(raw: bytes) -> Header:
     """The header in `header.json`. Raises ValueError, TypeError, LookupError or RecursionError if it has changed."""
     values = json.loads(raw)
+    if not isinstance(values, dict):
+        raise ValueError("the header is no JSON object")
     header = Header(**{key: value for key, value in values.items() if key != "xxh3_128"})
     if _sealed(header) != raw:
         raise ValueError("the header does not match its hash")

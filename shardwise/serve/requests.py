@@ -52,7 +52,7 @@ def _requests(path: Path, lines: list[str], sampling: Sampling) -> Iterator[Requ
         where = f"{path}:{number}"
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError("not a JSON object", where=where, why=str(error)) from error
         yield _request(value, where, sampling)
 
