@@ -47,7 +47,7 @@ VALUES = (
     "every:2", "every:0", "every:" + "9" * 500, "budget:0.5", "budget:9", "nvme:/tmp", "nvme:", "ring", "interleaved",
     "pipedream", "zero_bubble", "8xH100-80GB", "999999x999999xH100-80GB", "cpu", "h100", "é" * 200, "\u202e",
     "x" * 4096,
-    "package.module:function", "os:system", "../..", "~nobody/x",
+    "package.module:function", "os:system", "../..", "~no_such_user/x",
 )  # fmt: skip
 
 
