@@ -28,7 +28,8 @@ import psutil
 import torch
 from machine import described
 
-from shardwise.checkpoint.checkpoint import latest, load_weights
+from shardwise.checkpoint.checkpoint import latest
+from shardwise.checkpoint.saved_weights import load_weights
 from shardwise.core.attempts import interruptions
 
 RESULTS = Path(__file__).parent / "results"
