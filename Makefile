@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-unit test-all rows check lint types docs benchmark clean
+.PHONY: quickstart test test-unit test-all torture rows check lint types docs benchmark clean
 
 quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
 	$(BIN)/shardwise plan recipes/quickstart.yaml
@@ -21,6 +21,9 @@ test-unit: $(READY)  ## the tests that fork no ranks and run no command (2 minut
 
 test-all: $(READY)  ## all tests: also most pairs of settings, and 20 steps of each
 	$(BIN)/python -m pytest tests -m "" --parity-steps 20
+
+torture: $(READY)  ## 300 kills, 30 hangs, 1,000 bit flips, 7,000 malformed files: about an hour on 2 cores
+	$(BIN)/python -m tests.torture --out benchmarks/results/torture.json
 
 rows: $(READY)  ## write tests/rows/rows.json, the combinations of settings that tests train
 	$(BIN)/python -m tests.rows

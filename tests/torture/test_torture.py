@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.torture import bitflips, files, recipes
+from tests.harness.commands import Shell
+from tests.harness.pool import Pool
+from tests.torture import bitflips, files, kills, recipes
 from tests.torture.cases import tortured
 
 TOOLS = {"recipes": (recipes, 120, 500), "files": (files, 72, 200), "bitflips": (bitflips, 40, 100)}
@@ -24,6 +26,18 @@ def test_malformed_input_keeps_the_promises(name: str) -> None:
 @pytest.mark.parametrize("name", TOOLS)
 def test_much_malformed_input_keeps_the_promises(name: str) -> None:
     assert broken(name, TOOLS[name][2], seed=4) == []
+
+
+@pytest.mark.long
+def test_a_killed_run_ends_as_the_one_that_nobody_stopped(pool: Pool) -> None:
+    report = kills.chains(Shell(pool), 30, seed=2)
+    assert report["kills"] == 30 and not report["different"]
+
+
+@pytest.mark.long
+def test_every_layout_resumes_every_other(pool: Pool) -> None:
+    report = kills.pairs(Shell(pool), ("zero3", "tensor", "pipeline"))
+    assert report["within"], report
 
 
 def test_a_broken_promise_is_noticed() -> None:
