@@ -119,8 +119,8 @@ def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:
     return verifying.verify(recipe, cluster_of(recipe.cluster), _run_workers, plan=plan, steps=steps)[1]
 
 
-def _run_workers(processes: int, arguments: Sequence[str], logs: Path) -> None:
-    code, line = run_ranks(processes, arguments, logs)
+def _run_workers(processes: int, arguments: Sequence[str], logs: Path, *, saves: bool = True) -> None:
+    code, line = run_ranks(processes, arguments, logs, saves=saves)
     if code == Preempted.exit_code:
         why = "it was asked to stop, and has saved: the same call goes on from there"
         raise RankError("the run stopped", where=str(logs), why=why)

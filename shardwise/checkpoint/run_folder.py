@@ -160,11 +160,14 @@ def read_job(folder: Path) -> tuple[Recipe, Plan]:
 
 @contextmanager
 def scratch(prefix: str) -> Iterator[Path]:
-    """A temporary folder. After an exception it is kept without its weights, because its logs say why."""
+    """A temporary folder. After an exception it is kept without its weights, because its logs say why; not after a
+    signal (exit code 128 + N), which needs no explanation."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
-    except BaseException:
+    except BaseException as error:
+        if getattr(error, "exit_code", 0) > 128 or isinstance(error, KeyboardInterrupt):
+            shutil.rmtree(folder, ignore_errors=True)
         for weights in folder.glob("*.safetensors"):
             weights.unlink()
         raise

@@ -27,11 +27,11 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
-def run_workers(processes: int, arguments: Sequence[str], logs: Path) -> None:
+def run_workers(processes: int, arguments: Sequence[str], logs: Path, *, saves: bool = True) -> None:
     """Run workers to their end; rank 0 writes to this process's output. Raises typer.Exit when they fail."""
     from shardwise.launch.launcher import launch
 
-    if code := launch(processes, arguments, logs, _terminal()):
+    if code := launch(processes, arguments, logs, _terminal(), saves=saves):
         raise typer.Exit(code)
 
 

@@ -1,9 +1,10 @@
 """Learning-rate schedules: pure functions of the step, so that a resumed run needs no scheduler state.
 
-Warmup is linear and counts steps from 1, so that the first update is not wasted on a rate of zero. Cosine
-and linear decay end exactly at ``floor`` times the peak on the last step (Loshchilov & Hutter 2017).
+Warmup is linear and counts steps from 1, so that the first update is not wasted on a rate of zero. A decay would reach
+``floor`` times the peak one step after the last, so that the last update is not wasted either where ``floor`` is 0.
+From the end of the warmup on, cosine (Loshchilov & Hutter 2017) and linear decay are those of transformers' schedulers.
 
-Warmup-stable-decay (``wsd``; Hu et al. 2024, MiniCPM, arXiv 2404.06395) stays at the peak and falls to
+Warmup-stable-decay (``wsd``; Hu et al. 2024, MiniCPM, arXiv 2404.06395) stays at the peak and falls towards
 ``floor`` over its last ``decay`` steps. Before those, its rate does not depend on how long the run is, so one
 stable run can be branched into runs of any length (``checkpoint.start_from``). Chosen: the decay by
 1 - sqrt, which Hägele et al. 2024 (arXiv 2405.18392) found better than a linear one, and than a cosine, at
@@ -30,7 +31,7 @@ def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     start = steps - schedule.decay_steps(steps) if schedule.name == "wsd" else warmup
-    done = min(1.0, max(0.0, (step + 1 - start) / max(1, steps - start)))
+    done = min(1.0, max(0, step - start) / max(1, steps - start))
     return schedule.floor + (1 - schedule.floor) * _SHAPES[schedule.name](done)
 
 

@@ -22,9 +22,12 @@ class RunWorkers(Protocol):
         processes: how many to start, ranks 0 to ``processes`` - 1.
         arguments: of ``shardwise.worker``.
         logs: the folder for one log per rank.
+        saves: whether they save checkpoints, from which the same command goes on.
     """
 
-    def __call__(self, processes: int, arguments: Sequence[str], logs: Path) -> None: ...
+    def __call__(
+        self, processes: int, arguments: Sequence[str], logs: Path, *, saves: bool = True
+    ) -> None: ...
 
 
 def read(recipe_file: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster]:

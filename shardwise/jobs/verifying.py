@@ -27,7 +27,8 @@ def verify(
         steps: optimizer steps to compare.
 
     Raises:
-        ShardwiseError: the data or the plan was refused, or what ``run_workers`` raises; the logs are kept then.
+        ShardwiseError: the data or the plan was refused, or what ``run_workers`` raises; the logs are kept
+            then, unless a signal stopped it.
     """
     check_data(recipe)
     plan = plan or make_plan(recipe, cluster)
@@ -37,5 +38,5 @@ def verify(
     with scratch("shardwise-verify-") as folder:
         write_job(folder, shortened(recipe, steps), plan)
         for verb, processes in (("reference", 1), ("verify", plan.world_size)):
-            run_workers(processes, [verb, str(folder)], folder / "logs")
+            run_workers(processes, [verb, str(folder)], folder / "logs", saves=False)
         return plan, read_verdict(folder)

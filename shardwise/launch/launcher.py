@@ -43,12 +43,14 @@ def launch(
     arguments: Sequence[str],
     log_folder: Path,
     environment: Mapping[str, str] | None = None,
+    *,
+    saves: bool = True,
 ) -> int:
     """Run ``python -m shardwise.worker ARGUMENTS`` on ranks 0 to ``world_size`` - 1.
 
     Rank 0's standard output is passed through. All output of rank R is appended to ``log_folder``/rank-R.log. Stop
     signals (``stops.py``) are passed on to all ranks. ``environment`` overrides the variables of this process. A
-    failure is one line on standard error.
+    failure is one line on standard error, which advises to resume if the ranks save checkpoints (``saves``).
 
     Returns:
         0; 75 after the ranks saved and stopped; the code of the culprit's error line, or 5 without one and after a
@@ -58,7 +60,7 @@ def launch(
         ResourceError: the ranks cannot be started.
         OutOfMemory: a rank ran out of memory.
     """
-    code, line = run_ranks(world_size, arguments, log_folder, environment, aloud=True)
+    code, line = run_ranks(world_size, arguments, log_folder, environment, aloud=True, saves=saves)
     if line:
         print(line, file=sys.stderr, flush=True)
     return code
@@ -71,6 +73,7 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     *,
     aloud: bool = False,
+    saves: bool = True,
 ) -> tuple[int, str]:
     """Like ``launch``, but returns the exit code and the error line ("" without one) instead of printing the line.
 
@@ -83,7 +86,7 @@ def run_ranks(
             end(ranks)
     if ended is None:
         return max(rank.code or 0 for rank in ranks), ""
-    return verdict(ended, stops.numbers)
+    return verdict(ended, stops.numbers, saves)
 
 
 def start_process(command: Command) -> Process:

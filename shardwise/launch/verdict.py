@@ -10,18 +10,20 @@ from shardwise.launch.ranks import Rank
 from shardwise.launch.waiting import Ended
 
 _OURS = {kind.exit_code for kind in ShardwiseError.__subclasses__()}
-_RESUME = "run the same command to go on from the last checkpoint"
+_RESUME, _AGAIN = "run the same command to go on from the last checkpoint", "run the same command again"
 
 
-def verdict(ended: Ended, stops: list[int]) -> tuple[int, str]:
+def verdict(ended: Ended, stops: list[int], saves: bool = True) -> tuple[int, str]:
     """The exit code and the error line, after the launcher received ``stops``.
+
+    ``saves``: whether the ranks save checkpoints. If not, a stop needs no logs, and nothing can be resumed.
 
     A code is Shardwise's own only with an error line; user code may end a process with any code.
 
     Raises OutOfMemory.
     """
     if ended.hang is not None:
-        return _hung(ended, stops)
+        return _hung(ended, stops, saves)
     culprit = ended.culprit
     code, told = culprit.code or 0, culprit.heartbeat.read().line
     if told and code == OutOfMemory.exit_code and not stops:
@@ -30,15 +32,17 @@ def verdict(ended: Ended, stops: list[int]) -> tuple[int, str]:
         return code, told
     if -code in stops or (told and code == OutOfMemory.exit_code):
         number = -code if -code in stops else stops[-1]
-        what = f"stopped by {signal.Signals(number).name} before it could save"
-        return 128 + number, RankError(what, where=str(culprit), fix=_RESUME).line()
-    return RankError.exit_code, _lost(culprit, code).line()
+        what = f"stopped by {signal.Signals(number).name}"
+        if not saves:
+            return 128 + number, RankError(what, where=f"rank {culprit.rank}", fix=_AGAIN).line()
+        return 128 + number, RankError(f"{what} before it could save", where=str(culprit), fix=_RESUME).line()
+    return RankError.exit_code, _lost(culprit, code, _RESUME if saves else _AGAIN).line()
 
 
-def _lost(culprit: Rank, code: int) -> RankError:
+def _lost(culprit: Rank, code: int, resume: str) -> RankError:
     what, place = f"rank {culprit.rank} was lost", str(culprit)
     if code < 0:
-        return RankError(what, where=place, why=f"killed by {signal_name(-code)}", fix=_RESUME)
+        return RankError(what, where=place, why=f"killed by {signal_name(-code)}", fix=resume)
     if code == 0:
         why = "it ended with exit code 0 before its peers were done"
         return RankError(what, where=place, why=why, fix="look for os._exit or sys.exit in your code")
@@ -47,11 +51,11 @@ def _lost(culprit: Rank, code: int) -> RankError:
     return RankError(what, where=place, why=why, fix="see its log")
 
 
-def _hung(ended: Ended, stops: list[int]) -> tuple[int, str]:
+def _hung(ended: Ended, stops: list[int], saves: bool) -> tuple[int, str]:
     rank, hang = ended.culprit, ended.hang
     assert hang is not None
     what = f"rank {rank.rank} hung" + (f" in step {hang.step}" if hang.step else "")
-    logs = "the stacks are in the logs; the same command resumes"
+    logs = "the stacks are in the logs" + ("; the same command resumes" if saves else "")
     if stops:
         stopped = f"stopped by {signal.Signals(stops[-1]).name} before it could save, because {what}"
         return 128 + stops[-1], RankError(stopped, where=str(rank), why=hang.words(), fix=logs).line()

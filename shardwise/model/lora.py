@@ -5,7 +5,8 @@
 
 The scale is alpha / r, or alpha / √r if rank-stabilized; it multiplies A x, which is smaller than the result. A is
 uniform within 1 / √i (PEFT's kaiming with a = √5), B is zero and m is the row norm of W, so an adapted model starts
-equal to its base. The norm is a constant in the backward pass (section 4.3).
+equal to its base. The norm is a constant in the backward pass (section 4.3). Dropout is on the inputs of A; in dora
+also on those of W in what the magnitude adds, (m / |W + scale · B A| - 1) · W x, as in PEFT: a second product with W.
 
 An adapted layer keeps its names and adds linear layers with PEFT's names, ``q_proj.lora_A`` and ``q_proj.lora_B``. So
 weight files, seeds, tensor-parallel plans and checkpoints still match, and techniques shard A and B like other layers.
@@ -99,13 +100,15 @@ class LoraLinear(FrozenLinear):
         self.register_parameter(MAGNITUDE, magnitude)
 
     def forward(self, input: Tensor) -> Tensor:
-        thin = self.lora_A(F.dropout(input, self.dropout, self.training))
-        out = super().forward(input) + self.lora_B(thin * self.scale)
+        dropped = F.dropout(input, self.dropout, self.training)
+        base, change = super().forward(input), self.lora_B(self.lora_A(dropped) * self.scale)
+        out = base + change
         if self.lora_magnitude_vector is None:
             return out
         share = self.lora_magnitude_vector / self._norms(input.dtype)
+        whole = super().forward(dropped) + change if self.dropout and self.training else out
         # Written as a change of the sum, so that it is exactly zero at the start.
-        return out + (share - 1) * (out if self.bias is None else out - self.bias)
+        return out + (share - 1) * (whole if self.bias is None else whole - self.bias)
 
     @torch.no_grad()
     def _norms(self, dtype: torch.dtype) -> Tensor:

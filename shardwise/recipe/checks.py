@@ -169,6 +169,11 @@ def _hardware(recipe: Recipe, document: Document) -> Iterator[Complaint]:
 
 def _schedule(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     schedule, steps = recipe.schedule, recipe.steps
+    if schedule.warmup_steps(steps) >= max(steps, 2):
+        path = _last_written(document, ("schedule", "warmup"), ("steps",))
+        why = f"{schedule.warmup_steps(steps)} steps of warmup are not fewer than {steps}"
+        yield Complaint(path, "the warmup leaves no steps at the peak", why, "shorten it, or raise steps")
+        return
     if schedule.name != "wsd":
         if schedule.decay is not None:
             path = _last_written(document, ("schedule", "decay"), ("schedule", "name"))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, model_validator
 
 Quantize: TypeAlias = Literal["none", "nf4", "int8"]
 Scalar: TypeAlias = str | int | float | bool | None
@@ -174,7 +174,7 @@ class OptimizerSpec(Section):
     scale_learning_rate: ScalingSpec | None = None
     """scale the learning rate from the batch size for which it was tuned: {from_batch, rule}"""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
-    """decoupled weight decay, applied to matrices only"""
+    """decoupled weight decay, applied to matrices only; with an adapter the default is 0"""
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(_pair)] = (0.9, 0.95)
     """decay rates of the first and the second moment"""
     epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
@@ -195,7 +195,7 @@ class ScheduleSpec(Section):
     warmup: Annotated[int | float, BeforeValidator(_share)] = 0.03
     """warmup from 0: steps (a whole number) or a fraction of all steps (below 1)"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """learning rate at the last step, as a fraction of the peak"""
+    """end of the decay as a fraction of the peak: the step after the last would have this learning rate"""
     decay: Annotated[int | float, BeforeValidator(_share)] | None = None
     """length of wsd's decay to the floor: steps or a fraction of all steps; null is 0.1"""
 
@@ -268,15 +268,15 @@ class AdapterSpec(Section):
 
     name: Literal["lora", "dora"] = "lora"
     """lora: h = Wx + scale·B·A·x; dora also trains the magnitude of every row of W + scale·B·A"""
-    rank: Annotated[int, Field(ge=1, le=512)] = 16
-    """rank of the update: rows of A, columns of B"""
+    rank: Dimension = 16
+    """rank of the update: rows of A, columns of B; a rank of min(rows, columns) of a layer can express any update"""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
     """scale = alpha / rank"""
     targets: Annotated[str | tuple[str, ...], BeforeValidator(_targets)] = "all"
     """linear layers to adapt: attention, mlp or all; a list of names (the last parts of a module path); or a regular
     expression that matches a whole path"""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """dropout on the inputs of A"""
+    """dropout on the inputs of the adapter"""
     rank_stabilized: bool = False
     """scale = alpha / √rank (rsLoRA)"""
     learning_rate_ratio: Annotated[float, Field(gt=0, le=1e4)] = 1.0
@@ -345,3 +345,14 @@ class Recipe(Section):
     """checkpoints"""
     evaluation: EvaluationSpec = EvaluationSpec()
     """validation loss"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_decay(cls, values: Any) -> Any:
+        """Adapters are trained without weight decay unless the recipe asks for it, as by PEFT's examples and TRL."""
+        if not isinstance(values, Mapping) or values.get("adapter") is None:
+            return values
+        optimizer = values.get("optimizer", {})
+        if not isinstance(optimizer, Mapping) or "weight_decay" in optimizer:
+            return values
+        return {**values, "optimizer": {**optimizer, "weight_decay": 0.0}}

@@ -56,7 +56,8 @@ def shortened(recipe: Recipe, steps: int) -> Recipe:
     Rounding never makes warmup and decay together longer than the run if they were not before.
     """
     schedule = recipe.schedule
-    parts = {"warmup": -(-schedule.warmup_steps(recipe.steps) * steps // recipe.steps)}
+    warmup = -(-schedule.warmup_steps(recipe.steps) * steps // recipe.steps)
+    parts = {"warmup": min(warmup, max(1, steps - 1))}
     if schedule.name == "wsd":
         parts["decay"] = schedule.decay_steps(recipe.steps) * steps // recipe.steps
     changed = {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,12 +22,31 @@ def rates(**values: object) -> list[float]:
     return [multiplier(schedule, step, STEPS) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_decays_to_the_floor_on_the_last_step(name: str) -> None:
-    curve = rates(name=name, warmup=10, floor=0.1)
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_the_step_after_the_last_would_reach_the_floor(name: str, floor: float) -> None:
+    """So that the last update has a rate above 0 even where the floor is 0."""
+    schedule = ScheduleSpec.model_validate({"name": name, "warmup": 10, "floor": floor})
+    curve = [multiplier(schedule, step, STEPS) for step in range(STEPS + 1)]
     assert curve[9] == 1.0
-    assert curve[-1] == pytest.approx(0.1)
+    assert curve[-1] == pytest.approx(floor, abs=1e-12) and curve[-2] > floor
     assert all(a >= b for a, b in itertools.pairwise(curve[9:]))
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_decays_are_those_of_transformers(name: str) -> None:
+    """From the end of the warmup on; a warmup of transformers begins with a rate of 0."""
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    if name == "wsd":
+        theirs = optimization.get_wsd_schedule(
+            optimizer, 10, 30, num_stable_steps=60, min_lr_ratio=0.0, decay_type="1-sqrt"
+        )
+    else:
+        theirs = getattr(optimization, f"get_{name}_schedule_with_warmup")(optimizer, 10, STEPS)
+    ours = rates(name=name, warmup=10, floor=0.0, **({"decay": 30} if name == "wsd" else {}))
+    [rate] = theirs.lr_lambdas
+    assert ours[10:] == pytest.approx([rate(step) for step in range(10, STEPS)])
 
 
 def test_warmup_rises_in_equal_steps_and_never_is_zero() -> None:
@@ -34,7 +55,7 @@ def test_warmup_rises_in_equal_steps_and_never_is_zero() -> None:
 
 
 def test_cosine_is_halfway_in_the_middle() -> None:
-    assert multiplier(ScheduleSpec(warmup=0, floor=0.0), 49, 100) == pytest.approx(0.5)
+    assert multiplier(ScheduleSpec(warmup=0, floor=0.0), 50, 100) == pytest.approx(0.5)
 
 
 def test_constant_stays() -> None:
@@ -53,11 +74,11 @@ def test_warmup_as_a_fraction_and_beyond_the_run() -> None:
 def test_wsd_warms_up_stays_and_falls_by_one_minus_sqrt() -> None:
     curve = rates(name="wsd", warmup=10, decay=20, floor=0.1)
     assert curve[:2] == [0.1, 0.2]
-    assert set(curve[9:80]) == {1.0}
-    assert curve[80] == pytest.approx(0.1 + 0.9 * (1 - (1 / 20) ** 0.5))
-    assert curve[84] == pytest.approx(0.1 + 0.9 / 2)  # a quarter of the decay is half the way
-    assert curve[99] == pytest.approx(0.1)
-    assert all(a > b for a, b in itertools.pairwise(curve[79:]))
+    assert set(curve[9:81]) == {1.0}
+    assert curve[81] == pytest.approx(0.1 + 0.9 * (1 - (1 / 20) ** 0.5))
+    assert curve[85] == pytest.approx(0.1 + 0.9 / 2)  # a quarter of the decay is half the way
+    assert curve[99] == pytest.approx(0.1 + 0.9 * (1 - (19 / 20) ** 0.5))
+    assert all(a > b for a, b in itertools.pairwise(curve[80:]))
 
 
 @pytest.mark.parametrize(
@@ -97,9 +118,9 @@ def test_every_schedule_rises_then_never_rises_and_stays_within_floor_and_peak(
     warmup = schedule.warmup_steps(steps)
     assert all(a < b for a, b in itertools.pairwise(curve[:warmup]))
     assert all(a >= b for a, b in itertools.pairwise(curve[max(0, warmup - 1) :]))
-    assert all(schedule.floor - 1e-12 <= rate <= 1 for rate in curve[warmup:])
+    assert all(schedule.floor - 1e-12 <= rate <= 1 and rate > 0 for rate in curve[warmup:])
     moves = schedule.name != "constant" and (schedule.name != "wsd" or schedule.decay_steps(steps))
-    assert curve[-1] == pytest.approx(schedule.floor if moves else 1.0)
+    assert multiplier(schedule, steps, steps) == pytest.approx(schedule.floor if moves else 1.0)
 
 
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(0, 300), st.integers(0, 300))
@@ -121,4 +142,5 @@ def test_the_rate_of_a_step_is_the_scaled_peak_times_the_schedule() -> None:
         "schedule": {"name": "wsd", "warmup": 10, "decay": 10, "floor": 0.0},
     }
     recipe = recipe_of(values)
-    assert [learning_rate(recipe, step) for step in (0, 50, 99)] == pytest.approx([4e-4, 4e-3, 0.0])
+    last = 4e-3 * (1 - math.sqrt(9 / 10))
+    assert [learning_rate(recipe, step) for step in (0, 50, 99)] == pytest.approx([4e-4, 4e-3, last])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -14,7 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
+from shardwise.checkpoint.run_folder import scratch
+from shardwise.cli.common import run_workers
 from shardwise.core.errors import OutOfMemory, ResourceError
 from shardwise.launch import launcher as launching
 from shardwise.launch import stops, waiting
@@ -329,6 +333,24 @@ def test_ranks_stopped_before_they_can_save(tmp_path: Path, capfd: pytest.Captur
     assert run(tmp_path, "show,sleep", "show,sleep") == 128 + signal.SIGTERM
     assert "stopped by SIGTERM before it could save" in capfd.readouterr().err
     assert gone(tmp_path, 2)
+
+
+def test_ranks_that_save_nothing_are_not_said_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As those of ``verify``, whose temporary folder goes with a signal and stays with a failure."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    send_when_ready(tmp_path, 1, signal.SIGTERM)
+    with pytest.raises(typer.Exit) as caught, scratch("verify-") as folder:
+        run_workers(1, [str(tmp_path), "show,sleep"], folder / "logs", saves=False)
+    assert caught.value.exit_code == 128 + signal.SIGTERM
+    line = capfd.readouterr().err.strip()
+    assert line.startswith("error: stopped by SIGTERM (") and line.endswith("run the same command again")
+    assert not any((tmp_path / "scratch").iterdir())
+    with pytest.raises(typer.Exit), scratch("verify-") as folder:
+        run_workers(1, [str(tmp_path), "no-space"], folder / "logs", saves=False)
+    assert folder.exists()
 
 
 def test_nohup_keeps_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:

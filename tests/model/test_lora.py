@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,47 @@ def test_files_go_to_peft_and_back(family: str, changes: dict[str, Any], tmp_pat
         if is_adapter(name):
             files.read_into(parameter, name)
     torch.testing.assert_close(logits(other.base_model, family), logits(model, family), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_dropout_is_peft_s(name: str) -> None:
+    """In training, with the same mask: equal results and equal gradients of the input and of the adapter."""
+    peft = pytest.importorskip("peft")
+    adapter = spec(name=name, dropout=0.4)
+    base = nn.Sequential(nn.Linear(12, 10))
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["0"],
+        use_dora=name == "dora",
+        lora_dropout=0.4,
+        init_lora_weights=False,
+    )
+    theirs = peft.get_peft_model(copy.deepcopy(base), config).base_model.model[0]
+    adapt(base, [], adapter)
+    ours = base[0]
+    assert isinstance(ours, LoraLinear)
+    pairs = [
+        (ours.lora_A.weight, theirs.lora_A.default.weight),
+        (ours.lora_B.weight, theirs.lora_B.default.weight),
+    ]
+    if name == "dora":
+        magnitude = theirs.lora_magnitude_vector.default.weight
+        nn.init.uniform_(magnitude, 0.5, 2.0)  # far from the norms, so that the term counts
+        pairs.append((ours.lora_magnitude_vector, magnitude))
+    with torch.no_grad():
+        for mine, its in pairs:
+            mine.copy_(its)
+    x, results = torch.randn(5, 12), []
+    for layer in (ours, theirs):
+        torch.manual_seed(1)
+        given = x.clone().requires_grad_()
+        out = layer.train()(given)
+        out.square().sum().backward()
+        results.append((out, given.grad))
+    torch.testing.assert_close(results[0], results[1])
+    for mine, its in pairs:
+        torch.testing.assert_close(mine.grad, its.grad)
 
 
 def test_a_file_in_bf16_is_two_bytes_a_weight_and_its_header(tmp_path: Path, whole: Any) -> None:

@@ -164,7 +164,7 @@ KEYS = [
     edit("number as key", "  layers: 2", "  7: 2", ":2: model.7", "unknown key '7'"),
     edit("empty key", "  layers: 2", '  "": 2', ":2: model.", "unknown key ''"),
     edit("very long key", "  layers: 2", f"  {'k' * 900}: 2", ":2: model.kkk", "unknown key"),
-    edit("adapter rank", "steps: 100", "steps: 100\nadapter: {rank: 513}", ":9: adapter.rank", "at most 512"),
+    edit("adapter rank", "steps: 100", "steps: 100\nadapter: {rank: 0}", ":9: adapter.rank", "at least 1"),
     edit("adapter targets", "steps: 100", "steps: 100\nadapter: {targets: '('}", ":9: adapter.targets", "expression"),
     edit("no steps", "steps: 100\n", "", ":1: steps", "steps is missing", "add `steps: 100`"),
     whole("no model", "steps: 1\nbatch_size: 1\n", ":1: model", "model is missing"),
@@ -317,6 +317,8 @@ TOGETHER = [
         "schedule too long", "cosine, warmup: 0.03", "wsd, warmup: 40, decay: 61", ":11: schedule.decay",
         "longer than the run", "40 steps of warmup and 61 of decay are more than 100",
     ),
+    edit("all warmup", "warmup: 0.03", "warmup: 100", ":11: schedule.warmup", "no steps", "100 steps of warmup"),
+    override("all warmup by steps", ("schedule.name=linear", "schedule.warmup=20", "steps=20"), "command line: steps"),
     override(
         "run too short", ("schedule.name=wsd", "schedule.decay=20", "steps=20"), "command line: steps",
         "1 steps of warmup and 20 of decay are more than 20",

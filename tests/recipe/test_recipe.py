@@ -115,6 +115,20 @@ def test_warmup_keeps_its_kind(value: float) -> None:
     assert warmup.schedule.warmup == value and type(warmup.schedule.warmup) is type(value)
 
 
+def test_adapters_are_trained_without_weight_decay_unless_it_is_asked_for() -> None:
+    values = {"model": {"preset": "tiny"}, "steps": 2, "batch_size": 1}
+    given = {"optimizer": {"weight_decay": 0.1}}
+    for more, decay in (({}, 0.1), ({"adapter": {}}, 0.0), ({"adapter": {}, **given}, 0.1)):
+        recipe = recipe_of({**values, **more}, SETTINGS)
+        assert recipe.optimizer.weight_decay == decay
+        assert parse_recipe(dump_recipe(recipe), SETTINGS) == recipe
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0.03), (1, 1), (2, 1), (10, 0.9)])
+def test_a_warmup_may_take_all_but_the_last_step_or_the_only_one(steps: int, warmup: float) -> None:
+    recipe_of({"model": {"preset": "tiny"}, "steps": steps, "batch_size": 1, "schedule": {"warmup": warmup}})
+
+
 class TestOverrides:
     def test_they_replace_and_make_sections(self, tmp_path: Path) -> None:
         recipe = load(tmp_path, SMALL, "steps=20", "strategy.zero_stage=2", "evaluation.every=5", "seed = 3")
