@@ -33,9 +33,8 @@ from shardwise.checkpoint.planners import LoadPlanner, SavePlanner
 from shardwise.checkpoint.resume_checks import candidates, require_steps_left
 from shardwise.checkpoint.shards import DTYPES, ShardReader, ShardWriter
 from shardwise.core.errors import CheckpointError, DataError, ResourceError, ShardwiseError
-from shardwise.engine.loss_scale import MEAN_SQUARE, VARIANCE
 from shardwise.engine.run import Run
-from shardwise.engine.run_state import OPTIMIZER, tensors_of
+from shardwise.engine.run_state import OPTIMIZER, tensors_of, tensors_to_load
 from shardwise.engine.train_state import TrainState
 from shardwise.recipe.load import dump_recipe
 from shardwise.technique import precision_of, strategy_from
@@ -168,39 +167,33 @@ def restore_before(
     For a rewind: later checkpoints belong to the abandoned branch and are deleted after the load. Raises like
     ``restore``.
     """
-    earlier = on_rank_0(lambda: [p for p in manifests.committed(folder) if _steps(p) <= step])
+    earlier = on_rank_0(
+        lambda: [p for p in manifests.committed(folder) if (manifests.step_of(p) or 0) <= step]
+    )
     found = _newest_whole(earlier, _or_delete(folder), warn)
     if found is None:
         return None
     state = _load(run, *found, fingerprint)
-    on_rank_0(lambda: commit.retire_after(folder, _steps(found[0])))
+    on_rank_0(lambda: commit.retire_after(folder, manifests.step_of(found[0]) or 0))
     return state
 
 
 def has_before(folder: Path, step: int) -> bool:
     """Whether a checkpoint of at most ``step`` steps exists, complete or not; equal on every rank."""
-    return on_rank_0(lambda: any(_steps(path) <= step for path in manifests.committed(folder)))
-
-
-def _steps(checkpoint: Path) -> int:
-    return manifests.step_of(checkpoint) or 0
+    return on_rank_0(
+        lambda: any((manifests.step_of(path) or 0) <= step for path in manifests.committed(folder))
+    )
 
 
 def _load(run: Run, checkpoint: Path, manifest: Manifest, fingerprint: str) -> TrainState:
     """Load a verified checkpoint, after checking that its model and sample order are those of the run."""
     _require_same_samples(run, manifest, fingerprint, checkpoint)
-    tensors = tensors_of(run)
-    old = f"{OPTIMIZER}{MEAN_SQUARE}" in manifest.tensors
-    if old:
-        tensors[f"{OPTIMIZER}{MEAN_SQUARE}"] = tensors.pop(f"{OPTIMIZER}{VARIANCE}")
-    _require_same_tensors(_of_all_places(run, tensors), manifest, checkpoint)
-    try:
-        with torch.no_grad():
+    with torch.no_grad(), tensors_to_load(run, manifest.tensors) as tensors:
+        _require_same_tensors(_of_all_places(run, tensors), manifest, checkpoint)
+        try:
             dcp_load(tensors, storage_reader=ShardReader(checkpoint, manifest), planner=LoadPlanner())
-    except CheckpointException as error:
-        raise _cause(error, "cannot load the checkpoint", checkpoint) from error
-    if old:
-        run.norm_limit.convert_mean_square()
+        except CheckpointException as error:
+            raise _cause(error, "cannot load the checkpoint", checkpoint) from error
     return manifest.state
 
 

@@ -58,7 +58,8 @@ def _hung(ended: Ended, stops: list[int], saves: bool) -> tuple[int, str]:
     logs = "the stacks are in the logs" + ("; the same command resumes" if saves else "")
     if stops:
         stopped = f"stopped by {signal.Signals(stops[-1]).name} before it could save, because {what}"
-        return 128 + stops[-1], RankError(stopped, where=str(rank), why=hang.words(), fix=logs).line()
+        fix = logs if saves else _AGAIN
+        return 128 + stops[-1], RankError(stopped, where=str(rank), why=hang.words(), fix=fix).line()
     why = (
         f"no progress for {ended.quiet_seconds:.0f} s, {hang.words()}"
         if ended.quiet_seconds

@@ -6,7 +6,7 @@
 The scale is alpha / r, or alpha / √r if rank-stabilized; it multiplies A x, which is smaller than the result. A is
 uniform within 1 / √i (PEFT's kaiming with a = √5), B is zero and m is the row norm of W, so an adapted model starts
 equal to its base. The norm is a constant in the backward pass (section 4.3). Dropout is on the inputs of A; in dora
-also on those of W in what the magnitude adds, (m / |W + scale · B A| - 1) · W x, as in PEFT: a second product with W.
+also on those of W in the term (m / |W + scale · B A| - 1) · W x, as in PEFT: a second product with W.
 
 An adapted layer keeps its names and adds linear layers with PEFT's names, ``q_proj.lora_A`` and ``q_proj.lora_B``. So
 weight files, seeds, tensor-parallel plans and checkpoints still match, and techniques shard A and B like other layers.

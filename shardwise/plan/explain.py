@@ -91,7 +91,7 @@ def assumptions(cluster: Cluster, reserve: float) -> Iterator[str]:
         yield (
             f"fragmentation comes from replaying CUDA's caching allocator with {options.described() or 'its defaults'};"
             f" {reserve:.0%} of the capacity is left free for workspaces of kernels; for the"
-            " other strategies fragmentation is assumed in proportion to the chosen one's"
+            " other strategies, marked ~, fragmentation is assumed in proportion to the chosen one's"
         )
         if options.ignored:
             yield f"allocator settings that are not modelled: {', '.join(options.ignored)}"

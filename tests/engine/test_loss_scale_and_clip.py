@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 
-from shardwise.engine.loss_scale import VARIANCE, LossScale, NormLimit
+from shardwise.engine.loss_scale import LossScale, NormLimit
 from shardwise.recipe.sections import AdaptiveClipSpec, LossScaleSpec, OptimizerSpec
 
 CPU = torch.device("cpu")
@@ -155,15 +155,6 @@ def test_one_spike_hardly_raises_the_limit_for_the_next() -> None:
 def test_a_number_in_the_recipe_is_the_z_of_zclip() -> None:
     spec = OptimizerSpec.model_validate({"adaptive_clip": 2.5})
     assert spec.adaptive_clip == AdaptiveClipSpec(z=2.5, mode="zclip")
-
-
-def test_a_checkpoint_with_the_mean_square_has_the_same_variance() -> None:
-    """The first checkpoints held the mean square in place of the variance."""
-    limit = NormLimit(None, AdaptiveClipSpec(z=2.5), CPU)
-    limit.state()["norm_mean"].fill_(2.0)
-    limit.state()[VARIANCE].fill_(4.25)
-    limit.convert_mean_square()
-    assert float(limit.state()[VARIANCE]) == 0.25
 
 
 def test_skipped_steps_teach_nothing() -> None:
