@@ -196,8 +196,8 @@ def _found_in(source: DataSpec, spec: DataSpec) -> dict[str, Any]:
     from shardwise.data.formats import format_of
     from shardwise.data.sources import open_source
 
-    # Without the settings that plain text refuses, because the format is not known yet.
-    asked = spec.model_copy(update={"packing": False, "train_on": None})
+    # Without the setting that plain text refuses, because the format is not known yet.
+    asked = spec.model_copy(update={"train_on": None})
     name = format_of(asked, open_source(source.source, source.text_key))
     trained_on = spec.train_on or ("all" if name == "text" else "completion")
     return {"data.format": name, "data.train_on": trained_on}

@@ -68,15 +68,14 @@ def format_of(spec: DataSpec, source: Source) -> str:
     """The format of a source's records: the one in the recipe, or the detected one.
 
     Raises:
-        DataError: the recipe asks for completions or packing, and the source is plain text.
+        DataError: the recipe asks for completions, and the source is plain text.
     """
     name = spec.format if spec.format != "auto" else _detected(source.fields(), spec.text_key)
-    if name == "text" and (spec.packing or spec.train_on == "completion"):
-        asked = "data.packing is true" if spec.packing else "data.train_on is completion"
+    if name == "text" and spec.train_on == "completion":
         raise DataError(
             "no completions in the data source",
             where=spec.source,
-            why=f"its records are plain text, and {asked}",
+            why="its records are plain text, and data.train_on is completion",
             fix=f"give records of {', '.join(_NEEDED)}, or leave that key out",
         )
     return name

@@ -55,6 +55,8 @@ def _of_text(recipe: Recipe, tokenizer: Tokenizer, root: Path) -> tuple[Samples,
     parts: list[object] = [opened.cache.header.digest, spec.sequence_length, spec.held_out]
     if isinstance(opened, Examples):
         parts += ["packed" if spec.packing else "padded"]
+    elif spec.packing:
+        parts += ["packed"]
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
     train, held_out = _samples(opened, tokenizer, spec.packing)
     return train, held_out, fingerprint
@@ -65,8 +67,11 @@ def _samples(opened: Text | Examples, tokenizer: Tokenizer, packing: bool) -> tu
         sides = opened.divided.train, opened.divided.held_out
         train, held_out = (ExampleSamples(side, tokenizer, packing) for side in sides)
         return train, held_out
-    cache = opened.cache
-    return TokenSamples(opened.train, cache, tokenizer), TokenSamples(opened.held_out, cache, tokenizer)
+    cache, starts = opened.cache, opened.starts
+    return (
+        TokenSamples(opened.train, cache, tokenizer, starts),
+        TokenSamples(opened.held_out, cache, tokenizer, starts),
+    )
 
 
 def _of_dataset(dataset: Dataset[Any], fraction: float) -> tuple[Samples, Samples, str]:

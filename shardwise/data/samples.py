@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
@@ -50,10 +51,22 @@ class Samples(ABC):
 
 
 class TokenSamples(Samples):
-    """The packed sequences of a stream: `input_ids` and `labels`, both [b, s] int64, labels shifted."""
+    """The sequences of a stream: `input_ids` and `labels`, both [b, s] int64, labels shifted.
 
-    def __init__(self, stream: Stream, cache: TokenCache, tokenizer: Tokenizer) -> None:
-        self._stream, self._cache, self._tokenizer = stream, cache, tokenizer
+    Args:
+        starts: start of each document in the cache, [documents], to keep documents apart; None runs them together. Then
+            a batch has `positions`, [b, s], which are 0 where a document or a sequence begins, and the first token of a
+            document is no target: only the document before it would predict it (Llama 3, arXiv:2407.21783, sec. 3.2).
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        cache: TokenCache,
+        tokenizer: Tokenizer,
+        starts: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        self._stream, self._cache, self._tokenizer, self._starts = stream, cache, tokenizer, starts
 
     def __len__(self) -> int:
         return self._stream.sequences
@@ -62,12 +75,18 @@ class TokenSamples(Samples):
         shape = (len(samples), self._stream.length)
         inputs = np.full(shape, self._tokenizer.separator, dtype=np.int64)
         labels = np.full(shape, NOT_COUNTED, dtype=np.int64)
+        positions = np.broadcast_to(np.arange(shape[1]), shape).copy()
         for row, sample in enumerate(samples):
             if sample is not None:
                 sequence = self._stream.sequence(sample)
                 inputs[row], labels[row] = sequence[:-1], sequence[1:]
+                if self._starts is not None:
+                    places = self._stream.positions(sample, self._starts)
+                    positions[row] = places[:-1]
+                    labels[row, places[1:] == 0] = NOT_COUNTED
         self._cache.release()
-        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        return batch if self._starts is None else {**batch, "positions": torch.from_numpy(positions)}
 
     def text(self, sample: int) -> str:
         return self._tokenizer.decode(self._stream.sequence(sample)[:-1].tolist())

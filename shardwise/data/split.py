@@ -8,7 +8,8 @@ or has no whole sequence, the last sequences of the data are held out instead, a
 Each side is a *stream*: its documents end to end, in *runs* that are contiguous in the cache. Sequence i of length s
 reads tokens i*s .. (i+1)*s of its stream. The inputs are the first s of these s+1 tokens, the labels the last s. So
 each token except the first is a target exactly once per epoch. There is no padding. Attention crosses document
-boundaries, which the separator marks. The last tokens of a stream, fewer than a sequence, are never used.
+boundaries, which the separator marks; with `data.packing` it does not, and the first token of a document is no target
+(`samples`). The last tokens of a stream, fewer than a sequence, are never used.
 """
 
 from __future__ import annotations
@@ -55,17 +56,40 @@ class Stream:
         Raises:
             IndexError: the stream has no sequence `index`.
         """
+        parts = [self.tokens[start:end] for start, end in self.spans(index)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """Where the tokens of a sequence are in the file, as (start, end), one for each run. Raises IndexError."""
         if not 0 <= index < self.sequences:
             raise IndexError(f"sequence {index} of {self.sequences}")
         position, missing = index * self.length, self.length + 1
         run = int(np.searchsorted(self.offsets, position, side="right")) - 1
-        parts = []
+        found = []
         while missing:
             start = int(self.starts[run]) + position - int(self.offsets[run])
             taken = min(missing, int(self.offsets[run + 1]) - position)
-            parts.append(self.tokens[start : start + taken])
+            found.append((start, start + taken))
             position, missing, run = position + taken, missing - taken, run + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return found
+
+    def positions(self, index: int, starts: Positions) -> Positions:
+        """The position of each token of a sequence in its document, [length + 1].
+
+        A document that began before the sequence counts from the start of the sequence.
+
+        Args:
+            starts: start of each document in the file, ascending, [documents].
+
+        Raises:
+            IndexError: the stream has no sequence `index`.
+        """
+        found = []
+        for first, end in self.spans(index):
+            at = np.arange(first, end)
+            begun = starts[np.searchsorted(starts, at, side="right") - 1]
+            found.append(at - np.maximum(begun, first))
+        return np.concatenate(found)
 
 
 def split(

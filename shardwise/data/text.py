@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from shardwise.core.errors import DataError
 from shardwise.data.cache import TokenCache, default_root, open_cache
 from shardwise.data.encoding import Encoder
@@ -25,16 +28,29 @@ Document = list[tuple[int, bool]]
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text: token cache, training sequences, held-out sequences."""
+    """Plain text: token cache, training sequences, held-out sequences.
+
+    Attributes:
+        starts: start of each document in the cache, [documents], if attention keeps documents apart; else None.
+    """
 
     cache: TokenCache
     train: Stream
     held_out: Stream
+    starts: npt.NDArray[np.int64] | None
     chats = False
 
     def documents(self, sample: int) -> list[Document]:
-        """A training sequence, as one document."""
-        return [[(token, at > 0) for at, token in enumerate(self.train.sequence(sample).tolist())]]
+        """The documents of a training sequence that attention keeps apart; else all of it as one."""
+        tokens = self.train.sequence(sample).tolist()
+        if self.starts is None:
+            return [[(token, at > 0) for at, token in enumerate(tokens)]]
+        found: list[Document] = []
+        for token, at in zip(tokens, self.train.positions(sample, self.starts).tolist(), strict=True):
+            if at == 0:
+                found.append([])
+            found[-1].append((token, at > 0))
+        return found
 
     def sentences(self, spec: DataSpec) -> list[str]:
         """Description of the text."""
@@ -42,7 +58,12 @@ class Text:
         return [
             f"{spec.source}: plain text, {header.documents:,} documents, {header.tokens:,} tokens",
             f"{self.train.sequences:,} sequences of {spec.sequence_length:,} tokens to train on and"
-            f" {self.held_out.sequences:,} held out, end to end: every token is trained on",
+            f" {self.held_out.sequences:,} held out, "
+            + (
+                "end to end: every token is trained on"
+                if self.starts is None
+                else "packed: no document sees another, and its first token is not trained on"
+            ),
         ]
 
 
@@ -129,7 +150,13 @@ def _open_text(cache: TokenCache, spec: DataSpec) -> Text:
             why=f"{cache.header.tokens:,} tokens; one sequence needs {spec.sequence_length + 1:,}",
             fix="give more data or a smaller data.sequence_length",
         )
-    return Text(cache, train, held_out)
+    return Text(cache, train, held_out, _starts(cache) if spec.packing else None)
+
+
+def _starts(cache: TokenCache) -> npt.NDArray[np.int64]:
+    """Start of each document in the cache, [documents]."""
+    ends = cache.documents()["end"].astype(np.int64)
+    return np.concatenate([[0], ends[:-1]]).astype(np.int64)
 
 
 def _open_examples(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> Examples:

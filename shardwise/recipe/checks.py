@@ -134,11 +134,6 @@ def _records(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         yield Complaint(
             because, "stdlib is plain text", f"format is {data.format}", "use a file of records as source"
         )
-    if plain and data.packing:
-        path = _last_written(document, ("data", "packing"), because)
-        yield Complaint(
-            path, "plain text cannot be packed", "it is concatenated already", "write packing: false"
-        )
     if plain and data.train_on == "completion":
         path = _last_written(document, ("data", "train_on"), because)
         yield Complaint(

@@ -143,7 +143,7 @@ class DataSpec(Section):
     text and completion for other formats"""
     packing: bool = False
     """sequence packing: put several records into a sequence, with attention masked between them; false pads each
-    record to a sequence. Plain text is concatenated and needs no packing"""
+    record to a sequence. Plain text is concatenated either way; true masks attention between its documents"""
 
 
 class ScalingSpec(Section):

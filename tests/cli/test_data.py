@@ -96,7 +96,6 @@ def test_a_terminal_without_colour_gets_marks(environment: dict[str, str], tmp_p
 @pytest.mark.parametrize(
     ("records", "overrides", "code", "says"),
     [
-        ([{"text": "plain"}], ["data.packing=true"], 3, "no completions in the data source"),
         ([{"text": "plain"}], ["data.train_on=completion"], 3, "no completions in the data source"),
         ([{"text": "plain"}], ["data.format=alpaca"], 3, "no 'instruction'"),
         ([pair("a", "b"), pair("a", " ")], [], 3, "'completion' is empty"),
@@ -104,7 +103,6 @@ def test_a_terminal_without_colour_gets_marks(environment: dict[str, str], tmp_p
         ([{"question": "a"}], [], 3, "no 'text'"),
         ([pair("a" * 99, "b")], [], 3, "no completion within a sequence"),
         ([pair("a", "b")], ["data.format=chat"], 2, "data.format"),
-        ([pair("a", "b")], ["data.format=text", "data.packing=true"], 2, "data.packing"),
         ([pair("a", "b")], ["strategy.sequence_parallel=2", "cluster.devices_per_node=2", "data.packing=true"],
          2, "strategy.sequence_parallel"),
         ([pair("a", "b")], ["data.tokenizer=./nowhere"], 3, "no tokenizer"),

@@ -270,7 +270,7 @@ def test_malformed_records_of_other_formats(
         opened(jsonl(tmp_path / "a.jsonl", RECORDS[name], bad))
 
 
-@pytest.mark.parametrize("asked", [{"packing": True}, {"train_on": "completion"}, {"format": "prompt"}])
+@pytest.mark.parametrize("asked", [{"train_on": "completion"}, {"format": "prompt"}])
 def test_data_without_completions(asked: dict[str, object], tmp_path: Path, opened: Opener) -> None:
     with pytest.raises(DataError) as caught:
         opened(jsonl(tmp_path / "a.jsonl", {"text": "plain text"}), **asked)
@@ -420,7 +420,6 @@ def test_the_fingerprint_tells_what_a_sample_number_means(tmp_path: Path, opened
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        ({"data": {"packing": True}}, "data.packing"),
         ({"data": {"train_on": "completion"}}, "data.train_on"),
         ({"data": {"source": "stdlib", "format": "alpaca"}}, "data.format"),
         ({"data": {"source": "a.jsonl", "packing": True}, "model": {"factory": "a:b"}}, "data.packing"),
