@@ -46,7 +46,7 @@ def judged(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Judged:
     """Nothing is planned, and no process is started: the ranks leave this verdict, or end with this code."""
 
     def judge(verdict: Verdict | int) -> None:
-        def launch(processes: int, arguments: list[str], *rest: object) -> int:
+        def launch(processes: int, arguments: list[str], *rest: object, **options: object) -> int:
             if isinstance(verdict, int):
                 return verdict
             (Path(arguments[1]) / "verify.json").write_text(text_of(verdict), encoding="utf-8")
