@@ -242,7 +242,7 @@ def _mfu_card(run: RunRecord) -> Card:
 
 
 def _interruption_rows(run: RunRecord) -> list[tuple[str, str, str, str, str]]:
-    """Step, cause, step that training continued from, and what was lost: steps, and seconds with their repetition."""
+    """Step, cause, step that training continued from, steps repeated, and seconds lost with their repetition."""
     spent = run.step_seconds or 0.0
     return [
         (

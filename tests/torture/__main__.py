@@ -1,7 +1,7 @@
 """All torture tools, one after the other: ``python -m tests.torture --out torture.json``; about an hour.
 
-Each tool runs in a process of its own. The report holds their reports and the seconds that each took; the exit code is 1
-when a tool found a broken promise.
+Each tool runs in a process of its own. The report holds their reports and the seconds that each took. The exit code
+is 1 when a tool found a broken promise.
 """
 
 from __future__ import annotations

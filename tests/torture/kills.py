@@ -1,4 +1,4 @@
-"""Random kills: a run that is killed again and again ends bitwise as the run that nobody stopped.
+"""Random kills: a run that is killed again and again ends bitwise as the uninterrupted run.
 
     python -m tests.torture.kills --trials 300 --seed 1
     python -m tests.torture.kills --pairs
@@ -102,7 +102,7 @@ def trained(shell: Shell, job: Job, folder: Path) -> None:
 
 
 def killed(shell: Shell, job: Job, folder: Path, dice: random.Random) -> str:
-    """Start the run and kill it at a random moment; what was killed, or "" if it ended before."""
+    """Start the run and kill it at a random moment; the victim, or "" if it ended before."""
     metrics = folder / "run/metrics.jsonl"
     before = _changed(metrics)
     with started(shell, job, folder) as run:

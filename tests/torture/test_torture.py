@@ -29,7 +29,7 @@ def test_much_malformed_input_keeps_the_promises(name: str) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_run_ends_as_the_one_that_nobody_stopped(pool: Pool) -> None:
+def test_a_killed_run_ends_as_the_uninterrupted_one(pool: Pool) -> None:
     report = kills.chains(Shell(pool), 30, seed=2)
     assert report["kills"] == 30 and not report["different"]
 
