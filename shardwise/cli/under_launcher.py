@@ -59,12 +59,14 @@ def train_as_rank(
 
 def _train(out: Path, rank: int, train: Callable[[], None]) -> int:
     """This rank's exit code: that of OutOfMemory also when the OOM of another rank broke this rank's collectives."""
+    from shardwise.launch.alarm import leave_it_to_the_alarm
     from shardwise.worker import attempt, report
 
     before = written_at(out)
     try:
         return attempt(train)
     except Exception as error:
+        leave_it_to_the_alarm()
         if written_at(out) != before:
             return OutOfMemory.exit_code
         return report(rank_failure(error, rank))

@@ -49,6 +49,15 @@ def watch(limit: float | None) -> None:
         Alarm(limit).start()
 
 
+_judging = threading.Event()
+
+
+def leave_it_to_the_alarm() -> None:
+    """Call it when this rank fails. While ranks are judged, their connections break, which is no news."""
+    if _judging.is_set():
+        time.sleep(60 * _ANSWER_SECONDS)
+
+
 class Alarm(threading.Thread):
     """Ends this process with 5 when the ranks agree that one hangs. It stops when the heartbeat is not watched."""
 
@@ -63,36 +72,55 @@ class Alarm(threading.Thread):
         quiet = Quiet(time.monotonic())
         with suppress(RuntimeError):  # the store goes with the rank that serves it
             while heartbeat.own.read().limit:
-                self._store.set(f"marks-{self._rank}", str(heartbeat.own.read().marks))
+                self._publish(None)
                 if self._rank < _JUDGES:
-                    quiet.look(time.monotonic(), map(int, self._all("marks")))
+                    quiet.look(time.monotonic(), (each.marks for each in self._all()))
                 if quiet.seconds >= self._limit:
                     self._store.set(_ASKED, "")
                 if self._store.check([_ASKED]):
                     self._answer(quiet.seconds)
                 time.sleep(self._poll)
 
-    def _all(self, what: str) -> list[bytes]:
-        """What all ranks published under a name; an empty object or 0 for a rank that did not."""
-        names = [f"{what}-{rank}" for rank in range(self._world_size)]
-        return [self._store.get(name) if self._store.check([name]) else b"0" for name in names]
+    def _publish(self, stack: Sequence[Frame] | None) -> None:
+        """Tell the others how far this rank is, and where it stands once they ask."""
+        beat = heartbeat.own.read()
+        frames = None if stack is None else [[frame.file, frame.line, frame.function] for frame in stack]
+        said = {"step": beat.step, "marks": beat.marks, "stack": frames}
+        self._store.set(f"rank-{self._rank}", json.dumps(said))
+
+    def _all(self) -> list[Evidence]:
+        """What the ranks have published; a rank without a stack counts as stopped."""
+        names = [f"rank-{rank}" for rank in range(self._world_size)]
+        said = [json.loads(self._store.get(name)) if self._store.check([name]) else {} for name in names]
+        return [
+            Evidence(
+                rank,
+                each.get("step", 0),
+                each.get("marks", 0),
+                stopped=each.get("stack") is None,
+                stack=tuple(Frame(*frame) for frame in each.get("stack") or ()),
+            )
+            for rank, each in enumerate(said)
+        ]
 
     def _answer(self, quiet_seconds: float) -> None:
-        """Publish this rank's evidence, judge if it is this rank's office, and exit."""
-        dump = _dump()
-        print(dump, file=sys.stderr, flush=True)
-        self._store.set(f"evidence-{self._rank}", _packed(stack_of(dump)))
-        time.sleep(self._poll + _ANSWER_SECONDS)
-        if self._rank < _JUDGES:
-            line = self._judge(quiet_seconds)
-            if self._store.compare_set(_LINE, "", line).decode() == line:
-                print(line, file=sys.stderr, flush=True)
-        self._store.wait([_LINE], timedelta(seconds=10 * _ANSWER_SECONDS))
+        """Publish this rank's stack, judge if it is this rank's office, and exit."""
+        _judging.set()
+        with suppress(RuntimeError):
+            dump = _dump()
+            print(dump, file=sys.stderr, flush=True)
+            self._publish(stack_of(dump))
+            time.sleep(self._poll + _ANSWER_SECONDS)
+            if self._rank < _JUDGES:
+                line = self._judge(quiet_seconds)
+                if self._store.compare_set(_LINE, "", line).decode() == line:
+                    print(line, file=sys.stderr, flush=True)
+            self._store.wait([_LINE], timedelta(seconds=10 * _ANSWER_SECONDS))
         os._exit(RankError.exit_code)
 
     def _judge(self, quiet_seconds: float) -> str:
-        worst = culprit([_evidence(rank, text) for rank, text in enumerate(self._all("evidence"))])
-        what = f"rank {worst.rank} hung" + (f" in step {worst.step}" if worst.step else "")
+        worst = culprit(self._all())
+        what = f"rank {worst.rank} hung" + (f" in step {worst.step}" if not worst.stopped else "")
         words = "it does not answer: it is stopped, or its GIL is held" if worst.stopped else worst.words()
         why = f"no progress for {max(quiet_seconds, self._limit):.0f} s, {words}"
         fix = "the stacks are on standard error; the same command resumes"
@@ -107,17 +135,3 @@ def _dump() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read()
-
-
-def _packed(stack: Sequence[Frame]) -> str:
-    beat = heartbeat.own.read()
-    frames = [[frame.file, frame.line, frame.function] for frame in stack]
-    return json.dumps({"step": beat.step, "marks": beat.marks, "stack": frames})
-
-
-def _evidence(rank: int, text: bytes) -> Evidence:
-    """The evidence that a rank published; a rank that did not answer counts as stopped."""
-    said = json.loads(text)
-    if not said:
-        return Evidence(rank, stopped=True)
-    return Evidence(rank, said["step"], said["marks"], stack=tuple(Frame(*frame) for frame in said["stack"]))

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -56,6 +56,12 @@ class Shell:
 
     def run_ranks(self, world_size: int, *words: str, **options: Any) -> list[Done]:
         """Run `shardwise WORDS` on ranks that find each other as torchrun's do; what each came to."""
+        with self.start_ranks(world_size, *words, **options) as running:
+            return _ended(words, running, time.monotonic() + 120.0)
+
+    @contextlib.contextmanager
+    def start_ranks(self, world_size: int, *words: str, **options: Any) -> Iterator[list[Running]]:
+        """The ranks of `run_ranks`, which run during the block."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         world = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -66,7 +72,7 @@ class Shell:
             "MASTER_PORT": str(port),
         }
         with contextlib.ExitStack() as stack:
-            running = [
+            yield [
                 stack.enter_context(
                     self.start(
                         *words, environment={**shared, "RANK": str(r), "LOCAL_RANK": str(r)}, **options
@@ -74,7 +80,6 @@ class Shell:
                 )
                 for r in range(world_size)
             ]
-            return _ended(words, running, time.monotonic() + 120.0)
 
     def start(
         self,

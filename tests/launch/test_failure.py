@@ -51,6 +51,14 @@ def test_an_error_of_shardwise_is_not_the_users() -> None:
     assert "your model" not in rank_failure(raised.value, 0).line()
 
 
+def test_the_worker_of_a_folder_that_looks_like_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Path] = []
+    monkeypatch.setattr(worker, "run_rank", lambda verb, folder, exact: given.append(folder))
+    monkeypatch.setattr(heartbeat, "own", heartbeat.own)
+    assert worker.main(["train", "--", "-x"]) == 0
+    assert given == [Path("-x")]
+
+
 @pytest.fixture
 def launchers(monkeypatch: pytest.MonkeyPatch) -> heartbeat.Heartbeat:
     """The heartbeat of rank 1 as its launcher sees it, after the rank has attached."""

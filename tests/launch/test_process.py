@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shardwise.launch import process
 from shardwise.launch.launcher import launch
 from shardwise.launch.placement import first_host, launched_by
 from shardwise.launch.process import World, join
+from shardwise.launch.signals import StopRequest
 from tests.harness.pool import Pool
 
 # ---- the environment --------------------------------------------------------------------------------------
@@ -227,3 +229,15 @@ def test_launched_ranks_meet_on_loopback_and_a_failure_is_pinned_on_its_rank(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: rank 1 was lost")
     assert "ValueError: boom" in line
+
+
+def asked_by(number: int) -> float:
+    stopping = StopRequest(torch.device("cpu"))
+    before = float(stopping.agreed())
+    os.kill(os.getpid(), number)
+    return float(stopping.agreed()) - before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_rank_that_is_signalled_asks_all_to_stop(pool: Pool, number: signal.Signals) -> None:
+    assert pool.run(1, asked_by, int(number)) == [1.0]

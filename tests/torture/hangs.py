@@ -72,12 +72,18 @@ class Verdict:
         return self.code == 5 and self.named == fault.rank and self.stack and in_time
 
 
-def trial(shell: Shell, folder: Path, fault: Fault) -> Verdict:
-    """Train in ``folder`` until the fault, and see what the command says of it."""
+def prepare(folder: Path, fault: Fault) -> Path:
+    """Write the model and ``recipe.yaml`` into a folder; the file that has the time when the fault began."""
     shutil.copy(MODEL, folder)
     began = folder / "began"
     batch = 2 * fault.ranks
     (folder / "recipe.yaml").write_text(RECIPE.format(**asdict(fault), began=began, batch=batch))
+    return began
+
+
+def trial(shell: Shell, folder: Path, fault: Fault) -> Verdict:
+    """Train in ``folder`` until the fault, and see what the command says of it."""
+    began = prepare(folder, fault)
     with shell.start("train", "recipe.yaml", "--out", "run", folder=folder, ranks=fault.ranks) as command:
         try:
             code = command.wait(120)
