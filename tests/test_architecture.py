@@ -183,6 +183,7 @@ OTHERS_PRIVATE = {
     "_is_hf_initialized": "transformers: documented for authors of models",
     "_no_split_modules": "transformers: the blocks of a model",
     "_attn_implementation": "transformers: which attention a model calls",
+    "_ignore_bidirectional_mask_sdpa": "transformers: leaves out a mask without padding, for which it reads values",
 }
 """Private attributes that are not PyTorch's, or that it documents, with the library and the reason."""
 

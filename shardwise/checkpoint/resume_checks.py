@@ -166,7 +166,8 @@ def _order_of(recipe: Recipe) -> dict[str, Any]:
 
 def _cut_of(spec: DataSpec) -> dict[str, Any]:
     """Settings that determine how tokens become samples."""
-    return {f"data.{key}": getattr(spec, key) for key in ("sequence_length", "held_out", "packing")}
+    keys = ("sequence_length", "completion_length", "held_out", "packing")
+    return {f"data.{key}": getattr(spec, key) for key in keys}
 
 
 def _same_tokenizer(before: str, now: str) -> bool:

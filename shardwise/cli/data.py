@@ -39,7 +39,7 @@ def command(
         what, why = "a factory's data cannot be shown", "it may bring its own, in tensors of its own"
         raise RecipeError(what, where="model.factory", why=why)
     tokenizer = tokenizer_of(asked.data)
-    opened = open_tokens(asked.data, tokenizer, default_root())
+    opened = open_tokens(asked.data, tokenizer, default_root(), objective=asked.model.objective)
     console = Console(highlight=False)
     # A terminal shows no colour where it is dumb, or where NO_COLOR forbids it.
     coloured = console.is_terminal and console.color_system is not None and not console.no_color

@@ -69,7 +69,8 @@ class Candidate:
     """One strategy that was considered.
 
     Attributes:
-        verdict: chosen | fits | tight (only by emptying the allocator's cache in every step) | does not fit | invalid.
+        verdict: chosen | fits | tight (only by emptying the allocator's cache in every step) | does not fit | invalid |
+            could not be predicted (its dry run raised the error in ``reason``; peak and seconds are 0).
         reason: one sentence.
         peak_is: counted: the peak that the strategy's own plan has; estimated: with fragmentation in proportion to the
             chosen strategy's, or of a rank that need not be the worst; at least: without fragmentation, or of weights

@@ -13,8 +13,7 @@ because slicing a memory-mapped file takes microseconds. User datasets with slow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from shardwise.data.masking import Masking
 from shardwise.data.samples import Batch, Samples
 from shardwise.data.shuffle import samples_of_step
 from shardwise.data.tokenizer import Tokenizer
@@ -42,12 +41,13 @@ class Data:
         batch_size: int,
         seed: int,
         evaluation_sequences: int,
+        masking: Masking | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
         self.vocab = tokenizer.vocab if tokenizer else None
         self._train, self._held_out = train, held_out
-        self._batch_size, self._seed = batch_size, seed
+        self._batch_size, self._seed, self._masking = batch_size, seed, masking
         self._evaluation = min(evaluation_sequences, len(held_out))
 
     @property
@@ -70,8 +70,8 @@ class Data:
         Each has `micro_batch_size` rows, padding included. For text these are `input_ids` and `labels`, both
         [micro_batch_size, sequence_length] int64 on the CPU. Labels are already shifted; -100 marks ignored targets.
         """
-        slots = deal(self.samples(step), rank, degree, micro_batch_size)
-        return [self._train.batch(rows) for rows in slots]
+        slots = deal(self._batch_size, rank, degree, micro_batch_size)
+        return self._batches(self._train, self.samples(step), ("train", self._seed, step), slots)
 
     def held_out(self, index: int, rank: int, degree: int, micro_batch_size: int) -> list[Batch]:
         """The micro-batches of validation `index`, assigned to ranks like those of a step.
@@ -83,24 +83,36 @@ class Data:
         samples: list[int] = []
         if self._evaluation:
             samples = samples_of_step(index, self._evaluation, len(self._held_out), _HELD_OUT_SEED)
-        return [self._held_out.batch(rows) for rows in deal(samples, rank, degree, micro_batch_size)]
+        slots = deal(len(samples), rank, degree, micro_batch_size)
+        return self._batches(self._held_out, samples, ("held out", _HELD_OUT_SEED, index), slots)
+
+    def _batches(
+        self, side: Samples, samples: list[int], step: tuple[str, int, int], slots: list[list[int | None]]
+    ) -> list[Batch]:
+        """The micro-batches with these slots of a step."""
+        rows = [[None if slot is None else samples[slot] for slot in each] for each in slots]
+        batches = [side.batch(each) for each in rows]
+        if self._masking is None:
+            return batches
+        pairs = zip(batches, slots, strict=True)
+        return [self._masking.masked(batch, step, each) for batch, each in pairs]
 
     def text(self, sample: int) -> str:
         """Training sample `sample` as text, for logs."""
         return self._train.text(sample)
 
 
-def deal(samples: Sequence[int], rank: int, degree: int, micro_batch_size: int) -> list[list[int | None]]:
-    """The rows of each micro-batch of `rank`: sample numbers, or None for padding.
+def deal(filled: int, rank: int, degree: int, micro_batch_size: int) -> list[list[int | None]]:
+    """The slots of each micro-batch of `rank`, of which the first `filled` have a sample; None for padding.
 
     Raises:
         ValueError: the rank is not within 0..degree-1, or the micro-batch size is below 1.
     """
     if not 0 <= rank < degree or micro_batch_size < 1:
         raise ValueError(f"rank {rank} of {degree}, micro-batches of {micro_batch_size}")
-    count = -(-len(samples) // (degree * micro_batch_size))
+    count = -(-filled // (degree * micro_batch_size))
     starts = [(j * degree + rank) * micro_batch_size for j in range(count)]
     return [
-        [samples[k] if k < len(samples) else None for k in range(start, start + micro_batch_size)]
+        [slot if slot < filled else None for slot in range(start, start + micro_batch_size)]
         for start in starts
     ]

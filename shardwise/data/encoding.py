@@ -27,6 +27,9 @@ CHATS = ("messages", "sharegpt")
 class Encoder:
     """Tokenizes the records of one format.
 
+    Args:
+        pairs: frame prompt and completion as two texts, for encoder-decoder models (pairs.py).
+
     Attributes:
         format: format of the records.
         tokenizer: tokenizer of the text.
@@ -34,12 +37,13 @@ class Encoder:
         fingerprint: equal for two encoders exactly if they encode every record alike.
     """
 
-    def __init__(self, spec: DataSpec, name: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, spec: DataSpec, name: str, tokenizer: Tokenizer, pairs: bool = False) -> None:
         self.format, self.tokenizer = name, tokenizer
         self.template = _template(tokenizer) if name in CHATS else None
         self._all = spec.train_on == "all"
         words = self.template.fingerprint if self.template else ""
-        self.fingerprint = f"{tokenizer.fingerprint} {name} {self._all} {words}"
+        self._pairs = pairs
+        self.fingerprint = f"{tokenizer.fingerprint} {name} {self._all} {words}" + (" pairs" if pairs else "")
 
     def encode(self, record: Record) -> tuple[list[int], list[bool]]:
         """(tokens, trained mask): the mask is True for tokens that the loss counts.
@@ -47,14 +51,23 @@ class Encoder:
         Raises:
             DataError: the record is malformed, or has no trained token.
         """
-        tokens, trained = encoded(self.tokenizer, self._parts(record))
-        if self.template is None and self.tokenizer.begin is not None:
-            tokens, trained = [self.tokenizer.begin, *tokens], [False, *trained]
+        if self._pairs:
+            tokens, trained = self._framed(record)
+        else:
+            tokens, trained = encoded(self.tokenizer, self._parts(record))
+            if self.template is None and self.tokenizer.begin is not None:
+                tokens, trained = [self.tokenizer.begin, *tokens], [False, *trained]
         if self._all:
             trained = [True] * len(tokens)
         if not any(trained[1:]):
             raise DataError("nothing to train on", where=record.place, why=f"it has {len(tokens)} tokens")
         return tokens, trained
+
+    def _framed(self, record: Record) -> tuple[list[int], list[bool]]:
+        example = example_of(record, self.format)
+        assert isinstance(example, Completed)
+        prompt, completion = self.tokenizer.framed(example.prompt), self.tokenizer.framed(example.completion)
+        return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
     def _parts(self, record: Record) -> list[Part]:
         example = example_of(record, self.format)

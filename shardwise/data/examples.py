@@ -134,7 +134,7 @@ def divide(cache: TokenCache, fraction: float, length: int, packing: bool, paddi
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     kept = records["first"] <= length
     cut = np.minimum(ends, starts + length + 1)
-    held = _held(records["hash"][kept], fraction)
+    held = held_out(records["hash"][kept], fraction)
 
     def side(chosen: npt.NDArray[np.bool_]) -> Sequences:
         first, last = starts[kept][chosen], cut[kept][chosen]
@@ -148,7 +148,7 @@ def divide(cache: TokenCache, fraction: float, length: int, packing: bool, paddi
     return Divided(side(~held), side(held), truncated, int((~kept).sum()))
 
 
-def _held(hashes: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
+def held_out(hashes: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
     """Mask of the held-out records: at least one if there are two records and `fraction` is not 0."""
     held = hashes < np.uint64(int(fraction * 2.0**64))
     count = len(hashes)

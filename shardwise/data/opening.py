@@ -13,9 +13,17 @@ from torch.utils.data import Dataset
 from shardwise.core.errors import DataError
 from shardwise.data.batches import Data
 from shardwise.data.cache import default_root
-from shardwise.data.samples import DatasetSamples, ExampleSamples, Samples, TokenSamples, fingerprint_of
-from shardwise.data.text import Examples, Text, open_tokens, tokenizer_of
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.masking import Masking
+from shardwise.data.samples import (
+    DatasetSamples,
+    ExampleSamples,
+    PairSamples,
+    Samples,
+    TokenSamples,
+    fingerprint_of,
+)
+from shardwise.data.text import Examples, Opened, PairExamples, open_tokens, tokenizer_of
+from shardwise.data.tokenizer import Tokenizer, mask_token
 from shardwise.recipe.sections import Recipe
 
 
@@ -32,11 +40,15 @@ def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path |
         ResourceError: the cache cannot be written.
     """
     tokenizer: Tokenizer | None = None
+    masking: Masking | None = None
     if dataset is not None:
         train, held_out, fingerprint = _of_dataset(dataset, recipe.data.held_out)
     else:
         tokenizer = tokenizer_of(recipe.data)
         train, held_out, fingerprint = _of_text(recipe, tokenizer, cache or default_root())
+        if recipe.model.objective == "masked":
+            never = (tokenizer.separator, tokenizer.begin)
+            masking = Masking(mask_token(tokenizer), never, tokenizer.vocab)
     return Data(
         train,
         held_out,
@@ -45,16 +57,19 @@ def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path |
         batch_size=recipe.batch_size,
         seed=recipe.seed,
         evaluation_sequences=recipe.evaluation.sequences,
+        masking=masking,
     )
 
 
 def _of_text(recipe: Recipe, tokenizer: Tokenizer, root: Path) -> tuple[Samples, Samples, str]:
     spec = recipe.data
-    opened = open_tokens(spec, tokenizer, root)
+    opened = open_tokens(spec, tokenizer, root, objective=recipe.model.objective)
     # The fingerprint leaves out the tokenizer: equal tokens are equal data.
     parts: list[object] = [opened.cache.header.digest, spec.sequence_length, spec.held_out]
     if isinstance(opened, Examples):
         parts += ["packed" if spec.packing else "padded"]
+    elif isinstance(opened, PairExamples):
+        parts += ["pairs", opened.train.target_length]
     elif spec.packing:
         parts += ["packed"]
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
@@ -62,7 +77,9 @@ def _of_text(recipe: Recipe, tokenizer: Tokenizer, root: Path) -> tuple[Samples,
     return train, held_out, fingerprint
 
 
-def _samples(opened: Text | Examples, tokenizer: Tokenizer, packing: bool) -> tuple[Samples, Samples]:
+def _samples(opened: Opened, tokenizer: Tokenizer, packing: bool) -> tuple[Samples, Samples]:
+    if isinstance(opened, PairExamples):
+        return PairSamples(opened.train, tokenizer), PairSamples(opened.held_out, tokenizer)
     if isinstance(opened, Examples):
         sides = opened.divided.train, opened.divided.held_out
         train, held_out = (ExampleSamples(side, tokenizer, packing) for side in sides)

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, default_collate
 from shardwise.core.errors import DataError
 from shardwise.data.cache import TokenCache
 from shardwise.data.examples import Sequences
+from shardwise.data.pairs import Pairs
 from shardwise.data.split import Stream
 from shardwise.data.tokenizer import Tokenizer
 
@@ -117,6 +118,25 @@ class ExampleSamples(Samples):
     def text(self, sample: int) -> str:
         found = self._examples.sequence(sample)
         return self._tokenizer.decode(found.inputs[: found.filled].tolist())
+
+
+class PairSamples(Samples):
+    """Records for encoder-decoders: `input_ids` and `attention_mask` [b, s], `labels` [b, t] not shifted; int64."""
+
+    def __init__(self, pairs: Pairs, tokenizer: Tokenizer) -> None:
+        self._pairs, self._tokenizer = pairs, tokenizer
+
+    def __len__(self) -> int:
+        return self._pairs.sequences
+
+    def batch(self, samples: Sequence[int | None]) -> Batch:
+        arrays = self._pairs.padded(samples, self._tokenizer.separator)
+        names = ("input_ids", "attention_mask", "labels")
+        return {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)}
+
+    def text(self, sample: int) -> str:
+        sides = self._pairs.prompt(sample), self._pairs.completion(sample)
+        return "".join(self._tokenizer.decode(side.tolist()) for side in sides)
 
 
 class DatasetSamples(Samples):

@@ -5,7 +5,7 @@ It needs no torch, so the command line checks and shows data before torch is loa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +17,10 @@ from shardwise.data.encoding import Encoder
 from shardwise.data.example_cache import open_example_cache
 from shardwise.data.examples import Divided, Sequences, divide
 from shardwise.data.formats import format_of
+from shardwise.data.pairs import Pairs, divide_pairs
 from shardwise.data.sources import open_source
 from shardwise.data.split import Stream, split
-from shardwise.data.tokenizer import Tokenizer, open_tokenizer
+from shardwise.data.tokenizer import Tokenizer, mask_token, open_tokenizer
 from shardwise.recipe.sections import DataSpec, Recipe
 
 Document = list[tuple[int, bool]]
@@ -38,13 +39,15 @@ class Text:
     train: Stream
     held_out: Stream
     starts: npt.NDArray[np.int64] | None
+    objective: str = "causal"
     chats = False
 
     def documents(self, sample: int) -> list[Document]:
         """The documents of a training sequence that attention keeps apart; else all of it as one."""
         tokens = self.train.sequence(sample).tolist()
         if self.starts is None:
-            return [[(token, at > 0) for at, token in enumerate(tokens)]]
+            causal = self.objective == "causal"
+            return [[(token, causal and at > 0) for at, token in enumerate(tokens)]]
         found: list[Document] = []
         for token, at in zip(tokens, self.train.positions(sample, self.starts).tolist(), strict=True):
             if at == 0:
@@ -55,12 +58,17 @@ class Text:
     def sentences(self, spec: DataSpec) -> list[str]:
         """Description of the text."""
         header = self.cache.header
+        trained = (
+            "every token is trained on"
+            if self.objective == "causal"
+            else "each step hides 15 % of its tokens"
+        )
         return [
             f"{spec.source}: plain text, {header.documents:,} documents, {header.tokens:,} tokens",
             f"{self.train.sequences:,} sequences of {spec.sequence_length:,} tokens to train on and"
             f" {self.held_out.sequences:,} held out, "
             + (
-                "end to end: every token is trained on"
+                f"end to end: {trained}"
                 if self.starts is None
                 else "packed: no document sees another, and its first token is not trained on"
             ),
@@ -123,22 +131,78 @@ def tokenizer_of(spec: DataSpec) -> Tokenizer:
     return open_tokenizer(spec.tokenizer, spec.begin)
 
 
-def open_tokens(spec: DataSpec, tokenizer: Tokenizer, root: Path, verify: bool = False) -> Text | Examples:
-    """The sequences of a source.
+@dataclass(frozen=True)
+class PairExamples:
+    """Records for encoder-decoders: token cache, training records, held-out records."""
+
+    cache: TokenCache
+    encoder: Encoder
+    train: Pairs
+    held_out: Pairs
+    chats = False
+
+    def documents(self, sample: int) -> list[Document]:
+        """A training record: the prompt, and the completion, which is trained on."""
+        sides = (self.train.prompt(sample), False), (self.train.completion(sample), True)
+        return [[(token, trained) for token in tokens.tolist()] for tokens, trained in sides]
+
+    def sentences(self, spec: DataSpec) -> list[str]:
+        """Description of the records."""
+        header, train, other = self.cache.header, self.train, self.held_out
+        said = [
+            f"{spec.source}: format {self.encoder.format}, {header.documents:,} records, {header.tokens:,} tokens",
+            f"{train.sequences:,} records to train on and {other.sequences:,} held out: prompts of up to"
+            f" {train.length:,} tokens for the encoder, completions of up to {train.target_length:,} for the decoder",
+        ]
+        if cut := train.truncated + other.truncated:
+            said.append(f"too long: {cut:,} records with a prompt or a completion cut at its end")
+        return said
+
+
+Opened = Text | Examples | PairExamples
+
+
+def open_tokens(
+    spec: DataSpec, tokenizer: Tokenizer, root: Path, verify: bool = False, objective: str = "causal"
+) -> Opened:
+    """The sequences of a source for the recipe's ``model.objective``.
 
     Args:
         verify: compare the content of the token cache with its digest.
 
     Raises:
-        DataError: the source is malformed, or shorter than one sequence.
+        DataError: the source is malformed, does not suit the objective, or is shorter than one sequence.
         ResourceError: the cache cannot be written.
     """
     source = open_source(spec.source, spec.text_key)
     name = format_of(spec, source)
+    if objective == "masked":
+        _require_maskable(spec, name, tokenizer)
+    if objective == "seq2seq" and name not in ("prompt", "alpaca"):
+        raise DataError(
+            "the seq2seq objective needs prompts and completions",
+            where=spec.source,
+            why=f"its records are of the format {name}",
+            fix="give records with prompt and completion, or instruction and output",
+        )
     if name == "text":
-        return _open_text(open_cache(source, tokenizer, root, verify), spec)
-    encoder = Encoder(spec, name, tokenizer)
-    return _open_examples(open_example_cache(source, encoder, root, verify), encoder, spec)
+        return replace(_open_text(open_cache(source, tokenizer, root, verify), spec), objective=objective)
+    encoder = Encoder(spec, name, tokenizer, pairs=objective == "seq2seq")
+    cache = open_example_cache(source, encoder, root, verify)
+    return (
+        _open_pairs(cache, encoder, spec) if objective == "seq2seq" else _open_examples(cache, encoder, spec)
+    )
+
+
+def _require_maskable(spec: DataSpec, name: str, tokenizer: Tokenizer) -> None:
+    if name != "text":
+        raise DataError(
+            "the masked objective needs plain text",
+            where=spec.source,
+            why=f"its records are of the format {name}",
+            fix="give text, or name the field with it in data.text_key",
+        )
+    mask_token(tokenizer)
 
 
 def _open_text(cache: TokenCache, spec: DataSpec) -> Text:
@@ -173,6 +237,11 @@ def _open_examples(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> Examp
     return Examples(cache, encoder, divided)
 
 
+def _open_pairs(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> PairExamples:
+    train, held_out = divide_pairs(cache, spec.held_out, spec.sequence_length, spec.decoder_length)
+    return PairExamples(cache, encoder, train, held_out)
+
+
 def check_data(recipe: Recipe) -> list[str]:
     """Check a recipe's data before anything else starts, once per run; the tokens stay in the cache.
 
@@ -182,5 +251,6 @@ def check_data(recipe: Recipe) -> list[str]:
     """
     if recipe.model.factory is not None:
         return []
-    opened = open_tokens(recipe.data, tokenizer_of(recipe.data), default_root(), verify=True)
-    return opened.sentences(recipe.data) if isinstance(opened, Examples) else []
+    tokenizer, objective = tokenizer_of(recipe.data), recipe.model.objective
+    opened = open_tokens(recipe.data, tokenizer, default_root(), verify=True, objective=objective)
+    return [] if isinstance(opened, Text) else opened.sentences(recipe.data)

@@ -40,6 +40,8 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 """Names of end-of-text tokens, most specific first, for tokenizers whose files do not name one."""
 
+_MASKS = ("[MASK]", "<mask>")
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -52,6 +54,7 @@ class Tokenizer(ABC):
         separator: the token between documents.
         begin: the token before every document, or None.
         fingerprint: equal for two tokenizers exactly if they tokenize alike.
+        mask: the token that hides another one (masked language models), or None.
         chat: its own chat template, or None.
     """
 
@@ -60,6 +63,7 @@ class Tokenizer(ABC):
     separator: int
     begin: int | None = None
     fingerprint: str
+    mask: int | None = None
     chat: ChatTemplate | None = None
 
     @property
@@ -70,6 +74,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without `begin` and separator."""
+
+    def framed(self, text: str) -> list[int]:
+        """The tokens of `text` with the special tokens that the tokenizer itself adds, ending with the separator."""
+        return [*self.encode(text), self.separator]
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
@@ -133,6 +141,8 @@ class BackendTokenizer(Tokenizer):
         backend.no_padding()
         self.name = name
         self.separator, self.chat, self.begin = separator, chat, begin
+        masks = (backend.token_to_id(token) for token in _MASKS)
+        self.mask = next((found for found in masks if found is not None), None)
         # Ids may have holes, so the vocabulary size follows from the largest id.
         self.vocab = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         # Without `begin` it is that of earlier versions, which had none.
@@ -142,6 +152,10 @@ class BackendTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def framed(self, text: str) -> list[int]:
+        tokens = list(self._backend.encode(text, add_special_tokens=True).ids)
+        return tokens if tokens[-1:] == [self.separator] else [*tokens, self.separator]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._backend.decode(list(tokens), skip_special_tokens=True))
@@ -258,7 +272,8 @@ def _through_transformers(name: str, place: str, begin: str) -> Tokenizer:
             why=f"{type(error).__name__}: {error}",
             fix="check the name and the network, or give a local folder with tokenizer.json",
         ) from None
-    backend, separator = getattr(loaded, "backend_tokenizer", None), loaded.eos_token_id
+    backend = getattr(loaded, "backend_tokenizer", None)
+    separator = loaded.sep_token_id if loaded.eos_token_id is None else loaded.eos_token_id
     if backend is None or separator is None:
         lacks = "fast backend" if backend is None else "end-of-text token"
         raise DataError(
@@ -279,3 +294,15 @@ def _not_installed(package: str) -> DataError:
         why=f"the package {package} is not installed",
         fix="pip install 'shardwise[hf]', or use tokenizer: bytes",
     )
+
+
+def mask_token(tokenizer: Tokenizer) -> int:
+    """The id of the mask token. Raises DataError if there is none."""
+    if tokenizer.mask is None:
+        raise DataError(
+            f"tokenizer '{tokenizer.name}' has no mask token",
+            where="data.tokenizer",
+            why="model.objective is masked",
+            fix="give the tokenizer of the model, with [MASK] or <mask>",
+        )
+    return tokenizer.mask

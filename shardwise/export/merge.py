@@ -143,7 +143,7 @@ def _in(held: Mapping[str, torch.dtype], dtype: str | None) -> dict[str, torch.d
 def _pair(source: str, adapter: Path) -> _Pair:
     """Raises CheckpointError for an adapter that is damaged or of another model."""
     files = AdapterFiles(adapter)
-    base = HuggingFaceModel(source, 1)
+    base = HuggingFaceModel(source, 1, objective=None)
     with torch.device("meta"):
         model = base.build()
     layers = list(linear_layers(model, []))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes
 from shardwise.model.files.hf_folder import HFFolder
-from shardwise.model.files.peft import TENSORS, AdapterFiles, config_of
+from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, config_of
 from shardwise.model.filling import fill_magnitudes, fill_packed, without_adapters
 from shardwise.model.initial import fill_uniform
 from shardwise.model.lora import A, B, LoraLinear, adapt, is_adapter, linear_layers, require_targets
@@ -36,7 +36,7 @@ class AdaptedModel(Blueprint):
     def __init__(self, base: Blueprint, spec: AdapterSpec) -> None:
         self.base, self.spec = base, spec
         self.name, self.vocab, self.width = base.name, base.vocab, base.width
-        self.origin = base.origin
+        self.origin, self.objective = base.origin, base.objective
         self.trained_in, self.dataset = base.trained_in, base.dataset
         with torch.device("meta"):
             model = base.build()
@@ -65,7 +65,8 @@ class AdaptedModel(Blueprint):
         last = {path.rpartition(".")[2] for path in adapted}
         meant = [path for path in linear if path.rpartition(".")[2] in last]
         transposed = any(layer.transposed for layer in model.modules() if isinstance(layer, LoraLinear))
-        return config_of(self.spec, last if meant == adapted else adapted, transposed, self.origin)
+        task = TASKS.get(self.objective or "")
+        return config_of(self.spec, last if meant == adapted else adapted, transposed, self.origin, task)
 
     @cached_property
     def depth(self) -> int | None:  # type: ignore[override]

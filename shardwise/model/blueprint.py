@@ -50,6 +50,7 @@ class Blueprint(ABC):
         width: channels between two blocks; None if the model cannot be cut into pipeline stages.
         trained_in: training dtype of the weights on disk, if known.
         dataset: map-style dataset of dicts of tensors, if the model brings its own data.
+        objective: causal, masked or seq2seq (hf_objective.py); None if the model brings its own loss.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Blueprint(ABC):
     width: int | None = None
     trained_in: torch.dtype | None = None
     dataset: Dataset[Any] | None = None
+    objective: str | None = "causal"
 
     @abstractmethod
     def build(self, depth: int | None = None) -> nn.Module:
@@ -77,9 +79,13 @@ class Blueprint(ABC):
         raise RecipeError(
             "this model cannot be cut into stages",
             where="strategy.pipeline_parallel",
-            why=f"{self.name} does not name its embedding, its blocks and its head",
+            why=self.stage_obstacle(),
             fix="set it to 1",
         )
+
+    def stage_obstacle(self) -> str:
+        """Why the model cannot be cut into stages, where ``stage`` raises."""
+        return f"{self.name} does not name its embedding, its blocks and its head"
 
     def tied(self) -> tuple[str, ...]:
         """Names of parameters that the embedding shares with the output layer."""

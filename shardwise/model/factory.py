@@ -53,6 +53,8 @@ class FactoryModel(Blueprint):
     The working directory is importable. Raises RecipeError if that fails.
     """
 
+    objective = None
+
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
         self.target = target
         self.arguments = dict(arguments)

@@ -1,11 +1,12 @@
-"""Any causal language model of transformers, from a folder or a hub id.
+"""A language model of transformers, from a folder or a hub id: causal, masked or encoder-decoder (hf_objective.py).
 
 transformers provides the class. The model is built on the meta device, its blocks come from ``_no_split_modules``, and
 weights are read from safetensors by slice. ``from_pretrained`` is not used: it loads before techniques can shard.
 
-Three defaults of transformers are changed, so that a step is the same function on every rank, real or fake. Dropout is
-zero, since its masks would depend on the sharding. The pad token and the detection of packed sequences are off, since
-both wait for the device; packed documents get an explicit mask, and a model that would ignore it is refused.
+Three defaults of transformers are changed, so that a step is the same function on every rank, real or fake. Dropout and
+the router's noise are zero, since they would depend on the sharding. A causal model's pad token and the detection of
+packed sequences are off, since both wait for the device; packed documents get an explicit mask, and a model that would
+ignore it is refused.
 
 Refused: ``trust_remote_code``, pickled weights, and quantized weights, which cannot be trained.
 """
@@ -32,6 +33,8 @@ from shardwise.model.files.hf_conversion import fill_from_files, restore_buffers
 from shardwise.model.files.hf_folder import HFFolder
 from shardwise.model.files.hf_model_folder import FolderWeights, groups_of
 from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.model.hf_experts import adds_router_loss, router_coefficient, router_losses
+from shardwise.model.hf_objective import build_for, decoder_inputs, require_objective, stored_objective
 from shardwise.model.hf_tensor_plan import tensor_plan_of
 from shardwise.model.stage import Stage, renumbered
 from shardwise.runtime.language_loss import language_loss
@@ -53,18 +56,25 @@ _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 class HuggingFaceModel(Blueprint):
-    """A causal language model whose ``config.json`` transformers knows.
+    """A language model whose ``config.json`` transformers knows.
 
     Args:
         source: a folder, or a hub id such as ``org/name``.
         sequence_length: training sequence length.
+        completion_length: that of the decoder under seq2seq.
+        objective: causal, masked or seq2seq; None for the one of the class that saved the folder.
 
     Raises RecipeError if it is missing, needs custom code, is quantized or has a shorter context.
     """
 
-    def __init__(self, source: str, sequence_length: int) -> None:
-        self.source, self.sequence_length = source, sequence_length
-        self.config = _load_config(source)
+    objective: str
+
+    def __init__(
+        self, source: str, sequence_length: int, objective: str | None = "causal", completion_length: int = 1
+    ) -> None:
+        self.source, self.sequence_length, self.completion_length = source, sequence_length, completion_length
+        self.config = _load_config(source, objective)
+        self.objective = objective or stored_objective(self.config)
         text = self.config.get_text_config()
         self.name, self.origin = Path(source).name or source, source
         self.vocab = text.vocab_size
@@ -72,13 +82,17 @@ class HuggingFaceModel(Blueprint):
         plan = getattr(text, "base_model_pp_plan", None) or {}
         self.width = text.hidden_size if plan.keys() == _CUTTABLE else None
         context = getattr(text, "max_position_embeddings", None)
-        if context is not None and sequence_length > context:
+        if context is not None and sequence_length > context > 0:
             raise RecipeError(
                 "the sequences are longer than the model's context",
                 where="data.sequence_length",
                 why=f"{sequence_length} tokens exceed max_position_embeddings {context}",
                 fix=f"use at most {context}",
             )
+
+    def require_objective(self) -> None:
+        """Raise RecipeError if the model's attention does not fit the objective."""
+        require_objective(self.objective, self.config, self.source)
 
     @cached_property
     def _reference(self) -> nn.Module:
@@ -96,7 +110,6 @@ class HuggingFaceModel(Blueprint):
         return layers if alike and uniform and len(blocks) == layers else None
 
     def build(self, depth: int | None = None) -> nn.Module:
-        transformers = _transformers()
         config = copy.deepcopy(self.config)
         if depth is not None:
             text = config.get_text_config()
@@ -104,25 +117,16 @@ class HuggingFaceModel(Blueprint):
             text.num_hidden_layers = depth
             for key, values in per_layer.items():
                 setattr(text, key, values[:depth])
-        try:
-            return transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=False
-            )
-        except MemoryError:
-            raise
-        except Exception as error:  # each class checks its config in its own way, or not at all
-            why = (
-                str(error)
-                if isinstance(error, ValueError | ImportError)
-                else f"{type(error).__name__}: {error}"
-            )
-            raise RecipeError(
-                "not a causal language model", where=f"model.hf: {self.source}", why=why
-            ) from error
+        return build_for(self.objective, config, self.source)
+
+    def stage_obstacle(self) -> str:
+        if adds_router_loss(self.config):
+            return "its router's auxiliary loss is one of all blocks together"
+        return super().stage_obstacle()
 
     def stage(self, stage: Stage) -> nn.Module:
         """Cut the model by its class's ``base_model_pp_plan``."""
-        if self.width is None or self.depth is None:
+        if self.width is None or self.depth is None or adds_router_loss(self.config):
             return super().stage(stage)
         model: Any = self.build(len(stage.blocks))
         base, tied = model.base_model, bool(shared_names(model))
@@ -138,11 +142,13 @@ class HuggingFaceModel(Blueprint):
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         names = set(getattr(model, "_no_split_modules", None) or ())
+        embedding = cast("Any", model).get_input_embeddings()  # BERT lists its embeddings too
         # FSDP2 subclasses the block's class, so search the base classes too.
         blocks = {
             path: module
             for path, module in model.named_modules()
             if any(base.__name__ in names for base in type(module).__mro__)
+            and embedding not in module.modules()
         }
         return [module for path, module in blocks.items() if not _inside(path, blocks)]
 
@@ -162,7 +168,23 @@ class HuggingFaceModel(Blueprint):
         return tensor_plan_of(model, self.config)
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        return language_loss(self.logits, model, batch)
+        if self.objective == "seq2seq":
+            return language_loss(lambda m, *_: self._decoder_logits(m, batch), model, batch)
+        if not adds_router_loss(self.config):
+            return language_loss(self.logits, model, batch)
+        with router_losses(model, batch["labels"]) as balance:
+            total, count = language_loss(self.logits, model, batch)
+        weight = router_coefficient(model, self.config)
+        return total + count * (
+            weight * torch.stack(balance).sum().to(total.dtype)
+        ) if balance else total, count
+
+    def _decoder_logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Logits [b, t, vocab] of a seq2seq batch. The decoder reads the labels, shifted right."""
+        given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        ids = decoder_inputs(batch["labels"], self.config)
+        with _no_guessing():
+            return cast("Tensor", model(**given, decoder_input_ids=ids, use_cache=False).logits)
 
     def logits(self, model: nn.Module, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         name = "inputs_embeds" if input_ids.is_floating_point() else "input_ids"
@@ -187,6 +209,10 @@ class HuggingFaceModel(Blueprint):
 
     def context_parallel_obstacle(self, model: nn.Module) -> str:
         text = self.config.get_text_config()
+        if self.objective != "causal":
+            return "its attention is not causal"
+        if adds_router_loss(self.config):
+            return "its router's auxiliary loss is one of whole sequences"
         if "position_ids" not in inspect.signature(model.forward).parameters:
             return f"{type(model).__name__} takes no position_ids"
         for key in _WINDOWS:
@@ -214,7 +240,11 @@ class HuggingFaceModel(Blueprint):
         return HFFolder(config, groups, copied)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
-        return token_shapes(sequence_length)
+        shapes = token_shapes(sequence_length)
+        if self.objective != "seq2seq":
+            return shapes
+        labels = ((self.completion_length,), torch.int64)
+        return {**shapes, "attention_mask": shapes["input_ids"], "labels": labels}
 
     def fill(self, model: nn.Module, seed: int) -> None:
         """Read the weights; ``seed`` is unused. Raises CheckpointError, naming the tensor, if the files do not fit."""
@@ -271,15 +301,18 @@ def _per_layer(config: Any) -> dict[str, list[Any]]:
 
 @contextmanager
 def _no_guessing() -> Iterator[None]:
-    """Stop transformers from detecting packed sequences in position ids."""
+    """Stop transformers from reading values: packed sequences in position ids, masks without padding."""
     from transformers import masking_utils
 
-    original = masking_utils.find_packed_sequence_indices
+    guesses = masking_utils.find_packed_sequence_indices, masking_utils._ignore_bidirectional_mask_sdpa
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils._ignore_bidirectional_mask_sdpa = lambda padding_mask, *rest, **named: (
+        padding_mask is None and guesses[1](padding_mask, *rest, **named)
+    )
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = original
+        masking_utils.find_packed_sequence_indices, masking_utils._ignore_bidirectional_mask_sdpa = guesses
 
 
 def _transformers() -> Any:
@@ -293,7 +326,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _load_config(source: str) -> Any:
+def _load_config(source: str, objective: str | None) -> Any:
     where = f"model.hf: {source}"
     path = folder_of(source, ["config.json"]) / "config.json"
     try:
@@ -315,7 +348,7 @@ def _load_config(source: str) -> Any:
         raise RecipeError("quantized weights cannot be trained", where=where, fix="use the unquantized model")
     try:
         config = _transformers().AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
-        _make_deterministic(config)
+        _make_deterministic(config, keep_padding=(objective or stored_objective(config)) != "causal")
         _require_sizes(config.get_text_config())
     except Exception as error:  # each model validates its config in its own way
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -331,14 +364,15 @@ def _require_sizes(text: Any) -> None:
             raise ValueError(f"{key} is {value!r}, not a whole number from 1 to {most:,}")
 
 
-def _make_deterministic(config: Any) -> None:
-    """No dropout, no cache, no pad token (see the module's docstring)."""
+def _make_deterministic(config: Any, keep_padding: bool) -> None:
+    """No dropout, no noise, no cache, and no pad token unless positions depend on it (see the module's docstring)."""
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for key, value in part.to_dict().items():
-            if "drop" in key and isinstance(value, float):
+            if ("drop" in key or "jitter" in key) and isinstance(value, float):
                 setattr(part, key, 0.0)
         part.use_cache = False
-        part.pad_token_id = None
+        if not keep_padding:
+            part.pad_token_id = None
 
 
 def folder_of(source: str, files: list[str]) -> Path:

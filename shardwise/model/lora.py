@@ -55,7 +55,7 @@ class FrozenLinear(nn.Linear):
 
     def __init__(self, layer: nn.Module, quantize: str) -> None:
         weight = layer.get_parameter("weight")
-        self.transposed = type(layer) is not nn.Linear
+        self.transposed = not isinstance(layer, nn.Linear)
         rows, columns = reversed(weight.shape) if self.transposed else weight.shape
         super().__init__(columns, rows, bias=False, device="meta")
         take_over(self, layer)
@@ -157,13 +157,13 @@ def adapt(model: nn.Module, blocks: Sequence[nn.Module], spec: AdapterSpec) -> l
 def linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[str]:
     """Paths of the plain linear layers in the blocks, or in the model, without shared weights.
 
-    Subclasses are skipped: they may not call their own forward.
+    Other subclasses of ``nn.Linear`` are skipped: they may not call their own forward.
     """
     inside = {module for block in blocks or [model] for module in block.modules()}
     aliases = shared_names(model)
     shared = aliases.keys() | aliases.values()
     for path, module in model.named_modules():
-        plain = type(module) is nn.Linear or _is_conv1d(module)
+        plain = type(module) is nn.Linear or _is_conv1d(module) or _is_falcons(module)
         if path and plain and module in inside and f"{path}.weight" not in shared:
             yield path
 
@@ -204,3 +204,9 @@ def _is_conv1d(module: nn.Module) -> bool:
     """Whether this is transformers' ``Conv1D``, without importing transformers."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def _is_falcons(module: nn.Module) -> bool:
+    """Whether this is Falcon's ``FalconLinear``: ``nn.Linear``, with the product written out."""
+    kind = type(module)
+    return kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon"

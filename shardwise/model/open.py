@@ -14,7 +14,8 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
     """The blueprint of the recipe's model, with its adapters if the recipe has an ``adapter:`` section.
 
     Raises:
-        RecipeError: the model cannot be found, its context is too short, or it lacks the target layers.
+        RecipeError: the model cannot be found, its context is too short, it does not fit ``model.objective``, or it
+            lacks the target layers.
         CheckpointError: a file of the model is damaged.
     """
     base = _base_of(recipe)
@@ -30,7 +31,9 @@ def _base_of(recipe: Recipe) -> Blueprint:
     if spec.hf is not None:
         from shardwise.model.hf import HuggingFaceModel
 
-        return HuggingFaceModel(spec.hf, length)
+        made = HuggingFaceModel(spec.hf, length, spec.objective, recipe.data.decoder_length)
+        made.require_objective()
+        return made
     if spec.factory is not None:
         from shardwise.model.factory import FactoryModel
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 from shardwise.core.errors import RecipeError
@@ -11,7 +10,7 @@ from shardwise.core.plan import Candidate
 from shardwise.core.strategy import Strategy
 from shardwise.core.units import format_bytes
 from shardwise.plan.predict import Prediction
-from shardwise.plan.predictor import Predictor
+from shardwise.plan.predictor import UNKNOWN, Predictor
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, layout_of
 
 
@@ -27,10 +26,14 @@ def predict_neighbours(predictor: Predictor, chosen: Prediction) -> None:
         if neighbour in predictor.candidates:
             continue
         # A strategy that needs a missing package cannot be built here, and is not shown.
-        with suppress(RecipeError):
+        try:
             if predictor.may_fit(neighbour):
                 ranks = _worst_of(predictor, neighbour, chosen)
                 predictor.predict(neighbour, quick=True, ranks=ranks)
+        except RecipeError:
+            continue
+        except Exception as error:  # of the model or a kernel, in a strategy that is only compared
+            predictor.record_failure(neighbour, error)
 
 
 def _worst_of(predictor: Predictor, strategy: Strategy, chosen: Prediction) -> list[int] | None:
@@ -42,7 +45,8 @@ def _worst_of(predictor: Predictor, strategy: Strategy, chosen: Prediction) -> l
 def judged(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:
     """All recorded candidates, compared with the chosen one: the chosen first, then those that fit by step time."""
     candidates = [_judged(predictor, each, chosen) for each in predictor.candidates.values()]
-    candidates.sort(key=lambda c: (c.verdict != "chosen", c.verdict != "fits", c.step_seconds, c.peak_bytes))
+    order = ("chosen", "fits", "tight", "does not fit", UNKNOWN)
+    candidates.sort(key=lambda c: (order.index(c.verdict), c.step_seconds, c.peak_bytes))
     return tuple(candidates)
 
 

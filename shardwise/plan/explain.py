@@ -12,7 +12,7 @@ from shardwise.hardware.allocator_options import options_in
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan import checkpoint_interval
 from shardwise.plan.predict import Prediction
-from shardwise.plan.predictor import Predictor
+from shardwise.plan.predictor import UNKNOWN, Predictor
 from shardwise.plan.timing import offload_phases
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS
 
@@ -38,6 +38,10 @@ def reasons(predictor: Predictor, chosen: Prediction) -> Iterator[str]:
             if len(changed) == 1:
                 [(key, (mine, theirs))] = changed.items()
                 yield f"{key} {mine}, because {key} {theirs} needs at least {format_bytes(candidate.peak_bytes)}"
+    failed = [candidate for candidate in predictor.candidates.values() if candidate.verdict == UNKNOWN]
+    if failed:
+        first = f"{failed[0].line}: {failed[0].reason}"
+        yield f"{len(failed)} of the compared strategies could not be predicted, the first is {first}"
     pinned = predictor.recipe.strategy
     free = [s.key for s in SETTINGS if s.key not in pinned and (s.candidates or s is MICRO_BATCH_SIZE)]
     if free and chosen.peak.bytes <= predictor.budget_bytes:

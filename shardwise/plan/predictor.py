@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.errors import one_line as printable
 from shardwise.core.plan import Candidate, PeakIs
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.units import format_bytes
@@ -35,6 +36,9 @@ tokens of 4,096 channels. The sizes of context and communicators are table value
 MOST_PER_PARAMETER = 64
 """No strategy takes more bytes of weights and optimizer state per parameter. Where this much fits, the lower bound is
 not computed."""
+
+UNKNOWN = "could not be predicted"
+"""Verdict on a candidate whose dry run failed."""
 
 
 @dataclass
@@ -178,6 +182,10 @@ class Predictor:
     def replayed(self, strategy: Strategy) -> bool:
         """Whether the last prediction of a strategy has its fragmentation, if its device's allocator has any."""
         return self._replayed[strategy]
+
+    def record_failure(self, strategy: Strategy, error: Exception) -> None:
+        """Record a candidate whose dry run raised an error."""
+        self._record(strategy, 0, 0.0, UNKNOWN, printable(f"{type(error).__name__}: {error}"), "counted")
 
     def _host_excess(self, found: Prediction) -> int:
         """Bytes beyond the rank's share of host memory; negative when there is room."""

@@ -28,6 +28,7 @@ def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     """Every contradiction in `recipe`, as a complaint at the key to change."""
     yield from _one_name(recipe.model, document)
     yield from _arguments(recipe.model)
+    yield from _objective(recipe, document)
     yield from _model_and_data(recipe, document)
     yield from _micro_batch(recipe, document)
     yield from _records(recipe, document)
@@ -88,6 +89,41 @@ def _arguments(model: ModelSpec) -> Iterator[Complaint]:
             yield Complaint(path, what, f"found {describe(value)}")
         elif isinstance(value, float) and not math.isfinite(value):
             yield Complaint(path, f"{name} must be a finite number", f"found {describe(value)}")
+
+
+def _objective(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    """Settings that the masked and the seq2seq objective exclude."""
+    objective, data = recipe.model.objective, recipe.data
+    if data.completion_length is not None and objective != "seq2seq":
+        last = _last_written(document, ("data", "completion_length"), ("model", "objective"))
+        why = f"model.objective is {objective}, and only seq2seq has a decoder's sequence of its own"
+        yield Complaint(last, "completion_length cannot be set here", why, "remove it")
+    if objective == "causal":
+        return
+    path = ("model", "objective")
+    if recipe.model.hf is None:
+        why = "presets are causal, and a factory brings its own loss"
+        yield Complaint(path, f"objective cannot be {objective} here", why, "remove it, or give model.hf")
+    if data.packing:
+        last = _last_written(document, path, ("data", "packing"))
+        why = "the encoder's attention would cross the borders of packed documents"
+        yield Complaint(last, "packing cannot be true here", why, "write packing: false")
+    if objective == "masked" and data.format not in ("auto", "text"):
+        last = _last_written(document, path, ("data", "format"))
+        yield Complaint(
+            last, "the masked objective needs plain text", f"format is {data.format}", "write format: text"
+        )
+    if objective == "seq2seq" and (
+        data.format in ("text", "messages", "sharegpt") or data.source == "stdlib"
+    ):
+        last = _last_written(document, path, ("data", "format"), ("data", "source"))
+        why = f"format is {data.format}" if data.source != "stdlib" else "stdlib is plain text"
+        what = "the seq2seq objective needs prompts and completions"
+        yield Complaint(last, what, why, "give records of the format prompt or alpaca")
+    if objective == "seq2seq" and data.train_on == "all":
+        last = _last_written(document, path, ("data", "train_on"))
+        why = "the decoder is trained on the completion, the encoder only reads the prompt"
+        yield Complaint(last, "train_on cannot be all here", why, "remove it")
 
 
 def _model_and_data(recipe: Recipe, document: Document) -> Iterator[Complaint]:

@@ -91,7 +91,10 @@ class ModelSpec(Section):
     preset: Text | None = None
     """named dimensions of the native decoder; a dimension that is also given overrides the preset's"""
     hf: Text | None = None
-    """folder or Hub id of a causal language model in Hugging Face format"""
+    """folder or Hub id of a language model in Hugging Face format"""
+    objective: Literal["causal", "masked", "seq2seq"] = "causal"
+    """training objective of a model of hf: causal (the next token), masked (BERT: 15 % of the tokens are hidden) or
+    seq2seq (T5: a completion, from the prompt in the encoder)"""
     factory: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=4096)] | None = None
     """package.module:function that returns an nn.Module and its loss"""
     arguments: Mapping[str, Annotated[Scalar, SkipValidation]] = Field(default_factory=dict)
@@ -130,7 +133,9 @@ class DataSpec(Section):
     """beginning-of-sequence token (BOS) before every document and prompt: auto adds it if the tokenizer itself does;
     none adds none. A chat template writes its own"""
     sequence_length: Annotated[int, Field(ge=1, le=100_000_000)] = 256
-    """tokens per sequence"""
+    """tokens per sequence; of the encoder's sequence under model.objective seq2seq"""
+    completion_length: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    """tokens of the decoder's sequence under model.objective seq2seq; null is sequence_length"""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """fraction of the documents held out for the validation loss"""
     text_key: Text = "text"
@@ -144,6 +149,11 @@ class DataSpec(Section):
     packing: bool = False
     """sequence packing: put several records into a sequence, with attention masked between them; false pads each
     record to a sequence. Plain text is concatenated either way; true masks attention between its documents"""
+
+    @property
+    def decoder_length(self) -> int:
+        """Tokens of the decoder's sequence."""
+        return self.completion_length or self.sequence_length
 
 
 class ScalingSpec(Section):

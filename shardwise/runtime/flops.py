@@ -1,6 +1,7 @@
 """FLOPs of one operation and bytes of tensors, for the planner and for the choice of recomputed operations.
 
-FLOPs come from PyTorch's registry (``torch.utils.flop_counter``), except for attention, where it lacks kernels.
+FLOPs come from PyTorch's registry (``torch.utils.flop_counter``), except for attention and grouped products, where it
+lacks kernels.
 """
 
 from __future__ import annotations
@@ -49,8 +50,17 @@ The registry's formula ignores grouped queries before torch 2.12 and causal atte
 """
 
 
+def grouped_flops(left: torch.Size, right: torch.Size) -> int:
+    """A product per group, where the groups divide the rows (2-D by 3-D), the columns (3-D by 2-D) or the summed
+    dimension (2-D by 2-D) of a matrix.
+    """
+    if len(left) == 3 and len(right) == 2:
+        return 2 * left[1] * right.numel()
+    return 2 * left.numel() * right[-1]
+
+
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """FLOPs that one call executes: matrix products, convolutions and attention; 0 for everything else."""
+    """FLOPs that one call executes: products of matrices (grouped ones too), convolutions, attention; 0 for others."""
     name = func.name()
     if name in _FORWARD:
         query, key, value = (tensor.shape for tensor in args[:3])
@@ -58,6 +68,8 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
     if name in _BACKWARD:
         query, key, value = (tensor.shape for tensor in args[1:4])
         return attention_backward_flops(query, key, value, _is_causal(func, args, kwargs))
+    if name == "aten::_grouped_mm":
+        return grouped_flops(args[0].shape, args[1].shape)
     count = flop_registry.get(packet_of(func))
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 

@@ -84,7 +84,9 @@ def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: t
 def _open_folder(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Opened:
     from shardwise.model.hf import HuggingFaceModel
 
-    blueprint = HuggingFaceModel(str(folder), sequence_length=1)
+    blueprint = HuggingFaceModel(str(folder), sequence_length=1, objective=None)
+    _require_text(blueprint)
+    blueprint.require_objective()
     if tokenizer is None and not any((folder / name).is_file() for name in _TOKENIZERS):
         # transformers would create an empty tokenizer.
         raise DataError(
@@ -135,8 +137,14 @@ def _read_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, Tensor]:
 
 def _require_text(blueprint: Blueprint) -> None:
     """Raise RecipeError, as the blueprint's ``logits`` does, if the model does not generate text."""
+    where = f"model: {blueprint.name}"
     if type(blueprint).logits is Blueprint.logits:
-        raise RecipeError("this model does not generate text", where=f"model: {blueprint.name}")
+        raise RecipeError("this model does not generate text", where=where)
+    if blueprint.objective != "causal":
+        why = f"its objective is {blueprint.objective}, and only causal models are decoded here"
+        raise RecipeError(
+            "this model does not generate text", where=where, why=why, fix="export it for transformers"
+        )
 
 
 def require_base(model: nn.Module, adapters: list[ServedAdapter]) -> None:

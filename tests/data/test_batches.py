@@ -134,8 +134,8 @@ def test_impossible_worlds_are_refused(source: Path, opened: Opener, arguments: 
 
 
 def test_slots() -> None:
-    assert deal([10, 11, 12, 13, 14], rank=0, degree=2, micro_batch_size=2) == [[10, 11], [14, None]]
-    assert deal([10, 11, 12, 13, 14], rank=1, degree=2, micro_batch_size=2) == [[12, 13], [None, None]]
+    assert deal(5, rank=0, degree=2, micro_batch_size=2) == [[0, 1], [4, None]]
+    assert deal(5, rank=1, degree=2, micro_batch_size=2) == [[2, 3], [None, None]]
 
 
 # -- a factory's own dataset

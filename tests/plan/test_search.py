@@ -109,6 +109,34 @@ def test_what_is_pinned_is_kept() -> None:
     assert neighbours and all("step time" in reason for reason in neighbours.values())
 
 
+def test_a_neighbour_that_cannot_be_predicted_does_not_end_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without the neighbour's dtype, say. The chosen strategy's own error still ends it."""
+    from shardwise.plan import predict as module
+
+    run, asked = module.dry_run, recipe(zero_stage=2, micro_batch_size=8, activation_checkpointing="none")
+    chosen = strategy_from(asked.strategy)
+
+    def failing(recipe: Any, blueprint: Any, strategy: Any, *rest: Any, **how: Any) -> Any:
+        if (strategy == chosen) == chosen_fails:
+            raise RuntimeError("no kernel\nfor this")
+        return run(recipe, blueprint, strategy, *rest, **how)
+
+    monkeypatch.setattr(module, "dry_run", failing)
+    chosen_fails = False
+    plan = planned(asked, compare=True)
+    first, *others = plan.candidates
+    assert first.verdict == "chosen" and {c.strategy[ZERO_STAGE] for c in others} >= {0, 1, 3}
+    assert {c.verdict for c in others} == {"could not be predicted"}
+    assert {c.reason for c in others} == {"RuntimeError: no kernel for this"}
+    (said,) = [reason for reason in plan.reasons if "could not be predicted" in reason]
+    assert said.startswith(f"{len(others)} of the compared strategies") and said.endswith(
+        "no kernel for this"
+    )
+    chosen_fails = True
+    with pytest.raises(RuntimeError, match="no kernel"):
+        planned(asked)
+
+
 def test_when_nothing_fits_it_shows_what_comes_closest() -> None:
     plan = planned(recipe(1))
     assert not plan.fits

@@ -61,6 +61,10 @@ class Sources:
         return name in self.direct or name in self.converted
 
 
+_OTHER_HEADS = (r"(^|\.)pooler\.", r"^cls\.seq_relationship\.")
+"""Heads of BERT's pretraining that a masked language model does not use."""
+
+
 def fill_from_files(model: nn.Module, reference: nn.Module, folder: Path) -> None:
     """Fill the parameters and saved buffers of ``model`` from a folder of safetensors.
 
@@ -184,7 +188,11 @@ def require_fit(reference: nn.Module, files: WeightFiles, sources: Sources, alia
             raise CheckpointError(f"tensor {name} is missing", where=str(files.folder), why="no file has it")
     # Older versions saved these buffers; newer ones compute them.
     ignored = _pattern(
-        reference, "_keys_to_ignore_on_load_unexpected", r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"
+        reference,
+        "_keys_to_ignore_on_load_unexpected",
+        r"rotary_emb\.inv_freq$",
+        r"(^|\.)position_ids$",
+        *_OTHER_HEADS,
     )
     for name in sources.extra:
         if not ignored.search(name):

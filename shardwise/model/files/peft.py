@@ -24,6 +24,8 @@ from shardwise.recipe.sections import AdapterSpec
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
+"""PEFT's task type by objective; it has none for masked language models."""
 FINGERPRINT = "shardwise_base"
 """Header key of the fingerprint of the frozen weights."""
 
@@ -171,12 +173,12 @@ def write_adapter(
 
 
 def config_of(
-    spec: AdapterSpec, targets: Iterable[str], transposed: bool, base: str | None
+    spec: AdapterSpec, targets: Iterable[str], transposed: bool, base: str | None, task: str | None = None
 ) -> dict[str, Any]:
     """PEFT's config of an adapter on ``targets``: paths, or last parts of paths."""
     return {
         "peft_type": "LORA",
-        "task_type": None,
+        "task_type": task,
         "base_model_name_or_path": base,
         "r": spec.rank,
         "lora_alpha": int(spec.alpha) if spec.alpha.is_integer() else spec.alpha,

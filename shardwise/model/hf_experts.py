@@ -1,0 +1,134 @@
+"""Mixture-of-experts models of transformers: the kernel of their experts, and the router's auxiliary loss.
+
+Experts. transformers groups the tokens by expert and multiplies with ``grouped_mm``, which needs fp32 or 16 bits and
+rows of a multiple of 16 bytes. Other weights (fp64, odd widths) take ``batched_mm``: the same product with a copy of
+an expert's weights for every token. Both are independent of the routing's values, so a dry run runs them too.
+transformers' ``eager`` loop over the experts that were hit is not.
+
+Auxiliary loss (Fedus et al. 2021, equations 4 to 6). A model whose config sets ``output_router_logits`` adds
+``router_aux_loss_coef`` x its load-balancing loss to the mean cross-entropy of every forward pass, as in transformers.
+The engine sums losses and divides by all targets of the global batch, so a micro-batch's auxiliary loss counts with its
+number of targets. The model's own function computes it; padding is left out, as an attention mask would leave it out.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import RecipeError
+from shardwise.runtime.parallel.vocabulary import IGNORED
+
+_EXPERTS = "shardwise"
+"""Name of ``_experts_forward`` among transformers' implementations."""
+_ALIGNMENT = 16
+_FUNCTION = "load_balancing_loss_func"
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+def experts_implementation() -> str:
+    """The name under which transformers runs experts by ``_experts_forward``."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts_forward)
+    _grouped_products_of_any_dtype()
+    return _EXPERTS
+
+
+@cache
+def _grouped_products_of_any_dtype() -> torch.library.Library:
+    """Let fake tensors of every dtype pass ``aten._grouped_mm``, as its kernels do since torch 2.10.
+
+    torch's own rule for fake tensors refuses all dtypes but bf16. The library keeps its kernel while it lives.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
+        library.impl("_grouped_mm", _grouped_product, "Meta")
+    return library
+
+
+def _grouped_product(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The result's shape. Groups divide the rows of ``left``, the columns of ``right``, or what both sum over."""
+    shape = [left.shape[-2], right.shape[-1]]
+    if left.dim() == right.dim():
+        shape.insert(0, left.shape[0] if left.dim() == 3 or offs is None else offs.shape[0])
+    return left.new_empty(shape, dtype=out_dtype or left.dtype)
+
+
+def _experts_forward(experts: nn.Module, *given: Any, **named: Any) -> Tensor:
+    from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
+
+    matrices = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
+    aligned = all(size * p.element_size() % _ALIGNMENT == 0 for p in matrices for size in p.shape[1:])
+    grouped = aligned and all(p.dtype != torch.float64 for p in matrices)
+    forward = grouped_mm_experts_forward if grouped else batched_mm_experts_forward
+    return cast("Tensor", forward(experts, *given, **named))
+
+
+def adds_router_loss(config: Any) -> bool:
+    """Whether transformers adds the router's auxiliary loss to the training loss of this config."""
+    return bool(getattr(config.get_text_config(), "output_router_logits", False))
+
+
+@contextmanager
+def router_losses(model: nn.Module, labels: Tensor) -> Iterator[list[Tensor]]:
+    """The auxiliary losses that the model computes within the block: one per forward pass, [] if it has none.
+
+    Args:
+        labels: int64 [b, s]. The tokens after the last target of a row are padding.
+    """
+    # FSDP2 subclasses the model's class, so search the base classes too.
+    modules = (sys.modules[base.__module__] for base in type(model).__mro__)
+    module = next((module for module in modules if hasattr(module, _FUNCTION)), None)
+    found: list[Tensor] = []
+    if module is None:
+        yield found
+        return
+    original, filled = getattr(module, _FUNCTION), _filled(labels)
+
+    def recorded(gate_logits: Any, *given: Any) -> Any:
+        """Every model passes its attention mask last; it has none here."""
+        found.append(original(gate_logits, *given[:-1], attention_mask=filled))
+        return found[-1]
+
+    setattr(module, _FUNCTION, recorded)
+    try:
+        yield found
+    finally:
+        setattr(module, _FUNCTION, original)
+
+
+def router_coefficient(model: nn.Module, config: Any) -> float:
+    """The weight of the auxiliary loss. Raises RecipeError if the model does not say."""
+    places = (model, config.get_text_config())
+    for place in places:
+        for name in _COEFFICIENTS:
+            if isinstance(value := getattr(place, name, None), int | float):
+                return float(value)
+    raise RecipeError(
+        "the router's auxiliary loss has no coefficient",
+        where="model.hf",
+        why=f"config.json sets output_router_logits, and {type(model).__name__} has no {_COEFFICIENTS[0]}",
+        fix=f"set {_COEFFICIENTS[0]}, or output_router_logits: false",
+    )
+
+
+def _filled(labels: Tensor) -> Tensor:
+    """1 for the tokens up to a row's last target, else 0, [b, s]; all 1 if there is no target at all."""
+    valid = labels != IGNORED
+    filled = valid.flip(1).cumsum(1).flip(1) > 0
+    return (filled | ~valid.any()).to(torch.int64)
