@@ -268,7 +268,7 @@ class ClusterSpec(Section):
     """memory of one device in GiB, instead of the profile's"""
     host_memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """host memory per device in GiB, instead of the profile's"""
-    hours_between_failures: Annotated[float, Field(gt=0, le=1e9)] = 50_000
+    hours_between_failures: Annotated[float, Field(gt=0, le=1e9)] = 50_000.0
     """mean hours between failures of one device, for the advice how often to save. Llama 3 was interrupted every
     186 minutes on 16,384 GPUs (arXiv:2407.21783, section 3.3.4)"""
 

@@ -125,7 +125,7 @@ def killed(shell: Shell, job: Job, folder: Path, dice: random.Random) -> str:
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 90
-        while any(psutil.pid_exists(pid) and _alive(pid) for pid in [run.pid, *ranks]):
+        while run.poll() is None or any(_alive(pid) for pid in ranks):
             assert time.monotonic() < deadline, "processes outlive the run"
             time.sleep(0.01)
         return target
