@@ -188,7 +188,9 @@ class HuggingFaceModel(Blueprint):
 
     def logits(self, model: nn.Module, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         name = "inputs_embeds" if input_ids.is_floating_point() else "input_ids"
-        given = {}
+        given = (
+            {"decoder_input_ids": input_ids} if self.objective == "seq2seq" else {}
+        )  # compares merged weights
         if positions is not None and positions.dim() == 1:
             given = {"position_ids": positions.unsqueeze(0)}
         elif positions is not None:
