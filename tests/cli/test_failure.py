@@ -106,7 +106,7 @@ def test_a_full_disk_leaves_recipe_and_plan_as_they_were(tmp_path: Path, plan: P
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
     try:
-        with pytest.raises(ResourceError, match=r"cannot write recipe\.yaml .*; free some space"):
+        with pytest.raises(ResourceError, match=r"cannot write recipe\.yaml .*File too large"):
             folders.write_job(tmp_path, recipe(2), plan)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

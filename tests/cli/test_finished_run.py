@@ -166,7 +166,7 @@ def test_a_damaged_end_is_trained_again(
     weights.write_bytes(weights.read_bytes()[:-1])
     started = []
 
-    def launch(processes: int, arguments: list[str], *others: Any) -> int:
+    def launch(processes: int, arguments: list[str], *others: Any, **named: Any) -> int:
         started.append((processes, arguments))
         return 75
 

@@ -14,6 +14,7 @@ INTERRUPTED_IMPORT = """
 import os, signal, sys
 
 module = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
 class Interrupting:
     def find_spec(self, name, *others):
