@@ -125,14 +125,14 @@ def test_why_ranks_failed_is_in_the_error(
 ) -> None:
     """And nowhere else but in the logs, which stay, also where the folder was ours."""
     line = "error: cannot write the checkpoint (here): No space left on device"
-    monkeypatch.setattr(api, "run_ranks", lambda *arguments: (7, line))
+    monkeypatch.setattr(api, "run_ranks", lambda *arguments, **named: (7, line))
     with pytest.raises(RankError, match=r"cannot write the checkpoint .*No space left on device"):
         api.train(recipe, plan, tmp_path / "run")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(RankError, match="No space left on device"):
         api.verify(recipe, plan, steps=2)
     assert len(list(tmp_path.glob("shardwise-verify-*"))) == 1
-    monkeypatch.setattr(api, "run_ranks", lambda *arguments: (75, ""))
+    monkeypatch.setattr(api, "run_ranks", lambda *arguments, **named: (75, ""))
     with pytest.raises(RankError, match=r"the run stopped .*the same call goes on"):
         api.train(recipe, plan, tmp_path / "run")
     assert tuple(capfd.readouterr()) == ("", "")

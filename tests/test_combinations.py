@@ -36,6 +36,7 @@ def test_every_pair_that_goes_together_has_a_row_that_trains_both() -> None:
 
 
 @pytest.mark.parametrize("pair", UNTESTED, ids=str)
+@pytest.mark.long
 def test_what_no_row_trains_is_at_least_dry_run(pair: tuple[str, str]) -> None:
     example = combinations.verdicts()[pair].example
     assert example is not None

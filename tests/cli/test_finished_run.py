@@ -68,6 +68,7 @@ def never(*arguments: Any, **options: Any) -> NoReturn:
     raise AssertionError("ranks were started")
 
 
+@pytest.mark.long
 def test_a_run_goes_to_its_end_when_nobody_reads(folder: Path) -> None:
     found = read_run(folder / "run")
     assert [step.step for step in found.steps] == [1, 2]

@@ -246,7 +246,7 @@ def losses_alone(name: str, pool: Pool) -> list[float]:
 @pytest.mark.parametrize(
     ("settings", "optimizer"),
     [
-        pytest.param(*mix, id=name, marks=[pytest.mark.long] * ("gathered" in name))
+        pytest.param(*mix, id=name, marks=[pytest.mark.long] * (name != "ring"))
         for mix, name in zip(MIXES, ("tensor", "gathered", "regathered", "ulysses", "ring"), strict=True)
     ],
 )

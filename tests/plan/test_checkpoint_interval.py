@@ -55,11 +55,11 @@ def test_youngs_formula_is_the_limit_of_short_saves() -> None:
 
 def test_a_plan_advises_an_interval_for_its_cluster() -> None:
     values = {
-        "model": {"preset": "gpt2-124m"},
-        "data": {"sequence_length": 64},
+        "model": MODEL,
+        "data": {"sequence_length": 8},
         "steps": 1_000_000,
         "batch_size": 16,
-        "cluster": {"preset": "8xH100-80GB", "nodes": 2, "hours_between_failures": 1000},
+        "cluster": {"preset": "2xH100-80GB", "nodes": 8, "hours_between_failures": 1000},
         "strategy": {"zero_stage": 1, "micro_batch_size": 1, "precision": "bf16"},
     }
 

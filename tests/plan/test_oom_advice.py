@@ -23,7 +23,8 @@ VALUES = {
 
 
 @pytest.mark.parametrize(
-    ("share", "expected"), [(0.9, "activation_checkpointing="), (0.1, "no plan fits in")]
+    ("share", "expected"),
+    [(0.9, "activation_checkpointing="), pytest.param(0.1, "no plan fits in", marks=pytest.mark.long)],
 )
 def test_one_setting_is_changed_or_the_least_is_named(share: float, expected: str) -> None:
     recipe = recipe_of(VALUES, SETTINGS)

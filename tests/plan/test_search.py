@@ -61,6 +61,7 @@ def test_with_room_to_spare_it_replicates_in_one_pass() -> None:
     assert [c.verdict for c in plan.candidates].count("chosen") == 1
 
 
+@pytest.mark.long
 def test_it_takes_the_smallest_stage_and_the_largest_micro_batch_that_fit() -> None:
     """Just too little for the smallest pass of stage 0: the next stage that fits, and why."""
     limit = needed_mib(0, 1) - 1

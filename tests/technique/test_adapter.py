@@ -95,6 +95,7 @@ def test_training_takes_two_thirds_of_the_flops() -> None:
     assert 0.66 <= counted["lora"].cost.flops / counted["full"].cost.flops <= 0.675
 
 
+@pytest.mark.long
 def test_a_base_that_does_not_fit_fits_in_four_bits() -> None:
     """Llama 3 8B on one device of 16 GiB: in bf16 the weights alone are as much.
 

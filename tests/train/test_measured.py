@@ -14,7 +14,11 @@ from tests.harness.corpora import write_words
 MODEL = {"layers": 8, "width": 384, "heads": 6, "kv_heads": 2, "ffn": 1024, "vocab": 2048, "context": 512}
 
 
-@pytest.mark.parametrize("arguments", [[], ["--exact-memory"]], ids=["first steps", "all steps"])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], pytest.param(["--exact-memory"], marks=pytest.mark.long)],
+    ids=["first steps", "all steps"],
+)
 def test_a_run_takes_the_memory_it_was_planned(arguments: list[str], shell: Shell, tmp_path: Path) -> None:
     """With weights within the measure, evaluations and checkpoints outside of it: every rank, 5 %."""
     values = {

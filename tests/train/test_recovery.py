@@ -311,7 +311,7 @@ def test_metrics_keep_what_was_undone_and_readers_do_not_show_it(
     assert [step.loss.hex() for step in steps] == [loss for _, loss, _ in curve(folder)]
 
 
-@pytest.mark.parametrize("stop_after", [26, 34])
+@pytest.mark.parametrize("stop_after", [26, pytest.param(34, marks=pytest.mark.long)])
 def test_resumed_in_the_middle_of_it_all_it_is_the_same_run(
     stop_after: int, rewound: tuple[Path, list[dict[str, Any]]], trained: Trained, tmp_path: Path
 ) -> None:
@@ -334,12 +334,14 @@ def test_without_snapshots_it_goes_back_to_the_last_checkpoint(trained: Trained,
     assert seen["state"].step == STEPS
 
 
+@pytest.mark.long
 def test_with_neither_it_says_so_and_goes_on(trained: Trained, tmp_path: Path) -> None:
     [seen, _] = trained(Case({}, "corrupted"), tmp_path)
     assert events(tmp_path, "spike") and events(tmp_path, "no way back") and not events(tmp_path, "rewind")
     assert seen["state"].step == STEPS and seen["state"].left_out == ()
 
 
+@pytest.mark.long
 def test_rewinds_are_bounded(trained: Trained, tmp_path: Path) -> None:
     ranks = trained(Case({**SNAPSHOTS, "rewinds": 1}, "corrupted for good"), tmp_path)
     assert len(events(tmp_path, "rewind")) == 1 and len(events(tmp_path, "gave up")) == 1
