@@ -14,6 +14,7 @@ from shardwise.jobs.request import read
 from shardwise.recipe.load import SECTIONS
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
+from tests.torture.cases import uncollected
 
 GOOD = "model: {preset: tiny}\nsteps: 2\nbatch_size: 4\n"
 MOST_SECONDS = 1.0
@@ -33,7 +34,8 @@ def answered(file: Path, *overrides: str) -> str:
     """The error line, or ""; fails when it takes more than a second of processor time."""
     began, line = time.process_time(), ""
     try:
-        read(file, overrides)
+        with uncollected():
+            read(file, overrides)
     except RecipeError as error:
         line = error.line()
     assert time.process_time() - began < MOST_SECONDS, overrides
