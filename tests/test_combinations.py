@@ -15,18 +15,10 @@ from shardwise.technique import RULES, refuse_broken
 from tests import combinations
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "combinations.md"
-UNTESTED = [
-    ("hybrid", "pipedream"),
-    ("hybrid", "bf16 weights alone"),
-    ("hybrid", "recompute every"),
-    ("hybrid", "activations offloaded"),
-    ("hybrid", "update in backward"),
-    ("hybrid", "sgd"),
-]
+UNTESTED = [("hybrid", "pipedream")]
 """Pairs that combine and that no row trains; a test dry-runs them.
 
-Hybrid sharding of an asynchronous pipeline needs eight processes, and its test has four. The other pairs
-lost their rows when agreement moved to smaller worlds.
+Hybrid sharding of an asynchronous pipeline needs eight processes, and its test has four.
 """
 
 

@@ -162,6 +162,10 @@ FURTHER: list[tuple[int, dict[str, Any], str, str]] = [
         for some in ({"activation_checkpointing": "every:2"}, {"activation_checkpointing": "sqrt"})
     ),
     (4, HYBRID | {"activation_checkpointing": "sqrt"}, "adamw", "llama"),
+    (4, HYBRID | {"activation_checkpointing": "every:2"}, "adamw", "llama"),
+    (4, HYBRID | {"offload": "activations"}, "sgd", "llama"),
+    (4, HYBRID | {"optimizer_in_backward": True}, "adamw", "llama"),
+    (4, HYBRID | {"precision": "bf16", "master_weights": False}, "adamw", "llama"),
     (2, ON_HOST | {"pipeline_parallel": 2, "pipeline_schedule": "interleaved"}, "adamw", "llama"),
     (1, ON_HOST | {"activation_checkpointing": "budget:0.4"}, "adamw", "llama"),
     (2, {"offload": "activations", "activation_checkpointing": "budget:0.4"}, "adamw", "llama"),
