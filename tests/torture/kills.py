@@ -43,6 +43,7 @@ data: {source: corpus.txt, sequence_length: 16}
 steps: STEPS
 batch_size: 8
 optimizer: {learning_rate: 1.0e-3}
+schedule: {name: constant, warmup: 2}
 evaluation: {every: 25, sequences: 4}
 checkpoint: {every: EVERY, keep: 3, background: BACKGROUND}
 cluster: {device: cpu, devices_per_node: RANKS}
