@@ -23,6 +23,7 @@ LAYERS = (
         "plan",
         "verify",
         "export",
+        "quantize",
         "serve",
         "report",
         "doctor",

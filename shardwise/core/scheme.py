@@ -1,0 +1,80 @@
+"""Quantization schemes: the number format of weights and activations, as ``w4a16-g128`` names it. No torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.core.errors import RecipeError
+
+Kind = Literal["int", "float8", "nf4"]
+GROUPS = (16, 32, 64, 128, 256)
+"""Group sizes: input channels that share a scale."""
+
+_INTEGER = re.compile(r"w([2-8])a(8|16)(?:-(?:g(\d+)|(channel)))?")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A quantization scheme.
+
+    Attributes:
+        kind: int (uniform levels), float8 (e4m3, one scale per output channel) or nf4 (QLoRA's 16 levels).
+        bits: bits per stored code, without scales.
+        group: input channels per scale; None is one scale per output channel.
+        activation_bits: 16 keeps activations as they are; 8 quantizes them per token while the model serves.
+    """
+
+    kind: Kind
+    bits: int
+    group: int | None
+    activation_bits: int
+
+    @property
+    def name(self) -> str:
+        """The scheme as the command line spells it."""
+        if self.kind != "int":
+            return {"float8": "fp8", "nf4": "nf4"}[self.kind]
+        suffix = f"-g{self.group}" if self.group else "" if self.bits == 8 else "-channel"
+        return f"w{self.bits}a{self.activation_bits}{suffix}"
+
+
+def scheme_of(name: str) -> Scheme:
+    """The scheme of a name: ``w8a16``, ``w4a16-g128``, ``w3a16-channel``, ``w8a8``, ``fp8``, ``nf4``.
+
+    Raises RecipeError for another name.
+    """
+    if name == "fp8":
+        return Scheme("float8", 8, None, 8)
+    if name == "nf4":
+        return Scheme("nf4", 4, 64, 16)
+    found = _INTEGER.fullmatch(name)
+    if found is None:
+        raise RecipeError(
+            f"no scheme is called {name}",
+            where="--scheme",
+            fix="give w8a16, w8a8, w4a16-g128, w4a16-channel (2 to 8 bits; groups of "
+            f"{', '.join(map(str, GROUPS))}), fp8 or nf4",
+        )
+    bits, activation_bits, group = int(found[1]), int(found[2]), int(found[3]) if found[3] else None
+    if group is not None and group not in GROUPS:
+        raise RecipeError(
+            f"no kernel has groups of {group}",
+            where="--scheme",
+            fix=f"give one of {', '.join(map(str, GROUPS))}",
+        )
+    if group is None and found[4] is None and bits != 8:
+        raise RecipeError(
+            f"{name} does not say which weights share a scale",
+            where="--scheme",
+            fix=f"give {name}-g128 or {name}-channel",
+        )
+    if activation_bits == 8 and (bits != 8 or group is not None):
+        raise RecipeError(
+            f"{name} has no integer kernel",
+            where="--scheme",
+            why="8-bit activations take 8-bit weights",
+            fix="give w8a8",
+        )
+    return Scheme("int", bits, group, activation_bits)

@@ -1,0 +1,1 @@
+"""Post-training quantization: methods for one weight, one streaming pass over a model, and the gate."""

@@ -1,0 +1,1 @@
+"""Quantization methods: one file each, all with the same call (base.py)."""

@@ -1,0 +1,55 @@
+"""What a quantization method is given and what it returns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from shardwise.core.scheme import Scheme
+from shardwise.runtime.quantization.weights import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """Sums over the calibration tokens that one linear layer reads.
+
+    Attributes:
+        hessian: [in, in], fp32: the mean of x xᵀ over tokens (times 2 is the Hessian of the squared output error).
+        magnitude: [in], fp32: the mean of |x| per input channel (AWQ's scale).
+        tokens: number of tokens.
+    """
+
+    hessian: Tensor
+    magnitude: Tensor
+    tokens: int
+
+
+class Method(ABC):
+    """Quantizes one weight [out, in]. A method holds its settings and no state."""
+
+    name: ClassVar[str]
+    calibrated: ClassVar[bool] = False
+    """Whether the method needs ``InputStatistics``."""
+
+    @abstractmethod
+    def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
+        """Quantize a weight [out, in] of any float dtype.
+
+        Raises NotConverged when the layer should stay in 16 bits.
+        """
+
+
+class NotConverged(Exception):
+    """A weight that the method cannot represent; the layer stays in 16 bits and is reported."""
+
+
+def relative_output_error(weight: Tensor, rounded: Tensor, statistics: InputStatistics | None) -> float:
+    """‖(W - Ŵ) X‖ / ‖W X‖ over the calibration tokens; of the weights themselves without statistics."""
+    difference, weight = (weight.float() - rounded.float()), weight.float()
+    if statistics is None:
+        return float(difference.norm() / weight.norm().clamp(min=1e-30))
+    lost, whole = ((each @ statistics.hessian * each).sum().clamp(min=0) for each in (difference, weight))
+    return float((lost / whole.clamp(min=1e-30)).sqrt())

@@ -1,0 +1,70 @@
+"""The result of quantizing one weight [out, in]: what a method returns, what a folder stores, what a layer multiplies.
+
+A method (quantize/methods) returns one of these classes. ``tensors()`` is what is stored, under the suffix names of
+the format; ``dequantize()`` is the weight that the model then has. Methods compare errors with ``dequantize()`` and
+never with numbers that are not stored.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+class QuantizedWeight(ABC):
+    """A weight [out, in] in few bits."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """The weight [out, in] in fp32, exactly as a reader of ``tensors()`` computes it."""
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Stored tensors by suffix, such as ``weight_packed`` and ``weight_scale``."""
+
+    @property
+    def bits(self) -> float:
+        """Stored bits per weight: codes, scales, zero points and tables."""
+        stored = sum(tensor.numel() * tensor.itemsize for tensor in self.tensors().values())
+        return 8 * stored / (self.shape[0] * self.shape[1])
+
+
+@dataclass(frozen=True)
+class IntWeight(QuantizedWeight):
+    """Uniform levels: weight = (code - zero) * scale.
+
+    Attributes:
+        codes: [out, in], int8. Symmetric codes lie in [-2^(b-1), 2^(b-1) - 1], asymmetric ones in the same range,
+            with the zero point shifted alike (compressed-tensors stores signed values).
+        scale: [out, groups] in the dtype that is stored (fp32, bf16 or fp16); one group is a scale per channel.
+        zero: [out, groups], int8, or None for symmetric codes.
+        width: bits per code, 2 to 8.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.codes.shape[0]), int(self.codes.shape[1])
+
+    def dequantize(self) -> Tensor:
+        rows, columns = self.shape
+        groups = self.scale.shape[1]
+        codes = self.codes.view(rows, groups, columns // groups).float()
+        if self.zero is not None:
+            codes = codes - self.zero.float().unsqueeze(2)
+        return (codes * self.scale.float().unsqueeze(2)).view(rows, columns)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        raise NotImplementedError
