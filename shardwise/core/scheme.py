@@ -12,6 +12,17 @@ Kind = Literal["int", "float8", "nf4"]
 GROUPS = (16, 32, 64, 128, 256)
 """Group sizes: input channels that share a scale."""
 
+METHODS: dict[str, str] = {
+    "rtn": "round to nearest",
+    "hqq": "half-quadratic quantization",
+    "gptq": "rounding with error feedback",
+    "awq": "activation-aware scales and clipping",
+    "kashin": "Kashin decomposition",
+}
+"""The methods by name; each rounds a weight in its own way."""
+CALIBRATED = ("gptq", "awq")
+"""Methods that need calibration data."""
+
 _INTEGER = re.compile(r"w([2-8])a(8|16)(?:-(?:g(\d+)|(channel)))?")
 
 
@@ -78,3 +89,29 @@ def scheme_of(name: str) -> Scheme:
             fix="give w8a8",
         )
     return Scheme("int", bits, group, activation_bits)
+
+
+def check_method(method: str, scheme: Scheme) -> None:
+    """Refuse a method that does not exist or that cannot produce a scheme. Raises RecipeError."""
+    if method not in METHODS:
+        raise RecipeError(
+            f"no method is called {method}", where="--method", fix=f"give one of {', '.join(METHODS)}"
+        )
+    why = _obstacle(method, scheme)
+    if why:
+        raise RecipeError(
+            f"{method} cannot make {scheme.name}", where="--method", why=why, fix="give --method rtn"
+        )
+
+
+def _obstacle(method: str, scheme: Scheme) -> str:
+    """Why a method cannot produce a scheme; empty if it can."""
+    if method == "rtn":
+        return ""
+    if scheme.kind != "int":
+        return f"{scheme.name} has no uniform integer levels; its levels take the nearest value"
+    if scheme.activation_bits == 8 and method == "hqq":
+        return "8-bit products take weights without zero points, and hqq optimizes zero points"
+    if method == "kashin" and (scheme.group is not None or scheme.activation_bits == 8):
+        return "its two factors have one scale per output channel and are multiplied in 16 bits"
+    return ""

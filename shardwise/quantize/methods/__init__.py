@@ -1,1 +1,32 @@
-"""Quantization methods: one file each, all with the same call (base.py)."""
+"""Quantization methods: one file each, all with the same call (base.py). ``method_of`` finds one by name.
+
+core/scheme.py says which methods make which schemes.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from shardwise.core.errors import RecipeError
+from shardwise.core.scheme import METHODS
+from shardwise.quantize.methods.base import Method
+
+_CLASSES = {
+    "rtn": ("rtn", "RoundToNearest"),
+    "hqq": ("hqq", "HalfQuadratic"),
+    "gptq": ("gptq", "GPTQ"),
+    "awq": ("awq", "AWQ"),
+    "kashin": ("kashin", "Kashin"),
+}
+"""Module and class of each method; a module is imported when its method is asked for."""
+
+
+def method_of(name: str) -> Method:
+    """The method of a name, with its default settings. Raises RecipeError for another name."""
+    if name not in _CLASSES:
+        raise RecipeError(
+            f"no method is called {name}", where="--method", fix=f"give one of {', '.join(METHODS)}"
+        )
+    module, kind = _CLASSES[name]
+    method: Method = getattr(import_module(f"shardwise.quantize.methods.{module}"), kind)()
+    return method

@@ -11,7 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from shardwise.runtime.quantized import Packing
 
 
 class QuantizedWeight(ABC):
@@ -68,3 +71,49 @@ class IntWeight(QuantizedWeight):
 
     def tensors(self) -> Mapping[str, Tensor]:
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Float8Weight(QuantizedWeight):
+    """e4m3 values with one scale per output channel: weight = value * scale (Micikevicius et al. 2022, 2209.05433).
+
+    Attributes:
+        values: [out, in], float8_e4m3fn.
+        scale: [out, 1] in the dtype that is stored.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.values.shape[0]), int(self.values.shape[1])
+
+    def dequantize(self) -> Tensor:
+        return self.values.float() * self.scale.float()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {"weight": self.values, "weight_scale": self.scale}
+
+
+@dataclass(frozen=True)
+class NF4Weight(QuantizedWeight):
+    """The 16 levels of NF4 with double quantization, 4.127 bits per weight (Dettmers et al. 2023, 2305.14314).
+
+    Attributes:
+        packed: uint8 rows of codes, scales and their maximum, as runtime/quantized.py packs them.
+        how: the packing, which knows (out, in).
+    """
+
+    packed: Tensor
+    how: Packing
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.how.rows, self.how.columns
+
+    def dequantize(self) -> Tensor:
+        return self.how.unpack(self.packed, torch.float32)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {"weight_nf4": self.packed}

@@ -1,0 +1,39 @@
+"""Round to nearest: every weight takes the nearest level of its group, without data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardwise.core.scheme import Scheme
+from shardwise.quantize.methods.base import InputStatistics, Method
+from shardwise.quantize.methods.float8 import float8_weight
+from shardwise.quantize.methods.nf4 import nf4_weight
+from shardwise.quantize.methods.rounding import absmax, clipped, in_groups, stored_dtype
+from shardwise.runtime.quantization.weights import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class RoundToNearest(Method):
+    """Integer levels, e4m3 or NF4, as the scheme says.
+
+    Attributes:
+        clip: search the range of integer levels for the least squared error; without, the largest weight is kept.
+        symmetric: integer levels without zero points. 8-bit activations always have them.
+    """
+
+    name = "rtn"
+    clip: bool = True
+    symmetric: bool = True
+
+    def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
+        if scheme.kind == "float8":
+            return float8_weight(weight, scheme)
+        if scheme.kind == "nf4":
+            return nf4_weight(weight, scheme)
+        groups = in_groups(weight, scheme)
+        choose = clipped if self.clip else absmax
+        symmetric = self.symmetric or scheme.activation_bits == 8
+        levels = choose(groups, scheme.bits, symmetric, stored_dtype(weight))
+        return levels.weight(levels.codes(groups))
