@@ -1,0 +1,102 @@
+"""GPTQ: rounding with error feedback through the inverse Hessian (Frantar et al. 2022, arXiv:2210.17323).
+
+Input channels are rounded one after another. The error of a channel is moved to the channels that follow, by the rule
+of optimal brain surgeon; the Cholesky factor U of the inverse Hessian (UᵀU = H⁻¹) holds all of these rules (section
+3.3, step 3). Within a block of 128 channels the update is immediate; later blocks receive it as one product.
+
+Channels are taken in the order of falling diagonal of the Hessian (act-order). Groups keep their consecutive channels
+and get their scales before the first channel is rounded ("static groups"), so the stored weight needs no ``g_idx``.
+Scales are clipped for the squared error, weighted with the diagonal.
+
+The Hessian is damped with 1 % of its mean diagonal, ten times as much when the factorization fails. Channels without
+any input are rounded to nearest; the reference sets them to 0, which a token outside the calibration data would notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.core.scheme import Scheme
+from shardwise.quantize.methods.base import InputStatistics, Method, NotConverged
+from shardwise.quantize.methods.rounding import Levels, clipped, in_groups, nearest, stored_dtype
+from shardwise.runtime.quantization.weights import QuantizedWeight
+
+BLOCK = 128
+DAMPING, LARGEST_DAMPING = 0.01, 1.0
+
+
+@dataclass(frozen=True)
+class GPTQ(Method):
+    """Rounding with error feedback.
+
+    Attributes:
+        symmetric: levels without zero points. 8-bit activations always have them.
+        act_order: take channels in the order of falling diagonal of the Hessian instead of their own.
+        block: channels whose errors are moved to later channels at once; the result does not depend on it.
+    """
+
+    name = "gptq"
+    calibrated = True
+    symmetric: bool = True
+    act_order: bool = True
+    block: int = BLOCK
+
+    def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
+        groups = in_groups(weight, scheme)
+        if statistics is None:
+            raise ValueError("gptq needs the statistics of the layer's inputs")
+        hessian = statistics.hessian.float()
+        diagonal = hessian.diagonal()
+        symmetric = self.symmetric or scheme.activation_bits == 8
+        importance = diagonal.clamp(min=1e-4 * float(diagonal.mean()) or 1.0)
+        levels = clipped(groups, scheme.bits, symmetric, stored_dtype(weight), importance)
+        order = diagonal.argsort(descending=True, stable=True)
+        if not self.act_order:
+            order = torch.arange(weight.shape[1], device=weight.device)
+        columns = groups.flatten(1).T[order].contiguous()
+        factor = inverse_factor(hessian[order][:, order])
+        codes = torch.empty_like(columns)
+        codes[order] = self._rounded(columns, factor, levels, order // groups.shape[2])
+        return levels.weight(codes.T.contiguous())
+
+    def _rounded(self, columns: Tensor, factor: Tensor, levels: Levels, group: Tensor) -> Tensor:
+        """Codes of columns [in, out], which are overwritten, with the factor [in, in] and the group of each."""
+        count = columns.shape[0]
+        scales = levels.scale.T.contiguous()
+        zeros = None if levels.zero is None else levels.zero.T.contiguous()
+        codes = torch.empty_like(columns)
+        for start in range(0, count, self.block):
+            stop = min(start + self.block, count)
+            errors = torch.empty_like(columns[start:stop])
+            for index, own in zip(range(start, stop), group[start:stop].tolist(), strict=True):
+                zero = None if zeros is None else zeros[own]
+                code = nearest(columns[index], scales[own], zero, levels.bits)
+                codes[index] = code
+                level = (code if zero is None else code - zero) * scales[own]
+                error = torch.div(columns[index] - level, factor[index, index], out=errors[index - start])
+                columns[index + 1 : stop].addr_(factor[index, index + 1 : stop], error, alpha=-1)
+            columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+        return codes
+
+
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """The upper Cholesky factor U of the inverse of a damped Hessian [in, in]: UᵀU = (H + λ I)⁻¹.
+
+    λ is 1 % of the mean diagonal, and ten times as much after each failure. Raises NotConverged when 100 % fails.
+    """
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean()
+    whole = hessian + torch.diag(torch.where(diagonal > 0, 0.0, mean.clamp(min=1e-30)))
+    damping = DAMPING
+    while damping <= LARGEST_DAMPING:
+        damped = whole + torch.diag(torch.full_like(diagonal, damping) * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(failed) and bool(upper.isfinite().all()):
+                return upper
+        damping *= 10
+    raise NotConverged("the Hessian of the inputs has no Cholesky factor, even when its diagonal is doubled")
