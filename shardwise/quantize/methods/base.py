@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from shardwise.core.scheme import Scheme
@@ -25,6 +26,10 @@ class InputStatistics:
     hessian: Tensor
     magnitude: Tensor
     tokens: int
+
+    def divided(self, scale: Tensor) -> InputStatistics:
+        """The statistics of inputs that are divided by a scale [in] per channel."""
+        return InputStatistics(self.hessian / torch.outer(scale, scale), self.magnitude / scale, self.tokens)
 
 
 class Method(ABC):

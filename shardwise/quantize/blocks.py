@@ -1,0 +1,163 @@
+"""The linear layers and norms of a Llama-shaped block, found by name and checked, and scales folded into them.
+
+    hidden += o(attention(q(n), k(n), v(n)))    with n = input_layernorm(hidden)
+    hidden += down(act(gate(n)) * up(n))        with n = post_attention_layernorm(hidden)
+
+The native decoder has this shape, and of transformers Llama, Mistral, Qwen 2 and 3, Gemma 1, Granite and SmolLM3. A
+block with other parts is refused: a norm after attention, one norm for both layers, fused projections, experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import RecipeError
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+ATTENTION = tuple(f"self_attn.{letter}_proj" for letter in "qkvo")
+GATE, UP, DOWN = "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+_OPTIONAL = {GATE, "self_attn.q_norm", "self_attn.k_norm"}
+
+
+@dataclass(frozen=True)
+class PreNormBlock:
+    """The parts of a block. ``gate`` is None if the feed-forward layer has one input projection."""
+
+    input_norm: nn.Module
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+    o: nn.Linear
+    mlp_norm: nn.Module
+    gate: nn.Linear | None
+    up: nn.Linear
+    down: nn.Linear
+
+    @property
+    def attention_inputs(self) -> list[nn.Linear]:
+        """The layers that read ``input_norm``."""
+        return [self.q, self.k, self.v]
+
+    @property
+    def mlp_inputs(self) -> list[nn.Linear]:
+        """The layers that read ``mlp_norm``."""
+        return [self.up] if self.gate is None else [self.gate, self.up]
+
+
+def pre_norm_block(block: nn.Module, purpose: str) -> PreNormBlock:
+    """The parts of a Llama-shaped block.
+
+    Raises RecipeError for another block, in words that begin with ``purpose``, such as ``rotation``.
+    """
+    found = {name: module for name, module in block.named_modules() if _has_own_parameters(module)}
+    required = {*NORMS, *ATTENTION, UP, DOWN}
+    missing, foreign = sorted(required - found.keys()), sorted(found.keys() - required - _OPTIONAL)
+    linear = [name for name in (*ATTENTION, GATE, UP, DOWN) if name in found]
+    other = [name for name in linear if not isinstance(found[name], nn.Linear)]
+    why = ""
+    if missing:
+        why = f"{type(block).__name__} has no {missing[0]}"
+    elif foreign:
+        why = f"{type(block).__name__} has {foreign[0]}, whose place in the block is not known"
+    elif other:
+        why = f"{other[0]} is a {type(found[other[0]]).__name__} and no linear layer"
+    if why:
+        raise RecipeError(
+            f"{purpose} does not know this kind of block",
+            where="--method",
+            why=why,
+            fix="blocks shaped as Llama's are known; leave the option out, or take another method",
+        )
+    parts = {name: found[name] for name in linear}
+    gate = parts.pop(GATE, None)
+    q, k, v, o, up, down = (part for part in parts.values() if isinstance(part, nn.Linear))
+    first, second = (found[name] for name in NORMS)
+    return PreNormBlock(first, q, k, v, o, second, gate if isinstance(gate, nn.Linear) else None, up, down)
+
+
+@torch.no_grad()
+def fold(previous: nn.Module, layers: Sequence[nn.Linear], scale: Tensor) -> None:
+    """Divide what ``layers`` read by a scale [in] per channel and multiply their weights by it; outputs stay.
+
+    Args:
+        previous: the norm, or the linear layer, whose output the layers read (a product with other values in between
+            is allowed, a nonlinear function is not).
+        layers: every reader of that output.
+        scale: [in], positive.
+
+    Raises RecipeError for a norm whose gain is not known.
+    """
+    if isinstance(previous, nn.Linear):
+        _set(previous.weight, previous.weight.double() / scale.double().unsqueeze(1))
+    else:
+        set_gain(previous, gain_of(previous) / scale.double())
+    bias = getattr(previous, "bias", None)
+    if isinstance(bias, Tensor):
+        _set(bias, bias.double() / scale.double())
+    for layer in layers:
+        _set(layer.weight, layer.weight.double() * scale.double())
+
+
+def gain_of(norm: nn.Module) -> Tensor:
+    """The factors [h] by which a norm multiplies its normalized input, fp64: its weight, or 1 + weight in Gemma.
+
+    Raises RecipeError for a norm whose gain is not known.
+    """
+    return _weight(norm).detach().double() + _offset(norm)
+
+
+@torch.no_grad()
+def set_gain(norm: nn.Module, gain: Tensor) -> None:
+    """Give a norm this gain [h]."""
+    offset = _offset(norm)
+    _set(_weight(norm), gain - offset)
+
+
+@torch.no_grad()
+def is_rms_norm(norm: nn.Module) -> bool:
+    """Whether a norm has no bias and does not subtract the mean: norm(x + mean) has a mean."""
+    if isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None:
+        return False
+    weight = _weight(norm)
+    constant = torch.ones_like(weight).unsqueeze(0)
+    return bool((norm(constant).double() - gain_of(norm)).abs().max() <= 0.02 * gain_of(norm).abs().max())
+
+
+@torch.no_grad()
+def _offset(norm: nn.Module) -> float:
+    """0 for a norm that multiplies by its weight, 1 for one that multiplies by 1 + weight; measured on a vector."""
+    weight = _weight(norm)
+    if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+        return 0.0
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(1, *weight.shape, generator=generator).to(weight)
+    normalized = probe.double() * probe.double().square().mean().rsqrt()
+    output = norm(probe).double()
+    for offset in (0.0, 1.0):
+        expected = normalized * (weight.double() + offset)
+        if (output - expected).norm() <= 0.02 * expected.norm():
+            return offset
+    raise RecipeError(
+        f"the gain of a {type(norm).__name__} is not known",
+        where="--method",
+        why="its output is neither x / rms(x) times its weight nor times 1 + its weight",
+        fix="take a method that leaves norms as they are, such as gptq",
+    )
+
+
+def _weight(norm: nn.Module) -> nn.Parameter:
+    weight = norm.weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
+
+
+def _set(parameter: Tensor, value: Tensor) -> None:
+    parameter.data.copy_(value)
+
+
+def _has_own_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
