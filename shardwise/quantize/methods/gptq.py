@@ -60,7 +60,7 @@ class GPTQ(Method):
         factor = inverse_factor(hessian[order][:, order])
         codes = torch.empty_like(columns)
         codes[order] = self._rounded(columns, factor, levels, order // groups.shape[2])
-        return levels.weight(codes.T.contiguous())
+        return levels.weight(codes.T.contiguous(), scheme.activation_bits)
 
     def _rounded(self, columns: Tensor, factor: Tensor, levels: Levels, group: Tensor) -> Tensor:
         """Codes of columns [in, out], which are overwritten, with the factor [in, in] and the group of each."""

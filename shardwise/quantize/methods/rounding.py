@@ -56,10 +56,10 @@ class Levels:
         zero = 0.0 if self.zero is None else self.zero.unsqueeze(2)
         return self.codes(groups).sub_(zero).mul_(self.scale.unsqueeze(2))
 
-    def weight(self, codes: Tensor) -> IntWeight:
-        """The quantized weight of codes [out, in] or [out, groups, size]."""
-        zero = None if self.zero is None else self.zero.to(torch.int8)
-        return IntWeight(codes.flatten(1).to(torch.int8), self.scale.to(self.dtype), zero, self.bits)
+    def weight(self, codes: Tensor, activation_bits: int = 16) -> IntWeight:
+        """The quantized weight of codes [out, in] or [out, groups, size]. ``activation_bits``: of the scheme."""
+        zero, codes = None if self.zero is None else self.zero.to(torch.int8), codes.flatten(1).to(torch.int8)
+        return IntWeight(codes, self.scale.to(self.dtype), zero, self.bits, activation_bits)
 
 
 def in_groups(weight: Tensor, scheme: Scheme) -> Tensor:

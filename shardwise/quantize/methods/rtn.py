@@ -36,4 +36,4 @@ class RoundToNearest(Method):
         choose = clipped if self.clip else absmax
         symmetric = self.symmetric or scheme.activation_bits == 8
         levels = choose(groups, scheme.bits, symmetric, stored_dtype(weight))
-        return levels.weight(levels.codes(groups))
+        return levels.weight(levels.codes(groups), scheme.activation_bits)

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.runtime.quantization.packing import from_words, to_words
 from shardwise.runtime.quantized import Packing
+
+PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
+"""Names of stored tensors next to a layer's other tensors, as in compressed-tensors."""
+NF4 = "weight_nf4"
+"""Name of packed NF4, for which compressed-tensors has no format."""
 
 
 class QuantizedWeight(ABC):
@@ -36,7 +42,8 @@ class QuantizedWeight(ABC):
     @property
     def bits(self) -> float:
         """Stored bits per weight: codes, scales, zero points and tables."""
-        stored = sum(tensor.numel() * tensor.itemsize for tensor in self.tensors().values())
+        tensors = {suffix: tensor for suffix, tensor in self.tensors().items() if suffix != SHAPE}
+        stored = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
         return 8 * stored / (self.shape[0] * self.shape[1])
 
 
@@ -50,12 +57,14 @@ class IntWeight(QuantizedWeight):
         scale: [out, groups] in the dtype that is stored (fp32, bf16 or fp16); one group is a scale per channel.
         zero: [out, groups], int8, or None for symmetric codes.
         width: bits per code, 2 to 8.
+        activation_bits: of the scheme; 8 stores whole bytes (``int-quantized``), 16 packs (``pack-quantized``).
     """
 
     codes: Tensor
     scale: Tensor
     zero: Tensor | None
     width: int
+    activation_bits: int = 16
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,7 +79,17 @@ class IntWeight(QuantizedWeight):
         return (codes * self.scale.float().unsqueeze(2)).view(rows, columns)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        raise NotImplementedError
+        if self.activation_bits == 8:
+            zero = {} if self.zero is None else {ZERO: self.zero}
+            return {"weight": self.codes, SCALE: self.scale, **zero}
+        packed = {
+            PACKED: to_words(self.codes, self.width),
+            SCALE: self.scale,
+            SHAPE: torch.tensor(self.shape),
+        }
+        if self.zero is None:
+            return packed
+        return {**packed, ZERO: to_words(self.zero.t(), self.width).t().contiguous()}
 
 
 @dataclass(frozen=True)
@@ -93,7 +112,7 @@ class Float8Weight(QuantizedWeight):
         return self.values.float() * self.scale.float()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return {"weight": self.values, "weight_scale": self.scale}
+        return {"weight": self.values, SCALE: self.scale}
 
 
 @dataclass(frozen=True)
@@ -116,4 +135,19 @@ class NF4Weight(QuantizedWeight):
         return self.how.unpack(self.packed, torch.float32)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        return {"weight_nf4": self.packed}
+        return {NF4: self.packed, SHAPE: torch.tensor(self.shape)}
+
+
+def weight_of(tensors: Mapping[str, Tensor], width: int) -> QuantizedWeight:
+    """The weight whose ``tensors()`` these are. ``width``: bits per code of integer codes."""
+    if NF4 in tensors:
+        return NF4Weight(tensors[NF4], Packing("nf4", *tensors[SHAPE].tolist()))
+    scale, zero = tensors[SCALE], tensors.get(ZERO)
+    if PACKED in tensors:
+        rows, columns = tensors[SHAPE].tolist()
+        zero = None if zero is None else from_words(zero.t(), width, rows).t().contiguous()
+        return IntWeight(from_words(tensors[PACKED], width, columns), scale, zero, width)
+    codes = tensors["weight"]
+    if codes.dtype == torch.float8_e4m3fn:
+        return Float8Weight(codes, scale)
+    return IntWeight(codes, scale, zero, width, activation_bits=8)
