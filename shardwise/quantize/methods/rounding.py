@@ -166,12 +166,12 @@ def _levels(low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype: torch.
     """Levels from ``low`` to ``high``."""
     smallest, largest = -(1 << bits - 1), (1 << bits - 1) - 1
     if symmetric:
-        return Levels(_stored(torch.maximum(-low, high) / largest, dtype), None, bits, dtype)
-    scale = _stored((high - low) / (largest - smallest), dtype)
+        return Levels(stored_scale(torch.maximum(-low, high) / largest, dtype), None, bits, dtype)
+    scale = stored_scale((high - low) / (largest - smallest), dtype)
     return Levels(scale, (smallest - low / scale).round_().clamp_(smallest, largest), bits, dtype)
 
 
-def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale that the dtype represents, in fp32. A group of zeros gets the smallest normal number."""
     return scale.to(dtype).float().clamp_(min=torch.finfo(dtype).tiny)
 
