@@ -64,7 +64,7 @@ class AWQ(Method):
         symmetric = self.symmetric or scheme.activation_bits == 8
         importance = _importance(statistics.hessian.float(), scheme)
         levels = clipped(groups, scheme.bits, symmetric, stored_dtype(weight), importance)
-        return levels.weight(levels.codes(groups))
+        return levels.weight(levels.codes(groups), scheme.activation_bits)
 
 
 def scaling_groups(block: nn.Module) -> list[ScalingGroup]:

@@ -46,7 +46,7 @@ class HalfQuadratic(Method):
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
         groups = in_groups(weight, scheme)
         levels = self._fitted(groups, clipped(groups, scheme.bits, False, stored_dtype(weight)))
-        return levels.weight(levels.codes(groups))
+        return levels.weight(levels.codes(groups), scheme.activation_bits)
 
     def _fitted(self, groups: Tensor, start: Levels) -> Levels:
         """The best levels of every group [out, groups, size], from the given ones on."""

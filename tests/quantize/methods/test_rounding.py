@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import CALIBRATED, METHODS, check_method, scheme_of
 from shardwise.quantize.methods import method_of
-from shardwise.quantize.methods.base import NotConverged, relative_output_error
+from shardwise.quantize.methods.base import InputStatistics, NotConverged, relative_output_error
 from shardwise.quantize.methods.rounding import absmax, clipped, in_groups, squared_error
 from shardwise.quantize.methods.rtn import RoundToNearest
 from shardwise.runtime.quantization.weights import Float8Weight, IntWeight, NF4Weight
@@ -101,6 +101,15 @@ def test_codes_follow_the_conventions_of_compressed_tensors(name: str, symmetric
         zero = 0 if made.zero is None else int(made.zero[row, group])
         expected = (int(made.codes[row, column]) - zero) * float(made.scale[row, group])
         assert float(made.dequantize()[row, column]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_weights_of_8_bit_products_are_whole_bytes_without_zero_points(method: str) -> None:
+    statistics = InputStatistics(torch.eye(64), torch.ones(64), 64)
+    made = method_of(method).quantize(normal(8, 64), scheme_of("w8a8"), statistics)
+    assert isinstance(made, IntWeight)
+    assert made.zero is None and made.activation_bits == 8
+    assert made.tensors()["weight"].dtype == torch.int8
 
 
 def test_float8_keeps_the_largest_weight_and_three_bits_of_every_mantissa() -> None:
