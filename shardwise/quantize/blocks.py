@@ -9,6 +9,7 @@ block with other parts is refused: a norm after attention, one norm for both lay
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -107,39 +108,40 @@ def gain_of(norm: nn.Module) -> Tensor:
 
     Raises RecipeError for a norm whose gain is not known.
     """
-    return _weight(norm).detach().double() + _offset(norm)
+    return _weight(norm).detach().double() + norm_offset(norm)
 
 
 @torch.no_grad()
 def set_gain(norm: nn.Module, gain: Tensor) -> None:
     """Give a norm this gain [h]."""
-    offset = _offset(norm)
-    _set(_weight(norm), gain - offset)
+    _set(_weight(norm), gain - norm_offset(norm))
 
 
 @torch.no_grad()
 def is_rms_norm(norm: nn.Module) -> bool:
-    """Whether a norm has no bias and does not subtract the mean: norm(x + mean) has a mean."""
+    """Whether a norm has no bias and does not subtract the mean: a constant input keeps its sign and has size 1."""
     if isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None:
         return False
-    weight = _weight(norm)
-    constant = torch.ones_like(weight).unsqueeze(0)
-    return bool((norm(constant).double() - gain_of(norm)).abs().max() <= 0.02 * gain_of(norm).abs().max())
+    trial, gain = _trial(norm)
+    output = trial(torch.ones_like(gain).unsqueeze(0)).double()
+    return bool((output - gain - norm_offset(norm)).abs().max() <= 1e-3)
 
 
 @torch.no_grad()
-def _offset(norm: nn.Module) -> float:
-    """0 for a norm that multiplies by its weight, 1 for one that multiplies by 1 + weight; measured on a vector."""
-    weight = _weight(norm)
+def norm_offset(norm: nn.Module) -> float:
+    """0 for a norm that multiplies by its weight, 1 for one that multiplies by 1 + weight, as Gemma's.
+
+    Measured on a copy, so the norm may be on the meta device. Raises RecipeError for a norm that does neither.
+    """
     if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
         return 0.0
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(1, *weight.shape, generator=generator).to(weight)
-    normalized = probe.double() * probe.double().square().mean().rsqrt()
-    output = norm(probe).double()
+    trial, gain = _trial(norm)
+    probe = torch.randn(1, *gain.shape, generator=torch.Generator().manual_seed(1))
+    normalized = (probe * probe.square().mean().rsqrt()).double()
+    output = trial(probe).double()
     for offset in (0.0, 1.0):
-        expected = normalized * (weight.double() + offset)
-        if (output - expected).norm() <= 0.02 * expected.norm():
+        expected = normalized * (gain + offset)
+        if (output - expected).norm() <= 1e-3 * expected.norm():
             return offset
     raise RecipeError(
         f"the gain of a {type(norm).__name__} is not known",
@@ -149,6 +151,15 @@ def _offset(norm: nn.Module) -> float:
     )
 
 
+def _trial(norm: nn.Module) -> tuple[nn.Module, Tensor]:
+    """A copy of a norm in fp32 on the CPU, and its weight, which is random around 1."""
+    weight = _weight(norm)
+    trial = copy.deepcopy(norm).to_empty(device="cpu").float()
+    gain = 1 + torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) / 2
+    _set(_weight(trial), gain)
+    return trial, gain
+
+
 def _weight(norm: nn.Module) -> nn.Parameter:
     weight = norm.weight
     assert isinstance(weight, nn.Parameter)
@@ -156,7 +167,8 @@ def _weight(norm: nn.Module) -> nn.Parameter:
 
 
 def _set(parameter: Tensor, value: Tensor) -> None:
-    parameter.data.copy_(value)
+    """Replace the values. The old memory may be a mapped file, so it is not written to."""
+    parameter.data = value.to(parameter.dtype)
 
 
 def _has_own_parameters(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from shardwise.runtime.quantization.hadamard import (
 def test_walsh_hadamard_is_sylvesters_matrix() -> None:
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     matrix = torch.ones(1, 1, dtype=torch.float64)
-    for _ in range(5):
+    for _ in range(9):
         assert torch.allclose(walsh_hadamard(torch.eye(len(matrix)).double()), matrix / len(matrix) ** 0.5)
         matrix = torch.kron(two, matrix)
     with pytest.raises(ValueError, match="no power of two"):

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+CHUNK = 64
+"""Order of the factors of Sylvester's matrix that are multiplied at once."""
 LARGEST_FACTOR = 256
 """The largest order of a Hadamard factor; larger ones cost more than they spread."""
 
@@ -70,16 +72,31 @@ class RandomHadamard:
 
 
 def walsh_hadamard(x: Tensor) -> Tensor:
-    """x H for the last axis, whose size is a power of two; H is orthogonal, symmetric and of entries ±1/√n."""
+    """x H for the last axis, whose size is a power of two; H is orthogonal, symmetric and of entries ±1/√n.
+
+    H is a Kronecker product of factors of at most 64, each one matrix product: about 10 n log₂ n multiplications,
+    and far fewer passes through memory than with factors of 2.
+    """
     size = x.shape[-1]
     if size & (size - 1):
         raise ValueError(f"{size} is no power of two")
-    span = 1
-    while span < size:
-        left, right = x.unflatten(-1, (-1, 2, span)).unbind(-2)
-        x = torch.stack((left + right, left - right), -2).flatten(-3)
-        span *= 2
-    return x / math.sqrt(size)
+    inner = min(size, CHUNK)
+    x = x.unflatten(-1, (-1, inner)) @ _sylvester(inner).to(x)  # [..., size / inner, inner]
+    while inner < size:
+        count = min(CHUNK, size // inner)
+        x = _sylvester(count).to(x) @ x.flatten(-2).unflatten(-1, (-1, count, inner))
+        x, inner = x.flatten(-3, -2), inner * count
+        x = x.flatten(-2).unflatten(-1, (-1, inner))
+    return x.flatten(-2)
+
+
+@lru_cache(maxsize=8)
+def _sylvester(order: int) -> Tensor:
+    """Sylvester's Hadamard matrix of a power of two, orthogonal, in fp64."""
+    if order == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
+    return torch.kron(two, _sylvester(order // 2))
 
 
 def random_orthogonal(size: int, seed: int) -> Tensor:
