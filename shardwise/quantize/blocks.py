@@ -49,10 +49,10 @@ class PreNormBlock:
         return [self.up] if self.gate is None else [self.gate, self.up]
 
 
-def pre_norm_block(block: nn.Module, purpose: str) -> PreNormBlock:
+def pre_norm_block(block: nn.Module, option: str) -> PreNormBlock:
     """The parts of a Llama-shaped block.
 
-    Raises RecipeError for another block, in words that begin with ``purpose``, such as ``rotation``.
+    Raises RecipeError for another block; ``option`` is the argument of the command line that needs the parts.
     """
     found = {name: module for name, module in block.named_modules() if _has_own_parameters(module)}
     required = {*NORMS, *ATTENTION, UP, DOWN}
@@ -68,10 +68,10 @@ def pre_norm_block(block: nn.Module, purpose: str) -> PreNormBlock:
         why = f"{other[0]} is a {type(found[other[0]]).__name__} and no linear layer"
     if why:
         raise RecipeError(
-            f"{purpose} does not know this kind of block",
-            where="--method",
+            "the blocks of this model are not known",
+            where=option,
             why=why,
-            fix="blocks shaped as Llama's are known; leave the option out, or take another method",
+            fix=f"leave out {option}, which knows blocks of Llama's shape",
         )
     parts = {name: found[name] for name in linear}
     gate = parts.pop(GATE, None)

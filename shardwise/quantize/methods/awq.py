@@ -74,7 +74,7 @@ def scaling_groups(block: nn.Module) -> list[ScalingGroup]:
     gate multiplies it (a nonlinear function between two layers would not commute with the scale).
     """
     try:
-        parts = pre_norm_block(block, "scaling")
+        parts = pre_norm_block(block, "--method")
     except RecipeError:
         return []
     gated = parts.gate is not None
