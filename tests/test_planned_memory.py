@@ -31,12 +31,12 @@ KNOWN = 0.13
 """How far off the rows may be that are known to be; others 5 %."""
 
 
-def ledger_recipe(world_size: int, row: Row, **sections: Any) -> Recipe:
+def ledger_recipe(world_size: int, row: Row, tokens: int = 96, **sections: Any) -> Recipe:
     asked = settings_of(row)
     degree = asked["sequence_parallel"]
     data_ranks = world_size // degree // asked["tensor_parallel"]
     # The CPU computes fp16 products at a hundredth of the speed of others, and emulates fp8: fewer tokens for them.
-    tokens = {"fp16": 24, "fp8": 144}.get(row.get("precision", ""), 192)
+    tokens = {"fp16": 24, "fp8": tokens * 3 // 4}.get(row.get("precision", ""), tokens)
     values = {
         "model": memory.MODEL | (WIDER if "adapter" in row else {}),
         "data": {"sequence_length": tokens * degree},  # on a rank as many as in any other row
@@ -55,18 +55,19 @@ def memory_cases() -> Iterator[Any]:
         [row] = case.values
         reason = known_difference(row)
         marks = (*case.marks, *([pytest.mark.xfail(reason=reason, raises=AssertionError)] if reason else []))
-        yield pytest.param(row, marks=marks, id=case.id)
+        # Some rows of `make test-all` take so little memory that half the activations would drown in noise.
+        yield pytest.param(row, 192 if case.marks else 96, marks=marks, id=case.id)
 
 
-@pytest.mark.parametrize("row", memory_cases())
-def test_takes_the_memory_it_was_planned(row: Row, pool: Pool) -> None:
+@pytest.mark.parametrize(("row", "tokens"), memory_cases())
+def test_takes_the_memory_it_was_planned(row: Row, tokens: int, pool: Pool) -> None:
     """Predicted peak against the operating system's figure, every rank: 5 %."""
     world_size = memory.world_of(row)
-    recipe = ledger_recipe(world_size, row)
+    recipe = ledger_recipe(world_size, row, tokens)
     agrees(recipe, {**settings_of(row), MICRO_BATCH_SIZE.key: 4 // row["accumulate"]}, world_size, pool)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_snapshots_take_the_memory_they_were_planned(stage: int, pool: Pool) -> None:
     """On the CPU the host's memory is the device's, so the plan counts them."""
     recipe = ledger_recipe(2, {}, guard={"snapshot_every": 2})
@@ -76,7 +77,7 @@ def test_snapshots_take_the_memory_they_were_planned(stage: int, pool: Pool) -> 
     assert ledger.overhead == pytest.approx(2 * state, rel=0.02)
 
 
-@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("sync", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_stashed_weights_take_the_memory_they_were_planned(sync: bool, pool: Pool) -> None:
     """Of an asynchronous pipeline: 3, 2, 1 and 0 older versions on four stages, or 3 on each."""
     recipe = ledger_recipe(4, {"optimizer_in_backward": True}, guard={"rewinds": 0}, batch_size=1, steps=7)

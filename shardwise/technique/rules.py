@@ -6,6 +6,7 @@ for every candidate strategy.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ class Case:
     recipe: Recipe
     model_ranks: int = 1
 
-    @property
+    @functools.cached_property
     def dimensions(self) -> Dimensions | None:
         """Of a native decoder; None for a model from elsewhere, and for dimensions that are refused elsewhere."""
         model = self.recipe.model

@@ -23,7 +23,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.report.fit_advice import advice_table
 from shardwise.technique import REMEDIES, SETTINGS, strategy_from
 
-MODEL = {"layers": 3, "width": 1024, "heads": 8, "ffn": 4096, "vocab": 4096, "context": 1024}
+MODEL = {"layers": 2, "width": 1024, "heads": 8, "ffn": 4096, "vocab": 4096, "context": 1024}
 NAMES = [remedy.name for remedy in REMEDIES]
 
 

@@ -68,12 +68,17 @@ def settings_of(row: Row) -> dict[str, Any]:
 
 def recipe_of_row(row: Row) -> Recipe:
     d = degrees(row)
+    # One sample less than there is room for: ranks and micro-batches count unequally many targets.
+    return _recipe(row["model"], row["micro_batches"] * d["copies"] * d["shards"] - (d["shards"] > 1))
+
+
+@functools.cache
+def _recipe(model: str, batch_size: int) -> Recipe:
     values = {
-        "model": MODELS[row["model"]],
+        "model": MODELS[model],
         "data": {"source": FEW_LETTERS, "sequence_length": LENGTH},
         "steps": STEPS,
-        # One sample less than there is room for: ranks and micro-batches count unequally many targets.
-        "batch_size": row["micro_batches"] * d["copies"] * d["shards"] - (d["shards"] > 1),
+        "batch_size": batch_size,
         "optimizer": {"learning_rate": 1e-3, "clip_norm": 1.0},
     }
     return recipe_of(values, SETTINGS)

@@ -251,7 +251,7 @@ def h100(model: str, **strategy: Any) -> tuple[Recipe, Cluster, Strategy]:
     return recipe, cluster_of(recipe.cluster), strategy_from(recipe.strategy)
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", ["tensor", pytest.param("row", marks=pytest.mark.long)])
 def test_llama_3_8b_on_h100_is_planned_faster_than_bf16_and_in_as_much_memory(scaling: str) -> None:
     found = {}
     for precision in ("bf16", "fp8"):

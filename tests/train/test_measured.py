@@ -23,8 +23,8 @@ def test_a_run_takes_the_memory_it_was_planned(arguments: list[str], shell: Shel
     """With weights within the measure, evaluations and checkpoints outside of it: every rank, 5 %."""
     values = {
         "model": MODEL,
-        "data": {"source": str(write_words(tmp_path / "corpus.txt")), "sequence_length": 192},
-        "steps": 5,
+        "data": {"source": str(write_words(tmp_path / "corpus.txt")), "sequence_length": 96},
+        "steps": 4,
         "batch_size": 8,
         "cluster": {"device": "cpu", "devices_per_node": 2},
         "strategy": {"zero_stage": 1, "micro_batch_size": 4, "activation_checkpointing": "none"},

@@ -371,10 +371,11 @@ def test_one_bad_update_is_skipped_and_shown(trained: Trained, tmp_path: Path) -
     ("fault", "settings", "expected"),
     [
         ("module", {"zero_stage": 3}, "the output of layers.1.mlp.up_proj went non-finite first, on rank 1"),
-        (
+        pytest.param(
             "module",
             {"zero_stage": 2, "activation_checkpointing": "full"},
             "the output of layers.1.mlp.up_proj went non-finite first, on rank 1",
+            marks=pytest.mark.long,
         ),
         (
             "gradient",
