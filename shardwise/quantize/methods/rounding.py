@@ -29,6 +29,8 @@ COARSE: tuple[float, ...] = tuple(1 - 0.05 * step for step in range(18))
 """Shrink factors of the range, 1 to 0.15; the optimum of 4 bits is about 0.8 for a normal and 0.3 for a t2.5 weight."""
 FINE: tuple[float, ...] = (-0.03, -0.02, -0.01, 0.01, 0.02, 0.03)
 """Differences from the best coarse factor."""
+CHUNK = 1 << 18
+"""Weights whose ranges are searched at a time: their copies stay in the cache, and memory does not grow."""
 
 
 @dataclass(frozen=True)
@@ -107,18 +109,26 @@ def clipped(
         importance: weights of the squared errors. [in] for each input channel, such as the mean of its squared input;
             or [groups, size, size], the Hessian of each group, for the error of the group's own output.
     """
+    rows = max(1, CHUNK // groups[0].numel())
+    parts = [_clipped(part, bits, symmetric, dtype, importance) for part in groups.split(rows)]
+    zero = None if symmetric else torch.cat([part.zero for part in parts])
+    return Levels(torch.cat([part.scale for part in parts]), zero, bits, dtype)
+
+
+def _clipped(
+    groups: Tensor, bits: int, symmetric: bool, dtype: torch.dtype, importance: Tensor | None
+) -> _Best:
     low, high = _range(groups)
-    kinds = (True,) if symmetric else (True, False)
     zeros = torch.zeros_like(low)
     best = _Best(torch.full_like(low, torch.inf), torch.ones_like(low), zeros, torch.ones_like(low))
-    for kind in kinds:
+    for kind in (True,) if symmetric else (True, False):
         one = _Best(torch.full_like(low, torch.inf), torch.ones_like(low), zeros, torch.ones_like(low))
         for shrink in _factors(one):
             levels = _levels(low * shrink, high * shrink, bits, kind, dtype)
             error = squared_error(groups, levels.rounded(groups), importance)
             one.keep(error, levels.scale, zeros if levels.zero is None else levels.zero, shrink)
         best.keep(one.error, one.scale, one.zero, one.factor)
-    return Levels(best.scale, None if symmetric else best.zero, bits, dtype)
+    return best
 
 
 def squared_error(groups: Tensor, rounded: Tensor, importance: Tensor | None) -> Tensor:
