@@ -22,7 +22,14 @@ from torch import Tensor
 
 from shardwise.core.scheme import Scheme
 from shardwise.quantize.methods.base import InputStatistics, Method
-from shardwise.quantize.methods.rounding import Levels, clipped, in_groups, stored_dtype, stored_scale
+from shardwise.quantize.methods.rounding import (
+    Levels,
+    clipped,
+    in_groups,
+    in_parts,
+    stored_dtype,
+    stored_scale,
+)
 from shardwise.runtime.quantization.weights import QuantizedWeight
 
 
@@ -45,7 +52,8 @@ class HalfQuadratic(Method):
 
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
         groups = in_groups(weight, scheme)
-        levels = self._fitted(groups, clipped(groups, scheme.bits, False, stored_dtype(weight)))
+        dtype = stored_dtype(weight)
+        levels = in_parts(groups, lambda part: self._fitted(part, clipped(part, scheme.bits, False, dtype)))
         return levels.weight(levels.codes(groups), scheme.activation_bits)
 
     def _fitted(self, groups: Tensor, start: Levels) -> Levels:

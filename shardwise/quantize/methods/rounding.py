@@ -15,7 +15,7 @@ tries shrink factors of the range, coarse ones for all groups and then finer one
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -109,15 +109,20 @@ def clipped(
         importance: weights of the squared errors. [in] for each input channel, such as the mean of its squared input;
             or [groups, size, size], the Hessian of each group, for the error of the group's own output.
     """
-    rows = max(1, CHUNK // groups[0].numel())
-    parts = [_clipped(part, bits, symmetric, dtype, importance) for part in groups.split(rows)]
-    zero = None if symmetric else torch.cat([part.zero for part in parts])
-    return Levels(torch.cat([part.scale for part in parts]), zero, bits, dtype)
+    return in_parts(groups, lambda part: _clipped(part, bits, symmetric, dtype, importance))
+
+
+def in_parts(groups: Tensor, find: Callable[[Tensor], Levels]) -> Levels:
+    """The levels of groups [out, groups, size], found for ``CHUNK`` weights at a time."""
+    found = [find(part) for part in groups.split(max(1, CHUNK // groups[0].numel()))]
+    zeros = [part.zero for part in found if part.zero is not None]
+    scale = torch.cat([part.scale for part in found])
+    return Levels(scale, torch.cat(zeros) if zeros else None, found[0].bits, found[0].dtype)
 
 
 def _clipped(
     groups: Tensor, bits: int, symmetric: bool, dtype: torch.dtype, importance: Tensor | None
-) -> _Best:
+) -> Levels:
     low, high = _range(groups)
     zeros = torch.zeros_like(low)
     best = _Best(torch.full_like(low, torch.inf), torch.ones_like(low), zeros, torch.ones_like(low))
@@ -128,7 +133,7 @@ def _clipped(
             error = squared_error(groups, levels.rounded(groups), importance)
             one.keep(error, levels.scale, zeros if levels.zero is None else levels.zero, shrink)
         best.keep(one.error, one.scale, one.zero, one.factor)
-    return best
+    return Levels(best.scale, None if symmetric else best.zero, bits, dtype)
 
 
 def squared_error(groups: Tensor, rounded: Tensor, importance: Tensor | None) -> Tensor:

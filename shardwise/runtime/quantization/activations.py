@@ -49,11 +49,11 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: IntWeight | Float8Weight, bias: Tensor | None) -> None:
         super().__init__()
-        integer = isinstance(weight, IntWeight)
-        if integer and (weight.zero is not None or weight.scale.shape[1] != 1):
+        values = weight.values if isinstance(weight, Float8Weight) else weight.codes
+        if isinstance(weight, IntWeight) and (weight.zero is not None or weight.scale.shape[1] != 1):
             raise ValueError("8-bit products take symmetric weights with one scale per output channel")
-        self._quantize = quantize_tokens if integer else quantize_tokens_float8
-        self.register_buffer("codes", weight.codes if isinstance(weight, IntWeight) else weight.values)
+        self._quantize = quantize_tokens if isinstance(weight, IntWeight) else quantize_tokens_float8
+        self.register_buffer("codes", values)
         self.register_buffer("scale", weight.scale.float().squeeze(1))
         self.register_buffer("bias", bias)
 
