@@ -50,24 +50,9 @@ from shardwise.checkpoint.manifest import FileEntry, Manifest, TensorEntry, Tens
 from shardwise.core import heartbeat
 from shardwise.core.errors import CheckpointError
 from shardwise.engine.run_state import OPTIMIZER
+from shardwise.model.files.safetensors_reader import DTYPES as DTYPES
+from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME as DTYPES_BY_NAME
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""safetensors' names of torch's dtypes."""
-
-DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _CHUNK = 1 << 24
 
 

@@ -23,7 +23,7 @@ from shardwise.data import open_tokenizer
 from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, require_new, write_model
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.merging import Merged, Read
-from shardwise.model.open import blueprint_of
+from shardwise.model.open import base_of, blueprint_of
 from shardwise.model.streaming import max_logit_difference
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import precision_of
@@ -95,7 +95,7 @@ def export_run(folder: Path, target: Path, dtype: str | None = None) -> tuple[Wr
     written = write_model(target, contents)
     if not merged.layers:
         return written, None
-    plain = blueprint_of(recipe.model_copy(update={"adapter": None}))
+    plain = base_of(recipe)
     return written, compared(merged, (blueprint, weights.read), plain, dtypes)
 
 
@@ -138,7 +138,7 @@ def newest_of(folder: Path) -> tuple[Recipe, Path]:
 
 def tokenizer_files(source: str, required: bool = True) -> dict[str, ExtraFile]:
     """The files of a tokenizer: from a folder, a hub id, or the folder of a ``tokenizer.json``."""
-    from shardwise.model.hf import folder_of
+    from shardwise.model.hf_source import folder_of
 
     path = Path(source).expanduser()
     where = path.parent if path.is_file() else folder_of(source, list(_TOKENIZER))

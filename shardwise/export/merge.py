@@ -33,6 +33,7 @@ from shardwise.model.lora import A, is_adapter, is_targeted, linear_layers
 from shardwise.model.merging import Merged, Unmerged
 from shardwise.runtime.fingerprint import fingerprint_of_tensors, refuse_other_base
 from shardwise.runtime.parallel.shard_slices import named_parameters
+from shardwise.runtime.quantization.as_parameter import StoredPacking
 from shardwise.train.meter import frees_returned
 
 RECORD, NORMS = "merge/record.json", "merge/norms.safetensors"
@@ -162,6 +163,10 @@ class _Anywhere(AdaptedModel):
 
     def targetable(self, model: nn.Module) -> list[nn.Module]:
         return []
+
+    def packings(self) -> Mapping[str, StoredPacking]:
+        """None: the weights of a quantized base are read dequantized."""
+        return {}
 
 
 def _require_targets(files: AdapterFiles, layers: list[str], paths: set[str]) -> None:

@@ -7,6 +7,7 @@ them like any other layer. technique/adapter.py holds the rules for strategies.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes
 from shardwise.model.files.hf_folder import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, config_of
@@ -25,6 +27,7 @@ from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of, refuse_other_base
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
 from shardwise.runtime.parallel.tensor import Split, TensorPlan
+from shardwise.runtime.quantization.as_parameter import StoredPacking
 
 
 class AdaptedModel(Blueprint):
@@ -44,6 +47,10 @@ class AdaptedModel(Blueprint):
         self.start = AdapterFiles(Path(spec.start_from)) if spec.start_from is not None else None
         if self.start is not None:
             self.start.require(spec, self.adapter_shapes)
+
+    def packings(self) -> Mapping[str, StoredPacking]:
+        """The base's, unless the recipe quantizes its weights anew."""
+        return self.base.packings() if self.spec.quantize == "none" else {}
 
     def targetable(self, model: nn.Module) -> list[nn.Module]:
         """The modules whose linear layers can be targets; [] for all."""
@@ -85,7 +92,7 @@ class AdaptedModel(Blueprint):
         return self._adapted(self.base.stage(stage))
 
     def _adapted(self, model: nn.Module) -> nn.Module:
-        adapt(model, self.targetable(model), self.spec)
+        adapt(model, self.targetable(model), self.spec, self.packings())
         return model
 
     def tied(self) -> tuple[str, ...]:
@@ -101,7 +108,17 @@ class AdaptedModel(Blueprint):
         return self.base.output(model)
 
     def tensor_plan(self, model: nn.Module) -> TensorPlan:
-        """The base's plan plus the adapters: one side is sharded like its layer, the other is replicated."""
+        """The base's plan plus the adapters: one side is sharded like its layer, the other is replicated.
+
+        Raises RecipeError for a quantized base.
+        """
+        if self.packings():
+            raise RecipeError(
+                "a quantized base has no tensor parallelism",
+                where="strategy.tensor_parallel",
+                why="packed weights are rows of bytes in which a layer's own rows and columns cannot be told apart",
+                fix="the nearest that works is tensor_parallel: 1",
+            )
         plan = dict(self.base.tensor_plan(model))
         for path, how in list(plan.items()):
             if how.how in ("column", "logits"):
@@ -148,7 +165,7 @@ class AdaptedModel(Blueprint):
         """Raises CheckpointError if the adapter to start from was trained on other base weights."""
         with without_adapters(model):
             self.base.fill(model, seed)
-        fill_packed(model, lambda part: self.base.fill(part, seed))
+        fill_packed(model, self.base, seed)
         for name, parameter in named_parameters(model):
             if self.start is not None and is_adapter(name):
                 self.start.read_into(parameter, name)

@@ -11,6 +11,7 @@ the gradient does not depend on the split over micro-batches and ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.language_loss import valid_targets
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.parallel.tensor import TensorPlan
+from shardwise.runtime.quantization.as_parameter import StoredPacking
+from shardwise.runtime.quantization.weights import QuantizedWeight
 
 Batch = dict[str, Tensor]
 """One micro-batch. Language models: ``input_ids`` and ``labels``, int64 [b, s], with labels already shifted.
@@ -51,6 +54,7 @@ class Blueprint(ABC):
         trained_in: training dtype of the weights on disk, if known.
         dataset: map-style dataset of dicts of tensors, if the model brings its own data.
         objective: causal, masked or seq2seq (hf_objective.py); None if the model brings its own loss.
+        quantized: whether the weights on disk are quantized. Then all of them can be frozen, and none trained.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Blueprint(ABC):
     trained_in: torch.dtype | None = None
     dataset: Dataset[Any] | None = None
     objective: str | None = "causal"
+    quantized: bool = False
 
     @abstractmethod
     def build(self, depth: int | None = None) -> nn.Module:
@@ -127,6 +132,14 @@ class Blueprint(ABC):
 
         The global values do not depend on the sharding, and each rank makes or reads little more than its own shards.
         """
+
+    def packings(self) -> Mapping[str, StoredPacking]:
+        """How linear layers with quantized weights on disk are kept as they are stored, by path."""
+        return {}
+
+    def stored_weights(self) -> Callable[[str], QuantizedWeight]:
+        """Opens the files; the function reads the quantized weight of a layer of ``packings``."""
+        raise NotImplementedError("no quantized weights")
 
     def restore(self, model: nn.Module) -> None:  # noqa: B027 (most models have none)
         """Compute the buffers that are never saved, when weights are read without ``fill``."""

@@ -7,14 +7,17 @@ packs its rows. So every rank draws or reads all weights of a block, and scales 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.model.blueprint import Blueprint
 from shardwise.model.lora import MAGNITUDE, PACKED, A, B, FrozenLinear, LoraLinear, row_norms
 from shardwise.runtime.parallel.shard_slices import canonical_name, gather, local_part, local_slices
+from shardwise.runtime.quantization.as_parameter import StoredPacking
+from shardwise.runtime.quantized import Packing
 
 
 @contextmanager
@@ -36,22 +39,39 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill_packed(model: nn.Module, fill: Callable[[nn.Module], None]) -> None:
-    """Write this rank's rows of every packed weight. ``fill`` writes values into any part of the base model."""
+def fill_packed(model: nn.Module, base: Blueprint, seed: int) -> None:
+    """Write this rank's rows of every packed weight of an adapted ``base``."""
+    _fill_stored(model, base)
     blocks: dict[str, list[tuple[str, FrozenLinear]]] = {}
     for path, layer in model.named_modules():
-        if isinstance(layer, FrozenLinear) and layer.packing is not None:
+        if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing):
             name = canonical_name(f"{path}.")[:-1]
             blocks.setdefault(_block(name), []).append((name, layer))
     for layers in blocks.values():
         tree = nn.Module()
         leaves = [_leaf(tree, name, layer) for name, layer in layers]
-        fill(tree)
+        base.fill(tree, seed)
         for (_, layer), leaf in zip(layers, leaves, strict=True):
-            assert layer.packing is not None
+            assert isinstance(layer.packing, Packing)
             plain = leaf.t() if layer.transposed else leaf
             if (rows := local_slices(layer.packed)[0]).stop > rows.start:
                 local_part(layer.packed).copy_(layer.packing.pack(plain, rows))
+
+
+def _fill_stored(model: nn.Module, base: Blueprint) -> None:
+    """Weights that stay as the files store them, one after the other."""
+    layers = {
+        canonical_name(f"{path}.")[:-1]: layer
+        for path, layer in model.named_modules()
+        if isinstance(layer, FrozenLinear) and isinstance(layer.packing, StoredPacking)
+    }
+    if not layers:
+        return
+    read = base.stored_weights()
+    for path, layer in layers.items():
+        assert isinstance(layer.packing, StoredPacking)
+        if (rows := local_slices(layer.packed)[0]).stop > rows.start:
+            local_part(layer.packed).copy_(layer.packing.pack_stored(read(path))[rows])
 
 
 def _block(name: str) -> str:

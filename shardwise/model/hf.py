@@ -8,7 +8,10 @@ the router's noise are zero, since they would depend on the sharding. A causal m
 packed sequences are off, since both wait for the device; packed documents get an explicit mask, and a model that would
 ignore it is refused.
 
-Refused: ``trust_remote_code``, pickled weights, and quantized weights, which cannot be trained.
+Quantized weights (files/quantized_files.py) are dequantized when they are read, and can be a frozen base in their
+stored form (``packings``).
+
+Refused: ``trust_remote_code`` and pickled weights.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import copy
 import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -29,19 +32,24 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
 from shardwise.model.decoder import document_mask, same_document
-from shardwise.model.files.hf_conversion import fill_from_files, restore_buffers
+from shardwise.model.files.hf_conversion import fill_from_files, match_names, restore_buffers
 from shardwise.model.files.hf_folder import HFFolder
 from shardwise.model.files.hf_model_folder import FolderWeights, groups_of
-from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
+from shardwise.model.files.safetensors_reader import DTYPES, WeightFiles
 from shardwise.model.hf_experts import adds_router_loss, router_coefficient, router_losses
 from shardwise.model.hf_objective import build_for, decoder_inputs, require_objective, stored_objective
+from shardwise.model.hf_source import folder_of as folder_of  # read by others from here
+from shardwise.model.hf_source import load_config
 from shardwise.model.hf_tensor_plan import tensor_plan_of
+from shardwise.model.lora import linear_layers
 from shardwise.model.stage import Stage, renumbered
 from shardwise.runtime.language_loss import language_loss
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.parallel.tensor import TensorPlan
+from shardwise.runtime.quantization.as_parameter import StoredPacking
+from shardwise.runtime.quantization.weights import QuantizedWeight
 
-_NEEDS_CODE = "auto_map"
 _CUTTABLE = {"embed_tokens", "layers", "norm"}
 """Modules of a decoder that ``stage`` can cut; a model with another ``base_model_pp_plan`` is not cut."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -50,8 +58,6 @@ _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that mix tokens by attention alone."""
 _ROPE_BY_LENGTH = ("'dynamic'", "'longrope'")
 GENERATION = "generation_config.json"
-_LARGEST = {"vocab_size": 100_000_000, "num_hidden_layers": 10_000, "hidden_size": 10_000_000}
-"""Sizes that every config has, and the largest that is believed."""
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
@@ -64,7 +70,8 @@ class HuggingFaceModel(Blueprint):
         completion_length: that of the decoder under seq2seq.
         objective: causal, masked or seq2seq; None for the one of the class that saved the folder.
 
-    Raises RecipeError if it is missing, needs custom code, is quantized or has a shorter context.
+    Raises RecipeError if it is missing, needs custom code, is quantized in a way that is not read, or has a shorter
+    context.
     """
 
     objective: str
@@ -73,7 +80,8 @@ class HuggingFaceModel(Blueprint):
         self, source: str, sequence_length: int, objective: str | None = "causal", completion_length: int = 1
     ) -> None:
         self.source, self.sequence_length, self.completion_length = source, sequence_length, completion_length
-        self.config = _load_config(source, objective)
+        self.config, self._quantization = load_config(source, objective)
+        self.quantized = bool(self._quantization)
         self.objective = objective or stored_objective(self.config)
         text = self.config.get_text_config()
         self.name, self.origin = Path(source).name or source, source
@@ -227,7 +235,32 @@ class HuggingFaceModel(Blueprint):
 
     def weights(self) -> FolderWeights:
         """The weights on disk, under the model's names. Raises CheckpointError."""
-        return FolderWeights(self._reference, WeightFiles(folder_of(self.source, _WEIGHTS)))
+        return FolderWeights(self._reference, self._files())
+
+    def _files(self) -> WeightFiles:
+        folder = folder_of(self.source, _WEIGHTS)
+        if not self._quantization:
+            return WeightFiles(folder)
+        formats = formats_of(self._quantization, f"model.hf: {self.source}")
+        return QuantizedFiles(folder, formats, DTYPES[self.trained_in or torch.float32])
+
+    def packings(self) -> Mapping[str, StoredPacking]:
+        return self._packings
+
+    @cached_property
+    def _packings(self) -> Mapping[str, StoredPacking]:
+        files = self._files()
+        if not isinstance(files, QuantizedFiles):
+            return {}
+        stored = match_names(self._reference, files).direct
+        names = {path: stored.get(f"{path}.weight", "") for path in linear_layers(self._reference, [])}
+        return {path: files.packing(name) for path, name in names.items() if files.is_quantized(name)}
+
+    def stored_weights(self) -> Callable[[str], QuantizedWeight]:
+        files = self._files()
+        assert isinstance(files, QuantizedFiles)
+        stored = match_names(self._reference, files).direct
+        return lambda path: files.stored(stored[f"{path}.weight"])
 
     def restore(self, model: nn.Module) -> None:
         restore_buffers(model)
@@ -236,8 +269,8 @@ class HuggingFaceModel(Blueprint):
         """The source's own form and config, without the changes made for training."""
         folder = folder_of(self.source, ["config.json", GENERATION])
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        files = WeightFiles(folder_of(self.source, _WEIGHTS))
-        groups = list(groups_of(self._reference, files))
+        config.pop("quantization_config", None)
+        groups = list(groups_of(self._reference, self._files()))
         copied = [folder / GENERATION] if (folder / GENERATION).is_file() else []
         return HFFolder(config, groups, copied)
 
@@ -250,9 +283,9 @@ class HuggingFaceModel(Blueprint):
 
     def fill(self, model: nn.Module, seed: int) -> None:
         """Read the weights; ``seed`` is unused. Raises CheckpointError, naming the tensor, if the files do not fit."""
-        folder = folder_of(self.source, _WEIGHTS)
+        files = self._files()
         restore_buffers(model)
-        fill_from_files(model, self._reference, folder)
+        fill_from_files(model, self._reference, files)
 
 
 def _parameters(modules: list[nn.Module]) -> set[nn.Parameter]:
@@ -315,85 +348,3 @@ def _no_guessing() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices, masking_utils._ignore_bidirectional_mask_sdpa = guesses
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise RecipeError(
-            "transformers is not installed", where="model.hf", fix="pip install 'shardwise[hf]'"
-        ) from error
-    transformers.logging.set_verbosity_error()
-    return transformers
-
-
-def _load_config(source: str, objective: str | None) -> Any:
-    where = f"model.hf: {source}"
-    path = folder_of(source, ["config.json"]) / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise RecipeError("not a model folder", where=where, why="it has no config.json") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError("config.json cannot be read", where=where, why=str(error)) from error
-    if not isinstance(raw, dict) or "model_type" not in raw:
-        raise RecipeError("config.json names no model_type", where=where)
-    if _NEEDS_CODE in raw:
-        raise RecipeError(
-            "the model needs its own code (trust_remote_code)",
-            where=where,
-            why=f"config.json has {_NEEDS_CODE}",
-            fix="use a model that transformers knows",
-        )
-    if raw.get("quantization_config"):
-        raise RecipeError("quantized weights cannot be trained", where=where, fix="use the unquantized model")
-    try:
-        config = _transformers().AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
-        _make_deterministic(config, keep_padding=(objective or stored_objective(config)) != "causal")
-        _require_sizes(config.get_text_config())
-    except Exception as error:  # each model validates its config in its own way
-        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise RecipeError("config.json is not valid", where=where, why=why) from error
-    return config
-
-
-def _require_sizes(text: Any) -> None:
-    """Raise ValueError for a config without the sizes that are read here, or with impossible ones."""
-    for key, most in _LARGEST.items():
-        value = getattr(text, key, None)
-        if type(value) is not int or not 1 <= value <= most:
-            raise ValueError(f"{key} is {value!r}, not a whole number from 1 to {most:,}")
-
-
-def _make_deterministic(config: Any, keep_padding: bool) -> None:
-    """No dropout, no noise, no cache, and no pad token unless positions depend on it (see the module's docstring)."""
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for key, value in part.to_dict().items():
-            if ("drop" in key or "jitter" in key) and isinstance(value, float):
-                setattr(part, key, 0.0)
-        part.use_cache = False
-        if not keep_padding:
-            part.pad_token_id = None
-
-
-def folder_of(source: str, files: list[str]) -> Path:
-    """The folder itself, or the local folder with the downloaded ``files`` of a hub id."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    where = f"model.hf: {source}"
-    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise RecipeError("no such folder", where=where)
-    _transformers()
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=files))
-    except Exception as error:  # network, name or licence; the text says which
-        raise RecipeError(
-            "the model cannot be downloaded",
-            where=where,
-            why=f"{type(error).__name__}: {error}",
-            fix="check the name and the network, or give a local folder",
-        ) from error

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.layer_replacement import take_over
 from shardwise.runtime.parallel.shard_slices import shared_names
+from shardwise.runtime.quantization.as_parameter import StoredPacking
 from shardwise.runtime.quantized import Packing, linear
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
@@ -49,18 +50,21 @@ class FrozenLinear(nn.Linear):
     Attributes:
         transposed: the weight is stored as [i, o], as in transformers' ``Conv1D`` (GPT-2).
         packing: format of a packed weight, always [o, i]; None if the weight is not packed.
+
+    Args:
+        quantize: none, nf4 or int8. stored: keep the weight as the model's files store it, whatever ``quantize`` is.
     """
 
     packed: nn.Parameter
 
-    def __init__(self, layer: nn.Module, quantize: str) -> None:
+    def __init__(self, layer: nn.Module, quantize: str, stored: StoredPacking | None = None) -> None:
         weight = layer.get_parameter("weight")
         self.transposed = not isinstance(layer, nn.Linear)
         rows, columns = reversed(weight.shape) if self.transposed else weight.shape
         super().__init__(columns, rows, bias=False, device="meta")
         take_over(self, layer)
         self.requires_grad_(False)
-        self.packing = None if quantize == "none" else Packing(quantize, rows, columns)
+        self.packing = stored or (None if quantize == "none" else Packing(quantize, rows, columns))
         if self.packing is not None:
             codes = torch.empty(self.packing.shape, dtype=torch.uint8, device=weight.device)
             self.register_parameter(PACKED, nn.Parameter(codes, requires_grad=False))
@@ -86,9 +90,9 @@ class LoraLinear(FrozenLinear):
     lora_B: nn.Linear
     lora_magnitude_vector: nn.Parameter | None
 
-    def __init__(self, layer: nn.Module, spec: AdapterSpec) -> None:
+    def __init__(self, layer: nn.Module, spec: AdapterSpec, stored: StoredPacking | None = None) -> None:
         weight = layer.get_parameter("weight")
-        super().__init__(layer, spec.quantize)
+        super().__init__(layer, spec.quantize, stored)
         self.dropout, rank = spec.dropout, spec.rank
         self.scale = spec.alpha / (math.sqrt(rank) if spec.rank_stabilized else rank)
         where, dtype = weight.device, weight.dtype
@@ -138,19 +142,27 @@ def weights_in(model: nn.Module) -> int:
 # ---- which layers -----------------------------------------------------------------------------------------
 
 
-def adapt(model: nn.Module, blocks: Sequence[nn.Module], spec: AdapterSpec) -> list[str]:
+def adapt(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    spec: AdapterSpec,
+    packings: Mapping[str, StoredPacking] | None = None,
+) -> list[str]:
     """Freeze a model and add adapters to the target layers of its blocks; returns their paths.
 
     Without ``blocks``, all linear layers can be targets. If the recipe quantizes, all linear layers are packed.
+    Those of ``packings`` are packed as the model's files store them.
     """
+    stored = packings or {}
     model.requires_grad_(False)
     paths = list(linear_layers(model, blocks))
     targets = [path for path in paths if is_targeted(path, spec.targets)]
     for path in targets:
-        model.set_submodule(path, LoraLinear(model.get_submodule(path), spec))
-    if spec.quantize != "none":
-        for path in sorted(set(paths) - set(targets)):
-            model.set_submodule(path, FrozenLinear(model.get_submodule(path), spec.quantize))
+        model.set_submodule(path, LoraLinear(model.get_submodule(path), spec, stored.get(path)))
+    for path in sorted(set(paths) - set(targets)):
+        if spec.quantize != "none" or path in stored:
+            layer = FrozenLinear(model.get_submodule(path), spec.quantize, stored.get(path))
+            model.set_submodule(path, layer)
     return targets
 
 

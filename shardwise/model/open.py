@@ -6,6 +6,7 @@ user code.
 
 from __future__ import annotations
 
+from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Blueprint
 from shardwise.recipe.sections import Recipe
 
@@ -14,11 +15,18 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
     """The blueprint of the recipe's model, with its adapters if the recipe has an ``adapter:`` section.
 
     Raises:
-        RecipeError: the model cannot be found, its context is too short, it does not fit ``model.objective``, or it
-            lacks the target layers.
+        RecipeError: the model cannot be found, its context is too short, it does not fit ``model.objective``, it lacks
+            the target layers, or it is quantized and all its weights would be trained.
         CheckpointError: a file of the model is damaged.
     """
-    base = _base_of(recipe)
+    base = base_of(recipe)
+    if recipe.adapter is None and base.quantized:
+        raise RecipeError(
+            "quantized weights cannot be trained",
+            where=f"model.hf: {recipe.model.hf}",
+            why="an update is smaller than the distance between two of their levels",
+            fix="train an adapter on them (section adapter:), or give the unquantized model",
+        )
     if recipe.adapter is None:
         return base
     from shardwise.model.adapted import AdaptedModel
@@ -26,7 +34,8 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
     return AdaptedModel(base, recipe.adapter)
 
 
-def _base_of(recipe: Recipe) -> Blueprint:
+def base_of(recipe: Recipe) -> Blueprint:
+    """The recipe's model without adapters. Raises as ``blueprint_of``."""
     spec, length = recipe.model, recipe.data.sequence_length
     if spec.hf is not None:
         from shardwise.model.hf import HuggingFaceModel

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +87,18 @@ class Packing:
         return values.flatten()[: self.rows * self.columns].view(self.rows, self.columns).to(dtype)
 
 
+class Unpacks(Protocol):
+    """The format of a packed weight [rows, columns]; ``shape`` is that of the uint8 parameter."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor: ...
+
+
 def _pack_int8(parts: Tensor) -> Tensor:
     scale = parts.abs().amax(1, keepdim=True) / 127
     codes = (parts / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
@@ -137,7 +149,7 @@ class _Product(torch.autograd.Function):
     """x [..., i] times the transposed unpacked weight [o, i]. Saves the packed weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, how: Packing) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, how: Unpacks) -> Tensor:
         ctx.save_for_backward(packed)
         ctx.how = how
         return F.linear(x, how.unpack(packed, x.dtype), bias)
@@ -150,12 +162,12 @@ class _Product(torch.autograd.Function):
         return grads[0] @ ctx.how.unpack(packed, grads[0].dtype), None, None, None
 
 
-def linear(x: Tensor, packed: Tensor, bias: Tensor | None, how: Packing) -> Tensor:
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None, how: Unpacks) -> Tensor:
     """``F.linear`` with a packed weight; weight and bias have no gradient."""
     out: Tensor = _Product.apply(x, packed, bias, how)
     return out
 
 
-def bits_per_weight(how: Packing) -> float:
+def bits_per_weight(how: Unpacks) -> float:
     """Packed bits per value of the weight."""
     return 8 * math.prod(how.shape) / (how.rows * how.columns)

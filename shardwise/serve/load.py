@@ -2,7 +2,8 @@
 
 For a run, the newest checkpoint is read. It holds all weights, so the base model that the run started from is not
 needed. For a run with an adapter, the base model is opened (quantized if the recipe quantizes it), and the adapter goes
-into the bank like any other adapter. A Hugging Face folder's weights are loaded as they are on disk.
+into the bank like any other adapter. A Hugging Face folder's weights are loaded as they are on disk: quantized layers
+of the blocks stay packed, and are dequantized for each product.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from shardwise.core.errors import CheckpointError, DataError, RecipeError
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.export.export_run import newest_of
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.filling import fill_packed, without_adapters
 from shardwise.model.lora import adapt, is_adapter
-from shardwise.model.open import blueprint_of
+from shardwise.model.open import base_of
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of, refuse_other_base
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
@@ -71,7 +73,7 @@ def open_model(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: 
 def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Opened:
     recipe, checkpoint = newest_of(folder)
     spec = recipe.adapter
-    blueprint = blueprint_of(recipe.model_copy(update={"adapter": None}))
+    blueprint = base_of(recipe)
     _require_text(blueprint)
     cuts = open_tokenizer(tokenizer or recipe.data.tokenizer, recipe.data.begin)
     model = _empty(blueprint, spec, dtype, device)
@@ -96,8 +98,9 @@ def _open_folder(folder: Path, tokenizer: str | None, dtype: torch.dtype, device
         )
     cuts = open_tokenizer(tokenizer or str(folder))
     model = _empty(blueprint, None, dtype, device)
-    with torch.no_grad():
+    with torch.no_grad(), without_adapters(model):
         blueprint.fill(model, 0)
+    fill_packed(model, blueprint, 0)
     context = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None)
     return Opened(blueprint, model, cuts, context, dtype)
 
@@ -105,11 +108,14 @@ def _open_folder(folder: Path, tokenizer: str | None, dtype: torch.dtype, device
 def _empty(
     blueprint: Blueprint, spec: AdapterSpec | None, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """The base model with uninitialised values; quantized if the recipe of the run quantizes it."""
+    """The base model with uninitialised values; quantized if its files or the recipe of the run quantize it."""
     with torch.device("meta"):
         model = blueprint.build()
-        if spec is not None and spec.quantize != "none":
-            adapt(model, blueprint.blocks(model), spec.model_copy(update={"targets": ()}))
+        quantize = "none" if spec is None else spec.quantize
+        packings = blueprint.packings() if quantize == "none" else {}
+        if quantize != "none" or packings:
+            frozen = AdapterSpec().model_copy(update={"targets": (), "quantize": quantize})
+            adapt(model, blueprint.blocks(model), frozen, packings)
     aliases = shared_names(model)
     model.to(dtype).to_empty(device=device)
     share(model, aliases)

@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.runtime.quantization.as_parameter import stored_packing
 from shardwise.runtime.quantization.packing import from_words, pack_bits, to_words, unpack_bits
+from shardwise.runtime.quantization.stored import weight_of
 from shardwise.runtime.quantization.weights import (
     Float8Weight,
     IntWeight,
     NF4Weight,
     QuantizedWeight,
-    weight_of,
 )
 from shardwise.runtime.quantized import Packing
 
@@ -78,7 +79,7 @@ def _weights() -> dict[str, QuantizedWeight]:
 def test_a_stored_weight_is_read_back(name: str) -> None:
     weight = _weights()[name]
     width = weight.width if isinstance(weight, IntWeight) else 8
-    found = weight_of(weight.tensors(), width)
+    found = weight_of(weight.tensors(), width, weight.shape)
     assert type(found) is type(weight)
     assert found.tensors().keys() == weight.tensors().keys()
     for suffix, each in weight.tensors().items():
@@ -90,3 +91,17 @@ def test_stored_bits_are_counted() -> None:
     scale = torch.ones(128, 4, dtype=torch.bfloat16)
     weight = IntWeight(codes_of(128, 512, 4, 0), scale, None, 4)
     assert weight.bits == 4 + 16 / 128
+
+
+@pytest.mark.parametrize("name", _weights())
+def test_a_weight_is_one_parameter(name: str) -> None:
+    """For FSDP2: uint8 rows, with less than a byte per row and 15 per tensor of padding."""
+    weight = _weights()[name]
+    width = weight.width if isinstance(weight, IntWeight) else 8
+    forms = {suffix: (tuple(each.shape), each.dtype) for suffix, each in weight.tensors().items()}
+    packing = stored_packing(name, width, weight.shape, forms)
+    packed = packing.pack_stored(weight)
+    assert (packed.dtype, tuple(packed.shape)) == (torch.uint8, packing.shape)
+    assert torch.equal(packing.unpack(packed, torch.float32), weight.dequantize())
+    stored = round(weight.bits * 6 * 34 / 8)
+    assert stored <= packed.numel() < stored + 15 * (len(forms) - 1) + weight.shape[0]

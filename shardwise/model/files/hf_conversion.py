@@ -13,7 +13,6 @@ import copy
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,8 +64,8 @@ _OTHER_HEADS = (r"(^|\.)pooler\.", r"^cls\.seq_relationship\.")
 """Heads of BERT's pretraining that a masked language model does not use."""
 
 
-def fill_from_files(model: nn.Module, reference: nn.Module, folder: Path) -> None:
-    """Fill the parameters and saved buffers of ``model`` from a folder of safetensors.
+def fill_from_files(model: nn.Module, reference: nn.Module, files: WeightFiles) -> None:
+    """Fill the parameters and saved buffers of ``model`` from files.
 
     Args:
         model: materialized; the whole model or a stage, plain or sharded.
@@ -74,7 +73,6 @@ def fill_from_files(model: nn.Module, reference: nn.Module, folder: Path) -> Non
 
     Raises CheckpointError, naming the tensor, if the files do not fit.
     """
-    files = WeightFiles(folder)
     aliases = shared_names(reference)
     share(model, aliases)
     sources = match_names(reference, files)
@@ -195,7 +193,7 @@ def require_fit(reference: nn.Module, files: WeightFiles, sources: Sources, alia
         *_OTHER_HEADS,
     )
     for name in sources.extra:
-        if not ignored.search(name):
+        if not ignored.search(name) and not files.is_padding(name):
             raise CheckpointError(
                 f"tensor {name} is not in the model",
                 where=files.file_of(name),

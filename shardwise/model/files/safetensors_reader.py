@@ -29,8 +29,27 @@ PIECE = 64 * 2**20
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATING = ("F64", "F32", "F16", "BF16")
-"""Dtypes of weights, as safetensors calls them. Integers and fp8 are quantized weights without their scales."""
+"""Dtypes of weights, as safetensors calls them. Others need quantized_files.py."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""safetensors' names of torch's dtypes."""
+
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class WeightFiles:
@@ -67,12 +86,16 @@ class WeightFiles:
                 f"tensor {name} is not of weights",
                 where=self.file_of(name),
                 why=f"its dtype is {kind}, and weights are {', '.join(FLOATING)}",
-                fix="copy the file again; quantized weights cannot be read",
+                fix="copy the file again; quantized weights need quantization_config in config.json",
             )
 
     def stored_name(self, name: str) -> str:
         """The tensor's name in its file."""
         return name
+
+    def is_padding(self, name: str) -> bool:
+        """Whether a tensor that the model lacks has no effect."""
+        return False
 
     def metadata(self, file: str) -> dict[str, str]:
         """The metadata in the header of a file."""

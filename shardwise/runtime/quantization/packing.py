@@ -62,7 +62,12 @@ def to_words(codes: Tensor, width: int) -> Tensor:
 
 def from_words(words: Tensor, width: int, count: int) -> Tensor:
     """The signed codes [rows, count], int8, of int32 words."""
-    return signed(unpack_bits(words.contiguous().view(torch.uint8), width, count), width)
+    return signed(unpack_bits(bytes_in(words), width, count), width)
+
+
+def bytes_in(words: Tensor) -> Tensor:
+    """int32 words [rows, count] as uint8 [rows, 4 · count]."""
+    return words.reshape(-1).contiguous().view(torch.uint8).view(words.shape[0], -1)
 
 
 def unsigned(codes: Tensor, width: int) -> Tensor:

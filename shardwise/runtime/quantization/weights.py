@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.runtime.quantization.packing import from_words, to_words
+from shardwise.runtime.quantization.packing import to_words
 from shardwise.runtime.quantized import Packing
 
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
 """Names of stored tensors next to a layer's other tensors, as in compressed-tensors."""
+COLUMN_GROUPS = "weight_g_idx"
+"""Name of the groups of input channels, where they are not consecutive."""
 NF4 = "weight_nf4"
 """Name of packed NF4, for which compressed-tensors has no format."""
 
@@ -58,6 +60,8 @@ class IntWeight(QuantizedWeight):
         zero: [out, groups], int8, or None for symmetric codes.
         width: bits per code, 2 to 8.
         activation_bits: of the scheme; 8 stores whole bytes (``int-quantized``), 16 packs (``pack-quantized``).
+        group_of: [in], int32: the group of each input channel, as GPTQ with act-order stores it; None if groups are
+            consecutive.
     """
 
     codes: Tensor
@@ -65,6 +69,7 @@ class IntWeight(QuantizedWeight):
     zero: Tensor | None
     width: int
     activation_bits: int = 16
+    group_of: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -72,24 +77,25 @@ class IntWeight(QuantizedWeight):
 
     def dequantize(self) -> Tensor:
         rows, columns = self.shape
-        groups = self.scale.shape[1]
-        codes = self.codes.view(rows, groups, columns // groups).float()
+        if self.group_of is not None:
+            zero = 0.0 if self.zero is None else self.zero.float()[:, self.group_of]
+            return (self.codes.float() - zero) * self.scale.float()[:, self.group_of]
+        codes = self.codes.reshape(rows, self.scale.shape[1], -1).float()
         if self.zero is not None:
             codes = codes - self.zero.float().unsqueeze(2)
         return (codes * self.scale.float().unsqueeze(2)).view(rows, columns)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        if self.activation_bits == 8:
-            zero = {} if self.zero is None else {ZERO: self.zero}
-            return {"weight": self.codes, SCALE: self.scale, **zero}
-        packed = {
-            PACKED: to_words(self.codes, self.width),
-            SCALE: self.scale,
-            SHAPE: torch.tensor(self.shape),
-        }
-        if self.zero is None:
-            return packed
-        return {**packed, ZERO: to_words(self.zero.t(), self.width).t().contiguous()}
+        whole = self.activation_bits == 8
+        found = {"weight": self.codes} if whole else {PACKED: to_words(self.codes, self.width)}
+        found[SCALE] = self.scale
+        if not whole:
+            found[SHAPE] = torch.tensor(self.shape)
+        if self.zero is not None:
+            found[ZERO] = self.zero if whole else to_words(self.zero.t(), self.width).t().contiguous()
+        if self.group_of is not None:
+            found[COLUMN_GROUPS] = self.group_of
+        return found
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Float8Weight(QuantizedWeight):
 
     Attributes:
         values: [out, in], float8_e4m3fn.
-        scale: [out, 1] in the dtype that is stored.
+        scale: [out, groups] in the dtype that is stored; one group is a scale per channel.
     """
 
     values: Tensor
@@ -109,7 +115,9 @@ class Float8Weight(QuantizedWeight):
         return int(self.values.shape[0]), int(self.values.shape[1])
 
     def dequantize(self) -> Tensor:
-        return self.values.float() * self.scale.float()
+        rows, columns = self.shape
+        values = self.values.float().view(rows, self.scale.shape[1], -1)
+        return (values * self.scale.float().unsqueeze(2)).view(rows, columns)
 
     def tensors(self) -> Mapping[str, Tensor]:
         return {"weight": self.values, SCALE: self.scale}
@@ -136,18 +144,3 @@ class NF4Weight(QuantizedWeight):
 
     def tensors(self) -> Mapping[str, Tensor]:
         return {NF4: self.packed, SHAPE: torch.tensor(self.shape)}
-
-
-def weight_of(tensors: Mapping[str, Tensor], width: int) -> QuantizedWeight:
-    """The weight whose ``tensors()`` these are. ``width``: bits per code of integer codes."""
-    if NF4 in tensors:
-        return NF4Weight(tensors[NF4], Packing("nf4", *tensors[SHAPE].tolist()))
-    scale, zero = tensors[SCALE], tensors.get(ZERO)
-    if PACKED in tensors:
-        rows, columns = tensors[SHAPE].tolist()
-        zero = None if zero is None else from_words(zero.t(), width, rows).t().contiguous()
-        return IntWeight(from_words(tensors[PACKED], width, columns), scale, zero, width)
-    codes = tensors["weight"]
-    if codes.dtype == torch.float8_e4m3fn:
-        return Float8Weight(codes, scale)
-    return IntWeight(codes, scale, zero, width, activation_bits=8)

@@ -1,0 +1,198 @@
+"""A folder of quantized weights, read as if it held the dequantized ones.
+
+``PATH.weight`` of a quantized layer replaces its stored tensors, with the shape [out, in]. It is computed from them
+whenever it is read, in fp32 and without rounding. ``stored`` returns the quantized weight itself. Settings are in
+``quantization_config`` of config.json, which is checked without reading weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import CheckpointError, RecipeError, one_line
+from shardwise.model.files.compressed_tensors import METHOD, OWN_METHOD
+from shardwise.model.files.quantized_layers import AWQ, GPTQ, CompressedTensors, Format
+from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME, WeightFiles
+from shardwise.runtime.parallel.shard_slices import local_part, local_slices
+from shardwise.runtime.quantization.as_parameter import StoredPacking, stored_packing
+from shardwise.runtime.quantization.weights import SCALE, IntWeight, QuantizedWeight
+
+Formats = Callable[[str], Format]
+"""The format of a layer, by its path in the files."""
+
+_READABLE = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_CACHE_SCALES = re.compile(r"\.(k|v|q)_(scale|zero_point)$")
+"""Of a quantized key-value cache; ours is not quantized."""
+
+
+def formats_of(config: Mapping[str, Any], where: str) -> Formats:
+    """How the layers of a folder are stored, from the value of ``quantization_config``.
+
+    Raises RecipeError for a format that is not read.
+    """
+    try:
+        readers = {METHOD: _compressed, OWN_METHOD: _own, "gptq": _gptq, "awq": _awq}
+        method = str(config.get("quant_method"))
+        if method not in readers:
+            raise _unread(f"quant_method is {method}", where)
+        return readers[method](config, where)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _unread(f"{type(error).__name__}: {error}", where) from error
+
+
+def _unread(why: str, where: str) -> RecipeError:
+    return RecipeError(
+        "the quantized weights are in a format that is not read",
+        where=where,
+        why=why,
+        fix="give a folder of compressed-tensors, GPTQ or AWQ, or the unquantized model",
+    )
+
+
+def _compressed(config: Mapping[str, Any], where: str) -> Formats:
+    groups: list[tuple[Sequence[str], CompressedTensors]] = []
+    for group in config["config_groups"].values():
+        form = group.get("format") or config["format"]
+        weights = group["weights"]
+        bits, block = weights["num_bits"], weights.get("block_structure")
+        if form not in _READABLE or bits > 8 or (weights["type"] == "float" and bits != 8):
+            raise _unread(f"its format is {form} with {bits} bits", where)
+        groups.append((group["targets"], CompressedTensors(bits, tuple(block) if block else None)))
+
+    def of(path: str) -> Format:
+        named = (form for targets, form in groups if any(_names(target, path) for target in targets))
+        return next(named, groups[0][1])
+
+    return of
+
+
+def _names(target: str, path: str) -> bool:
+    """Whether a target is this layer's path, or a pattern of it; a class such as Linear is not."""
+    return re.match(target[3:], path) is not None if target.startswith("re:") else target == path
+
+
+def _own(config: Mapping[str, Any], where: str) -> Formats:
+    found = CompressedTensors(int(config["bits"]))
+    return lambda path: found
+
+
+def _gptq(config: Mapping[str, Any], where: str) -> Formats:
+    version = config.get("checkpoint_format") or "gptq"
+    if version not in ("gptq", "gptq_v2") or config.get("dynamic"):
+        raise _unread("dynamic bits" if config.get("dynamic") else f"checkpoint_format is {version}", where)
+    found = GPTQ(int(config["bits"]), int(config["group_size"]), 1 if version == "gptq" else 0)
+    return lambda path: found
+
+
+def _awq(config: Mapping[str, Any], where: str) -> Formats:
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm" or config["bits"] != 4:
+        raise _unread(f"AWQ's version is {version} with {config['bits']} bits", where)
+    return lambda path: AWQ(4)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A quantized layer: its format, its shape (out, in), and its stored tensors by suffix."""
+
+    form: Format
+    shape: tuple[int, int]
+    names: Mapping[str, str]
+
+
+class QuantizedFiles(WeightFiles):
+    """The tensors of a folder with quantized weights.
+
+    Args:
+        formats: see ``formats_of``.
+        kind: dtype of the model as safetensors names it, which dequantized weights are said to have.
+
+    Raises CheckpointError as ``WeightFiles``, and for a layer whose tensors do not fit one another.
+    """
+
+    def __init__(self, folder: Path, formats: Formats, kind: str) -> None:
+        super().__init__(folder)
+        self._raw = WeightFiles(folder)
+        self._layers: dict[str, _Layer] = {}
+        for name in self._raw.shapes:
+            path, _, suffix = name.rpartition(".")
+            form = formats(path)
+            if suffix in form.marks:
+                self._add(path, form, kind)
+            elif _CACHE_SCALES.search(name):
+                self._hide(name)
+
+    def _add(self, path: str, form: Format, kind: str) -> None:
+        names = {part: f"{path}.{part}" for part in form.parts if f"{path}.{part}" in self._raw.shapes}
+        shapes = {part: self._raw.shapes[name] for part, name in names.items()}
+        with self._checked(path):
+            shape = form.shape(shapes, lambda part: self._raw.read(names[part]))
+        for name in names.values():
+            self._hide(name)
+        weight = f"{path}.weight"
+        self._layers[weight] = _Layer(form, shape, names)
+        self.shapes[weight], self.kinds[weight] = shape, kind
+        self._files[weight] = Path(self._raw.file_of(next(iter(names.values()))))
+
+    def _hide(self, name: str) -> None:
+        for each in (self.shapes, self.kinds, self._files):
+            each.pop(name, None)
+
+    @contextmanager
+    def _checked(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (KeyError, ValueError, IndexError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the quantized layer {path} cannot be read",
+                where=str(self.folder),
+                why=f"{type(error).__name__}: {one_line(str(error))}",
+                fix="check that config.json belongs to these weights",
+            ) from error
+
+    def is_quantized(self, name: str) -> bool:
+        return name in self._layers
+
+    def stored(self, name: str) -> QuantizedWeight:
+        """The quantized weight ``PATH.weight``."""
+        layer = self._layers[name]
+        with self._checked(name):
+            return layer.form.weight(
+                {part: self._raw.read(at) for part, at in layer.names.items()}, layer.shape
+            )
+
+    def packing(self, name: str) -> StoredPacking:
+        """How ``stored`` becomes one parameter. Reads at most one small tensor, and no weight."""
+        layer = self._layers[name]
+        tensors = {}
+        for part, at in layer.names.items():
+            meta = torch.empty(self._raw.shapes[at], dtype=DTYPES_BY_NAME[self._raw.kinds[at]], device="meta")
+            tensors[part] = self._raw.read(at) if part in layer.form.read_to_plan else meta
+        with self._checked(name):
+            weight = layer.form.weight(tensors, layer.shape)
+            forms = {part: (tuple(each.shape), each.dtype) for part, each in weight.tensors().items()}
+        width = weight.width if isinstance(weight, IntWeight) else 8
+        kind = f"int{width}" if isinstance(weight, IntWeight) else "fp8" if SCALE in forms else "nf4"
+        return stored_packing(kind, width, layer.shape, forms)
+
+    def read(self, name: str) -> Tensor:
+        return self.stored(name).dequantize() if name in self._layers else super().read(name)
+
+    def is_padding(self, name: str) -> bool:
+        """GPTQ's tools write a bias of zeros to layers that have none."""
+        owner = f"{name.removesuffix('.bias')}.weight"
+        return name.endswith(".bias") and owner in self._layers and not self.read(name).any()
+
+    def _matched_pieces(self, tensor: Tensor, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        if name not in self._layers:
+            yield from super()._matched_pieces(tensor, name)
+        elif (part := local_part(tensor)).numel():
+            yield part, self.read(name)[local_slices(tensor)]

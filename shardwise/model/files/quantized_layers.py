@@ -1,0 +1,155 @@
+"""How other tools store quantized linear layers: compressed-tensors, GPTQ and AWQ, each read as one of our weights.
+
+compressed-tensors   weight_packed or weight, weight_scale, weight_zero_point; [out, in]
+GPTQ                 qweight [in · bits / 32, out], qzeros, scales [groups, out], g_idx [in]; version 1 of the format
+                     stores zero points less one
+AWQ                  qweight [in, out / 8], qzeros, scales [groups, out]; the 8 codes of a word are channels
+                     0, 2, 4, 6, 1, 3, 5, 7
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.quantization.packing import bytes_in, from_words, signed, unpack_bits
+from shardwise.runtime.quantization.stored import weight_of
+from shardwise.runtime.quantization.weights import (
+    COLUMN_GROUPS,
+    NF4,
+    PACKED,
+    SCALE,
+    SHAPE,
+    ZERO,
+    IntWeight,
+    QuantizedWeight,
+)
+
+Tensors = Mapping[str, Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place in a word of each of 8 channels."""
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """How one layer is stored. ``width``: bits per code."""
+
+    width: int
+    marks: ClassVar[tuple[str, ...]]
+    """Suffixes of which one marks a quantized layer."""
+    parts: ClassVar[tuple[str, ...]]
+    """All suffixes that belong to a quantized layer."""
+    read_to_plan: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of small tensors whose values decide the form of the weight."""
+
+    @abstractmethod
+    def shape(self, shapes: Shapes, read: Callable[[str], Tensor]) -> tuple[int, int]:
+        """(out, in), from the shapes of the stored tensors by suffix. ``read`` reads one."""
+
+    @abstractmethod
+    def weight(self, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
+        """The weight of the stored tensors, which may be on the meta device except for those of ``read_to_plan``."""
+
+
+@dataclass(frozen=True)
+class CompressedTensors(Format):
+    """Our own folders and those of compressed-tensors. ``block``: rows and columns that share a scale, or None."""
+
+    block: tuple[int, int] | None = None
+    marks = (SCALE, NF4)
+    parts = (PACKED, "weight", SCALE, ZERO, SHAPE, COLUMN_GROUPS, NF4, "input_scale", "input_zero_point")
+
+    def shape(self, shapes: Shapes, read: Callable[[str], Tensor]) -> tuple[int, int]:
+        if SHAPE in shapes:
+            rows, columns = read(SHAPE).tolist()
+            return rows, columns
+        rows, columns = shapes["weight"]
+        return rows, columns
+
+    def weight(self, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
+        if NF4 in tensors:
+            return weight_of(tensors, self.width, shape)
+        found = dict(tensors)
+        found[SCALE] = self._per_row(tensors[SCALE], shape)
+        packed = found.get(PACKED)
+        if ZERO in found and packed is None:
+            found[ZERO] = self._per_row(found[ZERO], shape)
+        if packed is not None and packed.shape[1] != -(-shape[1] * self.width // 32):
+            return self._with_gaps(found, shape)
+        return weight_of(found, self.width, shape)
+
+    def _per_row(self, scale: Tensor, shape: tuple[int, int]) -> Tensor:
+        """A scale of the whole tensor, of channels, groups or blocks, as [out, groups]."""
+        if self.block is not None:
+            scale = scale.repeat_interleave(self.block[0], 0)[: shape[0]]
+        return (scale.view(-1, 1) if scale.dim() < 2 else scale).expand(shape[0], -1).contiguous()
+
+    def _with_gaps(self, tensors: Tensors, shape: tuple[int, int]) -> IntWeight:
+        """Codes of 3, 5, 6 or 7 bits as compressed-tensors packed them before 0.18: no code crosses a word."""
+        zero = tensors.get(ZERO)
+        zeros = None if zero is None else _spaced(zero.t(), self.width, shape[0]).t().contiguous()
+        codes = _spaced(tensors[PACKED], self.width, shape[1])
+        return IntWeight(codes, tensors[SCALE], zeros, self.width, group_of=tensors.get(COLUMN_GROUPS))
+
+
+def _spaced(words: Tensor, width: int, count: int) -> Tensor:
+    places = torch.arange(32 // width, dtype=torch.int32) * width
+    codes = words.unsqueeze(2) >> places & (1 << width) - 1
+    return signed(codes.flatten(1)[:, :count].to(torch.uint8), width)
+
+
+@dataclass(frozen=True)
+class GPTQ(Format):
+    """GPTQ's layers. ``group``: input channels per scale, -1 for all; ``offset``: what is added to stored zeros."""
+
+    group: int
+    offset: int
+    marks = ("qweight",)
+    parts = ("qweight", "qzeros", "scales", "g_idx")
+    read_to_plan = ("g_idx",)
+
+    def shape(self, shapes: Shapes, read: Callable[[str], Tensor]) -> tuple[int, int]:
+        words, rows = shapes["qweight"]
+        return rows, words * 32 // self.width
+
+    def weight(self, tensors: Tensors, shape: tuple[int, int]) -> IntWeight:
+        rows, columns = shape
+        codes = from_words(tensors["qweight"].t(), self.width, columns)
+        stored = unpack_bits(bytes_in(tensors["qzeros"]), self.width, rows)
+        zeros = (stored.to(torch.int16) + self.offset) % (1 << self.width)
+        zero = signed(zeros.to(torch.uint8), self.width).t().contiguous()
+        consecutive = torch.arange(columns, dtype=torch.int32) // (
+            columns if self.group == -1 else self.group
+        )
+        group_of = tensors.get("g_idx")
+        same = group_of is None or torch.equal(group_of, consecutive)
+        scale = tensors["scales"].t().contiguous()
+        return IntWeight(codes, scale, zero, self.width, group_of=None if same else group_of)
+
+
+@dataclass(frozen=True)
+class AWQ(Format):
+    """AWQ's layers, in 4 bits."""
+
+    marks = ("qweight",)
+    parts = ("qweight", "qzeros", "scales")
+
+    def shape(self, shapes: Shapes, read: Callable[[str], Tensor]) -> tuple[int, int]:
+        columns, words = shapes["qweight"]
+        return words * 8, columns
+
+    def weight(self, tensors: Tensors, shape: tuple[int, int]) -> IntWeight:
+        codes, zero = (_awq_codes(tensors[name], shape[0]) for name in ("qweight", "qzeros"))
+        return IntWeight(codes, tensors["scales"].t().contiguous(), zero, self.width)
+
+
+def _awq_codes(words: Tensor, rows: int) -> Tensor:
+    """Signed codes [out, in or groups] of words [in or groups, out / 8]."""
+    codes = unpack_bits(bytes_in(words), 4, rows).view(words.shape[0], -1, 8)
+    return signed(codes[..., list(_AWQ_ORDER)].flatten(1), 4).t().contiguous()

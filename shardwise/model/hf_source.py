@@ -1,0 +1,105 @@
+"""Opens the source of a transformers model, a folder or a hub id, and checks its config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import RecipeError
+from shardwise.model.files.quantized_files import formats_of
+from shardwise.model.hf_objective import stored_objective
+
+_NEEDS_CODE = "auto_map"
+_LARGEST = {"vocab_size": 100_000_000, "num_hidden_layers": 10_000, "hidden_size": 10_000_000}
+"""Sizes that every config has, and the largest that is believed."""
+
+
+def transformers_library() -> Any:
+    """transformers without its warnings. Raises RecipeError if it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise RecipeError(
+            "transformers is not installed", where="model.hf", fix="pip install 'shardwise[hf]'"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def load_config(source: str, objective: str | None) -> tuple[Any, dict[str, Any] | None]:
+    """The model's config, changed as hf.py says, and the value of ``quantization_config`` if it is quantized.
+
+    Raises RecipeError.
+    """
+    where = f"model.hf: {source}"
+    path = folder_of(source, ["config.json"]) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RecipeError("not a model folder", where=where, why="it has no config.json") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecipeError("config.json cannot be read", where=where, why=str(error)) from error
+    if not isinstance(raw, dict) or "model_type" not in raw:
+        raise RecipeError("config.json names no model_type", where=where)
+    if _NEEDS_CODE in raw:
+        raise RecipeError(
+            "the model needs its own code (trust_remote_code)",
+            where=where,
+            why=f"config.json has {_NEEDS_CODE}",
+            fix="use a model that transformers knows",
+        )
+    quantization = raw.get("quantization_config")
+    if quantization:
+        formats_of(quantization, where)
+    try:
+        config = transformers_library().AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+        _make_deterministic(config, keep_padding=(objective or stored_objective(config)) != "causal")
+        _require_sizes(config.get_text_config())
+        if quantization:
+            del config.quantization_config
+    except Exception as error:  # each model validates its config in its own way
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise RecipeError("config.json is not valid", where=where, why=why) from error
+    return config, quantization
+
+
+def _require_sizes(text: Any) -> None:
+    """Raise ValueError for a config without the sizes that are read here, or with impossible ones."""
+    for key, most in _LARGEST.items():
+        value = getattr(text, key, None)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(f"{key} is {value!r}, not a whole number from 1 to {most:,}")
+
+
+def _make_deterministic(config: Any, keep_padding: bool) -> None:
+    """No dropout, no noise, no cache, and no pad token unless positions depend on it (see the module's docstring)."""
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for key, value in part.to_dict().items():
+            if ("drop" in key or "jitter" in key) and isinstance(value, float):
+                setattr(part, key, 0.0)
+        part.use_cache = False
+        if not keep_padding:
+            part.pad_token_id = None
+
+
+def folder_of(source: str, files: list[str]) -> Path:
+    """The folder itself, or the local folder with the downloaded ``files`` of a hub id."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    where = f"model.hf: {source}"
+    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise RecipeError("no such folder", where=where)
+    transformers_library()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=files))
+    except Exception as error:  # network, name or licence; the text says which
+        raise RecipeError(
+            "the model cannot be downloaded",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+            fix="check the name and the network, or give a local folder",
+        ) from error

@@ -1,0 +1,37 @@
+"""Reads the stored tensors of a quantized weight back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.quantization.packing import from_words
+from shardwise.runtime.quantization.weights import (
+    COLUMN_GROUPS,
+    NF4,
+    PACKED,
+    SCALE,
+    ZERO,
+    Float8Weight,
+    IntWeight,
+    NF4Weight,
+    QuantizedWeight,
+)
+from shardwise.runtime.quantized import Packing
+
+
+def weight_of(tensors: Mapping[str, Tensor], width: int, shape: tuple[int, int]) -> QuantizedWeight:
+    """The weight [out, in] whose ``tensors()`` these are. ``width``: bits per code of integer codes."""
+    if NF4 in tensors:
+        return NF4Weight(tensors[NF4], Packing("nf4", *shape))
+    scale, zero, group_of = tensors[SCALE], tensors.get(ZERO), tensors.get(COLUMN_GROUPS)
+    if PACKED in tensors:
+        codes = from_words(tensors[PACKED], width, shape[1])
+        zero = None if zero is None else from_words(zero.t(), width, shape[0]).t().contiguous()
+        return IntWeight(codes, scale, zero, width, group_of=group_of)
+    codes = tensors["weight"]
+    if codes.dtype == torch.float8_e4m3fn:
+        return Float8Weight(codes, scale)
+    return IntWeight(codes, scale, zero, width, 8, group_of)
