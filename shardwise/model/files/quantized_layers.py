@@ -106,7 +106,7 @@ def _spaced(words: Tensor, width: int, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class GPTQ(Format):
-    """GPTQ's layers. ``group``: input channels per scale, -1 for all; ``offset``: what is added to stored zeros."""
+    """GPTQ's layers. ``group``: input channels per scale, -1 for all; ``offset``: is added to stored zeros."""
 
     group: int
     offset: int
