@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.runtime.quantization.kashin import Codes, KashinWeight, kashin_weight_of, table_of
-from shardwise.runtime.quantization.orthogonal import Basis, Factor, dct, hadamard, inverse_dct, random_signs
+from shardwise.runtime.quantization.orthogonal import Basis, Factor, dct, inverse_dct, random_signs
 
 
 def dct_matrix(size: int) -> Tensor:
@@ -25,14 +25,6 @@ def test_dct_and_its_inverse_equal_the_matrix(size: int) -> None:
     x = torch.randn(3, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
     torch.testing.assert_close(dct(x), x @ dct_matrix(size).T)
     torch.testing.assert_close(inverse_dct(x), x @ dct_matrix(size))
-
-
-def test_hadamard_equals_sylvesters_matrix() -> None:
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    for _ in range(4):
-        matrix = torch.kron(torch.tensor([[1, 1], [1, -1]], dtype=torch.float64), matrix)
-    x = torch.randn(5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(hadamard(x), x @ matrix / 4)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("dct", 45), ("hadamard", 64)])

@@ -9,6 +9,7 @@ U; the next does so in the basis of V. A step leaves (1 - 2/π) of the squared n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -56,13 +57,13 @@ def expand(weight: Tensor, basis: Basis, blocks: int = BLOCKS, widths: tuple[int
                     steps[side].append(size)
                 rest = basis(rest)
         residuals.append(float(rest.norm() / norm))
-    return Expansion(*sums, torch.cat(steps[0], 1), torch.cat(steps[1], 1), residuals)
+    return Expansion(sums[0], sums[1], torch.cat(steps[0], 1), torch.cat(steps[1], 1), residuals)
 
 
 def check_convergence(weight: Tensor, basis: Basis) -> None:
     """Raise NotConverged unless the residual of a few blocks falls geometrically."""
     residuals = [1.0, *expand(weight, basis, TRIED).residuals]
-    for before, after in zip(residuals, residuals[1:], strict=False):
+    for before, after in pairwise(residuals):
         if not after <= SLOWEST * before:
             raise NotConverged(
                 f"Kashin's expansion leaves {after:.2g} of the weight where {SLOWEST * before:.2g} is allowed"

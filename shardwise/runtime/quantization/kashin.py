@@ -60,7 +60,7 @@ class KashinWeight(QuantizedWeight):
     u: Codes
     v: Codes
     inner: Basis
-    outer: Basis = Basis()
+    outer: Basis
 
     @property
     def shape(self) -> tuple[int, int]:

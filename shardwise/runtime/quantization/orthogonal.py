@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.runtime.quantization.hadamard import walsh_hadamard
+
 KINDS = ("dct", "hadamard")
 """Transforms, by the number that is stored."""
 
@@ -45,7 +47,7 @@ class Factor:
         """P x along the last dimension of x [..., size], fp32 or fp64."""
         signs = random_signs(self.seed, self.size).to(x)
         if self.kind == "hadamard":
-            return hadamard(hadamard(x) * signs)
+            return walsh_hadamard(walsh_hadamard(x) * signs)
         return inverse_dct(dct(x) * signs)
 
 
@@ -75,16 +77,6 @@ def random_signs(seed: int, size: int) -> Tensor:
     signs = np.ones(size, dtype=np.float32)
     signs[np.argsort(raw, kind="stable")[: size // 2]] = -1
     return torch.from_numpy(signs)
-
-
-def hadamard(x: Tensor) -> Tensor:
-    """The orthonormal Walsh-Hadamard transform along the last dimension, a power of two; its own inverse."""
-    shape, size, half = x.shape, x.shape[-1], 1
-    while half < size:
-        pairs = x.reshape(-1, size // (2 * half), 2, half)
-        x = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
-        half *= 2
-    return x.reshape(shape) / math.sqrt(size)
 
 
 def dct(x: Tensor) -> Tensor:

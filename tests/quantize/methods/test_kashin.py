@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_more_bits_lower_the_error() -> None:
     weight = sample("t4")
     errors = [error(weight, Kashin(**FAST), f"w{bits}a16-channel") for bits in (2, 3, 4, 6)]
     errors.append(error(weight, Kashin(**FAST), "w8a16"))
-    assert all(after < 0.65 * before for before, after in zip(errors, errors[1:], strict=False))
+    assert all(after < 0.65 * before for before, after in pairwise(errors))
     assert [split(bits) for bits in (8, 6, 4, 3)] == [(4, 4), (3, 3), (2, 2), (2, 1)]
 
 
