@@ -12,7 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, RecipeError
+from shardwise.core.scheme import scheme_of
+from shardwise.model.files.compressed_tensors import quantization_config
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
+from shardwise.quantize.methods.kashin import Kashin
 from shardwise.runtime.quantization.weights import IntWeight
 
 ROWS, COLUMNS, GROUP = 16, 64, 16
@@ -141,6 +144,17 @@ def test_layers_have_the_bits_of_their_group(tmp_path: Path) -> None:
     weight = IntWeight(numbers(-8, 8, ROWS, COLUMNS).to(torch.int8), torch.ones(ROWS, 1), None, 4)
     files = opened(tmp_path, dict(weight.tensors()), config)
     assert torch.equal(files.read("a.b.weight"), weight.dequantize())
+
+
+def test_kashin_weights_are_read_from_their_folder(tmp_path: Path) -> None:
+    scheme = scheme_of("w4a16-channel")
+    dense = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
+    weight = Kashin(steps=1, rounds=0).quantize(dense, scheme, None)
+    files = opened(tmp_path, dict(weight.tensors()), quantization_config(scheme, [], "kashin"))
+    assert torch.equal(files.read("a.b.weight"), weight.dequantize())
+    packing = files.packing("a.b.weight")
+    assert packing.kind == "kashin4"
+    assert torch.equal(packing.unpack(packing.pack_stored(weight), torch.float32), weight.dequantize())
 
 
 @pytest.mark.parametrize(

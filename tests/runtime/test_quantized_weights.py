@@ -6,7 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.core.scheme import scheme_of
+from shardwise.quantize.methods.kashin import Kashin
 from shardwise.runtime.quantization.as_parameter import stored_packing
 from shardwise.runtime.quantization.packing import from_words, pack_bits, to_words, unpack_bits
 from shardwise.runtime.quantization.stored import weight_of
@@ -63,6 +66,7 @@ def _weights() -> dict[str, QuantizedWeight]:
     found: dict[str, QuantizedWeight] = {
         "fp8": Float8Weight(dense.to(torch.float8_e4m3fn), scale[:, :1]),
         "nf4": NF4Weight(NF4.pack(dense, slice(0, NF4.shape[0])), NF4),
+        "kashin": Kashin(steps=1, rounds=0).quantize(dense, scheme_of("w3a16-channel"), None),
         "w8a8": IntWeight(codes_of(6, 34, 8, 5), scale[:, :1], None, 8, activation_bits=8),
         "w8a8 asymmetric": IntWeight(
             codes_of(6, 34, 8, 5), scale, codes_of(6, 2, 8, 6), 8, activation_bits=8
@@ -103,5 +107,7 @@ def test_a_weight_is_one_parameter(name: str) -> None:
     packed = packing.pack_stored(weight)
     assert (packed.dtype, tuple(packed.shape)) == (torch.uint8, packing.shape)
     assert torch.equal(packing.unpack(packed, torch.float32), weight.dequantize())
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert packing.unpack(fake.from_tensor(packed), torch.float32).shape == weight.shape
     stored = round(weight.bits * 6 * 34 / 8)
     assert stored <= packed.numel() < stored + 15 * (len(forms) - 1) + weight.shape[0]

@@ -23,6 +23,7 @@ from shardwise.model.files.quantized_layers import AWQ, GPTQ, CompressedTensors,
 from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME, WeightFiles
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 from shardwise.runtime.quantization.as_parameter import StoredPacking, stored_packing
+from shardwise.runtime.quantization.kashin import KashinWeight
 from shardwise.runtime.quantization.weights import SCALE, IntWeight, QuantizedWeight
 
 Formats = Callable[[str], Format]
@@ -181,6 +182,8 @@ class QuantizedFiles(WeightFiles):
             forms = {part: (tuple(each.shape), each.dtype) for part, each in weight.tensors().items()}
         width = weight.width if isinstance(weight, IntWeight) else 8
         kind = f"int{width}" if isinstance(weight, IntWeight) else "fp8" if SCALE in forms else "nf4"
+        if isinstance(weight, KashinWeight):
+            kind = f"kashin{weight.u.width + weight.v.width}"
         return stored_packing(kind, width, layer.shape, forms)
 
     def read(self, name: str) -> Tensor:

@@ -17,6 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shardwise.runtime.quantization.kashin import FACTORS
+from shardwise.runtime.quantization.kashin import PARTS as KASHIN
 from shardwise.runtime.quantization.packing import bytes_in, from_words, signed, unpack_bits
 from shardwise.runtime.quantization.stored import weight_of
 from shardwise.runtime.quantization.weights import (
@@ -62,8 +64,20 @@ class CompressedTensors(Format):
     """Our own folders and those of compressed-tensors. ``block``: rows and columns that share a scale, or None."""
 
     block: tuple[int, int] | None = None
-    marks = (SCALE, NF4)
-    parts = (PACKED, "weight", SCALE, ZERO, SHAPE, COLUMN_GROUPS, NF4, "input_scale", "input_zero_point")
+    marks = (SCALE, NF4, FACTORS)
+    parts = (
+        PACKED,
+        "weight",
+        SCALE,
+        ZERO,
+        SHAPE,
+        COLUMN_GROUPS,
+        NF4,
+        *KASHIN,
+        "input_scale",
+        "input_zero_point",
+    )
+    read_to_plan = (FACTORS,)
 
     def shape(self, shapes: Shapes, read: Callable[[str], Tensor]) -> tuple[int, int]:
         if SHAPE in shapes:
@@ -73,7 +87,7 @@ class CompressedTensors(Format):
         return rows, columns
 
     def weight(self, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
-        if NF4 in tensors:
+        if NF4 in tensors or FACTORS in tensors:
             return weight_of(tensors, self.width, shape)
         found = dict(tensors)
         found[SCALE] = self._per_row(tensors[SCALE], shape)

@@ -20,9 +20,13 @@ from torch import Tensor
 from shardwise.runtime.quantization.orthogonal import KINDS, Basis, Factor
 from shardwise.runtime.quantization.packing import pack_bits, unpack_bits
 from shardwise.runtime.quantization.weights import SHAPE, QuantizedWeight
+from shardwise.runtime.torch_private import FakeTensor
 
 U, V, FACTORS = "weight_u", "weight_v", "weight_factors"
 """Names of the stored tensors; with ``_peaks`` those of the peaks."""
+ONE_SIDED = ((0, 0), (-1, 0), (0, 1), (-1, 0))
+"""Kind and seed of Q right and left, R right and left, as they are stored; -1 is no factor."""
+PARTS = (U, f"{U}_peaks", V, f"{V}_peaks", FACTORS)
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,11 @@ def kashin_weight_of(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> K
     for name in (U, V):
         peaks = tensors[f"{name}_peaks"]
         parts.append(Codes(unpack_bits(tensors[name], peaks.shape[1], columns), peaks))
-    sizes = (columns, rows, columns, rows)
+    stored = tensors[FACTORS]
+    seeds = ONE_SIDED if isinstance(stored, FakeTensor) else stored.tolist()  # a dry run has no values
     factors = [
         None if kind < 0 else Factor(KINDS[kind], seed, size)
-        for (kind, seed), size in zip(tensors[FACTORS].tolist(), sizes, strict=True)
+        for (kind, seed), size in zip(seeds, (columns, rows, columns, rows), strict=True)
     ]
     return KashinWeight(parts[0], parts[1], Basis(*factors[:2]), Basis(*factors[2:]))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shardwise.runtime.quantization.kashin import FACTORS, kashin_weight_of
 from shardwise.runtime.quantization.packing import from_words
 from shardwise.runtime.quantization.weights import (
     COLUMN_GROUPS,
@@ -26,6 +27,8 @@ def weight_of(tensors: Mapping[str, Tensor], width: int, shape: tuple[int, int])
     """The weight [out, in] whose ``tensors()`` these are. ``width``: bits per code of integer codes."""
     if NF4 in tensors:
         return NF4Weight(tensors[NF4], Packing("nf4", *shape))
+    if FACTORS in tensors:
+        return kashin_weight_of(tensors, shape)
     scale, zero, group_of = tensors[SCALE], tensors.get(ZERO), tensors.get(COLUMN_GROUPS)
     if PACKED in tensors:
         codes = from_words(tensors[PACKED], width, shape[1])
