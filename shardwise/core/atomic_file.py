@@ -8,7 +8,7 @@ import errno
 import os
 from pathlib import Path
 
-from shardwise.core.errors import ResourceError
+from shardwise.core.errors import RecipeError, ResourceError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Operating-system errors caused by a full disk, a quota or a file-size limit."""
@@ -49,6 +49,14 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for made in reversed(missing):
         sync_folder(made.parent)
+
+
+def require_new(target: Path) -> None:
+    """Raise RecipeError if the folder ``target`` exists and is not empty."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RecipeError(
+            "the folder exists already", where=str(target), fix="give another folder, or delete this one"
+        )
 
 
 def sync_folder(folder: Path) -> None:

@@ -18,9 +18,10 @@ import torch
 from shardwise.checkpoint.checkpoint import latest
 from shardwise.checkpoint.run_folder import RECIPE, load_run_recipe
 from shardwise.checkpoint.saved_weights import SavedWeights
+from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import CheckpointError, DataError, RecipeError
 from shardwise.data import open_tokenizer
-from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, require_new, write_model
+from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.merging import Merged, Read
 from shardwise.model.open import base_of, blueprint_of
@@ -69,10 +70,25 @@ class Merge:
     logit: float
 
 
-@frees_returned()
-def export_run(folder: Path, target: Path, dtype: str | None = None) -> tuple[Written, Merge | None]:
-    """Write the newest complete checkpoint of a run; return the merge, if it has adapters. Raises ShardwiseError."""
-    require_new(target)
+@dataclass(frozen=True)
+class OpenedRun:
+    """The newest checkpoint of a run as a plain model, without adapters.
+
+    Attributes:
+        blueprint: the trained model, with its adapters if it has some. plain: the model without them.
+        weights: the tensors of the checkpoint. contents: the plain model in the form of a Hugging Face folder.
+    """
+
+    recipe: Recipe
+    blueprint: Blueprint
+    plain: Blueprint
+    weights: SavedWeights
+    merged: Merged
+    contents: Contents
+
+
+def open_run(folder: Path, dtype: str | None = None) -> OpenedRun:
+    """Open the newest complete checkpoint of a run. Raises ShardwiseError."""
     recipe, checkpoint = newest_of(folder)
     blueprint = blueprint_of(recipe)
     layout, weights = blueprint.hf_folder(), SavedWeights(checkpoint)
@@ -92,11 +108,19 @@ def export_run(folder: Path, target: Path, dtype: str | None = None) -> tuple[Wr
     with torch.device("meta"):
         merged = Merged(blueprint.build(), weights.read)
     contents = Contents(replace(layout, config=config_in(config, wanted)), dtypes, merged.read, extra_files)
-    written = write_model(target, contents)
-    if not merged.layers:
+    plain = base_of(recipe) if merged.layers else blueprint
+    return OpenedRun(recipe, blueprint, plain, weights, merged, contents)
+
+
+@frees_returned()
+def export_run(folder: Path, target: Path, dtype: str | None = None) -> tuple[Written, Merge | None]:
+    """Write the newest complete checkpoint of a run; return the merge, if it has adapters. Raises ShardwiseError."""
+    require_new(target)
+    run = open_run(folder, dtype)
+    written = write_model(target, run.contents)
+    if not run.merged.layers:
         return written, None
-    plain = base_of(recipe)
-    return written, compared(merged, (blueprint, weights.read), plain, dtypes)
+    return written, compared(run.merged, (run.blueprint, run.weights.read), run.plain, run.contents.dtypes)
 
 
 def compared(

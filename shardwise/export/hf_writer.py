@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,8 @@ import xxhash
 from torch import Tensor
 
 from shardwise.checkpoint.shards import DTYPES
-from shardwise.core.atomic_file import make_folder, sync_folder
-from shardwise.core.errors import CheckpointError, RecipeError, ResourceError
+from shardwise.core.atomic_file import make_folder, require_new, sync_folder
+from shardwise.core.errors import CheckpointError, ResourceError
 from shardwise.core.units import format_bytes
 from shardwise.model.files.hf_folder import HFFolder, Shape, TensorGroup
 from shardwise.model.files.safetensors_reader import INDEX, SINGLE, WeightFiles
@@ -97,14 +97,6 @@ def write_model(target: Path, contents: Contents) -> Written:
     return Written(target, len(files), len(index), size)
 
 
-def require_new(target: Path) -> None:
-    """Raise RecipeError if ``target`` exists."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RecipeError(
-            "the folder exists already", where=str(target), fix="give another folder, or delete this one"
-        )
-
-
 def config_in(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The config with the weights' ``dtype``, under the keys of old and new versions of transformers."""
     word = str(dtype).removeprefix("torch.")
@@ -146,9 +138,37 @@ def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 def _write_file(path: Path, file: _File, contents: Contents) -> dict[str, str]:
     """Write one file; return the hash of every tensor."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+
+    def made() -> Iterator[tuple[str, Tensor]]:
+        for group in file.groups:
+            tensors = group.make([contents.read(name) for name in group.sources])
+            for name in group.shapes:
+                shape, dtype = file.tensors[name]
+                if tuple(tensors[name].shape) != tuple(shape):
+                    raise CheckpointError(
+                        f"tensor {name} has another shape",
+                        where=group.sources[0],
+                        why=f"it is {list(tensors[name].shape)}, expected {list(shape)}",
+                    )
+                yield name, tensors[name].to(dtype)
+
+    return write_tensors(path, file.tensors, made(), {"format": "pt"})
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, tuple[Shape, torch.dtype]],
+    values: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str],
+) -> dict[str, str]:
+    """Write a new, durable safetensors file, one tensor after the other; return their hashes. Raises OSError.
+
+    Args:
+        tensors: shapes and dtypes by name. values: the tensors, in the same order. metadata: text for the header.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name, (shape, dtype) in file.tensors.items():
+    for name, (shape, dtype) in tensors.items():
         start, end = end, end + _bytes(shape, dtype)
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -156,19 +176,10 @@ def _write_file(path: Path, file: _File, contents: Contents) -> dict[str, str]:
     hashes = {}
     with path.open("xb", buffering=0) as out:
         _send(out, memoryview(len(text).to_bytes(8, "little") + text))
-        for group in file.groups:
-            made = group.make([contents.read(name) for name in group.sources])
-            for name in group.shapes:
-                shape, dtype = file.tensors[name]
-                if tuple(made[name].shape) != tuple(shape):
-                    raise CheckpointError(
-                        f"tensor {name} has another shape",
-                        where=group.sources[0],
-                        why=f"it is {list(made[name].shape)}, expected {list(shape)}",
-                    )
-                content = _content(made[name].to(dtype))
-                hashes[name] = xxhash.xxh3_128_hexdigest(content)
-                _send(out, content)
+        for name, value in values:
+            content = _content(value)
+            hashes[name] = xxhash.xxh3_128_hexdigest(content)
+            _send(out, content)
         os.fsync(out.fileno())
     return hashes
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.shards import DTYPES as KINDS
 from shardwise.checkpoint.shards import DTYPES_BY_NAME
+from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import CheckpointError
 from shardwise.export.export_run import DTYPES, Merge, compared, tokenizer_files
-from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, require_new, write_model
+from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.files.hf_model_folder import FolderWeights
 from shardwise.model.files.peft import TENSORS, AdapterFiles

@@ -80,11 +80,11 @@ class Decoder(nn.Module):
     def forward(
         self, given: Tensor, positions: Tensor | None = None, cache: Sequence[KeyValues] = ()
     ) -> Tensor:
-        """``given``: ids, or hidden states if this is not the first stage."""
+        """``given``: ids, or hidden states [b, s, h] in place of the embedding, as stages after the first take."""
         hidden, d = given, self.dimensions
         if positions is None:
             positions = torch.arange(given.shape[1], device=given.device)
-        if self.first and self.embed_tokens is not None:
+        if self.first and self.embed_tokens is not None and not given.is_floating_point():
             hidden = self.embed_tokens(given)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)

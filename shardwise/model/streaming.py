@@ -1,7 +1,8 @@
-"""A forward pass that reads each block's weights from disk when the block runs.
+"""A model on the meta device whose weights are read from disk module by module, while they are needed.
 
-The model stays on the meta device. A block, or a layer outside the blocks, gets its weights before its call and frees
-them after it. It is slow and serves the one batch that compares two sets of weights.
+``StreamedModel`` has one set of tensors per block and per layer outside the blocks: ``load`` reads them, ``free`` drops
+them. ``streamed_logits`` runs a whole forward pass so, which is slow: it serves the one batch that compares two sets of
+weights.
 """
 
 from __future__ import annotations
@@ -17,58 +18,78 @@ from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.torch_private import non_persistent_buffers
 
 Read = Callable[[str], Tensor]
+"""Reads a whole tensor by canonical name."""
+
 BATCH, LENGTH = 2, 16
 
 
-class _StreamedTensors:
-    """Parameters and saved buffers of a module, loaded while it runs: (owner, key, canonical name)."""
+class StreamedTensors:
+    """Parameters and saved buffers of a module: (owner, key, canonical name). ``load`` and ``free`` fit as hooks."""
 
     def __init__(self, tensors: list[tuple[nn.Module, str, str]], read: Read, dtype: torch.dtype) -> None:
         self.tensors, self.read, self.dtype = tensors, read, dtype
+        self._empty = [_held(owner, key)[key] for owner, key, _ in tensors]
 
     def load(self, *_: Any) -> None:
         for owner, key, name in self.tensors:
             value = self.read(name)
             value = value.to(self.dtype) if value.is_floating_point() else value
-            if key in owner._parameters:
-                owner._parameters[key] = nn.Parameter(value, requires_grad=False)
-            else:
-                owner._buffers[key] = value
+            held = _held(owner, key)
+            held[key] = nn.Parameter(value, requires_grad=False) if held is owner._parameters else value
 
     def free(self, *_: Any) -> None:
-        for owner, key, _name in self.tensors:
-            held: dict[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
-            value = held[key].to("meta")
-            held[key] = nn.Parameter(value, requires_grad=False) if held is owner._parameters else value
+        for (owner, key, _name), empty in zip(self.tensors, self._empty, strict=True):
+            _held(owner, key)[key] = empty
+
+
+class StreamedModel:
+    """A model on the meta device, and the tensors of its parts. Buffers that are never saved have their values.
+
+    Attributes:
+        blocks: in forward order, each with its tensors.
+        outside: modules outside the blocks that own tensors.
+        paths: the path of every module.
+    """
+
+    def __init__(self, blueprint: Blueprint, read: Read, dtype: torch.dtype) -> None:
+        with torch.device("meta"):
+            model = self.model = blueprint.build()
+        aliases = shared_names(model)
+        model.eval()
+        for module in model.modules():
+            for key in non_persistent_buffers(module):
+                if (buffer := module._buffers[key]) is not None:
+                    module._buffers[key] = torch.empty_like(buffer, device="cpu")
+        blueprint.restore(model)
+        paths = self.paths = {module: path for path, module in model.named_modules()}
+
+        def tensors_of(owners: list[nn.Module]) -> StreamedTensors:
+            found = [
+                (owner, key, aliases.get(name, name))
+                for owner in owners
+                for key, name in _saved(owner, paths[owner])
+            ]
+            return StreamedTensors(found, read, dtype)
+
+        blocks = blueprint.blocks(model)
+        inside = {module for block in blocks for module in block.modules()}
+        self.blocks = [(block, tensors_of(list(block.modules()))) for block in blocks]
+        outside = [(module, tensors_of([module])) for module in model.modules() if module not in inside]
+        self.outside = [(module, streamed) for module, streamed in outside if streamed.tensors]
+
+
+def _held(owner: nn.Module, key: str) -> dict[str, Any]:
+    return owner._parameters if key in owner._parameters else owner._buffers
 
 
 @torch.no_grad()
 def streamed_logits(blueprint: Blueprint, read: Read, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits [b, s, vocab] of ids [b, s], computed in ``dtype``; ``read`` returns tensors by canonical name."""
-    with torch.device("meta"):
-        model = blueprint.build()
-    aliases = shared_names(model)
-    model.eval()
-    for module in model.modules():
-        for key in non_persistent_buffers(module):
-            if (buffer := module._buffers[key]) is not None:
-                module._buffers[key] = torch.empty_like(buffer, device="cpu")
-    blueprint.restore(model)
-    inside: set[nn.Module] = set()
-    for block in blueprint.blocks(model):
-        inside |= set(block.modules())
-    paths = {module: path for path, module in model.named_modules()}
-    for module in [*blueprint.blocks(model), *(m for m in model.modules() if m not in inside)]:
-        found = [
-            (owner, key, aliases.get(name, name))
-            for owner in (module.modules() if module in inside else [module])
-            for key, name in _saved(owner, paths[owner])
-        ]
-        if found:
-            streamed = _StreamedTensors(found, read, dtype)
-            module.register_forward_pre_hook(streamed.load)
-            module.register_forward_hook(streamed.free)
-    return blueprint.logits(model, ids)
+    streamed = StreamedModel(blueprint, read, dtype)
+    for module, tensors in [*streamed.blocks, *streamed.outside]:
+        module.register_forward_pre_hook(tensors.load)
+        module.register_forward_hook(tensors.free)
+    return blueprint.logits(streamed.model, ids)
 
 
 def _saved(module: nn.Module, path: str) -> Iterator[tuple[str, str]]:

@@ -101,6 +101,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def reading_a_value() -> Any:
+    """The operation that returns the value of a tensor to Python, for ``item`` and ``bool``. It has no public name."""
+    return torch.ops.aten._local_scalar_dense.default
+
+
 # -- autograd ----------------------------------------------------------------------------------------
 
 

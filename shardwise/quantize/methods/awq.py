@@ -7,13 +7,14 @@ finds the least output error of all layers that read this input (section 3.2, eq
 
 Then ranges are clipped for the least output error (section 5.1 of the paper's code), with the Hessian of each group.
 
-Order of a pass over a block: ``scaling_groups``; for each, ``awq_scale`` and ``blocks.fold``; then ``AWQ.quantize`` of
-each layer with the statistics ``divided`` by the scale. A block of unknown shape gets clipping alone.
+``AWQ.prepare`` finds the ``scaling_groups`` of a block and folds the ``awq_scale`` of each into it. Then
+``AWQ.quantize`` clips each layer with the statistics ``divided`` by the scale. A block of unknown shape gets clipping
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import Scheme
-from shardwise.quantize.blocks import ATTENTION, DOWN, GATE, NORMS, UP, pre_norm_block
+from shardwise.quantize.blocks import ATTENTION, DOWN, GATE, NORMS, UP, fold, pre_norm_block
 from shardwise.quantize.methods.base import InputStatistics, Method
 from shardwise.quantize.methods.rounding import absmax, clipped, in_groups, stored_dtype
 from shardwise.runtime.quantization.weights import QuantizedWeight
@@ -56,6 +57,21 @@ class AWQ(Method):
     name = "awq"
     calibrated = True
     symmetric: bool = False
+
+    def prepare(
+        self, block: nn.Module, statistics: MutableMapping[str, InputStatistics], scheme: Scheme
+    ) -> Sequence[str]:
+        changed: list[str] = []
+        for group in scaling_groups(block):
+            if (given := statistics.get(group.layers[0])) is None:
+                continue
+            layers = [block.get_submodule(name) for name in group.layers]
+            linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+            scale = awq_scale([layer.weight for layer in linear], given, scheme, self.symmetric)
+            fold(block.get_submodule(group.previous), linear, scale)
+            statistics.update(dict.fromkeys(group.layers, given.divided(scale)))
+            changed += [group.previous, *group.layers]
+        return list(dict.fromkeys(changed))
 
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
         groups = in_groups(weight, scheme)

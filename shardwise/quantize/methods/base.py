@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.core.scheme import Scheme
 from shardwise.runtime.quantization.weights import QuantizedWeight
@@ -38,6 +39,20 @@ class Method(ABC):
     name: ClassVar[str]
     calibrated: ClassVar[bool] = False
     """Whether the method needs ``InputStatistics``."""
+
+    def prepare(
+        self, block: nn.Module, statistics: MutableMapping[str, InputStatistics], scheme: Scheme
+    ) -> Sequence[str]:
+        """Change the weights of a block, but not its output, before its layers are quantized.
+
+        Args:
+            block: with weights in fp32.
+            statistics: by name of the layer within the block; replaced for layers whose inputs change.
+
+        Returns:
+            Names within the block of the modules that were changed.
+        """
+        return ()
 
     @abstractmethod
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:

@@ -1,0 +1,115 @@
+"""``shardwise quantize``: a model in few bits, and what that cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.common import AsJson, folder
+from shardwise.core.errors import NumericsError
+from shardwise.jobs.quantizing import quantize
+from shardwise.quantize.settings import Settings
+
+if TYPE_CHECKING:
+    from shardwise.quantize.report import Quantized
+
+
+def command(
+    model: Annotated[
+        str, typer.Argument(help="folder of a run or of a model, or a Hub id", metavar="MODEL|RUN")
+    ],
+    out: Annotated[Path, typer.Argument(help="folder to write", parser=folder, metavar="OUT")],
+    scheme: Annotated[
+        str,
+        typer.Option(help="w8a16, w8a8, w4a16-g128, w4a16-channel (2 to 8 bits), fp8 or nf4", metavar="NAME"),
+    ] = "w4a16-g128",
+    method: Annotated[str, typer.Option(help="rtn, hqq, gptq, awq or kashin", metavar="NAME")] = "gptq",
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            help="calibration text: stdlib, files or a Hub id; default: the run's data, or stdlib",
+            metavar="DATA",
+        ),
+    ] = None,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(help="text to measure the loss on; default: held-out calibration text", metavar="DATA"),
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="number of calibration sequences", min=0)] = 128,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(help="tokens per sequence; default: the run's, or the context up to 2048", min=2),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="tokenizer to use instead of the model's: bytes, a folder or a Hub id")
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            help="write nothing and exit with 6 above this KL divergence, in nats per token", min=0.0
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Quantize the linear layers of a model, block by block, and write a folder in compressed-tensors format."""
+    settings = Settings(
+        model, out, scheme, method, calibrate, evaluate, tokenizer, sequences, sequence_length, max_kl
+    )
+    found = quantize(settings, say=(lambda _: None) if as_json else typer.echo, watching=_progress)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict()))
+    else:
+        _show(found)
+    if found.folder is None:
+        raise NumericsError(
+            "quantization lost too much",
+            where=model,
+            why=f"the KL divergence is {found.lost.kl:.3g} nats per token, above {max_kl:g}",
+            fix="give more bits, smaller groups or another method; the finished blocks are kept for a higher --max-kl",
+        )
+
+
+@contextmanager
+def _progress(blocks: int, finished: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task("blocks", total=blocks)
+        yield lambda index: bar.update(task, completed=index + 1)
+
+
+def _show(found: Quantized) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from shardwise.core.units import format_bytes
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layer", overflow="fold")
+    for name in ("shape", "method", "error", "bits"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in found.layers:
+        shape = f"{row.shape[0]}×{row.shape[1]}"
+        if row.why:
+            table.add_row(row.name, shape, f"16 bits: {row.why}", "", "")
+        else:
+            table.add_row(row.name, shape, row.method, f"{row.error:.4f}", f"{row.bits:.3f}")
+    Console(highlight=False).print(table)
+    perplexity = found.lost.perplexity
+    typer.echo(
+        f"{found.bits:.3f} bits per weight; perplexity {perplexity['base']:.4f} → {perplexity['quantized']:.4f},"
+        f" KL {found.lost.kl:.3g} nats per token, on {found.lost.tokens:,} tokens"
+    )
+    typer.echo(
+        f"peak memory {format_bytes(found.measured_peak_bytes)}, predicted {format_bytes(found.predicted_peak_bytes)}"
+    )
+    if found.folder is not None:
+        typer.echo(f"{found.folder}: {format_bytes(found.stored_bytes)}, read back and compared")

@@ -1,0 +1,78 @@
+"""What quantization lost: perplexity of both models, and the KL divergence from the base, on held-out tokens.
+
+Both heads run over a few tokens at a time, so logits take little memory. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.data.samples import NOT_COUNTED
+
+ROWS = 256
+"""Tokens whose logits are in memory at once, of each sequence of a batch."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Means over the held-out tokens. ``kl`` is KL(base || quantized) in nats per token."""
+
+    base_loss: float
+    quantized_loss: float
+    kl: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> dict[str, float]:
+        return {"base": _exp(self.base_loss), "quantized": _exp(self.quantized_loss)}
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+@torch.no_grad()
+def losses(
+    head: Callable[[Tensor], Tensor],
+    base: Sequence[Tensor],
+    quantized: Sequence[Tensor],
+    labels: Sequence[Tensor],
+) -> Tensor:
+    """Sums over the tokens with a label, fp64 [4]: loss of the base, of the quantized model, KL, number of tokens.
+
+    Args:
+        head: hidden states [b, s, h] to logits [b, s, vocab].
+        base, quantized: hidden states after the last block, a batch each.
+        labels: [b, s], already shifted; -100 is not counted.
+    """
+    sums = torch.zeros(4, dtype=torch.float64)
+    for ours, theirs, targets in zip(base, quantized, labels, strict=True):
+        for start in range(0, targets.shape[1], ROWS):
+            part = slice(start, start + ROWS)
+            sums += _sums(head(ours[:, part]), head(theirs[:, part]), targets[:, part])
+    return sums
+
+
+def _sums(base: Tensor, quantized: Tensor, targets: Tensor) -> Tensor:
+    """Sums of one part of a batch."""
+    base, quantized = F.log_softmax(base.float(), -1), F.log_softmax(quantized.float(), -1)
+    counted = targets != NOT_COUNTED
+    ids = targets.clamp(min=0).unsqueeze(-1)
+    found = [-each.gather(-1, ids).squeeze(-1) for each in (base, quantized)]
+    # In place: logits are the largest tensors here.
+    difference = quantized.neg_().add_(base)
+    found.append(base.exp_().mul_(difference).sum(-1))
+    return torch.stack([(each.double() * counted).sum() for each in (*found, counted)])
+
+
+def lost(sums: Tensor) -> Lost:
+    """The means of ``losses``."""
+    base, quantized, kl, tokens = sums.tolist()
+    count = max(1.0, tokens)
+    return Lost(base / count, quantized / count, max(0.0, kl / count), int(tokens))

@@ -1,0 +1,76 @@
+"""The peak memory of a pass, before it runs: the pass itself on fake tensors, which the tracker counts.
+
+Of blocks that are alike, one runs. A fake tensor has no values, so a method that asks for one gets 1, of an
+integer 0, of a condition True, and takes the branch that this means.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.dryrun.reading import peaks
+from shardwise.dryrun.target import TARGETS
+from shardwise.dryrun.tracker import Tracker, asked_device
+from shardwise.model.streaming import Read
+from shardwise.quantize.source import Source
+from shardwise.quantize.state import QuantizedBlock
+from shardwise.quantize.stream import Batches, Quantizer, quantize_blocks
+from shardwise.quantize.walk import Walk
+from shardwise.runtime.torch_private import FakeTensorMode, TorchDispatchMode, reading_a_value
+
+
+class _Unsaved:
+    """The state of a pass that has no file."""
+
+    def __contains__(self, index: int) -> bool:
+        return False
+
+    def load(self, index: int) -> QuantizedBlock:
+        raise KeyError(index)
+
+    def save(self, index: int, block: QuantizedBlock) -> None:
+        pass
+
+
+class _Constants(TorchDispatchMode):
+    """The values that are read from fake tensors."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
+        if func is reading_a_value():
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
+        return func(*args, **(kwargs or {}))
+
+
+def predicted_peak(source: Source, quantizer: Quantizer, batches: Batches, dtype: torch.dtype) -> int:
+    """Peak bytes of ``quantize_blocks``."""
+    walk = Walk(source.blueprint, source.over(_fake_read(source)), dtype)
+    target = TARGETS["cpu"]
+    tracker = Tracker({}, target.workspace, target.kept, lambda: "")
+    blocks = None if source.blueprint.depth is None else range(1)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, tracker.watching(), target.kernels(), _Constants():
+        given = Batches(*([torch.empty_like(ids) for ids in each] for each in _lists(batches)))
+        quantize_blocks(walk, quantizer, given, _Unsaved(), blocks=blocks)
+    return max(peak.bytes for peak in peaks(tracker).values())
+
+
+def _lists(batches: Batches) -> tuple[list[Tensor], ...]:
+    return list(batches.calibration), list(batches.held_out), list(batches.labels)
+
+
+def _fake_read(source: Source) -> Read:
+    """Reads undefined tensors of the stored shapes and dtypes."""
+
+    def read(name: str) -> Tensor:
+        shape, dtype = source.stored(name)
+        return torch.empty(shape, dtype=dtype)
+
+    return read

@@ -1,0 +1,118 @@
+"""One quantization from its settings to the folder: open, predict, pass, gate, write."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise.core.errors import ResourceError
+from shardwise.core.scheme import scheme_of
+from shardwise.core.units import format_bytes
+from shardwise.hardware.this_machine import memory_left, usable_memory
+from shardwise.model.files.compressed_tensors import quantization_config
+from shardwise.model.native import NativeModel
+from shardwise.quantize.calibration import Chosen, Texts, open_batches
+from shardwise.quantize.folder import ignored, require_packable, write_quantized
+from shardwise.quantize.gate import lost
+from shardwise.quantize.methods import method_of
+from shardwise.quantize.methods.base import InputStatistics, NotConverged
+from shardwise.quantize.prediction import predicted_peak
+from shardwise.quantize.report import Quantized
+from shardwise.quantize.settings import Settings
+from shardwise.quantize.source import Source, open_source
+from shardwise.quantize.state import PassState
+from shardwise.quantize.stream import Quantizer, quantize_blocks
+from shardwise.quantize.walk import Walk
+from shardwise.recipe.presets import dimensions_of
+from shardwise.recipe.sections import ModelSpec
+from shardwise.runtime.quantization.weights import ZERO
+from shardwise.train.meter import MemoryMeter, frees_returned
+
+COMPUTE = torch.float32
+"""Dtype of activations and of the weights while they are used."""
+
+Say = Callable[[str], None]
+Watching = Callable[[int, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@frees_returned()
+def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
+    """Quantize and write; see ``jobs.quantizing.quantize``."""
+    source = open_source(settings.model, settings.length)
+    require_packable(source.blueprint, source.contents)
+    texts = Texts(settings.calibrate, settings.evaluate, settings.tokenizer, settings.sequences)
+    chosen = open_batches(source, settings.model, texts)
+    quantizer = Quantizer(method_of(settings.method), scheme_of(settings.scheme), source.contents.dtypes)
+    predicted = predicted_peak(source, quantizer, chosen.batches, COMPUTE)
+    say(f"{settings.scheme} by {settings.method}: {format_bytes(predicted)} at the peak, predicted")
+    _require_fit(predicted)
+    state = PassState(settings.out, _identity(settings, source, chosen))
+    _warm(quantizer)
+    gc.collect()
+    meter = MemoryMeter(torch.device("cpu"), exact=True)
+    walk = Walk(source.blueprint, source.over(source.lowest), COMPUTE)
+    if state.done:
+        say(f"going on after block {state.done} of {walk.depth}")
+    with watching(walk.depth, state.done) as done:
+        sums = quantize_blocks(walk, quantizer, chosen.batches, state, done)
+    meter.sample()
+    found = Quantized(
+        settings.scheme,
+        settings.method,
+        state.rows(),
+        lost(sums),
+        predicted,
+        meter.peak.allocated,
+    )
+    if settings.max_kl is not None and not found.lost.kl <= settings.max_kl:
+        return found
+    kept = ignored(source.blueprint, source.contents, found.layers)
+    symmetric = not any(ZERO in row.tensors for row in found.layers)
+    config = quantization_config(quantizer.scheme, kept, settings.method, symmetric)
+    done_report = replace(found, folder=settings.out)
+    written = write_quantized(settings.out, source.contents, state, config, done_report.as_dict())
+    state.remove()
+    return replace(done_report, stored_bytes=written.bytes)
+
+
+def _identity(settings: Settings, source: Source, chosen: Chosen) -> dict[str, Any]:
+    """All that the result depends on, to compare with those of an interrupted pass."""
+    return {
+        "model": source.identity,
+        "scheme": settings.scheme,
+        "method": settings.method,
+        "data": chosen.identity,
+        "sequences": settings.sequences,
+        "sequence_length": source.length,
+    }
+
+
+def _require_fit(predicted: int) -> None:
+    """Raise ResourceError if the pass needs more memory than this machine has left."""
+    room = min(usable_memory(), memory_left() or usable_memory())
+    if predicted > room:
+        raise ResourceError(
+            "the pass does not fit this machine",
+            why=f"{format_bytes(predicted)} needed, {format_bytes(room)} free",
+            fix="give fewer --sequences or a smaller --sequence-length",
+        )
+
+
+@torch.no_grad()
+def _warm(quantizer: Quantizer) -> None:
+    """Run every kind of kernel once, before the level from which the peak is measured (train/warm_up.py)."""
+    torch.ones(1024, 1024) @ torch.ones(1024, 2048)
+    spec = ModelSpec(layers=1, width=64, heads=2, ffn=128, vocab=256)
+    tiny = NativeModel(dimensions_of(spec))
+    model = tiny.build()
+    tiny.fill(model, 0)
+    tiny.logits(model, torch.zeros((1, 64), dtype=torch.int64))
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    statistics = InputStatistics(torch.eye(256), torch.ones(256), 256)
+    with suppress(NotConverged):
+        quantizer.method.quantize(weight, quantizer.scheme, statistics).dequantize()

@@ -1,0 +1,47 @@
+"""What a quantization does, by names. Checked without torch, so a wrong name costs a fraction of a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.core.atomic_file import require_new
+from shardwise.core.errors import RecipeError
+from shardwise.core.scheme import check_method, scheme_of
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to quantize and how.
+
+    Attributes:
+        model: folder of a run or of a model, or a hub id. out: the folder to write.
+        scheme, method: names, as core/scheme.py has them.
+        calibrate, evaluate: text as ``data.source`` names it; None is the run's data, or ``stdlib``.
+        sequences: calibration sequences. length: their tokens; None is the recipe's, or the context up to 2048.
+        max_kl: the largest mean KL divergence from the base in nats per token; None for any.
+    """
+
+    model: str
+    out: Path
+    scheme: str
+    method: str
+    calibrate: str | None = None
+    evaluate: str | None = None
+    tokenizer: str | None = None
+    sequences: int = 128
+    length: int | None = None
+    max_kl: float | None = None
+
+    def check(self) -> None:
+        """Refuse what can be refused without torch. Raises RecipeError."""
+        check_method(self.method, scheme_of(self.scheme))
+        folder = Path(self.model).expanduser()
+        local = folder.exists() or self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
+        if local and not any((folder / name).is_file() for name in ("recipe.yaml", "config.json")):
+            raise RecipeError(
+                "not the folder of a run or of a model",
+                where=self.model,
+                why="it has neither recipe.yaml nor config.json",
+            )
+        require_new(self.out)

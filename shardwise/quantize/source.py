@@ -1,0 +1,132 @@
+"""The model to be quantized: a Hugging Face folder or hub id, or the newest checkpoint of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.run_folder import RECIPE
+from shardwise.checkpoint.shards import DTYPES_BY_NAME
+from shardwise.core.errors import RecipeError
+from shardwise.export.export_run import open_run, tokenizer_files
+from shardwise.export.hf_writer import Contents, ExtraFile, config_in
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.hf import HuggingFaceModel
+from shardwise.model.merging import Merged, Read
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime.parallel.shard_slices import named_parameters
+
+LONGEST = 2048
+"""Tokens of a calibration sequence, unless the model's context is shorter or the run's recipe says otherwise."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk.
+
+    Attributes:
+        blueprint: the plain model. contents: its form as a Hugging Face folder.
+        lowest: reads a tensor as it is stored. over: returns what reads the tensors of the plain model, rounded to the
+            dtypes of ``contents``, over ``lowest`` or over a dry run's fake tensors.
+        stored: shape and dtype of the tensors that ``lowest`` reads.
+        identity: text that is equal for the same weights, to compare settings.
+        recipe: the run's recipe; None for a model.
+        length: tokens of a calibration sequence.
+    """
+
+    blueprint: Blueprint
+    contents: Contents
+    lowest: Read
+    over: Callable[[Read], Read]
+    stored: Callable[[str], tuple[torch.Size, torch.dtype]]
+    identity: str
+    recipe: Recipe | None
+    length: int
+
+
+def open_source(model: str, length: int | None) -> Source:
+    """Open a run's folder, a model's folder or a hub id. Raises ShardwiseError."""
+    folder = Path(model).expanduser()
+    found = _run(folder, length) if (folder / RECIPE).is_file() else _model(model, length)
+    if found.blueprint.objective != "causal":
+        raise RecipeError(
+            "this model does not generate text",
+            where=model,
+            why=f"its objective is {found.blueprint.objective}, and the gate measures perplexity",
+        )
+    return found
+
+
+def _run(folder: Path, length: int | None) -> Source:
+    run = open_run(folder)
+    kinds, shapes = run.weights.dtypes, _shapes(run.blueprint)
+
+    def over(read: Read) -> Read:
+        with torch.device("meta"):
+            merged = Merged(run.blueprint.build(), read)
+        return _rounded(merged.read, run.contents)
+
+    return Source(
+        run.plain,
+        run.contents,
+        run.weights.read,
+        over,
+        lambda name: (shapes[name], kinds[name]),
+        f"{run.weights.checkpoint.resolve()}",
+        run.recipe,
+        length or run.recipe.data.sequence_length,
+    )
+
+
+def _model(model: str, length: int | None) -> Source:
+    blueprint = HuggingFaceModel(model, length or 1, objective=None)
+    blueprint.require_objective()
+    layout, weights = blueprint.hf_folder(), blueprint.weights()
+    names = sorted({name for group in layout.groups for name in group.sources})
+    dtypes = {name: DTYPES_BY_NAME[weights.kind(name)] for name in names}
+    floats = {kind for kind in dtypes.values() if kind.is_floating_point}
+    config = config_in(layout.config, floats.pop()) if len(floats) == 1 else layout.config
+    extra_files: dict[str, ExtraFile] = {path.name: path for path in layout.copied}
+    extra_files |= tokenizer_files(model, required=False)
+    contents = Contents(replace(layout, config=config), dtypes, weights.read, extra_files)
+    context = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    shapes = _shapes(blueprint)
+    return Source(
+        blueprint,
+        contents,
+        weights.read,
+        lambda read: _rounded(read, contents),
+        lambda name: (shapes[name], DTYPES_BY_NAME[weights.kind(name)]),
+        _identity(model),
+        None,
+        length or min(LONGEST, context),
+    )
+
+
+def _shapes(blueprint: Blueprint) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        model = blueprint.build()
+    return {name: tensor.shape for name, tensor in (*named_parameters(model), *model.named_buffers())}
+
+
+def _rounded(read: Read, contents: Contents) -> Read:
+    """Reads tensors with the values that the written folder gives them."""
+
+    def rounded(name: str) -> Tensor:
+        value = read(name)
+        return value.to(contents.dtypes.get(name, value.dtype))
+
+    return rounded
+
+
+def _identity(model: str) -> str:
+    """The path of a folder with the times of its weights; a hub id."""
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        return model
+    times = sorted(path.stat().st_mtime_ns for path in folder.glob("*.safetensors"))
+    return " ".join(map(str, [folder.resolve(), *times]))

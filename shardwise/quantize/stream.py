@@ -1,0 +1,170 @@
+"""The pass: one block after the other is read, calibrated, quantized and run, and leaves memory.
+
+Per block: the base model's held-out activations go through the original weights; the calibration activations, which
+come from quantized blocks (GPTQ, Frantar et al. 2022, arXiv:2210.17323, section 3.3), give the input statistics; every
+linear layer is quantized; both go through the quantized weights. So peak memory is one block, its activations, and one
+Hessian per distinct input. Embedding, head and everything that is not a linear layer of a block stay as they are.
+
+The pass never waits for a value except inside methods. The prediction runs the same code on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.scheme import Scheme
+from shardwise.model.lora import linear_layers
+from shardwise.quantize.gate import losses
+from shardwise.quantize.methods.base import InputStatistics, Method, NotConverged, relative_output_error
+from shardwise.quantize.state import KEPT, LayerRow, QuantizedBlock, stored_form
+from shardwise.quantize.statistics import input_sums
+from shardwise.quantize.walk import Walk
+from shardwise.runtime.quantization.stored import weight_of
+
+
+class State(Protocol):
+    """Where finished blocks are (state.py)."""
+
+    def __contains__(self, index: int) -> bool: ...
+
+    def load(self, index: int) -> QuantizedBlock: ...
+
+    def save(self, index: int, block: QuantizedBlock) -> None: ...
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Token batches of one shape, int64 [b, s]. ``labels`` belong to ``held_out``."""
+
+    calibration: Sequence[Tensor]
+    held_out: Sequence[Tensor]
+    labels: Sequence[Tensor]
+
+
+Progress = Callable[[int], None]
+"""Called after each block with its number."""
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Quantizes every linear layer alike. ``dtypes``: those of the written folder, by name of the tensor."""
+
+    method: Method
+    scheme: Scheme
+    dtypes: Mapping[str, torch.dtype]
+
+
+@torch.no_grad()
+def quantize_blocks(
+    walk: Walk,
+    quantizer: Quantizer,
+    batches: Batches,
+    state: State,
+    done: Progress = lambda _: None,
+    blocks: Iterable[int] | None = None,
+) -> Tensor:
+    """Quantize every block and save it in ``state``; returns the sums of ``losses``.
+
+    Args:
+        blocks: the blocks to run, in order; a prediction leaves out those that are like others.
+    """
+    calibration = list(walk.embedded(batches.calibration))
+    base = list(walk.embedded(batches.held_out))
+    quantized = [each.clone() for each in base]  # so that every block holds equally much
+    targets = set(linear_layers(walk.model, walk.blueprint.blocks(walk.model)))
+    for index in range(walk.depth) if blocks is None else blocks:
+        with walk.loaded(index, (calibration or base)[0]) as run:
+            _advance(run, base)
+            block = _Block(walk, index, targets, quantizer)
+            if index in state:
+                block.restore(state.load(index))
+            else:
+                state.save(index, block.quantized(run, calibration))
+            _advance(run, calibration)
+            _advance(run, quantized)
+        done(index)
+    with walk.head() as head:
+        return losses(head, base, quantized, batches.labels)
+
+
+def _advance(run: Callable[[Tensor], Tensor], batches: list[Tensor]) -> None:
+    """Replace the activations before a block by those after it, batch by batch."""
+    for index in range(len(batches)):
+        batches[index] = run(batches[index])
+
+
+class _Block:
+    """A loaded block, whose linear layers get their quantized weights."""
+
+    def __init__(self, walk: Walk, index: int, targets: set[str], quantizer: Quantizer) -> None:
+        self._module, self._prefix, self._quantizer = walk.block(index), walk.path(index), quantizer
+        names = [path for path, _ in self._module.named_modules() if self._name(path) in targets]
+        self._layers = {path: self._module.get_submodule(path) for path in names}
+
+    def _name(self, path: str) -> str:
+        """The name in the model of a path in the block."""
+        return f"{self._prefix}.{path}"
+
+    def restore(self, found: QuantizedBlock) -> None:
+        """Give the layers the weights of a finished block."""
+        for name, value in found.changed.items():
+            owner, _, key = name.removeprefix(f"{self._prefix}.").rpartition(".")
+            _set(self._module.get_submodule(owner), key, value)
+        for name, tensors in found.weights.items():
+            layer = self._layers[name.removeprefix(f"{self._prefix}.")]
+            rows, columns = layer.get_parameter("weight").shape
+            weight = weight_of(tensors, self._quantizer.scheme.bits, (rows, columns))
+            _set(layer, "weight", weight.dequantize())
+
+    def quantized(self, run: Callable[[Tensor], Tensor], calibration: Sequence[Tensor]) -> QuantizedBlock:
+        """Quantize the layers, for the inputs that the calibration activations give them."""
+        found, method, scheme = QuantizedBlock(), self._quantizer.method, self._quantizer.scheme
+        statistics: dict[str, InputStatistics] = {}
+        for sums in input_sums(self._layers, run, calibration):
+            statistics |= dict.fromkeys(sums.layers, sums.mean())
+        touched = method.prepare(self._module, statistics, scheme)
+        for path in [*statistics, *(path for path in self._layers if path not in statistics)]:
+            self._quantize(path, statistics.pop(path, None), found)
+        for path in touched:
+            module = self._module.get_submodule(path)
+            for key, parameter in module.named_parameters(recurse=False):
+                if self._name(path) not in found.weights or key != "weight":
+                    name = self._name(f"{path}.{key}")
+                    value = parameter.data.to(self._quantizer.dtypes[name])
+                    found.changed[name] = value
+                    _set(module, key, value)
+        return found
+
+    def _quantize(self, path: str, statistics: InputStatistics | None, found: QuantizedBlock) -> None:
+        """Quantize one layer, or say why it stays in 16 bits."""
+        name, layer, method = self._name(path), self._layers[path], self._quantizer.method
+        weight = layer.get_parameter("weight").data
+        shape = int(weight.shape[0]), int(weight.shape[1])
+        why = "no calibration token reaches it" if statistics is None and method.calibrated else ""
+        if not why:
+            try:
+                stored = self._quantizer.dtypes[f"{name}.weight"]  # of the scales too
+                result = method.quantize(weight.to(stored), self._quantizer.scheme, statistics)
+            except NotConverged as reason:
+                why = str(reason) or "it does not converge"
+        if why:
+            found.rows.append(LayerRow(name, shape, KEPT, 0.0, 16.0, why))
+            return
+        tensors, dequantized = result.tensors(), result.dequantize()
+        error = relative_output_error(weight, dequantized, statistics)
+        found.rows.append(
+            LayerRow(name, shape, method.name, error, result.bits, tensors=stored_form(tensors))
+        )
+        found.weights[name] = tensors
+        _set(layer, "weight", dequantized)
+
+
+def _set(module: nn.Module, key: str, value: Tensor) -> None:
+    """Replace a parameter by a value of its dtype. The old tensor may be a mapped file, so it is not written to."""
+    old = module.get_parameter(key)
+    module.register_parameter(key, nn.Parameter(value.to(old.dtype), requires_grad=False))

@@ -1,0 +1,145 @@
+"""``shardwise quantize``: what it writes, prints and refuses; models and runs; the gate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardwise.cli.main import run
+from shardwise.data.cache import default_root
+from tests.export.test_export_run import LLAMA, leave_run
+from tests.harness.corpora import write_words
+from tests.harness.pool import Pool
+from tests.quantize.stubs import saved_model
+
+transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)
+
+SHORT = ["--tokenizer", "bytes", "--sequences", "4", "--sequence-length", "16"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a small model in ``base`` and text in ``words.txt``."""
+    folder = tmp_path_factory.mktemp("quantize")
+    saved_model(folder / "base", vocab_size=256, num_hidden_layers=1)
+    write_words(folder / "words.txt", 2000)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    assert default_root() == tmp_path / "cache"
+
+
+def said(words: list[str], capfd: pytest.CaptureFixture[str], code: int = 0) -> Any:
+    assert run(["quantize", *words]) == code
+    out, err = capfd.readouterr()
+    assert (err == "") == (code == 0)
+    return out if "--json" not in words else json.loads(out)
+
+
+def test_a_model_is_quantized_written_and_loaded(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The object of --json, and a folder whose logits give the reported perplexity."""
+    words = [str(folder / "base"), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "rtn", *SHORT]
+    words += ["--calibrate", str(folder / "words.txt")]
+    found = said([*words, "--json"], capfd)
+    assert found["bits"] == pytest.approx(4 + 32 / 16)
+    assert found["perplexity"]["quantized"] > 0 and found["kl"] > 0
+    assert len(found["layers"]) == 7
+    assert {row["method"] for row in found["layers"]} == {"rtn"}
+    assert all(0 < row["error"] < 0.5 for row in found["layers"])
+    assert found["predicted_peak_bytes"] > 0 and found["measured_peak_bytes"] > 0
+    assert json.loads((tmp_path / "out" / "quantization.json").read_text())["kl"] == found["kl"]
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["model.layers.0.mlp.up_proj.weight_packed"].dtype == torch.int32
+    assert not list(tmp_path.glob("*.quantizing"))
+    assert run(["quantize", *words]) == 2
+    assert "the folder exists already" in capfd.readouterr().err
+
+
+def test_the_table_names_layers_and_what_was_lost(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(folder / "base"), str(tmp_path / "out"), "--scheme", "w8a16", "--method", "rtn", *SHORT]
+    shown = said([*words, "--calibrate", str(folder / "words.txt")], capfd)
+    assert "model.layers.0.self_attn.o_proj" in shown and "perplexity" in shown and "predicted" in shown
+
+
+def test_the_gate_writes_nothing_above_the_limit(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 6; the same command with a higher limit goes on with the finished blocks."""
+    words = [str(folder / "base"), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "rtn", *SHORT]
+    words += ["--calibrate", str(folder / "words.txt")]
+    assert run(["quantize", *words, "--max-kl", "1e-9"]) == 6
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and "quantization lost too much" in err
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.quantizing").is_dir()
+    assert run(["quantize", *words, "--max-kl", "100"]) == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_a_run_is_quantized_on_its_own_data(
+    folder: Path, tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The newest checkpoint, its recipe's text and length; weights in the dtype that the run computes in."""
+    data = {"source": str(folder / "words.txt"), "sequence_length": 16}
+    values = {"model": {**LLAMA, "layers": 1, "width": 16, "ffn": 16}, "data": data}
+    pool.run(1, leave_run, tmp_path / "run", values, {"precision": "bf16"})
+    capfd.readouterr()
+    words = [str(tmp_path / "run"), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "gptq"]
+    found = said([*words, "--sequences", "4", "--json"], capfd)
+    assert found["bits"] == pytest.approx(4 + 16 / 16)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.bfloat16
+    assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+CASES: tuple[tuple[list[str], int, str], ...] = (
+    (["{}/base", "{}/o", "--scheme", "w9a16"], 2, "no scheme is called w9a16"),
+    (["{}/base", "{}/o", "--scheme", "w4a16"], 2, "w4a16-g128"),
+    (["{}/base", "{}/o", "--scheme", "w4a16-g48"], 2, "groups of 48"),
+    (["{}/base", "{}/o", "--scheme", "w8a16", "--method", "gtpq"], 2, "no method is called gtpq"),
+    (["{}/base", "{}/o", "--scheme", "nf4", "--method", "gptq"], 2, "gptq cannot make nf4"),
+    (["{}/base", "{}", "--scheme", "w8a16"], 2, "exists already"),
+    (["{}", "{}/o", "--scheme", "w8a16"], 2, "not the folder of a run or of a model"),
+    (["{}/none/at/all", "{}/o", "--scheme", "w8a16"], 2, "not the folder of a run or of a model"),
+    (["{}/base", "{}/o", "--scheme", "w8a16", "--sequences", "-1"], 2, "--sequences"),
+    (["{}/base", "{}/o", "--scheme", "w8a16", "--max-kl", "-1"], 2, "--max-kl"),
+    (["{}/base", "{}/o", "--scheme", "w8a16"], 3, "has no tokenizer"),
+    (
+        ["{}/base", "{}/o", "--scheme", "w8a16", "--tokenizer", "bytes", "--calibrate", "{}/no.txt"],
+        3,
+        "no.txt",
+    ),
+    (
+        ["{}/base", "{}/o", "--scheme", "w8a16", "--sequence-length", "999"],
+        2,
+        "longer than the model's context",
+    ),
+    (["{}/gpt2", "{}/o", "--scheme", "w8a16"], 2, "stored transposed"),
+    (["{}/bert", "{}/o", "--scheme", "w8a16"], 2, "the model is not causal"),
+)
+
+
+@pytest.mark.parametrize(("words", "code", "message"), CASES, ids=[case[-1] for case in CASES])
+def test_one_line_and_the_right_code(
+    words: list[str], code: int, message: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for family in ("gpt2", "bert"):
+        if words[0].endswith(family):
+            saved_model(folder / family, family)
+            capfd.readouterr()
+    assert run(["quantize", *(word.format(folder) for word in words)]) == code
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert not (folder / "o").exists() and not (folder / "o.quantizing").exists()

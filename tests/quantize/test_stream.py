@@ -1,0 +1,116 @@
+"""The streaming pass: what a loop over the whole model makes, block by block; interrupted or not; within its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.core.scheme import scheme_of
+from shardwise.model.hf import HuggingFaceModel
+from shardwise.quantize.gate import lost
+from shardwise.quantize.methods.base import Method
+from shardwise.quantize.state import PassState
+from shardwise.quantize.stream import Batches, Quantizer, quantize_blocks
+from shardwise.quantize.walk import Walk
+from shardwise.runtime.quantization.stored import weight_of
+from tests.quantize.stubs import ToMultiples, saved_model
+
+transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)
+
+LENGTH = 12
+
+
+def tokens(count: int, seed: int, vocab: int = 64) -> Tensor:
+    return torch.randint(vocab, (count, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def batches() -> Batches:
+    calibration, held_out = tokens(4, 1), tokens(2, 2)
+    return Batches([each[:, :-1] for each in calibration.split(2)], [held_out[:, :-1]], [held_out[:, 1:]])
+
+
+def walk_of(folder: Path) -> Walk:
+    blueprint = HuggingFaceModel(str(folder), LENGTH, objective=None)
+    return Walk(blueprint, blueprint.weights().read, torch.float32)
+
+
+def quantized(folder: Path, state: PassState, **options: Any) -> Tensor:
+    return pass_over(folder, state, ToMultiples(**options), "w8a16")
+
+
+def pass_over(folder: Path, state: PassState, method: Method, scheme: str) -> Tensor:
+    walk = walk_of(folder)
+    dtypes = {name: torch.float32 for name, _ in walk.model.named_parameters()}
+    return quantize_blocks(walk, Quantizer(method, scheme_of(scheme), dtypes), batches(), state)
+
+
+def reference(folder: Path) -> tuple[nn.Module, nn.Module]:
+    """The base, and the model quantized in memory: block by block, with plain hooks on the whole model."""
+    model, base = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for _ in range(2)
+    )
+    calibration = torch.cat(list(batches().calibration))
+    for block in _blocks(model):
+        inputs: dict[nn.Module, Tensor] = {}
+
+        def keep(layer: nn.Module, args: Any, inputs: dict[nn.Module, Tensor] = inputs) -> None:
+            inputs[layer] = args[0]
+
+        linear = [module for module in block.modules() if isinstance(module, nn.Linear)]
+        hooks = [layer.register_forward_pre_hook(keep) for layer in linear]
+        with torch.no_grad():
+            model(input_ids=calibration)
+        for hook in hooks:
+            hook.remove()
+        for layer in linear:
+            x = inputs[layer].reshape(-1, layer.in_features).double()
+            diagonal = (x * x).sum(0)
+            large = diagonal > diagonal.median()
+            shifted = torch.where(large, layer.weight / 0.4, layer.weight / 0.4 + 0.25)
+            layer.weight.data = shifted.round() * 0.4
+    return base, model
+
+
+def _blocks(model: Any) -> list[nn.Module]:
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 2]
+    return list(lists[0])
+
+
+def losses_of(base: nn.Module, model: nn.Module) -> dict[str, float]:
+    ids, labels = batches().held_out[0], batches().labels[0]
+    with torch.no_grad():
+        ours, theirs = (F.log_softmax(m(input_ids=ids).logits.double(), -1) for m in (base, model))
+    found = [F.nll_loss(each.flatten(0, 1), labels.flatten()) for each in (ours, theirs)]
+    kl = F.kl_div(theirs, ours, log_target=True, reduction="none").sum(-1).mean()
+    return {"base": float(found[0]), "quantized": float(found[1]), "kl": float(kl)}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "bloom", "falcon", "phi3", "mpt"])
+def test_streamed_is_what_the_whole_model_gives(family: str, tmp_path: Path) -> None:
+    """Every layer's codes, and the losses, of a loop that has the whole model in memory."""
+    folder = saved_model(tmp_path / "model", family)
+    state = PassState(tmp_path / "out", {})
+    found = lost(quantized(folder, state))
+    base, model = reference(folder)
+    expected = losses_of(base, model)
+    assert found.base_loss == pytest.approx(expected["base"], rel=1e-5)
+    assert found.quantized_loss == pytest.approx(expected["quantized"], rel=1e-4)
+    assert found.kl == pytest.approx(expected["kl"], rel=1e-3) and found.kl > 1e-4
+    assert found.tokens == 2 * LENGTH
+    modules = dict(model.named_modules())
+    rows = {row.name: row for row in state.rows()}
+    inside = {m for block in _blocks(model) for m in block.modules()}
+    assert rows.keys() == {
+        p for p, m in modules.items() if m in inside and type(m).__name__ in ("Linear", "FalconLinear")
+    }
+    for row, tensors in state.weights():
+        weight = weight_of(tensors(), 8, row.shape).dequantize()
+        torch.testing.assert_close(weight, modules[row.name].weight.data, atol=1e-6, rtol=0)
+        assert row.method == "multiples" and 0 < row.error < 1 and 8 < row.bits < 10
