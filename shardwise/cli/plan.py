@@ -8,12 +8,20 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import AsJson, Overrides, RecipeArgument
+from shardwise.cli.common import AsJson, Overrides
+from shardwise.cli.export import Dtype
+from shardwise.core.errors import RecipeError
 from shardwise.jobs.request import read
 
 
 def command(
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            help="the recipe, a YAML file; with --serve also the folder of a run or of a model",
+            metavar="RECIPE",
+        ),
+    ],
     overrides: Overrides = None,
     as_json: AsJson = False,
     top: Annotated[int | None, typer.Option(help="show N candidates", min=1)] = None,
@@ -21,12 +29,39 @@ def command(
         bool, typer.Option("--explain", help="show which remedies fit, from more sharding to LoRA, and why")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="write the plan as one HTML page", metavar="FILE")] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="count the memory of serving the model, not of training it")
+    ] = False,
+    context: Annotated[
+        int | None, typer.Option(help="with --serve: tokens of a request; default: the model's limit", min=2)
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(help="with --serve: tokens of its prompt; default: all but one", min=1)
+    ] = None,
+    batch: Annotated[int, typer.Option(help="with --serve: requests in one batch", min=1)] = 8,
+    precision: Annotated[
+        Dtype, typer.Option(help="with --serve: compute dtype: fp32, bf16 or fp16")
+    ] = Dtype.fp32,
 ) -> None:
     """Choose the strategy, or check the pinned one: ledger at the peak, time, neighbours and reasons.
 
-    A plan that does not fit is explained without --explain.
+    A plan that does not fit is explained without --explain. With --serve, the memory of answering requests is
+    counted: weights as they are stored, key-value cache, activations.
     """
-    asked, cluster = read(recipe, overrides or [])
+    if serve:
+        _serve(recipe, overrides or [], (precision.value, context, prompt, batch), as_json)
+        return
+    if context is not None or prompt is not None:
+        raise RecipeError(
+            "--context and --prompt need --serve", where="command line", fix="shardwise plan MODEL --serve"
+        )
+    _plan(recipe, overrides or [], as_json, top, explain, html)
+
+
+def _plan(
+    recipe: Path, overrides: list[str], as_json: bool, top: int | None, explain: bool, html: Path | None
+) -> None:
+    asked, cluster = read(recipe, overrides)
     from shardwise.jobs.planning import make_plan, refuse_unfit
 
     plan = make_plan(asked, cluster, compare=True)
@@ -50,3 +85,22 @@ def command(
 
         write_plan_page(plan, dump_recipe(asked), html)
     refuse_unfit(plan, advice)
+
+
+def _serve(
+    path: Path, overrides: list[str], sizes: tuple[str, int | None, int | None, int], as_json: bool
+) -> None:
+    from shardwise.jobs.serving import plan_serving, refuse_unfit_serving, served_recipe
+
+    recipe, cluster = served_recipe(path, overrides)
+    precision, context, prompt, batch = sizes
+    plan = plan_serving(recipe, cluster, precision=precision, context=context, prompt=prompt, batch=batch)
+    if as_json:
+        print(json.dumps(plan.as_dict(), indent=1))
+    else:
+        from rich.console import Console
+
+        from shardwise.cli.serving_table import serving_table
+
+        Console().print(serving_table(plan))
+    refuse_unfit_serving(plan)

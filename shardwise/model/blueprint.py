@@ -49,6 +49,7 @@ class Blueprint(ABC):
         name: the name in reports.
         origin: the folder or hub id of its weights, if any.
         vocab: number of token ids; None if the model does not read tokens.
+        context: the longest sequence that the model reads, in tokens; None for no limit.
         depth: number of identical blocks; None if it cannot be varied.
         width: channels between two blocks; None if the model cannot be cut into pipeline stages.
         trained_in: training dtype of the weights on disk, if known.
@@ -60,6 +61,7 @@ class Blueprint(ABC):
     name: str
     origin: str | None = None
     vocab: int | None = None
+    context: int | None = None
     depth: int | None = None
     width: int | None = None
     trained_in: torch.dtype | None = None

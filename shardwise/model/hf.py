@@ -90,7 +90,8 @@ class HuggingFaceModel(Blueprint):
         plan = getattr(text, "base_model_pp_plan", None) or {}
         self.width = text.hidden_size if plan.keys() == _CUTTABLE else None
         context = getattr(text, "max_position_embeddings", None)
-        if context is not None and sequence_length > context > 0:
+        self.context = context if context and context > 0 else None
+        if self.context is not None and sequence_length > self.context:
             raise RecipeError(
                 "the sequences are longer than the model's context",
                 where="data.sequence_length",
@@ -254,7 +255,8 @@ class HuggingFaceModel(Blueprint):
             return {}
         stored = match_names(self._reference, files).direct
         names = {path: stored.get(f"{path}.weight", "") for path in linear_layers(self._reference, [])}
-        return {path: files.packing(name) for path, name in names.items() if files.is_quantized(name)}
+        with torch.device("cpu"):  # a caller may build its model under another
+            return {path: files.packing(name) for path, name in names.items() if files.is_quantized(name)}
 
     def stored_weights(self) -> Callable[[str], QuantizedWeight]:
         files = self._files()

@@ -36,7 +36,7 @@ class NativeModel(Blueprint):
     def __init__(self, dimensions: Dimensions, name: str = "") -> None:
         d = self.dimensions = dimensions
         self.name = name or f"{d.family}-{d.layers}x{d.width}"
-        self.vocab = d.vocab
+        self.vocab, self.context = d.vocab, d.context
         self.depth = d.layers
         self.width = d.width
 

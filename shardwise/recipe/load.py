@@ -86,9 +86,12 @@ def parse_recipe(text: str, settings: Sequence[Setting[Any]], name: str = "recip
     return _checked(parse_document(text, name), settings)
 
 
-def recipe_of(values: Mapping[str, Any], settings: Sequence[Setting[Any]] = ()) -> Recipe:
-    """A checked recipe from plain data (dicts, lists, scalars)."""
-    return _checked(Document("recipe", copy.deepcopy(dict(values)), {(): Origin(0, 0)}), settings)
+def recipe_of(
+    values: Mapping[str, Any], settings: Sequence[Setting[Any]] = (), overrides: Sequence[str] = ()
+) -> Recipe:
+    """A checked recipe from plain data (dicts, lists, scalars), and overrides as of ``load_recipe``."""
+    document = Document("recipe", copy.deepcopy(dict(values)), {(): Origin(0, 0)})
+    return _checked(overridden(document, overrides, _REPLACES) if overrides else document, settings)
 
 
 def dump_recipe(recipe: Recipe) -> str:

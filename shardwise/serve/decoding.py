@@ -41,6 +41,11 @@ class Reader(ABC):
     def keep(self, rows: list[int]) -> None:
         """Drop all texts except ``rows``."""
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of cached keys and values."""
+        return 0
+
 
 class Again(Reader):
     """Reads every text again for every token: for models without a cache."""
@@ -114,6 +119,10 @@ class Native(Cached):
         logits: Tensor = self.model(ids, positions, self._cache.blocks)
         return logits
 
+    @property
+    def cache_bytes(self) -> int:
+        return sum(block.nbytes for block in self._cache.blocks)
+
 
 class Transformers(Cached):
     """For models of transformers, with their own cache; ours tracks the padding."""
@@ -131,12 +140,15 @@ class Transformers(Cached):
     def _blocks(self) -> int:
         return 0
 
+    @property
+    def cache_bytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._theirs.layers)
+
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         seen = self._cache.seen + ids.shape[1]
-        padding = torch.tensor(self._cache.padding, device=self.device)
         found = self.model(
             input_ids=ids,
-            attention_mask=(torch.arange(seen, device=self.device) >= padding.unsqueeze(1)).long(),
+            attention_mask=self._padding_mask(seen),
             position_ids=positions.expand(ids.shape),
             past_key_values=self._theirs,
             use_cache=True,
@@ -144,6 +156,13 @@ class Transformers(Cached):
         )
         logits: Tensor = found.logits
         return logits
+
+    def _padding_mask(self, seen: int) -> Tensor | None:
+        """1 for every token that is not padding, [b, seen]; None without padding, so that none is built."""
+        if not any(self._cache.padding):
+            return None
+        padding = torch.tensor(self._cache.padding, device=self.device)
+        return (torch.arange(seen, device=self.device) >= padding.unsqueeze(1)).long()
 
 
 def reader_of(blueprint: Blueprint, model: nn.Module, bank: Bank, cached: bool = True) -> Reader:

@@ -70,6 +70,11 @@ class BlockCache:
         assert count == 1 or cache.mask is not None, "only single tokens follow the first pass"
         return self._keys[:, :, :last], self._values[:, :, :last], cache.mask, False
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocated keys and values."""
+        return sum(each.nbytes for each in (self._keys, self._values) if each is not None)
+
     def keep(self, rows: list[int]) -> None:
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[rows], self._values[rows]

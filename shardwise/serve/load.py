@@ -74,9 +74,9 @@ def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: t
     recipe, checkpoint = newest_of(folder)
     spec = recipe.adapter
     blueprint = base_of(recipe)
-    _require_text(blueprint)
+    require_text(blueprint)
     cuts = open_tokenizer(tokenizer or recipe.data.tokenizer, recipe.data.begin)
-    model = _empty(blueprint, spec, dtype, device)
+    model = allocated(meta_model(blueprint, spec, dtype), device)
     blueprint.restore(model)
     trained = _read_checkpoint(model, checkpoint)
     own = [adapter_of(OWN, str(checkpoint), spec, trained)] if spec is not None else []
@@ -87,7 +87,7 @@ def _open_folder(folder: Path, tokenizer: str | None, dtype: torch.dtype, device
     from shardwise.model.hf import HuggingFaceModel
 
     blueprint = HuggingFaceModel(str(folder), sequence_length=1, objective=None)
-    _require_text(blueprint)
+    require_text(blueprint)
     blueprint.require_objective()
     if tokenizer is None and not any((folder / name).is_file() for name in _TOKENIZERS):
         # transformers would create an empty tokenizer.
@@ -97,18 +97,15 @@ def _open_folder(folder: Path, tokenizer: str | None, dtype: torch.dtype, device
             fix="name one: --tokenizer bytes, or a folder",
         )
     cuts = open_tokenizer(tokenizer or str(folder))
-    model = _empty(blueprint, None, dtype, device)
+    model = allocated(meta_model(blueprint, None, dtype), device)
     with torch.no_grad(), without_adapters(model):
         blueprint.fill(model, 0)
     fill_packed(model, blueprint, 0)
-    context = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None)
-    return Opened(blueprint, model, cuts, context, dtype)
+    return Opened(blueprint, model, cuts, blueprint.context, dtype)
 
 
-def _empty(
-    blueprint: Blueprint, spec: AdapterSpec | None, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
-    """The base model with uninitialised values; quantized if its files or the recipe of the run quantize it."""
+def meta_model(blueprint: Blueprint, spec: AdapterSpec | None, dtype: torch.dtype) -> nn.Module:
+    """The base model on the meta device; quantized if its files or the recipe of the run quantize it."""
     with torch.device("meta"):
         model = blueprint.build()
         quantize = "none" if spec is None else spec.quantize
@@ -116,10 +113,15 @@ def _empty(
         if quantize != "none" or packings:
             frozen = AdapterSpec().model_copy(update={"targets": (), "quantize": quantize})
             adapt(model, blueprint.blocks(model), frozen, packings)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def allocated(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model with uninitialised values on a device."""
     aliases = shared_names(model)
-    model.to(dtype).to_empty(device=device)
+    model.to_empty(device=device)
     share(model, aliases)
-    return model.eval().requires_grad_(False)
+    return model
 
 
 @torch.no_grad()
@@ -141,7 +143,7 @@ def _read_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, Tensor]:
     return trained
 
 
-def _require_text(blueprint: Blueprint) -> None:
+def require_text(blueprint: Blueprint) -> None:
     """Raise RecipeError, as the blueprint's ``logits`` does, if the model does not generate text."""
     where = f"model: {blueprint.name}"
     if type(blueprint).logits is Blueprint.logits:

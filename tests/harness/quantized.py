@@ -19,23 +19,24 @@ SMALL = Dimensions(2, 64, 2, 1, 128, vocab=257, context=64)
 
 
 def write_quantized_folder(
-    folder: Path, scheme: Scheme, symmetric: bool = True, skip: str = "", size: Dimensions = SMALL
+    folder: Path, scheme: Scheme | None, symmetric: bool = True, skip: str = "", size: Dimensions = SMALL
 ) -> dict[str, Tensor]:
-    """Write a small model, rounded to nearest; returns the tensors that it then has."""
+    """Write a small model, rounded to nearest or without a scheme as it is; returns the tensors that it then has."""
     made = NativeModel(size)
     model, method = made.build(), RoundToNearest(clip=False, symmetric=symmetric)
     made.fill(model, 0)
     dense = {name: each.detach() for name, each in model.named_parameters()}
     paths = [path for path in linear_layers(model, made.blocks(model)) if path != skip]
-    found = {path: method.quantize(dense[f"{path}.weight"], scheme, None) for path in paths}
+    found = {path: method.quantize(dense[f"{path}.weight"], scheme, None) for path in paths if scheme}
     stored = {f"{path}.{suffix}": each for path, w in found.items() for suffix, each in w.tensors().items()}
     stored |= {name: each for name, each in dense.items() if name.removesuffix(".weight") not in found}
     layout = made.hf_folder()
     names = {name: name if name.startswith("lm_head") else f"model.{name}" for name in stored}
-    said = quantization_config(scheme, ["lm_head", *([f"model.{skip}"] if skip else [])], "rtn", symmetric)
+    ignored = ["lm_head", *([f"model.{skip}"] if skip else [])]
+    said = quantization_config(scheme, ignored, "rtn", symmetric) if scheme else {}
     folder.mkdir()
     save_file({names[name]: each.contiguous() for name, each in stored.items()}, folder / "model.safetensors")
-    config = {**layout.config, "dtype": "float32", "quantization_config": said}
+    config = {**layout.config, "dtype": "float32"} | ({"quantization_config": said} if said else {})
     (folder / "config.json").write_text(json.dumps(config))
     return dense | {f"{path}.weight": weight.dequantize() for path, weight in found.items()}
 
