@@ -5,7 +5,8 @@ SIGKILL of a rank or of the launcher, SIGSTOP of a rank (the watchdog ends the r
 processes), NaN in a forward pass until the guard gives up, or a bit flip in the newest checkpoint. The supervisor does
 one thing: it runs the same command again until the exit code is 0. Then losses, gradient norms and weights are
 compared, bit by bit, with a run of the same recipe without faults. The page of the run lists each interruption with
-its cost. Writes benchmarks/results/soak.json. Takes the given time, and that of the run without faults.
+its cost. Writes benchmarks/results/soak.json. Takes the given time, and that of the run without faults. Killed and
+started again with the same arguments, the soak goes on.
 """
 
 from __future__ import annotations
@@ -113,11 +114,10 @@ class Supervised:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(RECIPE.replace("STEPS", str(steps)).replace("EVERY", str(EVERY)))
         (folder / "soak_model.py").write_text(MODEL.replace("EVERY", str(EVERY)))
-        self.codes: Counter[int] = Counter()
+        self.codes: Counter[str] = Counter()
         self.launcher: subprocess.Popen[bytes]
         self.start()
 
@@ -143,7 +143,7 @@ class Supervised:
         except (OSError, ValueError, IndexError):
             return 0
 
-    def trains(self, seconds: float = 120) -> bool:
+    def trains(self, seconds: float = 300) -> bool:
         """Wait until a step is made. False when the run ends before."""
         before, deadline = self._metrics_changed(), time.monotonic() + seconds
         while self._metrics_changed() == before or len(self.ranks()) < 2:
@@ -185,7 +185,7 @@ class Supervised:
         ):
             assert time.monotonic() < deadline, "ranks outlive their launcher"
             time.sleep(0.1)
-        self.codes[code] += 1
+        self.codes[str(code)] += 1
         return code
 
 
@@ -215,8 +215,12 @@ def same(one: Path, other: Path) -> bool:
 
 def soaked(folder: Path, steps: int, seconds: float, seed: int) -> dict[str, Any]:
     """Train with faults for ``seconds``, then to the end; the counts."""
-    draw, faults = random.Random(seed), Counter[str]()
-    began, run = time.monotonic(), Supervised(folder, steps)
+    run, record = Supervised(folder, steps), folder / "supervisor.json"
+    before = (
+        json.loads(record.read_text()) if record.exists() else {"seconds": 0.0, "faults": {}, "codes": {}}
+    )
+    faults, run.codes = Counter[str](before["faults"]), Counter[str](before["codes"])
+    draw, began = random.Random(seed + faults.total()), time.monotonic() - before["seconds"]
     while True:
         if run.trains() and time.monotonic() - began < seconds and run.reached() < steps - 3 * EVERY:
             time.sleep(draw.uniform(0.5, 5.0))
@@ -228,14 +232,12 @@ def soaked(folder: Path, steps: int, seconds: float, seed: int) -> dict[str, Any
             run.launcher.wait()
         if run.launcher.poll() is None and run.reached() >= steps - 3 * EVERY:
             run.launcher.wait()
-        if run.ended() == 0:
-            break
+        code = run.ended()
+        found = {"seconds": time.monotonic() - began, "faults": dict(faults), "codes": dict(run.codes)}
+        record.write_text(json.dumps(found))
+        if code == 0:
+            return found
         run.start()
-    return {
-        "minutes": (time.monotonic() - began) / 60,
-        "faults": dict(faults),
-        "exit_codes": {str(code): count for code, count in sorted(run.codes.items())},
-    }
 
 
 def main() -> None:
@@ -245,13 +247,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("soak"))
     parser.add_argument("--result", type=Path, default=RESULTS / "soak.json")
+    parser.add_argument("--fresh", action="store_true", help="delete what an earlier soak left in the folder")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
+    if arguments.fresh:
+        shutil.rmtree(folder, ignore_errors=True)
     plain = Supervised(folder / "plain", arguments.steps)
     assert plain.ended(3600) == 0, (folder / "plain/output.txt").read_text()[-2000:]
     found = soaked(folder / "faults", arguments.steps, 60 * arguments.minutes, arguments.seed)
     listed = interruptions(folder / "faults/run")
     found |= {
+        "causes": dict(Counter(each.cause for each in listed)),
         "steps": arguments.steps,
         "bitwise_equal": same(folder / "plain", folder / "faults"),
         "interruptions": len(listed),

@@ -21,4 +21,4 @@ def test_a_run_under_faults_ends_bitwise_as_without_any(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(result.read_text(encoding="utf-8"))
     assert found["bitwise_equal"] and sum(found["faults"].values()) >= 1, found
-    assert found["interruptions"] >= 1 and found["exit_codes"]["0"] == 1, found
+    assert found["interruptions"] >= 1 and found["codes"]["0"] == 1, found
