@@ -13,8 +13,8 @@ import typer
 
 from shardwise.cli import data, doctor, export, generate, merge, plan, quantize, report, train, verify
 from shardwise.cli.failure import guarded
-from shardwise.cli.terminal_output import keep_writing
-from shardwise.core.errors import RecipeError
+from shardwise.cli.terminal_output import dropped_output, keep_writing
+from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.quiet_torchao import quiet_torchao
 
 app = typer.Typer(
@@ -34,7 +34,13 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one verb and exit with the contract's code: 0, 2 to 7, or 75. 130 after an interruption."""
     keep_writing()
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if code == 0 and (lost := dropped_output()) is not None:
+        fix = "make room, and run the command again"
+        error = ResourceError("the output is incomplete", where="standard output", why=str(lost), fix=fix)
+        print(error.line(), file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:

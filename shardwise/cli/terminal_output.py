@@ -1,13 +1,15 @@
-"""Keeps a command running when the reader of its output has gone, as in ``shardwise train … | head -3``.
+"""Keeps a command running when its output cannot be written: the reader has gone (``shardwise train … | head -3``), or
+the disk of the file that it goes to is full.
 
 Training goes on, and a plan that does not fit still exits with 7. Without this, a closed pipe ends the command: typer
 and rich exit with code 1, and Python's print raises. So the error is caught in the raw file that writes to the
-descriptor. At the first error the descriptor is redirected to the null device. SIGPIPE's default action would end the
-process instead.
+descriptor. Without a reader the descriptor is redirected to the null device. SIGPIPE's default action would end the
+process instead. On a full disk the text is dropped, and a command that otherwise succeeds exits with 7.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -17,6 +19,17 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 _unread: set[int] = set()
 """Descriptors whose readers have gone."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_dropped: list[OSError] = []
+"""Errors of text that a full disk did not take."""
+
+
+def dropped_output() -> OSError | None:
+    """The first error of text that a full disk did not take; None if all was written."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    return _dropped[0] if _dropped else None
 
 
 def while_read(pieces: Iterable[T]) -> Iterator[T]:
@@ -39,6 +52,11 @@ class _Unbroken(io.FileIO):
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             return super().write(data)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            _dropped.append(error)
+            return memoryview(data).nbytes
 
 
 def keep_writing() -> None:

@@ -1,4 +1,4 @@
-"""A closed output pipe changes nothing: the command runs to its end and exits with its own code."""
+"""A closed output pipe or a full disk under the output ends no command; incomplete output is exit code 7."""
 
 from __future__ import annotations
 
@@ -41,6 +41,17 @@ def test_closed_pipes(words: list[str], code: int, tmp_path: Path) -> None:
         process.stdout.close()
         process.stderr.close()
         assert process.wait(60) == code
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 7), (["plan", "absent.yaml"], 2)])
+def test_a_full_disk_under_the_output(words: list[str], code: int, tmp_path: Path) -> None:
+    """The kernel's device that is always full stands for the file that the output goes to."""
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "shardwise", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert done.returncode == code
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert ("the output is incomplete" in done.stderr) == (code == 7)
 
 
 def test_text_ends_when_nobody_reads_it() -> None:
