@@ -2,7 +2,8 @@
 
 The expansion is that of Merkulov et al. 2024 (arXiv:2404.09737), the transforms and the peaks ±c₁±...±c_b those of
 Cherniuk et al. 2026 (arXiv:2609.11687). Both papers round each factor of an exact expansion on its own. Here the codes
-of both are searched together, by annealing and alternation (kashin_codes.py).
+of both are searched together, by annealing and alternation (kashin_codes.py). With statistics of the layer's inputs
+they are then improved for the error of its outputs (kashin_weighted.py).
 
 R makes rows look normal before anything is rounded, as in QuIP# and QuaRot, so that outliers cost nothing.
 """
@@ -19,13 +20,14 @@ from shardwise.core.scheme import Scheme
 from shardwise.quantize.methods.base import InputStatistics, Method, NotConverged
 from shardwise.quantize.methods.expansion import check_convergence, expand
 from shardwise.quantize.methods.kashin_codes import Pair, annealed, from_expansion, refit
+from shardwise.quantize.methods.kashin_weighted import metric_of, weighted
 from shardwise.runtime.quantization.kashin import Codes, KashinWeight
 from shardwise.runtime.quantization.orthogonal import Basis, Factor
 
 FIRST_PEAK, RATIO = 0.68, 0.25
 """Peaks at which annealing starts, in rows of mean square 1: the first, and each one over the one before. A sign in
 each factor takes two bits of the residual."""
-CHUNK = 1 << 18
+CHUNK = 1 << 20
 """Weights that are searched at once: the search is row by row for one-sided maps."""
 
 
@@ -62,7 +64,13 @@ class Kashin(Method):
         target = target / scale
         check_convergence(target, inner)
         chunk = rows if self.two_sided else max(1, CHUNK // columns)
-        pairs = [self._searched(part, inner, split(scheme.bits)) for part in target.split(chunk)]
+        metric = None
+        if statistics is not None:
+            metric = metric_of(outer(outer(statistics.hessian.float()).T), inner)
+        pairs = []
+        for part in target.split(chunk):
+            pair = self._searched(part, inner, split(scheme.bits))
+            pairs.append(pair if metric is None else weighted(part, inner, metric, pair))
         found = [self._stored(pairs, side, scale) for side in (0, 1)]
         return KashinWeight(found[0], found[1], inner, outer)
 

@@ -50,7 +50,7 @@ def fitted(values: Tensor, peaks: Tensor, rounds: int = LLOYD) -> Tensor:
     width, columns = peaks.shape[1], values.shape[1]
     ridge = RIDGE * columns * torch.eye(width, dtype=peaks.dtype, device=peaks.device)
     for _ in range(rounds):
-        signs = _signs(nearest(values, peaks), width)
+        signs = signs_of(nearest(values, peaks), width)
         right = signs @ values.unsqueeze(2) + RIDGE * columns * peaks.unsqueeze(2)
         peaks = torch.linalg.solve(signs @ signs.mT + ridge, right).squeeze(2)
     return peaks
@@ -103,7 +103,7 @@ def _mean(values: Tensor, table: Tensor, temperature: float) -> Tensor:
     return logits.softmax(0).mul_(table).sum(0)
 
 
-def _signs(codes: Tensor, width: int) -> Tensor:
+def signs_of(codes: Tensor, width: int) -> Tensor:
     """Signs [rows, b, columns] of codes, the first peak's first; fp32."""
     places = torch.arange(width - 1, -1, -1, device=codes.device).view(1, -1, 1)
     return (codes.unsqueeze(1) >> places & 1).float() * 2 - 1

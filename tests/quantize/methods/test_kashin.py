@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from shardwise.core.scheme import scheme_of
-from shardwise.quantize.methods.base import NotConverged, relative_output_error
+from shardwise.quantize.methods.base import InputStatistics, Method, NotConverged, relative_output_error
 from shardwise.quantize.methods.expansion import check_convergence, expand
+from shardwise.quantize.methods.gptq import GPTQ
 from shardwise.quantize.methods.kashin import Kashin, split
 from shardwise.quantize.methods.kashin_codes import fitted, nearest
+from shardwise.quantize.methods.kashin_weighted import _sweep, metric_of
 from shardwise.quantize.methods.rtn import RoundToNearest
 from shardwise.runtime.quantization.kashin import kashin_weight_of, table_of
 from shardwise.runtime.quantization.orthogonal import Basis, Factor
@@ -128,6 +130,58 @@ def test_an_expansion_that_stalls_is_reported() -> None:
         check_convergence(sample("t2.5"), Basis())
     for columns in (2, 3, 5, 8):
         check_convergence(sample("t2.5", 16, columns), Basis(Factor("dct", 0, columns)))
+
+
+def correlated(columns: int) -> InputStatistics:
+    """Inputs with eigenvalues 1/k in a random basis, and three channels of five times the size."""
+    made = torch.Generator().manual_seed(5)
+    basis = torch.linalg.qr(torch.randn(columns, columns, generator=made))[0]
+    spectrum = torch.arange(1, columns + 1).float().rsqrt()
+    inputs = torch.randn(1024, columns, generator=made) * spectrum @ basis.T
+    inputs[:, :3] *= 5
+    return InputStatistics(inputs.T @ inputs / 1024, inputs.abs().mean(0), 1024)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-channel", "w3a16-channel"])
+def test_statistics_lower_the_output_error_below_that_of_gptq(scheme: str) -> None:
+    weight, statistics = sample("normal", 32, 128), correlated(128)
+
+    def output_error(method: Method, given: InputStatistics | None) -> float:
+        found = method.quantize(weight, scheme_of(scheme), given).dequantize()
+        return relative_output_error(weight, found, statistics)
+
+    calibrated = output_error(Kashin(**FAST), statistics)
+    assert calibrated < 0.75 * output_error(Kashin(**FAST), None)
+    assert calibrated < 0.95 * output_error(GPTQ(), statistics)
+
+
+def test_a_hard_sweep_takes_the_best_value_of_each_column_in_order() -> None:
+    """Against the error computed anew for every candidate of every column."""
+    weight, inner = sample("normal", 3, 70), Basis(Factor("dct", 0, 70))
+    metric = metric_of(correlated(70).hessian, inner)
+    assert metric is not None
+    peaks = [torch.tensor([[0.7, 0.2]]).repeat(3, 1) for _ in range(2)]
+    means = [torch.zeros_like(weight), torch.zeros_like(weight)]
+    expected = means[1].clone()
+    for column in range(70):
+        errors = []
+        for value in table_of(peaks[1])[0].tolist():
+            expected[:, column] = value
+            rest = inner(weight - inner(expected))
+            errors.append((rest @ metric.sides[1] * rest).sum(1))
+        best = torch.stack(errors).argmin(0)
+        expected[:, column] = table_of(peaks[1])[0][best]
+    torch.testing.assert_close(_sweep(weight, inner, means, metric, 1, table_of(peaks[1]), 0.0), expected)
+
+
+def test_inputs_of_zeros_leave_the_codes() -> None:
+    nothing = InputStatistics(torch.zeros(256, 256), torch.zeros(256), 4)
+    method, weight = Kashin(steps=5, rounds=2), sample("normal")
+    assert (
+        method.quantize(weight, FOUR, nothing)
+        .dequantize()
+        .equal(method.quantize(weight, FOUR, None).dequantize())
+    )
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
