@@ -23,8 +23,17 @@ class Dtype(StrEnum):
     fp16 = "fp16"
 
 
+class GgufType(StrEnum):
+    """The types of matrices in a GGUF file."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    q8_0 = "q8_0"
+    q4_0 = "q4_0"
+
+
 def command(
-    run: Annotated[Path, typer.Argument(help="folder of a run", metavar="RUN")],
+    run: Annotated[Path, typer.Argument(help="folder of a run, or of a quantized model", metavar="RUN")],
     out: Annotated[Path | None, typer.Argument(help="folder to write", parser=folder, metavar="OUT")] = None,
     to: Annotated[
         Path | None, typer.Option(help="another way to give OUT", parser=folder, metavar="OUT")
@@ -33,14 +42,30 @@ def command(
         Dtype | None,
         typer.Option(help="dtype of the weights: fp32, bf16 or fp16; default: the run's precision"),
     ] = None,
+    gguf: Annotated[
+        GgufType | None,
+        typer.Option(
+            help="write one GGUF file for llama.cpp with matrices of this type: fp32, fp16, q8_0 or q4_0"
+        ),
+    ] = None,
 ) -> None:
-    """Write the newest checkpoint of a run as a Hugging Face folder, with its adapters merged where it has some."""
+    """Write the newest checkpoint of a run as a Hugging Face folder, with its adapters merged where it has some.
+
+    The model of a folder is written with dequantized weights. OUT.gguf, or --gguf, writes a file for llama.cpp.
+    """
     from shardwise.core.errors import RecipeError
 
     if (out is not None and to is not None) or (target := out or to) is None:
         raise RecipeError("give one folder to write", where="command line", fix="shardwise export RUN OUT")
-    from shardwise.export.export_run import export_run
+    from shardwise.export.export_run import export_gguf, export_model, export_run
 
+    if gguf is not None or target.suffix == ".gguf":
+        made = export_gguf(run, target, (gguf or GgufType.fp16).value)
+        typer.echo(told_of_file(made.path, made.tensors, made.bytes, made.tokenizer))
+        return
+    if (run / "config.json").is_file():
+        typer.echo(told_of_writing(export_model(run, target, dtype.value if dtype else None)))
+        return
     written, merged = export_run(run, target, dtype.value if dtype else None)
     typer.echo(told_of_writing(written))
     if merged is not None:
@@ -53,6 +78,13 @@ def told_of_writing(written: Written) -> str:
     files = f"{written.files} files" if written.files > 1 else "1 file"
     size = f"{written.tensors} tensors, {format_bytes(written.bytes)}"
     return f"{written.folder}: {size} in {files}, read back and compared"
+
+
+def told_of_file(path: Path, tensors: int, size: int, tokenizer: str | None) -> str:
+    from shardwise.core.units import format_bytes
+
+    kind = f"with its tokenizer ({tokenizer})" if tokenizer else "without a tokenizer: it takes token ids"
+    return f"{path}: {tensors} tensors, {format_bytes(size)}, {kind}; read back and compared"
 
 
 def told_of_merge(merge: Merge) -> str:

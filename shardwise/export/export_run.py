@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,14 +22,19 @@ from shardwise.checkpoint.saved_weights import SavedWeights
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import CheckpointError, DataError, RecipeError
 from shardwise.data import open_tokenizer
+from shardwise.export.gguf_file import WrittenFile, write_gguf
 from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME
 from shardwise.model.merging import Merged, Read
 from shardwise.model.open import base_of, blueprint_of
 from shardwise.model.streaming import max_logit_difference
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import precision_of
 from shardwise.train.meter import frees_returned
+
+if TYPE_CHECKING:
+    from shardwise.model.hf import HuggingFaceModel  # loads transformers' conversions
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -110,6 +116,38 @@ def open_run(folder: Path, dtype: str | None = None) -> OpenedRun:
     contents = Contents(replace(layout, config=config_in(config, wanted)), dtypes, merged.read, extra_files)
     plain = base_of(recipe) if merged.layers else blueprint
     return OpenedRun(recipe, blueprint, plain, weights, merged, contents)
+
+
+def contents_of(model: HuggingFaceModel, dtype: str | None = None) -> Contents:
+    """A model of transformers in the form of its folder, without quantization. ``dtype`` replaces that on disk."""
+    layout, weights = model.hf_folder(), model.weights()
+    names = sorted({name for group in layout.groups for name in group.sources})
+    held = {name: DTYPES_BY_NAME[weights.kind(name)] for name in names}
+    dtypes = {n: DTYPES[dtype] if dtype and kind.is_floating_point else kind for n, kind in held.items()}
+    floats = {kind for kind in dtypes.values() if kind.is_floating_point}
+    config = config_in(layout.config, floats.pop()) if len(floats) == 1 else layout.config
+    extra_files: dict[str, ExtraFile] = {path.name: path for path in layout.copied}
+    extra_files |= tokenizer_files(model.source, required=False)
+    return Contents(replace(layout, config=config), dtypes, weights.read, extra_files)
+
+
+@frees_returned()
+def export_model(folder: Path, target: Path, dtype: str | None = None) -> Written:
+    """Write the model of a Hugging Face folder with dequantized weights. Raises ShardwiseError."""
+    from shardwise.model.hf import HuggingFaceModel
+
+    require_new(target)
+    return write_model(target, contents_of(HuggingFaceModel(str(folder), 1, objective=None), dtype))
+
+
+@frees_returned()
+def export_gguf(source: Path, target: Path, kind: str) -> WrittenFile:
+    """Write the model of a run or of a Hugging Face folder as a GGUF file of a type (``gguf_file.TYPES``)."""
+    if (source / RECIPE).is_file():
+        return write_gguf(target, open_run(source).contents, kind)
+    from shardwise.model.hf import HuggingFaceModel
+
+    return write_gguf(target, contents_of(HuggingFaceModel(str(source), 1, objective=None)), kind)
 
 
 @frees_returned()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from shardwise.checkpoint.run_folder import RECIPE
 from shardwise.checkpoint.shards import DTYPES_BY_NAME
 from shardwise.core.errors import RecipeError
-from shardwise.export.export_run import open_run, tokenizer_files
-from shardwise.export.hf_writer import Contents, ExtraFile, config_in
+from shardwise.export.export_run import contents_of, open_run
+from shardwise.export.hf_writer import Contents
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.merging import Merged, Read
@@ -85,15 +85,8 @@ def _run(folder: Path, length: int | None) -> Source:
 def _model(model: str, length: int | None) -> Source:
     blueprint = HuggingFaceModel(model, length or 1, objective=None)
     blueprint.require_objective()
-    layout, weights = blueprint.hf_folder(), blueprint.weights()
-    names = sorted({name for group in layout.groups for name in group.sources})
-    dtypes = {name: DTYPES_BY_NAME[weights.kind(name)] for name in names}
-    floats = {kind for kind in dtypes.values() if kind.is_floating_point}
-    config = config_in(layout.config, floats.pop()) if len(floats) == 1 else layout.config
-    extra_files: dict[str, ExtraFile] = {path.name: path for path in layout.copied}
-    extra_files |= tokenizer_files(model, required=False)
-    contents = Contents(replace(layout, config=config), dtypes, weights.read, extra_files)
-    context = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    contents, weights = contents_of(blueprint), blueprint.weights()
+    context = blueprint.context or LONGEST
     shapes = _shapes(blueprint)
     return Source(
         blueprint,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.adapter import leave
 from shardwise.checkpoint.checkpoint import save
+from shardwise.cli.main import run as run_cli
 from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import scheme_of
 from shardwise.engine.build import build
@@ -113,3 +114,15 @@ def test_all_weights_are_not_trained(tmp_path: Path) -> None:
     blueprint = blueprint_of(recipe_on(tmp_path / "base", {"rank": 2}))
     with pytest.raises(RecipeError, match="no tensor parallelism"):
         blueprint.tensor_plan(blueprint.build())
+
+
+@pytest.mark.parametrize("name", ["nf4", "w4a16-g16"])
+def test_a_folder_is_exported_dense(name: str, tmp_path: Path) -> None:
+    """For readers that do not know its format; transformers has none for NF4."""
+    tensors = write_quantized_folder(tmp_path / "base", scheme_of(name))
+    assert run_cli(["export", str(tmp_path / "base"), str(tmp_path / "out")]) == 0
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert (model(IDS).logits - native_model(tensors)(IDS)).abs().max() <= 1e-5
