@@ -14,7 +14,9 @@ any input are rounded to nearest; the reference sets them to 0, which a token ou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +45,8 @@ class GPTQ(Method):
     symmetric: bool = True
     act_order: bool = True
     block: int = BLOCK
+    _steps: ClassVar[int | None] = None
+    """Columns of a block that are rounded; None for all."""
 
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
         groups = in_groups(weight, scheme)
@@ -62,24 +66,45 @@ class GPTQ(Method):
         codes[order] = self._rounded(columns, factor, levels, order // groups.shape[2])
         return levels.weight(codes.T.contiguous(), scheme.activation_bits)
 
+    def rehearsal(self) -> Method:
+        return _Rehearsal(self.symmetric, self.act_order, self.block)
+
     def _rounded(self, columns: Tensor, factor: Tensor, levels: Levels, group: Tensor) -> Tensor:
         """Codes of columns [in, out], which are overwritten, with the factor [in, in] and the group of each."""
-        count = columns.shape[0]
-        scales = levels.scale.T.contiguous()
-        zeros = None if levels.zero is None else levels.zero.T.contiguous()
+        by_group = levels.transposed()
         codes = torch.empty_like(columns)
-        for start in range(0, count, self.block):
-            stop = min(start + self.block, count)
-            errors = torch.empty_like(columns[start:stop])
-            for index, own in zip(range(start, stop), group[start:stop].tolist(), strict=True):
-                zero = None if zeros is None else zeros[own]
-                code = nearest(columns[index], scales[own], zero, levels.bits)
-                codes[index] = code
-                level = (code if zero is None else code - zero) * scales[own]
-                error = torch.div(columns[index] - level, factor[index, index], out=errors[index - start])
-                columns[index + 1 : stop].addr_(factor[index, index + 1 : stop], error, alpha=-1)
-            columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+        for start in range(0, columns.shape[0], self.block):
+            part = slice(start, start + self.block)
+            later = slice(start + self.block, None)
+            errors = torch.empty_like(columns[part])
+            own = group[part][: self._steps].tolist()
+            _round_in_turn(columns[part], factor[part, part], by_group, own, codes[part], errors)
+            columns[later].addmm_(factor[part, later].T, errors, alpha=-1)
         return codes
+
+
+class _Rehearsal(GPTQ):
+    """Rounds one column of every block."""
+
+    _steps = 1
+
+
+def _round_in_turn(
+    columns: Tensor, factor: Tensor, levels: Levels, group: Sequence[int], codes: Tensor, errors: Tensor
+) -> None:
+    """Round the columns of a block [b, out] one after another and move the error of each to those that follow.
+
+    Args:
+        columns: overwritten. factor: [b, b]. levels: [groups, out].
+        group: of each column.
+        codes, errors: [b, out], written.
+    """
+    for index, own in enumerate(group):
+        scale, zero = levels.scale[own], None if levels.zero is None else levels.zero[own]
+        code = codes[index] = nearest(columns[index], scale, zero, levels.bits)
+        level = (code if zero is None else code - zero) * scale
+        error = torch.div(columns[index] - level, factor[index, index], out=errors[index])
+        columns[index + 1 :].addr_(factor[index, index + 1 :], error, alpha=-1)
 
 
 def inverse_factor(hessian: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ tries shrink factors of the range, coarse ones for all groups and then finer one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,6 +52,11 @@ class Levels:
     def codes(self, groups: Tensor) -> Tensor:
         """Nearest codes of weights [out, groups, size], as fp32 integers."""
         return nearest(groups, self.scale.unsqueeze(2), _column(self.zero), self.bits)
+
+    def transposed(self) -> Levels:
+        """The levels as [groups, out], so that those of one group are contiguous."""
+        zero = None if self.zero is None else self.zero.T.contiguous()
+        return replace(self, scale=self.scale.T.contiguous(), zero=zero)
 
     def rounded(self, groups: Tensor) -> Tensor:
         """The nearest level of every weight [out, groups, size]."""

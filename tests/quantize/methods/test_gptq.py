@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.scheme import scheme_of
+from shardwise.dryrun.reading import peaks
+from shardwise.dryrun.target import TARGETS
+from shardwise.dryrun.tracker import Tracker
 from shardwise.quantize.methods.base import InputStatistics, NotConverged, relative_output_error
 from shardwise.quantize.methods.gptq import GPTQ, inverse_factor
 from shardwise.quantize.methods.rtn import RoundToNearest
 from shardwise.runtime.quantization.weights import IntWeight
+from shardwise.runtime.torch_private import FakeTensorMode
 
 
 def statistics_of(inputs: Tensor) -> InputStatistics:
@@ -118,6 +125,32 @@ def test_a_hessian_that_is_not_positive_is_reported() -> None:
     values[0] = -8.0
     with pytest.raises(NotConverged, match="Cholesky"):
         inverse_factor(_rotated(torch.diag(values)))
+
+
+class _Values(TorchDispatchMode):
+    """Answers questions for values of fake tensors: True, 1.0, 0."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            kind = args[0].dtype
+            return True if kind == torch.bool else 1.0 if kind.is_floating_point else 0
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rehearsal_has_the_peak_of_the_method() -> None:
+    """On fake tensors, whose allocations the tracker counts; columns after the first of a block cost no operation."""
+    peak, work = [], []
+    for one in (GPTQ(block=8), GPTQ(block=8).rehearsal()):
+        target = TARGETS["cpu"]
+        tracker = Tracker({}, target.workspace, target.kept, lambda: "")
+        with FakeTensorMode(allow_non_fake_inputs=True), tracker.watching(), _Values():
+            statistics = InputStatistics(torch.empty(32, 32), torch.empty(32), 9)
+            made = one.quantize(torch.empty(16, 32), scheme_of("w4a16-g16"), statistics)
+            assert made.shape == (16, 32)
+        peak.append(max(found.bytes for found in peaks(tracker).values()))
+        work.append(tracker.now)
+    assert peak[0] == peak[1]
+    assert work[1] < work[0] - 24 * 5
 
 
 def _rotated(matrix: Tensor) -> Tensor:
