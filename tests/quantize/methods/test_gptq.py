@@ -137,6 +137,7 @@ class _Values(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.long
 def test_a_rehearsal_has_the_peak_of_the_method() -> None:
     """On fake tensors, whose allocations the tracker counts; columns after the first of a block cost no operation."""
     peak, work = [], []
