@@ -30,6 +30,12 @@ def command(
         typer.Option(help="w8a16, w8a8, w4a16-g128, w4a16-channel (2 to 8 bits), fp8 or nf4", metavar="NAME"),
     ] = "w4a16-g128",
     method: Annotated[str, typer.Option(help="rtn, hqq, gptq, awq or kashin", metavar="NAME")] = "gptq",
+    rotate: Annotated[
+        str | None,
+        typer.Option(
+            help="fold a rotation into the weights first, which spreads outliers: hadamard", metavar="NAME"
+        ),
+    ] = None,
     calibrate: Annotated[
         str | None,
         typer.Option(
@@ -59,7 +65,7 @@ def command(
 ) -> None:
     """Quantize the linear layers of a model, block by block, and write a folder in compressed-tensors format."""
     settings = Settings(
-        model, out, scheme, method, calibrate, evaluate, tokenizer, sequences, sequence_length, max_kl
+        model, out, scheme, method, calibrate, evaluate, tokenizer, sequences, sequence_length, max_kl, rotate
     )
     found = quantize(settings, say=(lambda _: None) if as_json else typer.echo, watching=_progress)
     if as_json:

@@ -6,6 +6,7 @@ integer 0, of a condition True, and takes the branch that this means.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def predicted_peak(source: Source, quantizer: Quantizer, batches: Batches, dtype
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, tracker.watching(), target.kernels(), _Constants():
         given = Batches(*([torch.empty_like(ids) for ids in each] for each in _lists(batches)))
-        quantize_blocks(walk, quantizer, given, _Unsaved(), blocks=blocks)
+        rehearsed = replace(quantizer, method=quantizer.method.rehearsal())
+        quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks)
     return max(peak.bytes for peak in peaks(tracker).values())
 
 

@@ -20,6 +20,7 @@ positions, and norms with biases.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,11 @@ from shardwise.quantize.blocks import PreNormBlock, is_rms_norm, norm_offset, pr
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.quantization.hadamard import RandomHadamard
 
+CHUNK = 1 << 20
+"""Values that are rotated at a time, in fp64."""
+
 _Change = Callable[[Tensor], Tensor]
-"""From a tensor of the model to that of the rotated model, both in fp64."""
+"""From a tensor of the model to that of the rotated model, in fp32, or fp64 for fp64."""
 
 
 class Rotated:
@@ -59,8 +63,9 @@ class Rotated:
         blocks = blueprint.blocks(model)
         embedding, norm, head = _outside(model, blocks)
         self.tied = head.weight is embedding.weight
-        hidden = self._hidden = RandomHadamard(embedding.embedding_dim, seed)
-        self._change(embedding, hidden.apply)
+        hidden = RandomHadamard(embedding.embedding_dim, seed)
+        self._hidden = partial(_by_rows, hidden.apply)
+        self._change(embedding, self._hidden)
         for index, block in enumerate(blocks):
             self._block(pre_norm_block(block, "--rotate"), _head_width(block), index)
         self._readers(norm, [head])
@@ -70,16 +75,15 @@ class Rotated:
         value = self._source(self._aliases.get(name, name))
         if name not in self._changes:
             return value
-        dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-        return self._changes[name](value.double()).to(dtype)
+        return self._changes[name](value if value.dtype == torch.float64 else value.float()).contiguous()
 
     def _block(self, parts: PreNormBlock, head_width: int, index: int) -> None:
-        hidden, values = self._hidden.apply, RandomHadamard(head_width, self._seed + 1 + index)
+        hidden, heads = self._hidden, RandomHadamard(head_width, self._seed + 1 + index)
 
-        def per_head(x: Tensor) -> Tensor:
-            """The last axis, which holds all heads, times R2 per head."""
-            return values.apply(x.unflatten(-1, (-1, head_width))).flatten(-2)
+        def rotate_heads(x: Tensor) -> Tensor:
+            return heads.apply(x.unflatten(-1, (-1, head_width))).flatten(-2)
 
+        per_head = partial(_by_rows, rotate_heads)
         self._readers(parts.input_norm, parts.attention_inputs, {parts.v: per_head})
         self._readers(parts.mlp_norm, parts.mlp_inputs)
         self._change(parts.o, lambda weight: hidden(per_head(weight).T).T, hidden)
@@ -95,7 +99,7 @@ class Rotated:
         self._change(norm, lambda weight: torch.full_like(weight, 1 - offset))
 
         def rotated_input(weight: Tensor) -> Tensor:
-            return self._hidden.apply(weight * (self._source(name).double() + offset))
+            return self._hidden(weight, gain=self._source(name).double() + offset)
 
         for layer in layers:
             outputs = (after or {}).get(layer)
@@ -143,6 +147,15 @@ def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Embeddin
     raise _refused(
         f"a token embedding, a norm and an output layer are expected next to the blocks, not {paths}"
     )
+
+
+def _by_rows(rotate: _Change, x: Tensor, gain: Tensor | None = None) -> Tensor:
+    """``rotate`` of x [..., n], times ``gain`` [n], a part of the rows at a time in fp64; in the dtype of x."""
+    rows, result = x.reshape(-1, x.shape[-1]), torch.empty_like(x, memory_format=torch.contiguous_format)
+    count = max(1, CHUNK // x.shape[-1])
+    for part, out in zip(rows.split(count), result.view(rows.shape).split(count), strict=True):
+        out.copy_(rotate(part.double() if gain is None else part.double() * gain))
+    return result
 
 
 def _then(inputs: _Change, outputs: _Change) -> _Change:

@@ -23,6 +23,7 @@ from shardwise.quantize.methods import method_of
 from shardwise.quantize.methods.base import InputStatistics, NotConverged
 from shardwise.quantize.prediction import predicted_peak
 from shardwise.quantize.report import Quantized
+from shardwise.quantize.rotated_source import rotated_source
 from shardwise.quantize.settings import Settings
 from shardwise.quantize.source import Source, open_source
 from shardwise.quantize.state import PassState
@@ -44,6 +45,8 @@ Watching = Callable[[int, int], AbstractContextManager[Callable[[int], None]]]
 def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     """Quantize and write; see ``jobs.quantizing.quantize``."""
     source = open_source(settings.model, settings.length)
+    if settings.rotate is not None:
+        source = rotated_source(source)
     require_packable(source.blueprint, source.contents)
     texts = Texts(settings.calibrate, settings.evaluate, settings.tokenizer, settings.sequences)
     chosen = open_batches(source, settings.model, texts)
@@ -86,6 +89,7 @@ def _identity(settings: Settings, source: Source, chosen: Chosen) -> dict[str, A
         "model": source.identity,
         "scheme": settings.scheme,
         "method": settings.method,
+        "rotate": settings.rotate,
         "data": chosen.identity,
         "sequences": settings.sequences,
         "sequence_length": source.length,

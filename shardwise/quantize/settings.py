@@ -9,6 +9,9 @@ from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import check_method, scheme_of
 
+ROTATIONS = ("hadamard",)
+"""Rotations that are folded into the weights before a method rounds them."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -20,6 +23,7 @@ class Settings:
         calibrate, evaluate: text as ``data.source`` names it; None is the run's data, or ``stdlib``.
         sequences: calibration sequences. length: their tokens; None is the recipe's, or the context up to 2048.
         max_kl: the largest mean KL divergence from the base in nats per token; None for any.
+        rotate: ``hadamard``, or None for no rotation.
     """
 
     model: str
@@ -32,10 +36,15 @@ class Settings:
     sequences: int = 128
     length: int | None = None
     max_kl: float | None = None
+    rotate: str | None = None
 
     def check(self) -> None:
         """Refuse what can be refused without torch. Raises RecipeError."""
         check_method(self.method, scheme_of(self.scheme))
+        if self.rotate not in (None, *ROTATIONS):
+            raise RecipeError(
+                f"no rotation is called {self.rotate}", where="--rotate", fix=f"give {' or '.join(ROTATIONS)}"
+            )
         folder = Path(self.model).expanduser()
         local = folder.exists() or self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
         if local and not any((folder / name).is_file() for name in ("recipe.yaml", "config.json")):

@@ -68,7 +68,7 @@ def _run(folder: Path, length: int | None) -> Source:
     def over(read: Read) -> Read:
         with torch.device("meta"):
             merged = Merged(run.blueprint.build(), read)
-        return _rounded(merged.read, run.contents)
+        return rounded(merged.read, run.contents)
 
     return Source(
         run.plain,
@@ -92,7 +92,7 @@ def _model(model: str, length: int | None) -> Source:
         blueprint,
         contents,
         weights.read,
-        lambda read: _rounded(read, contents),
+        lambda read: rounded(read, contents),
         lambda name: (shapes[name], DTYPES_BY_NAME[weights.kind(name)]),
         _identity(model),
         None,
@@ -106,7 +106,7 @@ def _shapes(blueprint: Blueprint) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in (*named_parameters(model), *model.named_buffers())}
 
 
-def _rounded(read: Read, contents: Contents) -> Read:
+def rounded(read: Read, contents: Contents) -> Read:
     """Reads tensors with the values that the written folder gives them."""
 
     def rounded(name: str) -> Tensor:

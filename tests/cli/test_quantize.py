@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from shardwise.cli.main import run
 from shardwise.data.cache import default_root
+from shardwise.model.hf import HuggingFaceModel
 from tests.export.test_export_run import LLAMA, leave_run
 from tests.harness.corpora import write_words
 from tests.harness.pool import Pool
@@ -104,12 +105,39 @@ def test_a_run_is_quantized_on_its_own_data(
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
+def test_a_rotated_model_is_written_untied_and_reads_as_the_base(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of a tied model gets an output layer, its norms are ones, and its logits are the base's in 8 bits."""
+    base = saved_model(tmp_path / "base", vocab_size=256, num_hidden_layers=1, tie_word_embeddings=True)
+    write_words(tmp_path / "words.txt", 2000)
+    capfd.readouterr()
+    words = [str(base), str(tmp_path / "out"), "--scheme", "w8a16", "--method", "rtn", "--rotate", "hadamard"]
+    found = said([*words, *SHORT, "--calibrate", str(tmp_path / "words.txt"), "--json"], capfd)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert (stored["model.norm.weight"] == 1).all() and stored["lm_head.weight"].shape == (256, 32)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    ids = torch.arange(24).view(2, 12)
+    logits = []
+    for folder in (base, tmp_path / "out"):
+        blueprint = HuggingFaceModel(str(folder), 16)
+        model = blueprint.build()
+        blueprint.fill(model, 0)
+        with torch.no_grad():
+            logits.append(blueprint.logits(model, ids))
+    assert 0 < float((logits[1] - logits[0]).norm() / logits[0].norm()) < 0.03
+    assert found["kl"] < 0.01
+    assert found["measured_peak_bytes"] > 0
+
+
 CASES: tuple[tuple[list[str], int, str], ...] = (
     (["{}/base", "{}/o", "--scheme", "w9a16"], 2, "no scheme is called w9a16"),
     (["{}/base", "{}/o", "--scheme", "w4a16"], 2, "w4a16-g128"),
     (["{}/base", "{}/o", "--scheme", "w4a16-g48"], 2, "groups of 48"),
     (["{}/base", "{}/o", "--scheme", "w8a16", "--method", "gtpq"], 2, "no method is called gtpq"),
     (["{}/base", "{}/o", "--scheme", "nf4", "--method", "gptq"], 2, "gptq cannot make nf4"),
+    (["{}/base", "{}/o", "--scheme", "w8a16", "--rotate", "givens"], 2, "no rotation is called givens"),
+    (["{}/gemma2", "{}/o", "--scheme", "w8a16", "--rotate", "hadamard"], 2, "post_feedforward_layernorm"),
     (["{}/base", "{}", "--scheme", "w8a16"], 2, "exists already"),
     (["{}", "{}/o", "--scheme", "w8a16"], 2, "not the folder of a run or of a model"),
     (["{}/none/at/all", "{}/o", "--scheme", "w8a16"], 2, "not the folder of a run or of a model"),
@@ -135,7 +163,7 @@ CASES: tuple[tuple[list[str], int, str], ...] = (
 def test_one_line_and_the_right_code(
     words: list[str], code: int, message: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for family in ("gpt2", "bert"):
+    for family in ("gpt2", "bert", "gemma2"):
         if words[0].endswith(family):
             saved_model(folder / family, family)
             capfd.readouterr()

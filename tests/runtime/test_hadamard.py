@@ -13,6 +13,7 @@ from shardwise.runtime.quantization.hadamard import (
     random_orthogonal,
     walsh_hadamard,
 )
+from shardwise.runtime.torch_private import FakeTensorMode
 
 
 def test_walsh_hadamard_is_sylvesters_matrix() -> None:
@@ -65,3 +66,13 @@ def test_one_outlier_spreads_over_all_channels(size: int, most: float) -> None:
 def test_random_blocks_are_orthogonal() -> None:
     block = random_orthogonal(43, seed=1)
     assert torch.allclose(block @ block.T, torch.eye(43, dtype=torch.float64), atol=1e-12)
+
+
+def test_fake_tensors_leave_nothing_behind() -> None:
+    """A prediction rotates fake tensors before the same process rotates real ones."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        RandomHadamard(256, seed=0).apply(torch.empty(2, 256))
+    x = torch.eye(256)
+    rotated = RandomHadamard(256, seed=0).apply(x)
+    assert type(rotated) is torch.Tensor
+    assert torch.allclose(rotated @ rotated.T, x, atol=1e-5)

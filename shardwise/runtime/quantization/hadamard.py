@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -90,9 +90,8 @@ def walsh_hadamard(x: Tensor) -> Tensor:
     return x.flatten(-2)
 
 
-@lru_cache(maxsize=8)
 def _sylvester(order: int) -> Tensor:
-    """Sylvester's Hadamard matrix of a power of two, orthogonal, in fp64."""
+    """Sylvester's Hadamard matrix of a power of two, orthogonal, in fp64. Not cached: it may be a fake tensor."""
     if order == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
