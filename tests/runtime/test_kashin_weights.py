@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.runtime.quantization.kashin import Codes, KashinWeight, kashin_weight_of, table_of
 from shardwise.runtime.quantization.orthogonal import Basis, Factor, dct, inverse_dct, random_signs
+from shardwise.runtime.torch_private import FakeTensorMode
 
 
 def dct_matrix(size: int) -> Tensor:
@@ -40,6 +41,15 @@ def test_a_factor_is_orthogonal_and_its_own_inverse(kind: str, size: int) -> Non
 def test_signs_of_a_seed_never_change() -> None:
     """A stored folder has the seed only."""
     assert random_signs(5, 12).tolist() == [1, 1, 1, -1, -1, -1, 1, -1, -1, 1, 1, -1]
+
+
+def test_fake_tensors_leave_nothing_behind() -> None:
+    """A prediction transforms fake tensors before the same process transforms real ones."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inverse_dct(dct(torch.empty(2, 26)) * random_signs(9, 26))
+    x = torch.randn(3, 26, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(inverse_dct(dct(x)), x, atol=1e-5)
+    assert type(random_signs(9, 26)) is torch.Tensor
 
 
 def test_a_two_sided_basis_is_the_kronecker_product() -> None:

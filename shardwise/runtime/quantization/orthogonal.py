@@ -67,16 +67,21 @@ class Basis:
         return matrix if self.left is None else self.left(matrix.mT).mT
 
 
-@lru_cache(maxsize=64)
 def random_signs(seed: int, size: int) -> Tensor:
     """Signs ±1 [size], fp32, as many of each as possible: with unequal numbers P has more of the identity in it.
 
     They are the order of PCG64's raw numbers, which numpy keeps the same in all versions.
     """
+    return torch.tensor(_signs(seed, size))
+
+
+# Caches hold arrays, since a tensor may be fake: a prediction runs before the pass in one process.
+@lru_cache(maxsize=64)
+def _signs(seed: int, size: int) -> np.ndarray:
     raw = np.random.PCG64(seed).random_raw(size)
     signs = np.ones(size, dtype=np.float32)
     signs[np.argsort(raw, kind="stable")[: size // 2]] = -1
-    return torch.from_numpy(signs)
+    return signs
 
 
 def dct(x: Tensor) -> Tensor:
@@ -101,10 +106,14 @@ def inverse_dct(x: Tensor) -> Tensor:
     return restored
 
 
-@lru_cache(maxsize=64)
 def _twiddle(size: int, dtype: torch.dtype) -> Tensor:
     """sqrt(2/n) exp(-iπk/2n) for k = 0..n/2, the first divided by sqrt(2)."""
-    place = torch.arange(size // 2 + 1, dtype=torch.float64)
-    scale = torch.full_like(place, math.sqrt(2 / size))
+    return torch.tensor(_twiddles(size)).to(dtype.to_complex())
+
+
+@lru_cache(maxsize=64)
+def _twiddles(size: int) -> np.ndarray:
+    place = np.arange(size // 2 + 1)
+    scale = np.full(place.shape, math.sqrt(2 / size))
     scale[0] = math.sqrt(1 / size)
-    return torch.polar(scale, -math.pi * place / (2 * size)).to(dtype.to_complex())
+    return scale * np.exp(-1j * math.pi * place / (2 * size))
