@@ -9,7 +9,6 @@ U; the next does so in the basis of V. A step leaves (1 - 2/π) of the squared n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,14 +29,14 @@ class Expansion:
     Attributes:
         u, v: [out, in].
         u_steps, v_steps: [out, steps]: the absolute value of every greedy step, first to last.
-        residuals: ‖W - U - Q V‖ / ‖W‖ after each block.
+        residuals: [blocks], ‖W - U - Q V‖ / ‖W‖ after each block.
     """
 
     u: Tensor
     v: Tensor
     u_steps: Tensor
     v_steps: Tensor
-    residuals: list[float]
+    residuals: Tensor
 
 
 def expand(weight: Tensor, basis: Basis, blocks: int = BLOCKS, widths: tuple[int, int] = (2, 2)) -> Expansion:
@@ -56,15 +55,16 @@ def expand(weight: Tensor, basis: Basis, blocks: int = BLOCKS, widths: tuple[int
                     rest -= step
                     steps[side].append(size)
                 rest = basis(rest)
-        residuals.append(float(rest.norm() / norm))
-    return Expansion(sums[0], sums[1], torch.cat(steps[0], 1), torch.cat(steps[1], 1), residuals)
+        residuals.append(rest.norm() / norm)
+    return Expansion(sums[0], sums[1], torch.cat(steps[0], 1), torch.cat(steps[1], 1), torch.stack(residuals))
 
 
 def check_convergence(weight: Tensor, basis: Basis) -> None:
     """Raise NotConverged unless the residual of a few blocks falls geometrically."""
-    residuals = [1.0, *expand(weight, basis, TRIED).residuals]
-    for before, after in pairwise(residuals):
-        if not after <= SLOWEST * before:
-            raise NotConverged(
-                f"Kashin's expansion leaves {after:.2g} of the weight where {SLOWEST * before:.2g} is allowed"
-            )
+    residuals = expand(weight, basis, TRIED).residuals
+    before = torch.cat((torch.ones_like(residuals[:1]), residuals[:-1]))
+    if not bool((residuals <= SLOWEST * before).all()):
+        left = ", ".join(f"{each:.2g}" for each in residuals.tolist())
+        raise NotConverged(
+            f"blocks of Kashin's expansion leave {left} of the weight instead of a falling share"
+        )

@@ -42,7 +42,7 @@ def nearest(values: Tensor, peaks: Tensor) -> Tensor:
     for bound in ((table[:, 1:] + table[:, :-1]) / 2).split(1, 1):
         place += values > bound
     ascending = torch.arange(table.shape[1], device=order.device)
-    return place if order.equal(ascending.expand_as(order)) else order.gather(1, place)
+    return place if bool((order == ascending).all()) else order.gather(1, place)
 
 
 def fitted(values: Tensor, peaks: Tensor, rounds: int = LLOYD) -> Tensor:

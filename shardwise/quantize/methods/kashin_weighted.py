@@ -26,6 +26,8 @@ SOFT, HARD = 6, 2
 """Sweeps."""
 FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.1, 0.006
 DAMPING, RIDGE = 0.01, 1e-4
+EQUAL = 1e-3
+"""Differences from the identity that no weighting is worth."""
 BLOCK = 64
 """Columns whose changes reach later blocks as one product."""
 
@@ -44,8 +46,9 @@ class Metric:
 
 
 def metric_of(hessian: Tensor, inner: Basis) -> Metric | None:
-    """The metric of inputs with a Hessian [in, in] in the basis of the target; None for inputs that are all zero.
+    """The metric of inputs with a Hessian [in, in] in the basis of the target.
 
+    None for inputs of zeros, and for independent channels of equal size: the codes are searched for these already.
     Raises NotConverged for a Hessian without a Cholesky factor.
     """
     mean = hessian.diagonal().mean()
@@ -54,7 +57,9 @@ def metric_of(hessian: Tensor, inner: Basis) -> Metric | None:
     whole = hessian / mean + DAMPING * torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     smallest = float(torch.exp(-2 * inverse_factor(whole).diagonal().log().mean()))
     right = Basis(inner.right)
-    return Metric((whole, right(right(whole).T.contiguous())), smallest)
+    found = Metric((whole, right(right(whole).T.contiguous())), smallest)
+    equal = (1 + DAMPING) * torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
+    return None if bool(((whole - equal).abs() < EQUAL).all()) else found
 
 
 def weighted(target: Tensor, inner: Basis, metric: Metric, pair: Pair) -> Pair:
@@ -87,23 +92,23 @@ def _sweep(
     """Values [rows, in] of one side after each column moved to its best value given the others, in order."""
     error, hessian = target - means[0] - inner(means[1]), metric.sides[side]
     gradient = ((inner(error) if side else error) @ hessian).T.contiguous()
-    columns, table, curvatures = means[side].T.contiguous(), table.T.contiguous(), hessian.diagonal().tolist()
+    columns, table, curvatures = means[side].T.contiguous(), table.T.contiguous(), hessian.diagonal()
     for start in range(0, len(columns), BLOCK):
         stop = min(start + BLOCK, len(columns))
         before, inside = columns[start:stop].clone(), hessian[start:stop, start:stop]
         for column in range(start, stop):
             wanted = columns[column] + gradient[column] / curvatures[column]
-            new = _chosen(wanted, table, temperature / curvatures[column])
+            new = _chosen(wanted, table, temperature / curvatures[column] if temperature else None)
             gradient[start:stop].addr_(inside[column - start], new - columns[column], alpha=-1)
             columns[column] = new
         gradient[stop:].addmm_(hessian[stop:, start:stop], columns[start:stop] - before, alpha=-1)
     return columns.T.contiguous()
 
 
-def _chosen(wanted: Tensor, table: Tensor, temperature: float) -> Tensor:
-    """The nearest value of a table [values, rows] for each row, or the mean of all at a temperature above 0."""
+def _chosen(wanted: Tensor, table: Tensor, temperature: Tensor | None) -> Tensor:
+    """The nearest value of a table [values, rows] for each row, or at a temperature the mean of all."""
     distances = (wanted - table).square_()
-    if not temperature:
+    if temperature is None:
         return table.gather(0, distances.argmin(0, keepdim=True)).squeeze(0)
     return distances.div_(-2 * temperature).softmax(0).mul_(table).sum(0)
 
