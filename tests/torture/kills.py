@@ -166,12 +166,13 @@ def same(one: Path, other: Path) -> bool:
     return equal and curve(one) == curve(other)
 
 
-def chains(shell: Shell, trials: int, seed: int) -> dict[str, Any]:
-    """Chains of kills until there were ``trials``; the counts."""
+def chains(shell: Shell, trials: int, seed: int, seconds: float = math.inf) -> dict[str, Any]:
+    """Chains of kills until there were ``trials``, or none is begun after so many seconds; the counts."""
+    deadline = time.monotonic() + seconds
     dice, kills, wrong, ended = random.Random(seed), Counter[str](), list[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         for number, job in enumerate(_jobs(dice)):
-            if kills.total() >= trials:
+            if kills.total() >= trials or time.monotonic() > deadline:
                 break
             folder, plain = Path(name) / str(number), Path(name) / f"plain {job}"
             if not plain.exists():
@@ -228,12 +229,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torture.kills")
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no chain after so long")
     parser.add_argument("--pairs", action="store_true")
     given = parser.parse_args()
     pool = Pool(4)
     try:
         shell = Shell(pool)
-        report = pairs(shell) if given.pairs else chains(shell, given.trials, given.seed)
+        report = pairs(shell) if given.pairs else chains(shell, given.trials, given.seed, 60 * given.minutes)
     finally:
         pool.close()
     print(json.dumps(report, indent=1))
