@@ -159,7 +159,10 @@ def test_command_lines_parse(page: Path, line: str, tmp_path: Path) -> None:
     verb, *arguments = words[words.index("shardwise") + 1 :]
     group: Any = typer.main.get_command(app)
     context = group.commands[verb].make_context(verb, arguments)
-    if (named := context.params.get("recipe")) is not None:
+    if context.params.get("serve"):
+        values = {"model": {"preset": "tiny"}, "steps": 1, "batch_size": 1}
+        recipe_of(values, SETTINGS, context.params["overrides"] or ())
+    elif (named := context.params.get("recipe")) is not None:
         feasible(_recipe_named(str(named), page, tmp_path), context.params["overrides"])
 
 
