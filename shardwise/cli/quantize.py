@@ -14,6 +14,7 @@ import typer
 from shardwise.cli.common import AsJson, folder
 from shardwise.core.errors import NumericsError
 from shardwise.jobs.quantizing import quantize
+from shardwise.launch.placement import launched_by
 from shardwise.quantize.settings import Settings
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ def command(
     settings = Settings(
         model, out, scheme, method, calibrate, evaluate, tokenizer, sequences, sequence_length, max_kl, rotate
     )
+    place = launched_by()
+    if place is not None and place.rank != 0:  # rank 0 speaks for all
+        if quantize(settings).folder is None:
+            raise typer.Exit(NumericsError.exit_code)
+        return
     found = quantize(settings, say=(lambda _: None) if as_json else typer.echo, watching=_progress)
     if as_json:
         typer.echo(json.dumps(found.as_dict()))

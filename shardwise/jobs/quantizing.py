@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from shardwise.jobs.request import Say
+from shardwise.launch.placement import launched_by
 from shardwise.quantize.settings import Settings
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ def quantize(
 ) -> Quantized:
     """Quantize a model or a run's newest checkpoint, measure the loss, and write the folder.
 
-    An interrupted pass goes on at the block it had reached. If the KL divergence exceeds ``max_kl``, nothing is
-    written; the blocks are kept, so the same call with a higher limit ends at once.
+    Ranks that torchrun or srun started share the work. An interrupted pass goes on at the block it had reached. If the
+    KL divergence exceeds ``max_kl``, nothing is written; the blocks are kept, so the same call with a higher limit ends
+    at once.
 
     Raises:
         RecipeError: a wrong name, a folder that exists, other settings than those of an interrupted pass.
@@ -34,4 +36,9 @@ def quantize(
     settings.check()
     from shardwise.quantize.run import run_pass  # loads torch
 
-    return run_pass(settings, say, watching)
+    if launched_by() is None:
+        return run_pass(settings, say, watching)
+    from shardwise.launch.process import join
+
+    with join("cpu"):
+        return run_pass(settings, say, watching)

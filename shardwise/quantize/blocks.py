@@ -152,10 +152,13 @@ def norm_offset(norm: nn.Module) -> float:
 
 
 def _trial(norm: nn.Module) -> tuple[nn.Module, Tensor]:
-    """A copy of a norm in fp32 on the CPU, and its weight, which is random around 1."""
-    weight = _weight(norm)
-    trial = copy.deepcopy(norm).to_empty(device="cpu").float()
-    gain = 1 + torch.rand(weight.shape, generator=torch.Generator().manual_seed(0)) / 2
+    """A copy of a norm in fp32 on the CPU, and its weight, which is random around 1. Other parameters are zero."""
+    gain = 1 + torch.rand(_weight(norm).shape, generator=torch.Generator().manual_seed(0)) / 2
+    trial = copy.copy(norm)  # not of the tensors, which may be on the meta device, or fake
+    trial._parameters = {
+        name: None if own is None else nn.Parameter(torch.zeros(own.shape), requires_grad=False)
+        for name, own in norm._parameters.items()
+    }
     _set(_weight(trial), gain)
     return trial, gain
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwise.core.errors import DataError
 from shardwise.data import Data, open_data
+from shardwise.quantize.ranks import Ranks
 from shardwise.quantize.source import Source
 from shardwise.quantize.stream import Batches
 from shardwise.recipe.load import recipe_of
@@ -45,8 +46,13 @@ class Chosen:
     batches: Batches
     identity: str
 
+    def of(self, ranks: Ranks) -> Batches:
+        """The batches of one rank."""
+        parts = (self.batches.calibration, self.batches.held_out, self.batches.labels)
+        return Batches(*(ranks.part(each) for each in parts))
 
-def open_batches(source: Source, model: str, texts: Texts) -> Chosen:
+
+def open_batches(source: Source, model: str, texts: Texts, ranks: int = 1) -> Chosen:
     """Open the data and cut it into batches of one shape. Raises DataError, RecipeError."""
     data = _opened(source, model, texts, texts.calibrate)
     sequences = min(texts.sequences, data.train_sequences)
@@ -70,7 +76,13 @@ def open_batches(source: Source, model: str, texts: Texts) -> Chosen:
             why=f"all of its {data.train_sequences} sequences calibrate",
             fix="give --evaluate, or fewer --sequences",
         )
-    size = _batch_size(len(calibration), len(held_out), source.length)
+    if ranks > min(len(calibration) or len(held_out), len(held_out)):
+        raise DataError(
+            f"{len(calibration)} calibration and {len(held_out)} held-out sequences for {ranks} ranks",
+            where=texts.calibrate or "the calibration data",
+            fix="give more --sequences, or start fewer ranks",
+        )
+    size = _batch_size(len(calibration), len(held_out), source.length, ranks)
 
     def joined(found: list[dict[str, Tensor]], name: str) -> list[Tensor]:
         parts = [each[name] for each in found]
@@ -82,9 +94,9 @@ def open_batches(source: Source, model: str, texts: Texts) -> Chosen:
     return Chosen(batches, identity)
 
 
-def _batch_size(calibration: int, held_out: int, length: int) -> int:
-    """Sequences in a batch: a divisor of both counts, of at most TOKENS tokens or one sequence."""
-    both = math.gcd(calibration, held_out)
+def _batch_size(calibration: int, held_out: int, length: int, ranks: int) -> int:
+    """Sequences in a batch: a divisor of every rank's counts, of at most TOKENS tokens or one sequence."""
+    both = max(1, math.gcd(calibration, held_out) // ranks)
     return max(
         size for size in range(1, both + 1) if both % size == 0 and (size == 1 or size * length <= TOKENS)
     )

@@ -1,7 +1,7 @@
 """The peak memory of a pass, before it runs: the pass itself on fake tensors, which the tracker counts.
 
-Of blocks that are alike, one runs. A fake tensor has no values, so a method that asks for one gets 1, of an
-integer 0, of a condition True, and takes the branch that this means.
+Of blocks that are alike, one runs. A fake tensor has no values, so a method that asks for one gets 0, of a
+condition True: errors and residuals are 0, and factorizations succeed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class _Constants(TorchDispatchMode):
             return device
         if func is reading_a_value():
             dtype = args[0].dtype
-            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
+            return True if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
+        if func is torch.ops.aten.equal.default:
+            return True
         return func(*args, **(kwargs or {}))
 
 

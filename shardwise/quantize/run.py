@@ -22,6 +22,7 @@ from shardwise.quantize.gate import lost
 from shardwise.quantize.methods import method_of
 from shardwise.quantize.methods.base import InputStatistics, NotConverged
 from shardwise.quantize.prediction import predicted_peak
+from shardwise.quantize.ranks import Ranks
 from shardwise.quantize.report import Quantized
 from shardwise.quantize.rotated_source import rotated_source
 from shardwise.quantize.settings import Settings
@@ -49,9 +50,11 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
         source = rotated_source(source)
     require_packable(source.blueprint, source.contents)
     texts = Texts(settings.calibrate, settings.evaluate, settings.tokenizer, settings.sequences)
-    chosen = open_batches(source, settings.model, texts)
+    ranks = Ranks.joined()
+    chosen = open_batches(source, settings.model, texts, ranks.size)
+    batches = chosen.of(ranks)
     quantizer = Quantizer(method_of(settings.method), scheme_of(settings.scheme), source.contents.dtypes)
-    predicted = predicted_peak(source, quantizer, chosen.batches, COMPUTE)
+    predicted = ranks.largest(predicted_peak(source, quantizer, batches, COMPUTE))
     say(f"{settings.scheme} by {settings.method}: {format_bytes(predicted)} at the peak, predicted")
     _require_fit(predicted)
     state = PassState(settings.out, _identity(settings, source, chosen))
@@ -62,7 +65,7 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     if state.done:
         say(f"going on after block {state.done} of {walk.depth}")
     with watching(walk.depth, state.done) as done:
-        sums = quantize_blocks(walk, quantizer, chosen.batches, state, done)
+        sums = quantize_blocks(walk, quantizer, batches, state, done, ranks=ranks)
     meter.sample()
     found = Quantized(
         settings.scheme,
@@ -70,10 +73,12 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
         state.rows(),
         lost(sums),
         predicted,
-        meter.peak.allocated,
+        ranks.largest(meter.peak.allocated),
     )
     if settings.max_kl is not None and not found.lost.kl <= settings.max_kl:
         return found
+    if ranks.rank != 0:
+        return replace(found, folder=settings.out)
     kept = ignored(source.blueprint, source.contents, found.layers)
     symmetric = not any(ZERO in row.tensors for row in found.layers)
     config = quantization_config(quantizer.scheme, kept, settings.method, symmetric)

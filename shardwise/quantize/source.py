@@ -85,6 +85,10 @@ def _run(folder: Path, length: int | None) -> Source:
 def _model(model: str, length: int | None) -> Source:
     blueprint = HuggingFaceModel(model, length or 1, objective=None)
     blueprint.require_objective()
+    if blueprint.quantized:
+        raise RecipeError(
+            "the model is quantized already", where=model, fix="give the model that it was made from"
+        )
     contents, weights = contents_of(blueprint), blueprint.weights()
     context = blueprint.context or LONGEST
     shapes = _shapes(blueprint)

@@ -21,9 +21,11 @@ from shardwise.core.scheme import Scheme
 from shardwise.model.lora import linear_layers
 from shardwise.quantize.gate import losses
 from shardwise.quantize.methods.base import InputStatistics, Method, NotConverged, relative_output_error
+from shardwise.quantize.ranks import ALONE, Ranks
 from shardwise.quantize.state import KEPT, LayerRow, QuantizedBlock, stored_form
 from shardwise.quantize.statistics import input_sums
 from shardwise.quantize.walk import Walk
+from shardwise.runtime.quantization.activations import quantize_tokens, quantize_tokens_float8
 from shardwise.runtime.quantization.stored import weight_of
 
 
@@ -67,10 +69,12 @@ def quantize_blocks(
     state: State,
     done: Progress = lambda _: None,
     blocks: Iterable[int] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Tensor:
     """Quantize every block and save it in ``state``; returns the sums of ``losses``.
 
     Args:
+        batches: those of this rank.
         blocks: the blocks to run, in order; a prediction leaves out those that are like others.
     """
     calibration = list(walk.embedded(batches.calibration))
@@ -82,14 +86,18 @@ def quantize_blocks(
             _advance(run, base)
             block = _Block(walk, index, targets, quantizer)
             if index in state:
-                block.restore(state.load(index))
+                found = state.load(index)
             else:
-                state.save(index, block.quantized(run, calibration))
+                found = block.quantized(run, calibration, ranks)
+                if ranks.rank == 0:
+                    state.save(index, found)
+            block.restore(found)
+            del found
             _advance(run, calibration)
             _advance(run, quantized)
         done(index)
     with walk.head() as head:
-        return losses(head, base, quantized, batches.labels)
+        return ranks.add(losses(head, base, quantized, batches.labels))
 
 
 def _advance(run: Callable[[Tensor], Tensor], batches: list[Tensor]) -> None:
@@ -111,7 +119,7 @@ class _Block:
         return f"{self._prefix}.{path}"
 
     def restore(self, found: QuantizedBlock) -> None:
-        """Give the layers the weights of a finished block."""
+        """Give the layers the weights of a finished block, exactly as a reader of its file computes them."""
         for name, value in found.changed.items():
             owner, _, key = name.removeprefix(f"{self._prefix}.").rpartition(".")
             _set(self._module.get_submodule(owner), key, value)
@@ -119,31 +127,39 @@ class _Block:
             layer = self._layers[name.removeprefix(f"{self._prefix}.")]
             rows, columns = layer.get_parameter("weight").shape
             weight = weight_of(tensors, self._quantizer.scheme.bits, (rows, columns))
-            _set(layer, "weight", weight.dequantize())
+            self._serve(layer, weight.dequantize())
 
-    def quantized(self, run: Callable[[Tensor], Tensor], calibration: Sequence[Tensor]) -> QuantizedBlock:
-        """Quantize the layers, for the inputs that the calibration activations give them."""
-        found, method, scheme = QuantizedBlock(), self._quantizer.method, self._quantizer.scheme
+    def quantized(
+        self, run: Callable[[Tensor], Tensor], calibration: Sequence[Tensor], ranks: Ranks
+    ) -> QuantizedBlock:
+        """Quantize the layers for the inputs that the calibration activations give them; the layers keep weights."""
+        groups = input_sums(self._layers, run, calibration)
+        ranks.sum_inputs(groups)
         statistics: dict[str, InputStatistics] = {}
-        for sums in input_sums(self._layers, run, calibration):
+        for sums in groups:
             statistics |= dict.fromkeys(sums.layers, sums.mean())
-        touched = method.prepare(self._module, statistics, scheme)
-        for path in [*statistics, *(path for path in self._layers if path not in statistics)]:
-            self._quantize(path, statistics.pop(path, None), found)
+        touched = self._quantizer.method.prepare(self._module, statistics, self._quantizer.scheme)
+        paths = [*statistics, *(path for path in self._layers if path not in statistics)]
+        own = {path: self._quantize(path, statistics.pop(path, None)) for path in ranks.part(paths)}
+        statistics.clear()
+        found = QuantizedBlock()
+        for path, (row, tensors) in ranks.exchanged(paths, own).items():
+            found.rows.append(row)
+            if tensors is not None:
+                found.weights[self._name(path)] = tensors
         for path in touched:
-            module = self._module.get_submodule(path)
-            for key, parameter in module.named_parameters(recurse=False):
+            for key, parameter in self._module.get_submodule(path).named_parameters(recurse=False):
                 if self._name(path) not in found.weights or key != "weight":
                     name = self._name(f"{path}.{key}")
-                    value = parameter.data.to(self._quantizer.dtypes[name])
-                    found.changed[name] = value
-                    _set(module, key, value)
+                    found.changed[name] = parameter.data.to(self._quantizer.dtypes[name])
         return found
 
-    def _quantize(self, path: str, statistics: InputStatistics | None, found: QuantizedBlock) -> None:
-        """Quantize one layer, or say why it stays in 16 bits."""
-        name, layer, method = self._name(path), self._layers[path], self._quantizer.method
-        weight = layer.get_parameter("weight").data
+    def _quantize(
+        self, path: str, statistics: InputStatistics | None
+    ) -> tuple[LayerRow, Mapping[str, Tensor] | None]:
+        """The row of a layer, and its stored tensors unless it stays in 16 bits."""
+        name, method = self._name(path), self._quantizer.method
+        weight = self._layers[path].get_parameter("weight").data
         shape = int(weight.shape[0]), int(weight.shape[1])
         why = "no calibration token reaches it" if statistics is None and method.calibrated else ""
         if not why:
@@ -153,15 +169,29 @@ class _Block:
             except NotConverged as reason:
                 why = str(reason) or "it does not converge"
         if why:
-            found.rows.append(LayerRow(name, shape, KEPT, 0.0, 16.0, why))
-            return
-        tensors, dequantized = result.tensors(), result.dequantize()
-        error = relative_output_error(weight, dequantized, statistics)
-        found.rows.append(
-            LayerRow(name, shape, method.name, error, result.bits, tensors=stored_form(tensors))
-        )
-        found.weights[name] = tensors
-        _set(layer, "weight", dequantized)
+            return LayerRow(name, shape, KEPT, 0.0, 16.0, why), None
+        tensors = result.tensors()
+        error = relative_output_error(weight, result.dequantize(), statistics)
+        return LayerRow(name, shape, method.name, error, result.bits, tensors=stored_form(tensors)), tensors
+
+    def _serve(self, layer: nn.Module, weight: Tensor) -> None:
+        """Give a layer its dequantized weight, and 8-bit inputs if the scheme has them."""
+        _set(layer, "weight", weight)
+        if self._quantizer.scheme.activation_bits == 8:
+            layer.register_forward_pre_hook(_IN_8_BITS[self._quantizer.scheme.kind])
+
+
+def _through(quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    """A forward pre-hook that quantizes a layer's input per token, and dequantizes it."""
+
+    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+        codes, scale = quantize(args[0])
+        return (codes.float() * scale).to(args[0].dtype)
+
+    return hook
+
+
+_IN_8_BITS = {"int": _through(quantize_tokens), "float8": _through(quantize_tokens_float8)}
 
 
 def _set(module: nn.Module, key: str, value: Tensor) -> None:

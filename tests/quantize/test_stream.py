@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.core.scheme import scheme_of
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.quantize.gate import lost
+from shardwise.quantize.methods import method_of
 from shardwise.quantize.methods.base import Method
-from shardwise.quantize.state import PassState
+from shardwise.quantize.state import KEPT, PassState, QuantizedBlock
 from shardwise.quantize.stream import Batches, Quantizer, quantize_blocks
 from shardwise.quantize.walk import Walk
 from shardwise.runtime.quantization.stored import weight_of
@@ -114,3 +116,73 @@ def test_streamed_is_what_the_whole_model_gives(family: str, tmp_path: Path) -> 
         weight = weight_of(tensors(), 8, row.shape).dequantize()
         torch.testing.assert_close(weight, modules[row.name].weight.data, atol=1e-6, rtol=0)
         assert row.method == "multiples" and 0 < row.error < 1 and 8 < row.bits < 10
+
+
+class _Killed(PassState):
+    """Ends at the block ``at``: before its file has its name, or after."""
+
+    def __init__(self, target: Path, at: int, after: bool) -> None:
+        super().__init__(target, {})
+        self._at, self._after = at, after
+
+    def save(self, index: int, block: QuantizedBlock) -> None:
+        if index != self._at or self._after:
+            super().save(index, block)
+        if index == self._at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("method", "kills"),
+    [("gptq", [(0, False), (0, True), (1, False), (1, True)]), ("awq", [(0, True)])],
+    ids=["gptq", "awq"],
+)
+def test_a_killed_pass_goes_on_with_the_same_bits(
+    method: str, kills: list[tuple[int, bool]], tmp_path: Path
+) -> None:
+    """At each block, before and after its commit; AWQ also changes norms."""
+    folder = saved_model(tmp_path / "model")
+    whole = PassState(tmp_path / "whole", {})
+    expected = pass_over(folder, whole, method_of(method), "w4a16-g16")
+    for number, (at, after) in enumerate(kills):
+        target = tmp_path / f"killed-{number}"
+        with pytest.raises(KeyboardInterrupt):
+            pass_over(folder, _Killed(target, at, after), method_of(method), "w4a16-g16")
+        state = PassState(target, {})
+        assert state.done == at + after
+        assert torch.equal(pass_over(folder, state, method_of(method), "w4a16-g16"), expected)
+        for path in whole.folder.glob("block-*"):
+            assert (state.folder / path.name).read_bytes() == path.read_bytes()
+        assert {path.name for path in state.folder.iterdir()} == {p.name for p in whole.folder.iterdir()}
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    PassState(tmp_path / "out", {"scheme": "w8a16", "data": "a"})
+    PassState(tmp_path / "out", {"scheme": "w8a16", "data": "a"})
+    with pytest.raises(RecipeError, match="other settings") as caught:
+        PassState(tmp_path / "out", {"scheme": "w4a16-g16", "data": "a"})
+    assert "scheme was w8a16, now it is w4a16-g16" in caught.value.line()
+
+
+def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+    """A block's file whose header is not that of a pass, and settings that are no JSON."""
+    folder = saved_model(tmp_path / "model")
+    state = PassState(tmp_path / "out", {})
+    quantized(folder, state)
+    path = state.folder / "block-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match="damaged"):
+        quantized(folder, PassState(tmp_path / "out", {}))
+    (state.folder / "settings.json").write_text("{")
+    with pytest.raises(CheckpointError, match="state of an interrupted pass is damaged"):
+        PassState(tmp_path / "out", {})
+
+
+def test_layers_that_do_not_converge_are_kept_and_reported(tmp_path: Path) -> None:
+    folder = saved_model(tmp_path / "model")
+    state = PassState(tmp_path / "out", {})
+    quantized(folder, state, refused="square")
+    kept = {row.name: row.why for row in state.rows() if row.method == KEPT}
+    square = [f"model.layers.{i}.self_attn.{letter}_proj" for i in range(2) for letter in "qo"]
+    assert kept == dict.fromkeys(square, "it is square")
+    assert not {row.name for row, _ in state.weights()} & kept.keys()

@@ -11,7 +11,7 @@ R makes rows look normal before anything is rounded, as in QuIP# and QuaRot, so 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -73,6 +73,9 @@ class Kashin(Method):
             pairs.append(pair if metric is None else weighted(part, inner, metric, pair))
         found = [self._stored(pairs, side, scale) for side in (0, 1)]
         return KashinWeight(found[0], found[1], inner, outer)
+
+    def rehearsal(self) -> Method:
+        return replace(self, steps=min(self.steps, 1), rounds=min(self.rounds, 1))
 
     def _searched(self, target: Tensor, inner: Basis, widths: tuple[int, int]) -> Pair:
         if self.steps:
