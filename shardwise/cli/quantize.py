@@ -68,6 +68,11 @@ def command(
     settings = Settings(
         model, out, scheme, method, calibrate, evaluate, tokenizer, sequences, sequence_length, max_kl, rotate
     )
+    _run(settings, as_json)
+
+
+def _run(settings: Settings, as_json: bool) -> None:
+    """Quantize and print the result, on rank 0. Raises NumericsError above the limit."""
     place = launched_by()
     if place is not None and place.rank != 0:  # rank 0 speaks for all
         if quantize(settings).folder is None:
@@ -81,8 +86,8 @@ def command(
     if found.folder is None:
         raise NumericsError(
             "quantization lost too much",
-            where=model,
-            why=f"the KL divergence is {found.lost.kl:.3g} nats per token, above {max_kl:g}",
+            where=settings.model,
+            why=f"the KL divergence is {found.lost.kl:.3g} nats per token, above {settings.max_kl:g}",
             fix="give more bits, smaller groups or another method; the finished blocks are kept for a higher --max-kl",
         )
 
