@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.core.scheme import scheme_of
 from shardwise.quantize.methods.base import InputStatistics, Method, NotConverged, relative_output_error
@@ -17,6 +18,7 @@ from shardwise.quantize.methods.kashin import Kashin, split
 from shardwise.quantize.methods.kashin_codes import fitted, nearest
 from shardwise.quantize.methods.kashin_weighted import _sweep, metric_of
 from shardwise.quantize.methods.rtn import RoundToNearest
+from shardwise.quantize.prediction import _Constants
 from shardwise.runtime.quantization.kashin import kashin_weight_of, table_of
 from shardwise.runtime.quantization.orthogonal import Basis, Factor
 
@@ -172,6 +174,16 @@ def test_a_hard_sweep_takes_the_best_value_of_each_column_in_order() -> None:
         best = torch.stack(errors).argmin(0)
         expected[:, column] = table_of(peaks[1])[0][best]
     torch.testing.assert_close(_sweep(weight, inner, means, metric, 1, table_of(peaks[1]), 0.0), expected)
+
+
+def test_a_dry_run_before_changes_nothing() -> None:
+    """The pass predicts its memory on fake tensors first (quantize/prediction.py)."""
+    weight, method = sample("normal", 8, 96), Kashin(steps=2, rounds=1)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _Constants():
+        statistics = InputStatistics(torch.empty(96, 96), torch.empty(96), 4)
+        assert method.quantize(fake.from_tensor(weight), FOUR, statistics).dequantize().shape == weight.shape
+    found = method.quantize(weight, FOUR, None).dequantize()
+    assert not isinstance(found, FakeTensor) and bool(found.isfinite().all())
 
 
 def test_inputs_of_zeros_leave_the_codes() -> None:
