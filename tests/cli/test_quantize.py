@@ -105,6 +105,7 @@ def test_a_run_is_quantized_on_its_own_data(
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.long
 def test_a_rotated_model_is_written_untied_and_reads_as_the_base(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
