@@ -56,8 +56,9 @@ class TokenSamples(Samples):
 
     Args:
         starts: start of each document in the cache, [documents], to keep documents apart; None runs them together. Then
-            a batch has `positions`, [b, s], which are 0 where a document or a sequence begins, and the first token of a
-            document is no target: only the document before it would predict it (Llama 3, arXiv:2407.21783, sec. 3.2).
+            a batch has `starts` (see `_documents`) and `positions`, [b, s], which are 0 where a document or a sequence
+            begins. The first token of a document is no target: only the document before it would predict it (Llama 3,
+            arXiv:2407.21783, sec. 3.2).
     """
 
     def __init__(
@@ -87,14 +88,14 @@ class TokenSamples(Samples):
                     labels[row, places[1:] == 0] = NOT_COUNTED
         self._cache.release()
         batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
-        return batch if self._starts is None else {**batch, "positions": torch.from_numpy(positions)}
+        return batch if self._starts is None else {**batch, **_documents(positions)}
 
     def text(self, sample: int) -> str:
         return self._tokenizer.decode(self._stream.sequence(sample)[:-1].tolist())
 
 
 class ExampleSamples(Samples):
-    """Sequences of records: `input_ids`, `labels` and, if packed, `positions`, all [b, s] int64, labels shifted."""
+    """Sequences of records: `input_ids` and `labels`, both [b, s] int64, labels shifted; packed, see `_documents`."""
 
     def __init__(self, examples: Sequences, tokenizer: Tokenizer, packed: bool) -> None:
         self._examples, self._tokenizer, self._packed = examples, tokenizer, packed
@@ -113,11 +114,26 @@ class ExampleSamples(Samples):
                 inputs[row], labels[row], positions[row] = found.inputs, found.labels, found.positions
         self._examples.cache.release()
         batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
-        return {**batch, "positions": torch.from_numpy(positions)} if self._packed else batch
+        return {**batch, **_documents(positions)} if self._packed else batch
 
     def text(self, sample: int) -> str:
         found = self._examples.sequence(sample)
         return self._tokenizer.decode(found.inputs[: found.filled].tolist())
+
+
+def _documents(positions: npt.NDArray[np.int64]) -> Batch:
+    """``positions`` [b, s] of packed documents, and ``starts``: where the documents of each row begin, int32 [b, n].
+
+    n is the largest number in a row; for those that a row lacks, ``starts`` has the row's length.
+    """
+    begins = positions == 0
+    most = int(begins.sum(1).max())
+    first = np.argsort(~begins, axis=1, kind="stable")[:, :most]
+    starts = np.where(np.take_along_axis(begins, first, axis=1), first, positions.shape[1])
+    return {
+        "positions": torch.from_numpy(positions),
+        "starts": torch.from_numpy(starts.astype(np.int32)),
+    }
 
 
 class PairSamples(Samples):

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -125,13 +125,13 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 @contextmanager
-def cuda_kernels() -> Iterator[None]:
-    """Make the dispatcher call CUDA's eager kernels for attention, RMS norm and dropout.
+def cuda_kernels(device_type: str = "cuda") -> Iterator[None]:
+    """Make the dispatcher call CUDA's eager kernels for attention, RMS norm and dropout; ROCm's have the same names.
 
     The kernels are registered at the dispatcher's autograd key, so they apply to every call of these operations, in the
     forward pass and in recomputation.
     """
-    with warnings.catch_warnings(), scoped_library() as library, kernels_as("cuda"), _Parts(PARTS):
+    with warnings.catch_warnings(), scoped_library() as library, kernels_as(device_type), _Parts(PARTS):
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
         library.impl("scaled_dot_product_attention", _cuda_attention, "AutogradCPU")
         library.impl("rms_norm", _fused_rms_norm, "AutogradCPU")
@@ -204,5 +204,5 @@ def _cpu_kernels() -> _Parts:
 TARGETS: dict[str, Target] = {
     "cpu": Target(_cpu_kernels, _gloo_workspace, _onednn_kernels, is_host=True),
     "cuda": Target(cuda_kernels, _no_workspace, _nothing_kept, caches=True),
-    "rocm": Target(cuda_kernels, _no_workspace, _nothing_kept, caches=True),
+    "rocm": Target(partial(cuda_kernels, "rocm"), _no_workspace, _nothing_kept, caches=True),
 }

@@ -130,8 +130,14 @@ class AdaptedModel(Blueprint):
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         return self.base.loss(model, batch)
 
-    def logits(self, model: nn.Module, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        return self.base.logits(model, input_ids, positions)
+    def logits(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        return self.base.logits(model, input_ids, positions, starts)
 
     def restore(self, model: nn.Module) -> None:
         self.base.restore(model)

@@ -32,11 +32,15 @@ Batch = dict[str, Tensor]
 """One micro-batch. Language models: ``input_ids`` and ``labels``, int64 [b, s], with labels already shifted.
 
 ``positions`` are int64 [s] under context parallelism (this rank's tokens), and [b, s] for packed documents, where
-every 0 begins a document.
+every 0 begins a document. ``starts`` tells where the documents of whole rows begin, int32 [b, n]: ascending from 0, the
+row's length for the documents that a row lacks.
 """
 
 LossSum = tuple[Tensor, Tensor]
 """(loss summed over the valid targets, fp32 or fp64 scalar; number of valid targets, int64 scalar)."""
+
+_TYPICAL = 128
+"""Tokens of a packed document, for the number of starts in a plan."""
 
 SampleShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name of each tensor of a sample: (shape without the batch dimension, dtype)."""
@@ -158,11 +162,17 @@ class Blueprint(ABC):
         """Why attention would cross the borders of packed documents; "" if it does not."""
         return f"{self.name} does not say how to keep attention within a document"
 
-    def logits(self, model: nn.Module, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def logits(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         """Logits [b, s, vocab] for ids [b, s], or a pipeline stage's result. Raises RecipeError if it is no language
         model.
 
-        ``positions`` default to 0..s-1; see ``Batch``.
+        ``positions`` default to 0..s-1; see ``Batch`` for them and ``starts``.
         """
         raise RecipeError("this model does not write text", where=f"model: {self.name}")
 
@@ -204,6 +214,12 @@ def token_shapes(sequence_length: int) -> SampleShapes:
 
 
 def batch_shapes(blueprint: Blueprint, data: DataSpec) -> SampleShapes:
-    """A sample as the data delivers it: the model's tensors, and positions if documents are packed."""
-    shapes = blueprint.sample_shapes(data.sequence_length)
-    return {**shapes, "positions": ((data.sequence_length,), torch.int64)} if data.packing else shapes
+    """A sample as the data delivers it: the model's tensors, and positions and starts if documents are packed.
+
+    How many documents share a row depends on the data; their starts are the least of a sample's bytes.
+    """
+    shapes, length = blueprint.sample_shapes(data.sequence_length), data.sequence_length
+    if not data.packing:
+        return shapes
+    documents = -(-length // _TYPICAL)
+    return {**shapes, "positions": ((length,), torch.int64), "starts": ((documents,), torch.int32)}

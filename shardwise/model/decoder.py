@@ -12,8 +12,8 @@ and flash attention saves h(12 + 4r) + 8f bytes per token in 16 bits, where r = 
 Refused: fp32 rotation, which saves fp32 copies; fused qkv and gate/up projections, which complicate tensor parallelism
 and export.
 
-For packed documents attention takes a mask of b s² values, built once per forward pass. The key/value cache
-(``KeyValues``) serves generation only.
+For packed documents attention takes ``Documents`` (runtime/documents.py), built once per forward pass. The key/value
+cache (``KeyValues``) serves generation only.
 
 Legend: b batch, s sequence, h width, a heads, k kv_heads, d head width, f ffn, V vocab.
 """
@@ -21,13 +21,14 @@ Legend: b batch, s sequence, h width, a heads, k kv_heads, d head width, f ffn, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.recipe.presets import Dimensions
+from shardwise.runtime.documents import Documents, documents_of
 
 Rotation = tuple[Tensor, Tensor]
 """(cos, sin), each [s, 1, d] or [b, s, 1, d], in the compute dtype."""
@@ -78,9 +79,16 @@ class Decoder(nn.Module):
             self.norm = self.lm_head = None
 
     def forward(
-        self, given: Tensor, positions: Tensor | None = None, cache: Sequence[KeyValues] = ()
+        self,
+        given: Tensor,
+        positions: Tensor | None = None,
+        cache: Sequence[KeyValues] = (),
+        starts: Tensor | None = None,
     ) -> Tensor:
-        """``given``: ids, or hidden states [b, s, h] in place of the embedding, as stages after the first take."""
+        """``given``: ids, or hidden states [b, s, h] in place of the embedding, as stages after the first take.
+
+        ``starts``: where packed documents begin, [b, n].
+        """
         hidden, d = given, self.dimensions
         if positions is None:
             positions = torch.arange(given.shape[1], device=given.device)
@@ -91,10 +99,11 @@ class Decoder(nn.Module):
         rotation: Rotation | None = None
         if d.family == "llama":
             rotation = rotary_angles(positions, d.head_width, d.rope_theta, hidden.dtype)
-        packed = positions.dim() == 2 and not cache
-        mask = document_mask(positions, hidden.dtype) if packed else None
+        documents: Documents | None = None
+        if positions.dim() == 2 and not cache:
+            documents = documents_of(self, positions, starts, hidden, d.head_width)
         for index, layer in enumerate(self.layers):
-            seen = (None, cache[index]) if cache else () if mask is None else (mask,)
+            seen = (None, cache[index]) if cache else () if documents is None else (documents,)
             hidden = layer(hidden, rotation, *seen)
         if self.norm is None or self.lm_head is None:
             return hidden
@@ -115,7 +124,7 @@ class Block(nn.Module):
         self,
         hidden: Tensor,
         rotation: Rotation | None,
-        mask: Tensor | None = None,
+        mask: Documents | None = None,
         cache: KeyValues | None = None,
     ) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, mask, cache)
@@ -144,7 +153,7 @@ class Attention(nn.Module):
         self,
         hidden: Tensor,
         rotation: Rotation | None,
-        mask: Tensor | None = None,
+        mask: Documents | None = None,
         cache: KeyValues | None = None,
     ) -> Tensor:
         per_head = (-1, self.head_width)
@@ -154,13 +163,13 @@ class Attention(nn.Module):
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        causal, grouped = mask is None, self.grouped
+        allowed: Any = mask
+        causal = mask is None
         if cache is not None:
-            k, v, mask, causal = cache.extend(k, v)
-        elif mask is not None and grouped:  # CUDA's kernel with masks does not support grouped heads
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-            grouped = False
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+            k, v, allowed, causal = cache.extend(k, v)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, is_causal=causal, enable_gqa=self.grouped
+        )
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -216,20 +225,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (x_i, x_{i+d/2}) of [b, s, heads, d]."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
-
-
-def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive attention mask [b, 1, s, s] of packed documents: 0 for earlier tokens of the same document, else -inf.
-
-    Args:
-        positions: [b, s]; every 0 begins a document.
-        dtype: dtype of the queries, which kernels require.
-    """
-    seen = same_document(positions)
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)
-
-
-def same_document(positions: Tensor) -> Tensor:
-    """Boolean mask [b, 1, s, s]: causal attention within a document, for positions [b, s]."""
-    document = (positions == 0).cumsum(-1)
-    return (document.unsqueeze(-1) == document.unsqueeze(-2)).tril().unsqueeze(1)

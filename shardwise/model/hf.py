@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
-from shardwise.model.decoder import document_mask, same_document
 from shardwise.model.files.hf_conversion import fill_from_files, match_names, restore_buffers
 from shardwise.model.files.hf_folder import HFFolder
 from shardwise.model.files.hf_model_folder import FolderWeights, groups_of
@@ -44,6 +43,7 @@ from shardwise.model.hf_source import load_config
 from shardwise.model.hf_tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
 from shardwise.model.stage import Stage, renumbered
+from shardwise.runtime.documents import additive, same_document
 from shardwise.runtime.language_loss import language_loss
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.parallel.tensor import TensorPlan
@@ -195,7 +195,13 @@ class HuggingFaceModel(Blueprint):
         with _no_guessing():
             return cast("Tensor", model(**given, decoder_input_ids=ids, use_cache=False).logits)
 
-    def logits(self, model: nn.Module, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def logits(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
         name = "inputs_embeds" if input_ids.is_floating_point() else "input_ids"
         given = (
             {"decoder_input_ids": input_ids} if self.objective == "seq2seq" else {}
@@ -203,7 +209,7 @@ class HuggingFaceModel(Blueprint):
         if positions is not None and positions.dim() == 1:
             given = {"position_ids": positions.unsqueeze(0)}
         elif positions is not None:
-            given = {"position_ids": positions, "attention_mask": _mask(model, positions)}
+            given = {"position_ids": positions, "attention_mask": _mask(model, positions, starts)}
         with _no_guessing():
             return cast("Tensor", model(**{name: input_ids}, use_cache=False, **given).logits)
 
@@ -319,10 +325,10 @@ def _signature(block: nn.Module) -> tuple[str, ...]:
     return (type(block).__name__, *shapes)
 
 
-def _mask(model: nn.Module, positions: Tensor) -> Tensor:
+def _mask(model: nn.Module, positions: Tensor, starts: Tensor | None) -> Tensor:
     """The mask of packed documents: boolean for SDPA, additive for eager attention."""
-    kernel = cast("Any", model).config._attn_implementation
-    return same_document(positions) if kernel == "sdpa" else document_mask(positions, torch.float32)
+    seen = same_document(model, positions, starts)
+    return seen if cast("Any", model).config._attn_implementation == "sdpa" else additive(seen, torch.float32)
 
 
 def _per_layer(config: Any) -> dict[str, list[Any]]:

@@ -92,8 +92,14 @@ class NativeModel(Blueprint):
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
         return language_loss(self.logits, model, batch)
 
-    def logits(self, model: nn.Module, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        return cast("Tensor", model(input_ids, positions))
+    def logits(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        return cast("Tensor", model(input_ids, positions, starts=starts))
 
     def packing_obstacle(self, model: nn.Module) -> str:
         return ""

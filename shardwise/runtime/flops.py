@@ -44,6 +44,7 @@ def _pairs(query: torch.Size, key: torch.Size, causal: bool) -> int:
 _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _FORWARD = frozenset(f"aten::_scaled_dot_product_{kernel}" for kernel in _KERNELS)
 _BACKWARD = frozenset(f"{name}_backward" for name in _FORWARD)
+_VARLEN, _VARLEN_BACKWARD = "aten::_flash_attention_forward", "aten::_flash_attention_backward"
 """Attention kernels. The arguments are (query, key, value, ...); a backward kernel has its gradient before them.
 
 The registry's formula ignores grouped queries before torch 2.12 and causal attention, and lacks the CPU's kernel.
@@ -62,11 +63,11 @@ def grouped_flops(left: torch.Size, right: torch.Size) -> int:
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     """FLOPs that one call executes: products of matrices (grouped ones too), convolutions, attention; 0 for others."""
     name = func.name()
-    if name in _FORWARD:
-        query, key, value = (tensor.shape for tensor in args[:3])
+    if name in _FORWARD or name == _VARLEN:
+        query, key, value = _shapes(func, args)
         return attention_flops(query, key, value, _is_causal(func, args, kwargs))
-    if name in _BACKWARD:
-        query, key, value = (tensor.shape for tensor in args[1:4])
+    if name in _BACKWARD or name == _VARLEN_BACKWARD:
+        query, key, value = _shapes(func, args)
         return attention_backward_flops(query, key, value, _is_causal(func, args, kwargs))
     if name == "aten::_grouped_mm":
         return grouped_flops(args[0].shape, args[1].shape)
@@ -76,10 +77,28 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
 
 def recomputed_flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """The part of ``flops_of`` that repeats work of the forward pass: the scores in an attention backward kernel."""
-    if func.name() not in _BACKWARD:
+    if func.name() not in _BACKWARD and func.name() != _VARLEN_BACKWARD:
         return 0
-    query, key = (tensor.shape for tensor in args[1:3])
+    query, key, _ = _shapes(func, args)
     return _pairs(query, key, _is_causal(func, args, kwargs)) * query[-1]
+
+
+def _shapes(func: Any, args: tuple[Any, ...]) -> list[torch.Size]:
+    """Shapes of query, key and value, [b, h, s, d].
+
+    The kernel of variable length takes rows end to end, [b s, h, d]. Its documents are counted as if each row were one:
+    their lengths are on the device.
+    """
+    names = [argument.name for argument in schema_of(func).arguments]
+    first = names.index("query")
+    shapes = [tensor.shape for tensor in args[first : first + 3]]
+    if func.name() not in (_VARLEN, _VARLEN_BACKWARD):
+        return shapes
+    rows = [args[names.index(f"max_{of}")] for of in "qkk"]
+    return [
+        torch.Size((total // row, heads, row, width))
+        for (total, heads, width), row in zip(shapes, rows, strict=True)
+    ]
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -15,8 +15,8 @@ from shardwise.runtime.chunked_cross_entropy import loss_head
 from shardwise.runtime.cross_entropy import cross_entropy_sum
 from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE, Vocabulary, vocabulary_of
 
-Logits = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
-"""Runs a model on ids [b, s] and positions, and returns logits [b, s, vocab]."""
+Logits = Callable[[nn.Module, Tensor, Tensor | None, Tensor | None], Tensor]
+"""Runs a model on ids [b, s], positions and the starts of packed documents, and returns logits [b, s, vocab]."""
 
 
 def valid_targets(labels: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def token_loss(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -
 
 def language_loss(logits_of: Logits, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(summed next-token loss, number of targets) of a batch with ``input_ids`` and ``labels`` [b, s]."""
-    labels, given = batch["labels"], (batch["input_ids"], batch.get("positions"))
+    labels, given = batch["labels"], (batch["input_ids"], batch.get("positions"), batch.get("starts"))
     head, vocabulary = loss_head(model), vocabulary_of(model)
     with vocabulary.local_logits():
         if head is None:

@@ -140,6 +140,7 @@ def backward_of_weights(weights: Iterator[nn.Parameter], groups: list[dict[str, 
 aten: Any = torch.ops.aten
 flash_attention: Any = aten._scaled_dot_product_flash_attention
 flash_attention_backward: Any = aten._scaled_dot_product_flash_attention_backward
+flash_attention_varlen: Any = aten._flash_attention_forward
 flash_attention_for_cpu: Any = aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_for_cpu_backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward
 efficient_attention: Any = aten._scaled_dot_product_efficient_attention

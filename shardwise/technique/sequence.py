@@ -77,7 +77,8 @@ def _nearest(case: Case) -> Mapping[str, object]:
             changed = _with(case, sequence_parallel=degree)
             if not _uneven(changed) and not _splits_heads(changed):
                 return {"sequence_parallel": degree}
-    if _splits_heads(case) and not _uneven(_with(case, sequence_method="ring")):
+    ring = _with(case, sequence_method="ring")
+    if _splits_heads(case) and not _uneven(ring) and not _packed_in_a_ring(ring):
         return {"sequence_method": "ring"}
     return {"sequence_parallel": 1}
 
@@ -87,6 +88,18 @@ def _ring_within_a_budget(case: Case) -> bool:
     return ring and BUDGET.number(case.strategy[ACTIVATION_CHECKPOINTING]) is not None
 
 
+def _packed_in_a_ring(case: Case) -> bool:
+    ring = case.strategy[SEQUENCE_PARALLEL] > 1 and case.strategy[SEQUENCE_METHOD] == "ring"
+    return ring and case.recipe.data.packing
+
+
+def _without_a_ring(case: Case) -> Mapping[str, object]:
+    """Ulysses, or no context parallelism where the degree does not divide the heads."""
+    changed = _with(case, sequence_method="ulysses")
+    possible = not _uneven(changed) and not _splits_heads(changed)
+    return {"sequence_method": "ulysses"} if possible else {"sequence_parallel": 1}
+
+
 def _with(case: Case, **changes: object) -> Case:
     return Case(case.strategy.with_values(**changes), case.world_size, case.recipe, case.model_ranks)
 
@@ -94,10 +107,10 @@ def _with(case: Case, **changes: object) -> Case:
 RULES: tuple[Rule, ...] = (
     divides_world(SEQUENCE_PARALLEL),
     Rule(
-        key="sequence_parallel",
-        reason="attention over divided sequences takes no mask, which keeps the documents of data.packing apart",
-        broken=lambda case: case.strategy[SEQUENCE_PARALLEL] > 1 and case.recipe.data.packing,
-        nearest=lambda case: {"sequence_parallel": 1},
+        key="sequence_method",
+        reason="the ring takes no mask, which keeps the documents of data.packing apart; ulysses does",
+        broken=_packed_in_a_ring,
+        nearest=_without_a_ring,
     ),
     Rule(
         key="activation_checkpointing",
@@ -149,22 +162,24 @@ class SequenceParallel(Dividing):
         site.options.batch_transforms.append(TokenShard(rank, degree, balanced).shard_batch)
         for stage in site.view.stages:
             blocks = tuple(stage.blocks) or (stage.model,)
-            ContextParallelAttention(stage.model, blocks, _attend(site, balanced))
+            packed = context.recipe.data.packing
+            ContextParallelAttention(stage.model, blocks, _attend(site, balanced), degree, packed)
 
 
 def _attend(site: Site, ring: bool) -> Attend:
     from torch import Tensor
 
     from shardwise.runtime.parallel.ring import ring_attention
-    from shardwise.runtime.parallel.sequence import refusal
+    from shardwise.runtime.parallel.sequence import Mask, refusal
     from shardwise.runtime.parallel.ulysses import ulysses_attention
 
     group = site.context.mesh.get_group("sequence")
 
-    def by_ulysses(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
-        return ulysses_attention(q, k, v, dropout, scale, group)
+    def by_ulysses(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float) -> Tensor:
+        return ulysses_attention(q, k, v, dropout, scale, group, mask)
 
-    def by_ring(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
+    def by_ring(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float) -> Tensor:
+        assert mask is None  # a rule refuses packed documents
         if dropout:
             raise refusal("the ring has no dropout of attention's probabilities; sequence_method ulysses has")
         return ring_attention(q, k, v, scale, group)

@@ -109,6 +109,17 @@ def test_held_out_documents_are_packed_too_and_runs_that_are_not_neighbours_stay
                 assert place == (0 if token == 0 else before + 1)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_starts_are_the_zeros_of_positions(rows: int, source: Path) -> None:
+    """As many as the row with the most documents has; the row's length stands for those that a row lacks."""
+    for batch in opened(source).micro_batches(0, 0, 1, rows):
+        length = batch["positions"].shape[1]
+        zeros = [[i for i, place in enumerate(row) if place == 0] for row in batch["positions"].tolist()]
+        most = max(map(len, zeros))
+        assert batch["starts"].dtype == torch.int32
+        assert batch["starts"].tolist() == [row + [length] * (most - len(row)) for row in zeros]
+
+
 def test_the_command_shows_documents_apart(
     source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

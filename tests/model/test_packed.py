@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.decoder import document_mask
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.native import NativeModel
 from shardwise.recipe.presets import Dimensions
+from shardwise.runtime.documents import same_document
 
 LENGTHS = (5, 9, 1, 4)
 """Of the documents; 5 tokens of padding follow, a document of their own."""
@@ -103,7 +103,7 @@ def test_no_gradient_crosses_documents(blueprint: Blueprint) -> None:
 
 
 def test_the_mask_sees_a_document_and_back() -> None:
-    seen = document_mask(torch.tensor([[0, 1, 0, 0, 1]]), torch.float32)[0, 0] == 0
+    seen = same_document(nn.Module(), torch.tensor([[0, 1, 0, 0, 1]]))[0, 0]
     assert seen.int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],

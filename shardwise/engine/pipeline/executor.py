@@ -148,7 +148,7 @@ def stage_of(live: LiveModel, pipeline: Pipeline, stage: int, given: Tensor, bat
     def compute(part: nn.Module, given: Tensor) -> Tensor:
         if pipeline.held[stage].last:
             return live.blueprint.loss(part, {**batch, "input_ids": given, **extra})[0]
-        return live.blueprint.logits(part, given, positions)
+        return live.blueprint.logits(part, given, positions, batch.get("starts"))
 
     return cast("Tensor", live.model(list(pipeline.held).index(stage), compute, given))
 

@@ -34,6 +34,9 @@ _LOGARITHMS = 32
 _WIDTHS = 8
 """The accelerators' kernels need head widths that are multiples of this."""
 
+_WIDEST = 256
+"""Head width of flash attention."""
+
 _override: str | None = None
 
 
@@ -72,6 +75,20 @@ def kernels_for(tensor: Tensor) -> Kernels:
 def padding_for(tensor: Tensor) -> int:
     """Number of zeros to append to the head width for the kernels."""
     return 0 if (_override or tensor.device.type) == "cpu" else -tensor.shape[-1] % _WIDTHS
+
+
+def has_varlen_kernel(like: Tensor, head_width: int) -> bool:
+    """Whether flash attention of variable length runs in a tensor's dtype on its device, or on the planned device.
+
+    It needs 16 bits, head widths of at most 256 and an NVIDIA GPU since Ampere; a plan does not look at the generation.
+    """
+    if like.dtype not in (torch.float16, torch.bfloat16) or head_width > _WIDEST:
+        return False
+    if _override is not None:
+        return _override == "cuda"
+    if like.device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(like.device) >= (8, 0)
 
 
 class _OnCPU:

@@ -3,12 +3,15 @@
 Only attention mixes tokens, so a rank runs the unchanged model on its tokens. A torch function mode, active inside
 each block and its recomputation, routes ``scaled_dot_product_attention`` to ring or Ulysses attention.
 
-Attention with a mask, or not causal, is refused. So is a model with a block that does not call
+Packed documents keep their positions, which are sharded like tokens, and each rank gets the starts of all documents. So
+the model builds the mask of whole rows, or the offsets that replace it, and Ulysses attention applies it. No rank sends
+anything for it.
+
+Attention with another mask, or not causal, is refused. So is a model with a block that does not call
 ``scaled_dot_product_attention``. A layer that mixes tokens in addition to attention (a convolution along the sequence)
 goes unnoticed.
 
-Labels are shifted before they are sharded, so the last token of a part has its target. Positions are sharded like
-tokens.
+Labels are shifted before they are sharded, so the last token of a part has its target.
 """
 
 from __future__ import annotations
@@ -24,9 +27,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.core.errors import RecipeError
+from shardwise.runtime.documents import Documents, set_sequence_ranks
 
-Attend = Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
-"""Causal attention over all parts: (q, k, v, dropout, scale) -> output. [b, heads, s, d] each."""
+Mask = Tensor | Documents | None
+"""Of whole rows, [b, 1, s, s], for packed documents; None for causal attention."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, Mask, float, float], Tensor]
+"""Attention over all parts: (q, k, v, mask, dropout, scale) -> output. q, k, v and output are [b, heads, s, d]."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +45,18 @@ class TokenShard:
     balanced: bool
 
     def shard_batch(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of a batch of token ids and labels, with the ``positions`` [s/n] of its tokens."""
-        if batch.keys() != {"input_ids", "labels"}:
+        """This rank's part of a batch of token ids and labels, with the ``positions`` [s/n] of its tokens.
+
+        Packed documents have positions [b, s/n] of their own, and keep their ``starts``.
+        """
+        packed = batch.keys() == {"input_ids", "labels", "positions", "starts"}
+        if not packed and batch.keys() != {"input_ids", "labels"}:
             raise refusal(f"its samples hold {', '.join(sorted(batch))} instead of input_ids and labels")
+        parts = {n: tensor if n == "starts" else self.shard(tensor, 1) for n, tensor in batch.items()}
+        if packed:
+            return parts
         whole = batch["input_ids"]
         positions = torch.arange(whole.shape[1], device=whole.device)
-        parts = {name: self.shard(tensor, 1) for name, tensor in batch.items()}
         return {**parts, "positions": self.shard(positions, 0)}
 
     def shard(self, tensor: Tensor, dim: int) -> Tensor:
@@ -59,11 +72,18 @@ class TokenShard:
 
 @dataclass
 class ContextParallelAttention:
-    """Routes every attention in a model's blocks to ``attend``."""
+    """Routes every attention in a model's blocks to ``attend``.
+
+    Attributes:
+        ranks: among which the tokens of each row are divided.
+        packed: whether attention may have a mask of whole rows, which keeps packed documents apart.
+    """
 
     model: nn.Module
     blocks: Sequence[nn.Module]
     attend: Attend
+    ranks: int
+    packed: bool
     _open: list[ExitStack] = field(default_factory=list)
     _met: set[nn.Module] = field(default_factory=set)
 
@@ -72,10 +92,12 @@ class ContextParallelAttention:
             block.register_forward_pre_hook(self._enter)
             block.register_forward_hook(self._leave, always_call=True)
         self.model.register_forward_hook(self._require_all)
+        set_sequence_ranks(self.model, self.ranks)
 
     def _enter(self, block: nn.Module, args: Any) -> None:
         self._open.append(stack := ExitStack())
-        stack.enter_context(_AttentionRouter(self.attend, lambda: self._met.add(block)))
+        ranks = self.ranks if self.packed else None
+        stack.enter_context(_AttentionRouter(self.attend, ranks, lambda: self._met.add(block)))
 
     def _leave(self, *_: object) -> None:
         if self._open:
@@ -91,11 +113,16 @@ class ContextParallelAttention:
 
 
 class _AttentionRouter(TorchFunctionMode):
-    """Replaces ``scaled_dot_product_attention`` while it is active."""
+    """Replaces ``scaled_dot_product_attention`` while it is active.
 
-    def __init__(self, attend: Attend, met: Callable[[], None]) -> None:
+    Args:
+        ranks: among which rows of packed documents are divided; None if rows are not packed.
+    """
+
+    def __init__(self, attend: Attend, ranks: int | None, met: Callable[[], None]) -> None:
         super().__init__()
         self._attend = attend
+        self._ranks = ranks
         self._met = met
 
     def __torch_function__(
@@ -111,17 +138,22 @@ class _AttentionRouter(TorchFunctionMode):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
+        attn_mask: Mask = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if attn_mask is not None:
+        if attn_mask is not None and not self._of_whole_rows(attn_mask, query.shape[2]):
             raise refusal("this model passes a mask to its attention")
-        if not is_causal or query.shape[2] != key.shape[2]:
+        if is_causal == (attn_mask is not None) or query.shape[2] != key.shape[2]:
             raise refusal("this model has attention that is not causal self-attention")
-        return self._attend(query, key, value, dropout_p, scale or query.shape[-1] ** -0.5)
+        return self._attend(query, key, value, attn_mask, dropout_p, scale or query.shape[-1] ** -0.5)
+
+    def _of_whole_rows(self, mask: Tensor | Documents, tokens: int) -> bool:
+        """Whether a mask is that of packed documents, and not one that the model makes of its own tokens."""
+        length = mask.length if isinstance(mask, Documents) else mask.shape[-1]
+        return self._ranks is not None and length == self._ranks * tokens
 
 
 def refusal(why: str) -> RecipeError:

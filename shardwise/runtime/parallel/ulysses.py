@@ -12,20 +12,31 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.core.errors import RecipeError
+from shardwise.runtime.documents import Documents
 from shardwise.runtime.parallel.tp_collectives import exchanged
 from shardwise.runtime.torch_private import functional_collectives
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float, group: dist.ProcessGroup
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float,
+    scale: float,
+    group: dist.ProcessGroup,
+    mask: Tensor | Documents | None = None,
 ) -> Tensor:
-    """Causal attention of this rank's tokens to all tokens of the group. q [b, a, s/P, d]; k, v [b, k, s/P, d]."""
+    """Attention of this rank's tokens to all tokens of the group. q [b, a, s/P, d]; k, v [b, k, s/P, d].
+
+    It is causal, or has a mask of whole rows, the same for all heads.
+    """
     ranks = group.size()
     if q.shape[1] % ranks:
         degree = max(d for d in range(1, ranks) if q.shape[1] % d == 0)
@@ -33,15 +44,18 @@ def ulysses_attention(
             f"sequence_parallel cannot be {ranks}",
             where="strategy.sequence_parallel",
             why=f"{ranks} ranks do not divide the {q.shape[1]} heads of this model",
-            fix=f"the nearest that works is sequence_parallel: {degree}, or sequence_method: ring",
+            fix=f"the nearest that works is sequence_parallel: {degree}"
+            + (", or sequence_method: ring" if mask is None else ""),
         )
     repeats = ranks // math.gcd(ranks, k.shape[1])
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
     heads, tokens = partial(_to_heads, group=group), partial(_to_tokens, group=group)
     q, k, v = (exchanged(x.transpose(1, 2), heads, tokens).transpose(1, 2) for x in (q, k, v))
+    of_rows: Any = mask
+    grouped = q.shape[1] != k.shape[1]
     mixed = F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, of_rows, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
     return exchanged(mixed.transpose(1, 2), tokens, heads).transpose(1, 2)
 
