@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.data.samples import NOT_COUNTED
 
 ROWS = 256
-"""Tokens whose logits are in memory at once, of each sequence of a batch."""
+"""Tokens of a batch whose logits are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ def losses(
     """
     sums = torch.zeros(4, dtype=torch.float64)
     for ours, theirs, targets in zip(base, quantized, labels, strict=True):
-        for start in range(0, targets.shape[1], ROWS):
-            part = slice(start, start + ROWS)
+        step = max(2, ROWS // targets.shape[0])
+        for start in range(0, targets.shape[1], step):
+            part = slice(start, start + step)
             sums += _sums(head(ours[:, part]), head(theirs[:, part]), targets[:, part])
     return sums
 

@@ -47,7 +47,7 @@ def loss_of(folder: Path, base: Path, text: Path) -> float:
     ("scheme", "method", "rotate", "tied"),
     [
         ("w4a16-g16", "gptq", None, False),
-        ("w3a16-g16", "awq", None, True),
+        pytest.param("w3a16-g16", "awq", None, True, marks=pytest.mark.long),
         pytest.param("w8a16", "hqq", None, False, marks=pytest.mark.long),
         ("w4a16-channel", "rtn", "hadamard", True),
         pytest.param("w4a16-channel", "kashin", None, False, marks=pytest.mark.long),
