@@ -38,8 +38,7 @@ from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
 from shardwise.model.files.safetensors_reader import DTYPES, WeightFiles
 from shardwise.model.hf_experts import adds_router_loss, router_coefficient, router_losses
 from shardwise.model.hf_objective import build_for, decoder_inputs, require_objective, stored_objective
-from shardwise.model.hf_source import folder_of as folder_of  # read by others from here
-from shardwise.model.hf_source import load_config
+from shardwise.model.hf_source import folder_of, load_config
 from shardwise.model.hf_tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
 from shardwise.model.stage import Stage, renumbered
