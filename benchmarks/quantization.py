@@ -27,7 +27,7 @@ from shardwise.quantize.settings import Settings
 
 RESULTS = Path(__file__).parent / "results" / "quantization.json"
 SCHEMES = ("w4a16-channel", "w3a16-channel", "w4a16-g64", "w8a16", "nf4")
-METHODS = ("rtn", "gptq", "kashin", "awq", "hqq")
+METHODS = ("rtn", "kashin", "gptq", "awq", "hqq")
 SEQUENCES, LENGTH = 16, 256
 Rows = dict[str, dict[str, Any]]
 

@@ -585,6 +585,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "further-rules": further_rules,
     "ladder": ladder,
     "lora": partial(measured, "lora"),
+    "quantization": partial(measured, "quantization"),
     "quantization-synthetic": partial(measured, "quantization-synthetic"),
     "recompute": partial(measured, "recompute-cpu"),
     "step-length": step_length,
