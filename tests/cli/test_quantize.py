@@ -89,6 +89,18 @@ def test_the_gate_writes_nothing_above_the_limit(
     assert (tmp_path / "out" / "config.json").is_file()
 
 
+def test_a_pass_that_does_not_fit_is_refused_before_it_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shardwise.quantize.run.usable_memory", lambda: 1000)
+    words = [str(folder / "base"), str(tmp_path / "out"), "--scheme", "w8a16", "--method", "rtn", *SHORT]
+    assert run(["quantize", *words, "--calibrate", str(folder / "words.txt")]) == 7
+    out, err = capfd.readouterr()
+    assert "at the peak, predicted" in out
+    assert err.count("\n") == 1 and "does not fit this machine" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
 def test_a_run_is_quantized_on_its_own_data(
     folder: Path, tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,7 +71,7 @@ def test_the_folder_has_the_loss_that_was_reported(
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_the_predicted_peak_is_the_measured_one(method: str, tmp_path: Path, shell: Shell) -> None:
-    """Within 5 %, in a process of its own, for a model of 25 MB in fp32 (measured: 2.5 to 3.5 % above)."""
+    """Within 5 %, in a process of its own, for a model of 25 MB in fp32 (measured: 2.5 to 4.5 % above)."""
     sizes = {"vocab_size": 2048, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 3}
     saved_model(tmp_path / "base", max_position_embeddings=512, **sizes)
     write_words(tmp_path / "words.txt", 40_000)
