@@ -149,6 +149,7 @@ def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Embeddin
     )
 
 
+@torch.no_grad()
 def _by_rows(rotate: _Change, x: Tensor, gain: Tensor | None = None) -> Tensor:
     """``rotate`` of x [..., n], times ``gain`` [n], a part of the rows at a time in fp64; in the dtype of x."""
     rows, result = x.reshape(-1, x.shape[-1]), torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -150,7 +150,7 @@ def test_a_model_that_changes_its_logits_is_refused() -> None:
             return torch.tanh(self.output(self.embed(ids)))
 
     model, ids = Capped(), torch.arange(6).view(1, 6)
-    blueprint: Any = SimpleNamespace(logits=lambda model, ids, positions=None: model(ids))
+    blueprint: Any = SimpleNamespace(logits=lambda model, ids, *_: model(ids))
     with pytest.raises(RecipeError, match="after its output layer"):
         language_loss(blueprint.logits, model, {"input_ids": ids, "labels": ids})
     model.forward = lambda ids: model.output(model.embed(ids))  # type: ignore[method-assign]
