@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.dryrun.reading import peaks
 from shardwise.dryrun.target import TARGETS
 from shardwise.dryrun.tracker import Tracker, asked_device
+from shardwise.hardware.this_machine import cpu_profile
 from shardwise.model.streaming import Read
 from shardwise.quantize.source import Source
 from shardwise.quantize.state import QuantizedBlock
@@ -53,7 +54,7 @@ class _Constants(TorchDispatchMode):
 
 
 def predicted_peak(source: Source, quantizer: Quantizer, batches: Batches, dtype: torch.dtype) -> int:
-    """Peak bytes of ``quantize_blocks``."""
+    """Peak bytes of ``quantize_blocks``, with the device's workspaces, as a plan counts them."""
     walk = Walk(source.blueprint, source.over(_fake_read(source)), dtype)
     target = TARGETS["cpu"]
     tracker = Tracker({}, target.workspace, target.kept, lambda: "")
@@ -63,7 +64,8 @@ def predicted_peak(source: Source, quantizer: Quantizer, batches: Batches, dtype
         given = Batches(*([torch.empty_like(ids) for ids in each] for each in _lists(batches)))
         rehearsed = replace(quantizer, method=quantizer.method.rehearsal())
         quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks)
-    return max(peak.bytes for peak in peaks(tracker).values())
+    counted = max(peak.bytes for peak in peaks(tracker).values())
+    return counted + cpu_profile(1).overhead.workspace_bytes
 
 
 def _lists(batches: Batches) -> tuple[list[Tensor], ...]:
