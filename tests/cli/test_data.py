@@ -103,8 +103,8 @@ def test_a_terminal_without_colour_gets_marks(environment: dict[str, str], tmp_p
         ([{"question": "a"}], [], 3, "no 'text'"),
         ([pair("a" * 99, "b")], [], 3, "no completion within a sequence"),
         ([pair("a", "b")], ["data.format=chat"], 2, "data.format"),
-        ([pair("a", "b")], ["strategy.sequence_parallel=2", "cluster.devices_per_node=2", "data.packing=true"],
-         2, "strategy.sequence_parallel"),
+        ([pair("a", "b")], ["strategy.sequence_parallel=2", "strategy.sequence_method=ring",
+                             "cluster.devices_per_node=2", "data.packing=true"], 2, "strategy.sequence_method"),
         ([pair("a", "b")], ["data.tokenizer=./nowhere"], 3, "no tokenizer"),
     ],
 )  # fmt: skip
