@@ -150,7 +150,7 @@ def centroids(weight: Tensor) -> tuple[float, float]:
 
 
 PLAIN, ALTERNATED, SEARCHED = (
-    "Kashin, as in the papers",
+    "Kashin, expansion and one refit",
     "Kashin, alternating refit",
     "Kashin + annealed refit",
 )

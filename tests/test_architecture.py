@@ -76,6 +76,16 @@ def test_imports_go_one_way(path: Path) -> None:
         assert (layer, parts[1]) not in FORBIDDEN, f"{path}:{node.lineno} imports {name}"
 
 
+def test_no_class_name_is_used_twice() -> None:
+    """A reader who searches for a class finds one."""
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path.name)
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
 def test_imports_have_no_circle() -> None:
     """Between modules, also within one room; an import inside a function counts."""
     modules = {_module(path): path for path in FILES}

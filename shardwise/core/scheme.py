@@ -12,16 +12,8 @@ Kind = Literal["int", "float8", "nf4"]
 GROUPS = (16, 32, 64, 128, 256)
 """Group sizes: input channels that share a scale."""
 
-METHODS: dict[str, str] = {
-    "rtn": "round to nearest",
-    "hqq": "half-quadratic quantization",
-    "gptq": "rounding with error feedback",
-    "awq": "activation-aware scales and clipping",
-    "kashin": "Kashin decomposition",
-}
-"""The methods by name; each rounds a weight in its own way."""
-CALIBRATED = ("gptq", "awq")
-"""Methods that need calibration data."""
+METHODS = ("rtn", "hqq", "gptq", "awq", "kashin")
+"""The methods by name; each has a file in quantize/methods."""
 
 _INTEGER = re.compile(r"w([2-8])a(8|16)(?:-(?:g(\d+)|(channel)))?")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.core.errors import DataError
 from shardwise.data import Data, open_data
 from shardwise.quantize.ranks import Ranks
-from shardwise.quantize.source import Source
+from shardwise.quantize.source import SourceModel
 from shardwise.quantize.stream import Batches
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import EvaluationSpec, Recipe
@@ -52,7 +52,7 @@ class Chosen:
         return Batches(*(ranks.part(each) for each in parts))
 
 
-def open_batches(source: Source, model: str, texts: Texts, ranks: int = 1) -> Chosen:
+def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) -> Chosen:
     """Open the data and cut it into batches of one shape. Raises DataError, RecipeError."""
     data = _opened(source, model, texts, texts.calibrate)
     sequences = min(texts.sequences, data.train_sequences)
@@ -102,7 +102,7 @@ def _batch_size(calibration: int, held_out: int, length: int, ranks: int) -> int
     )
 
 
-def _opened(source: Source, model: str, texts: Texts, text: str | None) -> Data:
+def _opened(source: SourceModel, model: str, texts: Texts, text: str | None) -> Data:
     recipe = _recipe(source, model, texts)
     changes: dict[str, Any] = {"sequence_length": source.length, "packing": False}
     if text is not None:
@@ -116,7 +116,7 @@ def _opened(source: Source, model: str, texts: Texts, text: str | None) -> Data:
     return data
 
 
-def _recipe(source: Source, model: str, texts: Texts) -> Recipe:
+def _recipe(source: SourceModel, model: str, texts: Texts) -> Recipe:
     if source.recipe is not None:
         return source.recipe
     if texts.tokenizer is None and not any(

@@ -17,7 +17,7 @@ from shardwise.dryrun.target import TARGETS
 from shardwise.dryrun.tracker import Tracker, asked_device
 from shardwise.hardware.this_machine import cpu_profile
 from shardwise.model.streaming import Read
-from shardwise.quantize.source import Source
+from shardwise.quantize.source import SourceModel
 from shardwise.quantize.state import QuantizedBlock
 from shardwise.quantize.stream import Batches, Quantizer, quantize_blocks
 from shardwise.quantize.walk import Walk
@@ -53,7 +53,7 @@ class _Constants(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def predicted_peak(source: Source, quantizer: Quantizer, batches: Batches, dtype: torch.dtype) -> int:
+def predicted_peak(source: SourceModel, quantizer: Quantizer, batches: Batches, dtype: torch.dtype) -> int:
     """Peak bytes of ``quantize_blocks``, with the device's workspaces, as a plan counts them."""
     walk = Walk(source.blueprint, source.over(_fake_read(source)), dtype)
     target = TARGETS["cpu"]
@@ -72,7 +72,7 @@ def _lists(batches: Batches) -> tuple[list[Tensor], ...]:
     return list(batches.calibration), list(batches.held_out), list(batches.labels)
 
 
-def _fake_read(source: Source) -> Read:
+def _fake_read(source: SourceModel) -> Read:
     """Reads undefined tensors of the stored shapes and dtypes."""
 
     def read(name: str) -> Tensor:

@@ -10,14 +10,14 @@ from shardwise.export.hf_writer import Contents
 from shardwise.model.merging import Read
 from shardwise.model.untied import untied
 from shardwise.quantize.rotation import Rotated
-from shardwise.quantize.source import Source, rounded
+from shardwise.quantize.source import SourceModel, rounded
 from shardwise.runtime.parallel.shard_slices import shared_names
 
 SEED = 0
 """Of the random signs. One seed makes a pass repeatable; another one makes no systematic difference."""
 
 
-def rotated_source(source: Source) -> Source:
+def rotated_source(source: SourceModel) -> SourceModel:
     """The source with rotated weights. Raises RecipeError for a model that cannot be rotated, with the reason."""
     blueprint, plain = untied(source.blueprint), source.blueprint
     contents = _untied_contents(source)
@@ -29,7 +29,7 @@ def rotated_source(source: Source) -> Source:
     return replace(source, blueprint=blueprint, contents=whole, over=over)
 
 
-def _untied_contents(source: Source) -> Contents:
+def _untied_contents(source: SourceModel) -> Contents:
     """The contents with the tensors that only the untied model has."""
     own, contents = untied(source.blueprint), source.contents
     if own is source.blueprint:

@@ -26,7 +26,7 @@ from shardwise.quantize.ranks import Ranks
 from shardwise.quantize.report import Quantized
 from shardwise.quantize.rotated_source import rotated_source
 from shardwise.quantize.settings import Settings
-from shardwise.quantize.source import Source, open_source
+from shardwise.quantize.source import SourceModel, open_source
 from shardwise.quantize.state import PassState
 from shardwise.quantize.stream import Quantizer, quantize_blocks
 from shardwise.quantize.walk import Walk
@@ -88,7 +88,7 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     return replace(done_report, stored_bytes=written.bytes)
 
 
-def _identity(settings: Settings, source: Source, chosen: Chosen) -> dict[str, Any]:
+def _identity(settings: Settings, source: SourceModel, chosen: Chosen) -> dict[str, Any]:
     """All that the result depends on, to compare with those of an interrupted pass."""
     return {
         "model": source.identity,

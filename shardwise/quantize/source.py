@@ -25,7 +25,7 @@ LONGEST = 2048
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceModel:
     """A model on disk.
 
     Attributes:
@@ -48,7 +48,7 @@ class Source:
     length: int
 
 
-def open_source(model: str, length: int | None) -> Source:
+def open_source(model: str, length: int | None) -> SourceModel:
     """Open a run's folder, a model's folder or a hub id. Raises ShardwiseError."""
     folder = Path(model).expanduser()
     found = _run(folder, length) if (folder / RECIPE).is_file() else _model(model, length)
@@ -61,7 +61,7 @@ def open_source(model: str, length: int | None) -> Source:
     return found
 
 
-def _run(folder: Path, length: int | None) -> Source:
+def _run(folder: Path, length: int | None) -> SourceModel:
     run = open_run(folder)
     kinds, shapes = run.weights.dtypes, _shapes(run.blueprint)
 
@@ -70,7 +70,7 @@ def _run(folder: Path, length: int | None) -> Source:
             merged = Merged(run.blueprint.build(), read)
         return rounded(merged.read, run.contents)
 
-    return Source(
+    return SourceModel(
         run.plain,
         run.contents,
         run.weights.read,
@@ -82,7 +82,7 @@ def _run(folder: Path, length: int | None) -> Source:
     )
 
 
-def _model(model: str, length: int | None) -> Source:
+def _model(model: str, length: int | None) -> SourceModel:
     blueprint = HuggingFaceModel(model, length or 1, objective=None)
     blueprint.require_objective()
     if blueprint.quantized:
@@ -92,7 +92,7 @@ def _model(model: str, length: int | None) -> Source:
     contents, weights = contents_of(blueprint), blueprint.weights()
     context = blueprint.context or LONGEST
     shapes = _shapes(blueprint)
-    return Source(
+    return SourceModel(
         blueprint,
         contents,
         weights.read,

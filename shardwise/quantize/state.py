@@ -158,12 +158,7 @@ class PassState:
             rows = json.loads(files.metadata(path.name)[_KEY])
             return files, [LayerRow(**{**row, "shape": tuple(row["shape"])}) for row in rows]
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                "the state of an interrupted pass is damaged",
-                where=str(path),
-                why=str(error),
-                fix=f"delete {self.folder}",
-            ) from error
+            raise _damaged(path, error) from error
 
     def remove(self) -> None:
         """Delete the folder after the model was written."""
@@ -188,12 +183,7 @@ def _require_same(path: Path, settings: Mapping[str, Any]) -> None:
     try:
         before = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            "the state of an interrupted pass is damaged",
-            where=str(path),
-            why=str(error),
-            fix=f"delete {path.parent}",
-        ) from error
+        raise _damaged(path, error) from error
     for key in sorted({*before, *settings}):
         if before.get(key) != settings.get(key):
             raise RecipeError(
@@ -202,6 +192,15 @@ def _require_same(path: Path, settings: Mapping[str, Any]) -> None:
                 why=f"{key} was {before.get(key)}, now it is {settings.get(key)}",
                 fix=f"give the same settings, or delete {path.parent}",
             )
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        "the state of an interrupted pass is damaged",
+        where=str(path),
+        why=str(error),
+        fix=f"delete {path.parent}",
+    )
 
 
 def _unwritable(folder: Path, error: OSError) -> ResourceError:

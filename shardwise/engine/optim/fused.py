@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,26 +41,32 @@ class FusedAdamW:
         rate: Rate,
         skip: Tensor,
     ) -> None:
-        weights, grads = [local(p.detach()) for p in parameters], [gradient(p) for p in parameters]
-        means, squares = ([local(s[key]) for s in states] for key in ("exp_avg", "exp_avg_sq"))
-        self._kernel(rate, skip, weights, grads, means, squares, [s["step"] for s in states])
+        self._kernel(
+            [local(p.detach()) for p in parameters],
+            [gradient(p) for p in parameters],
+            [local(s["exp_avg"]) for s in states],
+            [local(s["exp_avg_sq"]) for s in states],
+            [s["step"] for s in states],
+            rate,
+            skip,
+        )
 
     def update_piece(self, piece: Chunk, rate: Rate, skip: Tensor) -> None:
         assert piece.step is not None, "in every state that is made here"
         moments = piece.state["exp_avg"], piece.state["exp_avg_sq"]
         # The kernel counts the step itself.
-        self._kernel(rate, skip, [piece.weight], [piece.grad], [moments[0]], [moments[1]], [piece.step - 1])
+        self._kernel([piece.weight], [piece.grad], [moments[0]], [moments[1]], [piece.step - 1], rate, skip)
 
-    def _kernel(self, rate: Rate, skip: Tensor, *tensors: list[Tensor]) -> None:
-        """``tensors``: weights, gradients, means, mean squares and steps; a list has one tensor per parameter."""
-        weights, grads, means, squares, steps = tensors
-        decay: dict[str, Any] = {"lr": rate.learning_rate, "weight_decay": rate.weight_decay}
-        moments: dict[str, Any] = {
-            "beta1": self.betas[0],
-            "beta2": self.betas[1],
-            "eps": self.epsilon,
-            "amsgrad": False,
-        }
+    def _kernel(
+        self,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        means: list[Tensor],
+        squares: list[Tensor],
+        steps: list[Tensor],
+        rate: Rate,
+        skip: Tensor,
+    ) -> None:
         adamw(
             weights,
             grads,
@@ -71,9 +76,13 @@ class FusedAdamW:
             steps,
             fused=True,
             found_inf=skip,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=rate.learning_rate,
+            weight_decay=rate.weight_decay,
+            eps=self.epsilon,
             maximize=False,
-            **decay,
-            **moments,
         )
 
 

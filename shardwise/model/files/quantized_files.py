@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, RecipeError, one_line
 from shardwise.model.files.compressed_tensors import METHOD, OWN_METHOD
-from shardwise.model.files.quantized_layers import AWQ, GPTQ, CompressedTensors, Format
+from shardwise.model.files.quantized_layers import AWQFormat, CompressedTensors, Format, GPTQFormat
 from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME, WeightFiles
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 from shardwise.runtime.quantization.as_parameter import StoredPacking, stored_packing
@@ -89,7 +89,7 @@ def _gptq(config: Mapping[str, Any], where: str) -> Formats:
     version = config.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2") or config.get("dynamic"):
         raise _unread("dynamic bits" if config.get("dynamic") else f"checkpoint_format is {version}", where)
-    found = GPTQ(int(config["bits"]), int(config["group_size"]), 1 if version == "gptq" else 0)
+    found = GPTQFormat(int(config["bits"]), int(config["group_size"]), 1 if version == "gptq" else 0)
     return lambda path: found
 
 
@@ -97,11 +97,11 @@ def _awq(config: Mapping[str, Any], where: str) -> Formats:
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm" or config["bits"] != 4:
         raise _unread(f"AWQ's version is {version} with {config['bits']} bits", where)
-    return lambda path: AWQ(4)
+    return lambda path: AWQFormat(4)
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _StoredLayer:
     """A quantized layer: its format, its shape (out, in), and its stored tensors by suffix."""
 
     form: Format
@@ -122,7 +122,7 @@ class QuantizedFiles(WeightFiles):
     def __init__(self, folder: Path, formats: Formats, kind: str) -> None:
         super().__init__(folder)
         self._raw = WeightFiles(folder)
-        self._layers: dict[str, _Layer] = {}
+        self._layers: dict[str, _StoredLayer] = {}
         for name in self._raw.shapes:
             path, _, suffix = name.rpartition(".")
             form = formats(path)
@@ -139,7 +139,7 @@ class QuantizedFiles(WeightFiles):
         for name in names.values():
             self._hide(name)
         weight = f"{path}.weight"
-        self._layers[weight] = _Layer(form, shape, names)
+        self._layers[weight] = _StoredLayer(form, shape, names)
         self.shapes[weight], self.kinds[weight] = shape, kind
         self._files[weight] = Path(self._raw.file_of(next(iter(names.values()))))
 

@@ -44,7 +44,7 @@ class Format(ABC):
 
     width: int
     marks: ClassVar[tuple[str, ...]]
-    """Suffixes of which one marks a quantized layer."""
+    """A layer that has a tensor with one of these suffixes is quantized."""
     parts: ClassVar[tuple[str, ...]]
     """All suffixes that belong to a quantized layer."""
     read_to_plan: ClassVar[tuple[str, ...]] = ()
@@ -119,7 +119,7 @@ def _spaced(words: Tensor, width: int, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GPTQ(Format):
+class GPTQFormat(Format):
     """GPTQ's layers. ``group``: input channels per scale, -1 for all; ``offset``: is added to stored zeros."""
 
     group: int
@@ -148,7 +148,7 @@ class GPTQ(Format):
 
 
 @dataclass(frozen=True)
-class AWQ(Format):
+class AWQFormat(Format):
     """AWQ's layers, in 4 bits."""
 
     marks = ("qweight",)

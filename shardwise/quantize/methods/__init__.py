@@ -12,13 +12,13 @@ from shardwise.core.scheme import METHODS
 from shardwise.quantize.methods.base import Method
 
 _CLASSES = {
-    "rtn": ("rtn", "RoundToNearest"),
-    "hqq": ("hqq", "HalfQuadratic"),
-    "gptq": ("gptq", "GPTQ"),
-    "awq": ("awq", "AWQ"),
-    "kashin": ("kashin", "Kashin"),
+    "rtn": "RoundToNearest",
+    "hqq": "HalfQuadratic",
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "kashin": "Kashin",
 }
-"""Module and class of each method; a module is imported when its method is asked for."""
+"""The class of each method. Its module has the method's name and is imported when the method is asked for."""
 
 
 def method_of(name: str) -> Method:
@@ -27,6 +27,5 @@ def method_of(name: str) -> Method:
         raise RecipeError(
             f"no method is called {name}", where="--method", fix=f"give one of {', '.join(METHODS)}"
         )
-    module, kind = _CLASSES[name]
-    method: Method = getattr(import_module(f"shardwise.quantize.methods.{module}"), kind)()
+    method: Method = getattr(import_module(f"shardwise.quantize.methods.{name}"), _CLASSES[name])()
     return method

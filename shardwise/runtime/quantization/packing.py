@@ -11,9 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WIDTHS = range(1, 9)
-"""Bits per code."""
-
 
 def pack_bits(codes: Tensor, width: int) -> Tensor:
     """Pack codes [rows, count], uint8 below 2^width, into uint8 [rows, ⌈count · width / 8⌉]."""
