@@ -23,7 +23,7 @@ def test_a_rank_that_holds_its_gil_is_named(shell: Shell, tmp_path: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "says"), [("lock", "in your code, locked (hanging_model.py:"), ("gil", "not answer")]
+    ("kind", "says"), [("lock", "in your code, locked (hanging_model.py:"), ("gil", "it does not answer")]
 )
 def test_ranks_of_torchrun_name_it_themselves(shell: Shell, tmp_path: Path, kind: str, says: str) -> None:
     """Rank 0 is the one that hangs, so another has to judge. A rank whose GIL is held is left to torchrun."""
