@@ -8,9 +8,10 @@ Every colour has its name next to it. The layout adapts to the width, up to `WID
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.segment import Segment
@@ -96,7 +97,7 @@ class PlanTable:
         if any(plan.step.traffic_bytes.values()):
             yield from section("Sent by a rank in a step", "", _traffic(plan))
         if plan.candidates and self.top:
-            yield from ("", _candidates(plan.candidates[: self.top]))
+            yield from ("", _candidates(plan.candidates[: self.top], width))
             if len(plan.candidates) > self.top:
                 yield Text(f"  and {len(plan.candidates) - self.top} more; --top N shows N", "dim")
         if plan.reasons:
@@ -191,15 +192,37 @@ def _traffic(plan: Plan) -> Table:
     return table
 
 
-def _candidates(candidates: Iterable[Candidate]) -> Table:
-    table = columns("left", "right", "right", "left", titles=("Considered", "peak", "step", ""))
-    for candidate in candidates:
-        verdict = Text(one_line(candidate.verdict), VERDICT_STYLES.get(candidate.verdict, ""))
-        reason = f": {one_line(candidate.reason)}" if candidate.reason else ""
-        line = Text(f"  {one_line(candidate.line)}", "bold" if candidate.verdict == "chosen" else "")
-        took = seconds(candidate.step_seconds)
-        table.add_row(line, peak_of(candidate), took, Text.assemble(verdict, reason))
-    return table
+def _candidates(candidates: Sequence[Candidate], width: int) -> RenderableType:
+    """A row for each candidate. A verdict that does not fit into its row stands on the next line."""
+    rows = [
+        (f"  {one_line(each.line)}", peak_of(each), seconds(each.step_seconds), _verdict_of(each), each)
+        for each in candidates
+    ]
+    names = ("Considered", "peak", "step")
+    wide = [max(cell_len(name), *(cell_len(row[at]) for row in rows)) for at, name in enumerate(names)]
+    figures = f"{{:>{wide[1]}}}  {{:>{wide[2]}}}  "
+    apart = wide[0] + 2 + cell_len(figures.format("", "")) > width
+    shown: list[RenderableType] = [Text(names[0], "bold")]
+    if not apart:
+        shown = [Text.assemble((f"{names[0]:{wide[0] + 2}}", "bold"), (figures.format(*names[1:]), "dim"))]
+    for line, peak, took, judged, each in rows:
+        row = Text(line, "bold" if each.verdict == "chosen" else "")
+        if not apart:
+            row.pad_right(wide[0] + 2 - row.cell_len)
+            row.append(figures.format(peak, took))
+        whole = Text.assemble(row, judged)
+        if apart:
+            shown += [row, Padding(Text.assemble(figures.format(peak, took), judged), (0, 0, 0, 6))]
+        elif whole.cell_len <= width:
+            shown.append(whole)
+        else:
+            shown += [row, Padding(judged, (0, 0, 0, 6))]
+    return Group(*shown)
+
+
+def _verdict_of(candidate: Candidate) -> Text:
+    reason = f": {one_line(candidate.reason)}" if candidate.reason else ""
+    return Text.assemble((one_line(candidate.verdict), VERDICT_STYLES.get(candidate.verdict, "")), reason)
 
 
 def peak_of(candidate: Candidate) -> str:

@@ -199,3 +199,14 @@ def test_loads_neither_torch_nor_matplotlib() -> None:
         "sys.exit(bool({'torch', 'matplotlib'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_no_row_of_a_candidate_wraps_after_each_word(plan: Plan, width: int) -> None:
+    """A narrow terminal shows each candidate on two lines: the strategy, then its peak, step and verdict."""
+    text = plan_text(plan, width=width)
+    considered = text[text.index("Considered") :].split("\n\n")[0].splitlines()
+    assert len(considered) <= 1 + 3 * len(plan.candidates)
+    for candidate in plan.candidates:
+        assert any(candidate.line in line for line in considered)
+        assert any(candidate.verdict in line for line in considered)
