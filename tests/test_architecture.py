@@ -16,7 +16,19 @@ PACKAGE = Path(__file__).parent.parent / "shardwise"
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 # Each room may import from itself and from the rooms before it.
 LAYERS = (
-    *("core", "hardware", "recipe", "runtime", "model", "technique", "engine", "dryrun", "data", "launch"),
+    *(
+        "core",
+        "hardware",
+        "recipe",
+        "scaling",
+        "runtime",
+        "model",
+        "technique",
+        "engine",
+        "dryrun",
+        "data",
+        "launch",
+    ),
     *(
         "checkpoint",
         "train",
