@@ -20,6 +20,8 @@ class Kernel:
         flops: per call.
         bytes: read plus written, per call.
         on_host: the CPU runs it on tensors in host memory, concurrently with the device.
+        shape: of a matrix product (products, m, n, k); of attention (heads of all samples, queries, keys, head
+            dimension); () for other operations.
     """
 
     phase: str
@@ -29,6 +31,7 @@ class Kernel:
     flops: int
     bytes: int
     on_host: bool = False
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Collective:
     Attributes:
         elements, bytes: the full payload of one call (the gathered tensor, or the tensor before the scatter); for
             an all-to-all or a send, the input of this rank.
+        phase: in which it is started.
+        passes: micro-batches in which it is called; 1 where it is called once a step.
     """
 
     kind: str  # all_gather | reduce_scatter | all_reduce | broadcast | all_to_all | send
@@ -46,6 +51,8 @@ class Collective:
     calls: int
     elements: int
     bytes: int
+    phase: str = ""
+    passes: int = 1
 
     @property
     def rounds(self) -> int:
@@ -84,11 +91,16 @@ class Transfer:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of one optimizer step of one rank, counted by the dry run."""
+    """The cost of one optimizer step of one rank, counted by the dry run.
+
+    Attributes:
+        micro_batches: in the step.
+    """
 
     kernels: tuple[Kernel, ...]
     collectives: tuple[Collective, ...]
     transfers: tuple[Transfer, ...] = ()
+    micro_batches: int = 1
 
     @property
     def flops(self) -> int:
@@ -115,6 +127,7 @@ class StepCost:
             _more_calls(self.kernels, deeper.kernels, blocks),
             _more_calls(self.collectives, deeper.collectives, blocks),
             _more_calls(self.transfers, deeper.transfers, blocks),
+            self.micro_batches,
         )
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.core.cost import Collective, Kernel
-from shardwise.runtime.flops import bytes_of, flops_of
+from shardwise.runtime.flops import bytes_of, flops_of, product_shape
 from shardwise.runtime.torch_private import group_named, tree_iter
 
 CONTROL_AXIS = "control"
@@ -56,7 +56,8 @@ def kernels_of(
     flops = flops_of(func, args, kwargs, out)
     # A matrix product runs in the dtype of its operands; its result may have another dtype.
     typical = tensors[0] if flops else max(distinct, key=lambda t: t.numel())
-    return [Kernel(phase, name, dtype_name(typical.dtype), 0, flops, bytes_of(distinct))]
+    shape = product_shape(func, args) if flops else ()
+    return [Kernel(phase, name, dtype_name(typical.dtype), 0, flops, bytes_of(distinct), shape=shape)]
 
 
 _DTYPES: Mapping[torch.dtype, str] = {
@@ -82,7 +83,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def collective_of(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis_of: Mapping[str, str]
+    phase: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis_of: Mapping[str, str]
 ) -> Collective | None:
     """The collective of a c10d call; None for calls that send no data (wait, barrier on a fake group)."""
     name = func.name().split("::")[1].strip("_")
@@ -97,7 +98,7 @@ def collective_of(
     if func.namespace == "_c10d_functional" and kind == "all_gather" and "out" not in kwargs:
         elements *= group.size()
     axis = CONTROL_AXIS if elements == 1 else axis_of.get(group.group_name, "world")
-    return Collective(kind, axis, group.size(), 0, elements, elements * payload.element_size())
+    return Collective(kind, axis, group.size(), 0, elements, elements * payload.element_size(), phase)
 
 
 def group_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dist.ProcessGroup | None:

@@ -8,12 +8,13 @@ multiplied.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from shardwise.core.cost import StepCost
+from shardwise.core.cost import Collective, StepCost
 from shardwise.core.ledger import Ledger, Peak
 from shardwise.core.strategy import Strategy
 from shardwise.dryrun.counting import dtype_name
@@ -138,7 +139,7 @@ def dry_run(
     return DryRun(
         rank,
         peaks(tracker, since=start),
-        _whole_cost(tracker.tallies, few, count),
+        whole_cost(tracker.tallies, few, count),
         tuple(timeline(tracker, since=start)) if history else (),
         elements,
         even,
@@ -257,13 +258,17 @@ def _pass_bytes(tracker: Tracker, entries: Sequence[int]) -> int:
     return after - before
 
 
-def _whole_cost(tallies: Mapping[int | None, Tally], seen: int, count: int) -> StepCost:
+def whole_cost(tallies: Mapping[int | None, Tally], seen: int, count: int) -> StepCost:
     """The cost of ``count`` micro-batches. ``seen`` of them were run; each of the others costs as much as the second.
 
     Micro-batches from ``seen`` on were run ahead and belong to later steps.
     """
     whole = Tally()
     own = {number: tally for number, tally in tallies.items() if number is None or number < seen}
+    passes: Counter[Collective] = Counter()
     for number, tally in own.items():
-        whole.add(tally, times=1 + count - seen if number == 1 else 1)
-    return whole.cost()
+        times = 1 + count - seen if number == 1 else 1
+        whole.add(tally, times)
+        if number is not None:
+            passes.update(dict.fromkeys(tally.collectives, times))
+    return whole.cost(count, passes)

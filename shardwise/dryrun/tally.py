@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -36,11 +37,14 @@ class Tally:
         _add(self.collectives, other.collectives, times)
         _add(self.transfers, other.transfers, times)
 
-    def cost(self) -> StepCost:
+    def cost(self, micro_batches: int = 1, passes: Mapping[Collective, int] | None = None) -> StepCost:
+        """The cost of a step of so many micro-batches; ``passes``: in how many of them a collective is called."""
+        passes = passes or {}
         return StepCost(
             tuple(replace(kernel, calls=calls) for kernel, calls in self.kernels.items()),
-            tuple(replace(collective, calls=calls) for collective, calls in self.collectives.items()),
+            tuple(replace(c, calls=calls, passes=passes.get(c, 1)) for c, calls in self.collectives.items()),
             tuple(replace(transfer, calls=calls) for transfer, calls in self.transfers.items()),
+            micro_batches,
         )
 
 

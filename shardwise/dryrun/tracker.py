@@ -305,7 +305,7 @@ class Tracker(TorchDispatchMode):
         group = group_of(args, kwargs)
         if group is not None and group.size() > 1:
             self.groups.add(group.group_name)
-        collective = collective_of(func, args, kwargs, self._axis_of)
+        collective = collective_of(current_phase(), func, args, kwargs, self._axis_of)
         if collective is None:
             return
         size = self._workspace(collective.kind, collective.bytes)

@@ -75,6 +75,17 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
 
+_PRODUCTS = {
+    "aten::mm": 0,
+    "aten::bmm": 0,
+    "aten::_scaled_mm": 0,
+    "aten::_int_mm": 0,
+    "aten::addmm": 1,
+    "aten::baddbmm": 1,
+}
+"""Operations of one product or of equal ones, and the position of the left operand."""
+
+
 def recomputed_flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """The part of ``flops_of`` that repeats work of the forward pass: the scores in an attention backward kernel."""
     if func.name() not in _BACKWARD and func.name() != _VARLEN_BACKWARD:
@@ -106,6 +117,21 @@ def _is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
         return bool(kwargs["is_causal"])
     place = [argument.name for argument in schema_of(func).arguments].index("is_causal")
     return bool(args[place]) if place < len(args) else False
+
+
+def product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """(products, m, n, k) of a matrix product; (heads of all samples, queries, keys, head dimension) of attention.
+
+    () for other operations, and for products of groups of unequal sizes.
+    """
+    name = func.name()
+    if name in _FORWARD or name in _BACKWARD or name in (_VARLEN, _VARLEN_BACKWARD):
+        query, key, _ = _shapes(func, args)
+        return query[0] * query[1], query[2], key[-2], query[-1]
+    if name not in _PRODUCTS:
+        return ()
+    left, right = args[_PRODUCTS[name]].shape, args[_PRODUCTS[name] + 1].shape
+    return (left[0] if len(left) == 3 else 1), left[-2], right[-1], left[-1]
 
 
 class FlopCounter(TorchDispatchMode):
