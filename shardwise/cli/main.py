@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
-from shardwise.cli import data, doctor, export, generate, merge, plan, quantize, report, train, verify
+from shardwise.cli import data, doctor, export, fit, generate, merge, plan, quantize, report, train, verify
 from shardwise.cli.failure import guarded
 from shardwise.cli.terminal_output import dropped_output, keep_writing
 from shardwise.core.errors import RecipeError, ResourceError
@@ -23,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (plan, data, train, verify, generate, export, merge, quantize, report, doctor):
+for verb in (plan, data, train, verify, generate, export, merge, quantize, report, fit, doctor):
     app.command(name=verb.__name__.rpartition(".")[2])(verb.command)
 
 

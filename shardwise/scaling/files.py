@@ -7,9 +7,10 @@ whose loss a table or a ratio predicts. ``shardwise fit`` writes a parametric fi
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,28 @@ def read_law(name: str) -> Law:
         raise RecipeError(
             "not a law file", where=str(path), why=why, fix="write one with shardwise fit"
         ) from None
+
+
+def law_text(law: ParametricLaw, points: Sequence[tuple[str, float, float, float]]) -> str:
+    """The file of a fitted law.
+
+    Args:
+        points: run, parameters, tokens and loss of the runs that it fits.
+    """
+    # JSON's strings and numbers are TOML's.
+    lines = ['kind = "parametric"', f"source = {json.dumps(law.source)}", "", "[coefficients]"]
+    lines += [f"{key} = {getattr(law, key)!r}" for key in COEFFICIENTS]
+    if law.intervals:
+        lines += ["", "[intervals] # 95 %, bootstrap"]
+        lines += [f"{key} = [{low!r}, {high!r}]" for key, (low, high) in law.intervals.items()]
+    if law.fitted is not None:
+        lines += ["", "[range]"]
+        ranges = ((key, getattr(law.fitted, key)) for key in ("parameters", "tokens", "flops"))
+        lines += [f"{key} = [{low!r}, {high!r}]" for key, (low, high) in ranges]
+    for run, parameters, tokens, loss in points:
+        lines += ["", "[[points]]", f"run = {json.dumps(run)}"]
+        lines += [f"parameters = {parameters!r}", f"tokens = {tokens!r}", f"loss = {loss!r}"]
+    return "\n".join(lines) + "\n"
 
 
 def _law(name: str, values: Mapping[str, Any]) -> Law:
