@@ -40,8 +40,9 @@ def update_of(dtype: torch.dtype, name: str, device: torch.device) -> Callable[[
     model = nn.Linear(SHAPE[1], SHAPE[0], bias=False, device=device, dtype=dtype)
     model.weight.grad = torch.randn_like(model.weight)
     optimizer = build_optimizer(model, OptimizerSpec(name=name))
-    optimizer.set_learning_rate(1e-3)
-    return optimizer.step
+    optimizer.learning_rate = 1e-3
+    applied = torch.zeros((), device=device)
+    return lambda: optimizer.step(applied)
 
 
 def searches(device: torch.device) -> dict[str, Callable[[], object]]:

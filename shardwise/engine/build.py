@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.engine.forward_backward import Sequential
-from shardwise.engine.loss_scale import LossScale, NormLimit
+from shardwise.engine.loss_scale import loss_scale_of, norm_limit_of
 from shardwise.engine.optim import build_optimizer
 from shardwise.engine.optimizer_step import AfterBackward, WithinBackward
 from shardwise.engine.pipeline import passes_of
@@ -94,8 +94,8 @@ def materialise(site: Site, device: torch.device) -> Run:
         device,
         model,
         build_optimizer(model, spec, recipe.seed, options.state_offload, on_host, ratio),
-        LossScale(recipe.loss_scale if options.dtypes.loss_scaled else None, device),
-        NormLimit(spec.clip_norm, spec.adaptive_clip, device),
+        loss_scale_of(recipe.loss_scale if options.dtypes.loss_scaled else None, device),
+        norm_limit_of(spec.clip_norm, spec.adaptive_clip, device),
     )
     update = WithinBackward(live) if options.update_in_backward else AfterBackward(live)
     passes = Sequential(live, update) if options.place is None else passes_of(live, update)

@@ -32,8 +32,13 @@ VARIANCE, MEAN_SQUARE = "norm_variance", "norm_square"
 """Names in a checkpoint: of the variance, and of the mean square that the first checkpoints have in its place."""
 
 
+def loss_scale_of(spec: LossScaleSpec | None, device: torch.device) -> LossScale:
+    """The recipe's loss scale. ``spec`` None: one, for good."""
+    return (DynamicLossScale if spec is not None and spec.dynamic else LossScale)(spec, device)
+
+
 class LossScale:
-    """The factor on the loss. ``spec`` None: one, for good."""
+    """A constant factor on the loss. ``spec`` None: one."""
 
     def __init__(self, spec: LossScaleSpec | None, device: torch.device) -> None:
         self.active = spec is not None
@@ -43,9 +48,16 @@ class LossScale:
         self._left = torch.full((), self._spec.hysteresis, dtype=torch.int32, device=device)
 
     def update(self, skipped: Tensor) -> None:
-        """Back off or grow after a step whose update was skipped (1) or not (0)."""
-        if not self._spec.dynamic:
-            return
+        """Learn whether a step's update was skipped (1) or not (0). A constant learns nothing."""
+
+    def state(self) -> dict[str, Tensor]:
+        return {"loss_scale": self.value, "clean_steps": self._clean, "overflows_left": self._left}
+
+
+class DynamicLossScale(LossScale):
+    """Backs off when gradients overflow, and grows after a number of clean steps."""
+
+    def update(self, skipped: Tensor) -> None:
         spec, bad = self._spec, skipped > 0
         left = self._left - bad.to(torch.int32)
         clean = torch.where(bad, 0, self._clean + 1)
@@ -56,32 +68,55 @@ class LossScale:
         self._clean.copy_(torch.where(grown, 0, clean))
         self._left.copy_(torch.where(grown, spec.hysteresis, left.clamp(min=0)))
 
-    def state(self) -> dict[str, Tensor]:
-        return {"loss_scale": self.value, "clean_steps": self._clean, "overflows_left": self._left}
+
+def norm_limit_of(
+    clip_norm: float | None, adaptive: AdaptiveClipSpec | None, device: torch.device
+) -> NormLimit:
+    """The recipe's limit: a constant, an adaptive limit, the lower of both, or neither."""
+    if adaptive is None:
+        return NormLimit(clip_norm, device)
+    return AdaptiveNormLimit(clip_norm, device, adaptive)
 
 
 class NormLimit:
-    """The norm to which gradients are clipped: a constant, an adaptive limit, the lower of both, or neither."""
+    """The norm to which gradients are clipped: a constant. ``clip_norm`` None: they are not clipped."""
 
-    def __init__(
-        self, clip_norm: float | None, adaptive: AdaptiveClipSpec | None, device: torch.device
-    ) -> None:
-        self.active = clip_norm is not None or adaptive is not None
+    def __init__(self, clip_norm: float | None, device: torch.device) -> None:
+        self.active = clip_norm is not None
         self._constant = math.inf if clip_norm is None else clip_norm
-        self._spec = adaptive
         self._mean, self._variance, self._seen = (
             torch.zeros((), dtype=torch.float32, device=device) for _ in range(3)
         )
 
     def value(self, norm: Tensor) -> Tensor:
         """The limit for a gradient of this norm, a scalar; infinite when there is none."""
+        return torch.full_like(self._mean, self._constant)
+
+    def update(self, norm: Tensor, skipped: Tensor) -> None:
+        """Learn the norm of a step whose update was skipped (1) or not (0). A constant learns nothing."""
+
+    def state(self) -> dict[str, Tensor]:
+        return {"norm_mean": self._mean, VARIANCE: self._variance, "norms_seen": self._seen}
+
+    def convert_mean_square(self) -> None:
+        """Turn the variance, which was loaded from a checkpoint with ``MEAN_SQUARE`` in its place, into a variance."""
+        self._variance.sub_(self._mean.square()).clamp_(min=0)
+
+
+class AdaptiveNormLimit(NormLimit):
+    """The lower of ZClip's limit and a constant one."""
+
+    def __init__(self, clip_norm: float | None, device: torch.device, spec: AdaptiveClipSpec) -> None:
+        super().__init__(clip_norm, device)
+        self.active = True
+        self._spec = spec
+
+    def value(self, norm: Tensor) -> Tensor:
         return self._adaptive(norm.to(torch.float32)).clamp(max=self._constant)
 
     def _adaptive(self, norm: Tensor) -> Tensor:
-        """The adaptive limit; infinite in the warmup, and in mode ``zclip`` for a norm that is no outlier."""
+        """ZClip's limit; infinite in the warmup, and in mode ``zclip`` for a norm that is no outlier."""
         none = torch.full_like(self._mean, math.inf)
-        if self._spec is None:
-            return none
         z, deviation = self._spec.z, self._variance.sqrt()
         if self._spec.mode == "cap":
             limit = self._mean + z * deviation
@@ -92,8 +127,6 @@ class NormLimit:
 
     def update(self, norm: Tensor, skipped: Tensor) -> None:
         """Learn a norm, clipped to its adaptive limit; nothing of a skipped step."""
-        if self._spec is None:
-            return
         norm = norm.to(torch.float32)
         norm = norm.minimum(self._adaptive(norm))
         warming, bad = self._seen < NORM_WARMUP, skipped > 0
@@ -104,10 +137,3 @@ class NormLimit:
         self._variance.copy_(torch.where(bad, self._variance, self._variance.lerp(square, weight)))
         self._mean.copy_(torch.where(bad, self._mean, mean))
         self._seen.add_(1 - skipped)
-
-    def state(self) -> dict[str, Tensor]:
-        return {"norm_mean": self._mean, VARIANCE: self._variance, "norms_seen": self._seen}
-
-    def convert_mean_square(self) -> None:
-        """Turn the variance, which was loaded from a checkpoint with ``MEAN_SQUARE`` in its place, into a variance."""
-        self._variance.sub_(self._mean.square()).clamp_(min=0)

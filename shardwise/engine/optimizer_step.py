@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.engine.optim.norm import global_norm, scale_gradients, square_sum
+from shardwise.engine.optim.norm import scale_gradients, square_sum
 from shardwise.engine.phase import phase
 from shardwise.engine.run import LiveModel, OptimizerStep
 
@@ -34,7 +34,7 @@ class AfterBackward(OptimizerStep):
         with phase("clip"):
             norm, skip = self.clip(loss)
         with phase("optimizer"):
-            live.optimizer.step(skip=skip)
+            live.optimizer.step(skip)
             live.optimizer.zero_grad(set_to_none=True)
             live.loss_scale.update(skip)
         return norm, skip
@@ -42,12 +42,13 @@ class AfterBackward(OptimizerStep):
     def clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Unscale and clip all gradients in place; (their norm before clipping, the verdict)."""
         live, scale, limits = self._live, self._live.loss_scale, self._live.norm_limit
-        norm = global_norm(live.own_parameters(), live.device, live.stage_ranks, live.verdict_group)
-        norm = norm / scale.value
+        square = square_sum(live.own_parameters(), live.device, live.stage_ranks)
+        dist.all_reduce(square, group=live.verdict_group)
+        norm = square.sqrt() / scale.value
         skip = 1 - (norm.isfinite() & loss.isfinite()).to(torch.float32)
         if scale.active or limits.active:
             factor = (limits.value(norm) / (norm + 1e-6)).clamp(max=1.0) / scale.value
-            scale_gradients(list(live.model.parameters()), factor)
+            scale_gradients(live.model.parameters(), factor)
         limits.update(norm, skip)
         return norm, skip
 

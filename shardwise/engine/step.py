@@ -39,7 +39,7 @@ def step(run: Run, steps: Steps, learning_rate: float) -> StepResult:
     Args:
         steps: an iterator over the micro-batches of every step. ``[batches]`` is a run of one step.
     """
-    run.optimizer.set_learning_rate(learning_rate)
+    run.optimizer.learning_rate = learning_rate
     scale = run.loss_scale.value.clone()
     tokens, loss = run.passes.forward_backward(steps)
     grad_norm, skipped = run.update.finish(loss)

@@ -7,6 +7,8 @@ stops, and the launcher starts all ranks again with half the micro-batch (oom_re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,7 +65,6 @@ class _Pending:
     index: int
     result: StepResult
     stop: Tensor
-    learning_rate: float
     seconds: float
 
 
@@ -168,16 +169,25 @@ class Trainer:
     def _issue(self, index: int, batches: Steps) -> _Pending:
         """Run a step without waiting for the device."""
         recipe, run = self.job.recipe, self.run
+        seed_step(recipe.seed, index, run.random_rank)
+        with self._monitored(index):
+            result = step(run, batches, learning_rate(recipe, index))
+        return _Pending(index, result, self._stop_asked(index), self.log.lap())
+
+    @contextmanager
+    def _monitored(self, index: int) -> Iterator[None]:
+        """Tell the OOM record and the watchdog which step runs, and time its passes if it is the one to time."""
         self.index = index
         heartbeat.own.at_step(index + 1)
-        rate = learning_rate(recipe, index)
-        seed_step(recipe.seed, index, run.random_rank)
         with self.stopwatch.over(index):
-            result = step(run, batches, rate)
+            yield
+
+    def _stop_asked(self, index: int) -> Tensor:
+        """1 if a rank was asked to stop, else 0; on all ranks, without waiting for the device."""
         # Ranks that are not in the same step can agree to stop only where the run pauses.
-        together = run.synchronous or self.pauses.after(index)
-        stop = self.stopping.agreed() if together else torch.zeros(())
-        return _Pending(index, result, stop, rate, self.log.lap())
+        if self.run.synchronous or self.pauses.after(index):
+            return self.stopping.agreed()
+        return torch.zeros(())
 
     def _finish(self, pending: _Pending, validation_loss: float | None = None) -> bool:
         """Read, log and judge the results of a step. Returns whether a rank was asked to stop.
@@ -192,7 +202,7 @@ class Trainer:
             step=self.state.step,
             loss=loss,
             grad_norm=norm,
-            learning_rate=pending.learning_rate,
+            learning_rate=learning_rate(self.job.recipe, pending.index),
             tokens=tokens,
             seconds=seconds,
             tokens_per_second=tokens / seconds,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.loss_scale import NormLimit
+from shardwise.engine.loss_scale import norm_limit_of
 from shardwise.engine.schedule import learning_rate
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.recipe.lr_scaling import scaled
@@ -54,7 +54,7 @@ def train_reference(
     spec = scaled(recipe)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = _optimizer(_groups(blueprint, model, spec), spec)
-    limit = NormLimit(spec.clip_norm, spec.adaptive_clip, torch.device("cpu"))
+    limit = norm_limit_of(spec.clip_norm, spec.adaptive_clip, torch.device("cpu"))
     for index, batches in enumerate(batches_of):
         total, count = 0.0, 0
         for batch in batches:

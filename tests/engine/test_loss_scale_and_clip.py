@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 
-from shardwise.engine.loss_scale import LossScale, NormLimit
+from shardwise.engine.loss_scale import loss_scale_of, norm_limit_of
 from shardwise.recipe.sections import AdaptiveClipSpec, LossScaleSpec, OptimizerSpec
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ GOOD, BAD = torch.zeros(()), torch.ones(())
 
 def scales(spec: LossScaleSpec, verdicts: str) -> list[float]:
     """The scale after each step; ``x`` is a skipped one."""
-    scale = LossScale(spec, CPU)
+    scale = loss_scale_of(spec, CPU)
     found = []
     for verdict in verdicts:
         scale.update(BAD if verdict == "x" else GOOD)
@@ -83,7 +83,7 @@ def test_any_sequence_as_megatron_s(seed: int) -> None:
 
 def test_a_static_scale_never_moves_and_neither_does_one() -> None:
     assert scales(LossScaleSpec(initial=128.0, dynamic=False, growth_interval=1), "x..x") == [128] * 4
-    scale = LossScale(None, CPU)
+    scale = loss_scale_of(None, CPU)
     scale.update(BAD)
     assert not scale.active and float(scale.value) == 1
 
@@ -110,7 +110,7 @@ def zclip(norms: list[float], z: float, max_norm: float = math.inf) -> list[floa
 
 def clipped(norms: list[float], constant: float | None, adaptive: AdaptiveClipSpec | None) -> list[float]:
     """Norms after each was clipped to its limit."""
-    limit, found = NormLimit(constant, adaptive, CPU), []
+    limit, found = norm_limit_of(constant, adaptive, CPU), []
     for norm in norms:
         found.append(min(norm, float(limit.value(torch.tensor(norm)))))
         limit.update(torch.tensor(norm), GOOD)
@@ -158,7 +158,7 @@ def test_a_number_in_the_recipe_is_the_z_of_zclip() -> None:
 
 
 def test_skipped_steps_teach_nothing() -> None:
-    limit = NormLimit(None, AdaptiveClipSpec(z=2.5), CPU)
+    limit = norm_limit_of(None, AdaptiveClipSpec(z=2.5), CPU)
     for norm in noisy_norms():
         limit.update(torch.tensor(norm), GOOD)
     before = {name: value.clone() for name, value in limit.state().items()}

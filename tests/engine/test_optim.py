@@ -26,6 +26,9 @@ from shardwise.train.loop import seed_step
 from tests.harness.pool import Pool
 from tests.harness.tiny_run import batch, equal, full, make_run, train, whole
 
+APPLIED = torch.zeros(())
+"""The verdict that skips no update."""
+
 RULES = [
     ("adamw", torch.float32),
     ("adamw", torch.bfloat16),
@@ -55,14 +58,14 @@ def test_a_skipped_update_touches_nothing(name: str, dtype: torch.dtype) -> None
     net = model(dtype)
     spec = OptimizerSpec(name=name)  # type: ignore[arg-type]
     optimizer = build_optimizer(net, spec)
-    optimizer.set_learning_rate(1e-2)
+    optimizer.learning_rate = 1e-2
     for poison, skip in ((None, 0.0), (math.nan, 1.0), (math.inf, 1.0), (None, 0.0)):
         for parameter in net.parameters():
             parameter.grad = torch.randn_like(parameter)
             if poison is not None:
                 parameter.grad.view(-1)[0] = poison
         before = bits(optimizer)
-        optimizer.step(skip=torch.tensor(skip))
+        optimizer.step(torch.tensor(skip))
         same = [torch.equal(b, a) for b, a in zip(before, bits(optimizer), strict=True)]
         assert all(same) if skip else not any(same[: len(list(net.parameters()))])
         assert all(t.isfinite().all() for t in bits(optimizer))
@@ -74,7 +77,7 @@ def test_adamw_is_torch_s(dtype: torch.dtype, tolerance: float) -> None:
     spec = OptimizerSpec(weight_decay=0.1)
     ours, theirs = model(dtype), model(dtype)
     mine = build_optimizer(ours, spec)
-    mine.set_learning_rate(1e-2)
+    mine.learning_rate = 1e-2
     groups = [
         {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -84,7 +87,7 @@ def test_adamw_is_torch_s(dtype: torch.dtype, tolerance: float) -> None:
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             a.grad = torch.randn_like(a)
             b.grad = a.grad.clone()
-        mine.step()
+        mine.step(APPLIED)
         other.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance / 100)
@@ -104,10 +107,10 @@ def test_sgd_decays_weights_outside_of_the_momentum(
     velocity = torch.zeros_like(weight)
     spec = OptimizerSpec(name="sgd", weight_decay=decay, momentum=momentum)
     optimizer = build_optimizer(net, spec, offload=offload)
-    optimizer.set_learning_rate(rate)
+    optimizer.learning_rate = rate
     for index in range(6):
         net.weight.grad = torch.randn_like(net.weight) * 0.01
-        optimizer.step(skip=torch.tensor(float(index == 2)))
+        optimizer.step(torch.tensor(float(index == 2)))
         if index != 2:  # a skipped update decays nothing
             velocity = momentum * velocity + net.weight.grad.double()
             weight = (1 - rate * decay) * weight - rate * velocity
@@ -177,12 +180,12 @@ def test_a_small_first_moment_is_not_divided_by_epsilon(ratio: float) -> None:
     """
     weight = nn.Parameter(torch.zeros(1, BLOCK))
     optimizer = build_optimizer(nn.ParameterList([weight]), OptimizerSpec(name="adamw_8bit", epsilon=1e-12))
-    optimizer.set_learning_rate(1.0)
+    optimizer.learning_rate = 1.0
     for small in (ratio, 0.0, 0.0):
         weight.grad = torch.full((1, BLOCK), small)
         weight.grad[0, 0] = 1.0
         before = weight.detach().clone()
-        optimizer.step()
+        optimizer.step(APPLIED)
         assert (weight - before).abs().max() < 2
 
 
@@ -229,14 +232,14 @@ def test_rounding_passes_what_is_no_number() -> None:
 def updated(name: str) -> dict[str, Tensor]:
     """A bf16 run's whole weights after three updates from given gradients."""
     run = make_run(3, settings={"precision": "bf16", "master_weights": False}, optimizer={"name": name})
-    run.optimizer.set_learning_rate(1e-3)
+    run.optimizer.learning_rate = 1e-3
     for index in range(3):
         for number, parameter in enumerate(run.model.parameters()):
             generator = torch.Generator().manual_seed(100 * index + number)
             gradient = torch.randn(parameter.shape, generator=generator)
             parameter.grad = torch.zeros_like(parameter)
             local(parameter.grad).copy_(gradient[local_slices(parameter)])
-        run.optimizer.step()
+        run.optimizer.step(APPLIED)
     return {n: full(p.detach()) for n, p in run.model.named_parameters()}
 
 
@@ -256,10 +259,10 @@ def test_master_weights_keep_what_16_bits_lose() -> None:
         weight = nn.Linear(1000, 1000, bias=False).to(dtype)
         nn.init.ones_(weight.weight)
         optimizer = build_optimizer(weight, spec)
-        optimizer.set_learning_rate(1.0)
+        optimizer.learning_rate = 1.0
         for _ in range(8):
             weight.weight.grad = torch.full_like(weight.weight, -change)
-            optimizer.step()
+            optimizer.step(APPLIED)
         expected = 1 + 8 * float(torch.tensor(change, dtype=dtype))
         assert float(weight.weight.detach().double().mean()) == pytest.approx(expected, abs=2e-5)
 
@@ -337,6 +340,6 @@ def test_every_seed_of_a_recipe_will_do(seed: int) -> None:
     weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = build_optimizer(nn.ParameterList([weight]), OptimizerSpec(), seed=seed)
     weight.grad = torch.ones_like(weight)
-    optimizer.set_learning_rate(0.1)
-    optimizer.step()
+    optimizer.learning_rate = 0.1
+    optimizer.step(APPLIED)
     assert (weight < 1).all()

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.engine.build import build
 from shardwise.engine.optim import build_optimizer
-from shardwise.engine.optim.norm import global_norm, local
+from shardwise.engine.optim.norm import local
 from shardwise.engine.optimizer_step import AfterBackward
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
@@ -50,12 +50,12 @@ def gradients(settings: dict[str, Any]) -> Gradients:
     rows = torch.arange(ROWS).view(-1, run.data_degree, size)[:, run.data_rank]
     batches = [{name: tensor[part] for name, tensor in whole.items()} for part in rows]
     _, loss = run.passes.forward_backward([batches])
-    norm = global_norm(run.model.parameters(), run.device, run.stage_ranks)
     pieces = {
         n: (local_slices(p), local(p.grad).clone())
         for n, p in run.model.named_parameters()
         if p.grad is not None
     }
+    norm, _ = AfterBackward(run).clip(loss)
     return float(loss), float(norm), pieces
 
 
@@ -98,8 +98,8 @@ def clipped() -> tuple[float, float]:
     run = build(recipe(), blueprint, strategy_from({"zero_stage": 3}), torch.device("cpu"))
     for parameter in run.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
-    before, _ = AfterBackward(run).clip(torch.zeros(()))
-    return float(before), float(global_norm(run.model.parameters(), run.device, run.stage_ranks))
+    before, after = (AfterBackward(run).clip(torch.zeros(()))[0] for _ in range(2))
+    return float(before), float(after)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -1,8 +1,8 @@
-"""A chunk: some rows of one parameter with its gradient and moments, the unit of offloaded updates.
+"""A chunk: one parameter or some of its rows, with gradient and state, as an update rule sees it.
 
 Every rule is elementwise, or works in blocks within a row, so rows can be updated separately and in any order. A chunk
-knows its parameter only for the position of its rows in the whole, which stochastic rounding needs. Its tensors may be
-copies in another memory.
+knows its parameter only for the position of its rows in the whole, which stochastic rounding needs. Its tensors are
+local: shards of DTensors, or copies of rows in another memory.
 """
 
 from __future__ import annotations
@@ -21,19 +21,30 @@ CHUNK = 2**22
 """Largest number of elements in a chunk: 16 MiB for each tensor in fp32."""
 
 STEP = "step"
-"""Name of the update counter: a scalar, always in memory."""
+"""Name of the update counter in a state: a scalar, always in memory. A rule that has one counts it up."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a parameter, [rows, rest] each. ``step`` includes this update, unless it is skipped."""
+    """A whole local shard, with its own shape, or rows of it from row ``first``, as [rows, rest]."""
 
     parameter: nn.Parameter
-    rows: slice
+    first: int
     weight: Tensor
     grad: Tensor
     state: dict[str, Tensor]
-    step: Tensor | None
+
+    @property
+    def rows(self) -> slice:
+        """Its rows in the local shard."""
+        return slice(self.first, self.first + self.weight.shape[0])
+
+
+def whole(parameter: nn.Parameter, state: dict[str, Tensor]) -> Chunk:
+    """The local shard of a parameter with a gradient."""
+    assert parameter.grad is not None
+    held = {name: local(tensor) for name, tensor in state.items()}
+    return Chunk(parameter, 0, local(parameter.detach()), local(parameter.grad), held)
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -42,7 +53,7 @@ def as_rows(tensor: Tensor) -> Tensor:
     return piece.view(piece.shape[0] if piece.ndim else 1, piece.shape[1:].numel())
 
 
-def chunks(rows: int, columns: int) -> Iterator[slice]:
+def row_slices(rows: int, columns: int) -> Iterator[slice]:
     """Slices of whole rows with at most CHUNK values, at least one row each."""
     height = max(1, CHUNK // max(1, columns))
     for start in range(0, rows, height):

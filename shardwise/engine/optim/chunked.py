@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, chunks
+from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, row_slices
 from shardwise.engine.optim.moment_storage import Moments
-from shardwise.engine.optim.norm import gradient
 from shardwise.engine.optim.optimizer import Rate, UpdateRule
 from shardwise.engine.optim.rounding import random_bits, to_bf16
 from shardwise.runtime.parallel.shard_slices import local_slices
@@ -36,47 +35,45 @@ class ChunkedRule:
             state.update(self.moments.state(parameter, name))
         return state
 
-    def update(
-        self,
-        parameters: Sequence[nn.Parameter],
-        states: Sequence[dict[str, Tensor]],
-        rate: Rate,
-        skip: Tensor,
-    ) -> None:
-        for parameter, state in zip(parameters, states, strict=True):
-            state[STEP] += 1 - skip
-            weights, grads = as_rows(parameter), gradient(parameter).view_as(as_rows(parameter))
-            kept = {name: as_rows(moment) for name, moment in state.items() if name != STEP}
-            for rows in chunks(*weights.shape):
-                moments = {name: moment[rows] for name, moment in kept.items()}
-                piece = Chunk(parameter, rows, weights[rows], grads[rows], moments, state[STEP])
-                self.update_piece(piece, rate, skip)
+    def update(self, chunks: Sequence[Chunk], rate: Rate, skip: Tensor) -> None:
+        for chunk in chunks:
+            step, weights = chunk.state[STEP], as_rows(chunk.weight)
+            grads = chunk.grad.view_as(weights)
+            moments = {name: as_rows(moment) for name, moment in chunk.state.items() if name != STEP}
+            for rows in row_slices(*weights.shape):
+                state = {STEP: step, **{name: moment[rows] for name, moment in moments.items()}}
+                first = chunk.first + rows.start
+                self._update_rows(
+                    Chunk(chunk.parameter, first, weights[rows], grads[rows], state), rate, skip
+                )
+            step += 1 - skip
 
-    def update_piece(self, piece: Chunk, rate: Rate, skip: Tensor) -> None:
-        untouched, stored = skip > 0, piece.weight
+    def _update_rows(self, chunk: Chunk, rate: Rate, skip: Tensor) -> None:
+        untouched, stored = skip > 0, chunk.weight
         wide = torch.promote_types(stored.dtype, torch.float32)
-        moments = {name: self.moments.read(piece.state, name).to(wide) for name in self.names}
-        read = replace(piece, weight=stored.to(wide), grad=piece.grad.to(wide), state=moments)
-        self.rule.update_piece(read, rate, skip)
+        moments = {name: self.moments.read(chunk.state, name).to(wide) for name in self.names}
+        state = {STEP: chunk.state[STEP].clone(), **moments}  # the rule counts up the clone
+        read = replace(chunk, weight=stored.to(wide), grad=chunk.grad.to(wide), state=state)
+        self.rule.update([read], rate, skip)
         for name, moment in moments.items():
-            self.moments.write(piece.state, name, moment, untouched)
+            self.moments.write(chunk.state, name, moment, untouched)
         if stored.dtype != wide:
-            stored.copy_(torch.where(untouched, stored, self._narrow(read.weight, piece)))
+            stored.copy_(torch.where(untouched, stored, self._narrow(read.weight, chunk)))
 
-    def _narrow(self, value: Tensor, piece: Chunk) -> Tensor:
+    def _narrow(self, value: Tensor, chunk: Chunk) -> Tensor:
         """fp32 values in the dtype of the weights."""
-        if piece.weight.dtype != torch.bfloat16:
-            return value.to(piece.weight.dtype)
-        assert piece.step is not None, "in every state that is made here"
-        seed = (piece.step.to(torch.int64) << 40) + self.seed * 1_000_003 % 2**62
-        return to_bf16(value, random_bits(*_place(piece), seed))
+        if chunk.weight.dtype != torch.bfloat16:
+            return value.to(chunk.weight.dtype)
+        number = (chunk.state[STEP] + 1).to(torch.int64)
+        seed = (number << 40) + self.seed * 1_000_003 % 2**62
+        return to_bf16(value, random_bits(*_place(chunk), seed))
 
 
-def _place(piece: Chunk) -> tuple[Tensor, Tensor]:
+def _place(chunk: Chunk) -> tuple[Tensor, Tensor]:
     """Row and column indices of a chunk's elements in the whole parameter as [rows, rest], int64."""
-    parameter, rows = piece.parameter, piece.rows
+    parameter, rows = chunk.parameter, chunk.rows
     first, *rest = local_slices(parameter) or (slice(0, 1),)
-    device = piece.weight.device
+    device = chunk.weight.device
     row = torch.arange(first.start + rows.start, first.start + rows.stop, device=device)
     column = torch.zeros(1, dtype=torch.int64, device=device)
     for span, size in zip(rest, parameter.shape[1:], strict=True):

@@ -15,7 +15,6 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from shardwise.engine.optim.chunk import Chunk
-from shardwise.engine.optim.norm import gradient, local
 from shardwise.engine.optim.optimizer import Rate
 from shardwise.runtime.torch_private import foreach_mul_
 
@@ -34,46 +33,14 @@ class FusedAdamW:
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }
 
-    def update(
-        self,
-        parameters: Sequence[nn.Parameter],
-        states: Sequence[dict[str, Tensor]],
-        rate: Rate,
-        skip: Tensor,
-    ) -> None:
-        self._kernel(
-            [local(p.detach()) for p in parameters],
-            [gradient(p) for p in parameters],
-            [local(s["exp_avg"]) for s in states],
-            [local(s["exp_avg_sq"]) for s in states],
-            [s["step"] for s in states],
-            rate,
-            skip,
-        )
-
-    def update_piece(self, piece: Chunk, rate: Rate, skip: Tensor) -> None:
-        assert piece.step is not None, "in every state that is made here"
-        moments = piece.state["exp_avg"], piece.state["exp_avg_sq"]
-        # The kernel counts the step itself.
-        self._kernel([piece.weight], [piece.grad], [moments[0]], [moments[1]], [piece.step - 1], rate, skip)
-
-    def _kernel(
-        self,
-        weights: list[Tensor],
-        grads: list[Tensor],
-        means: list[Tensor],
-        squares: list[Tensor],
-        steps: list[Tensor],
-        rate: Rate,
-        skip: Tensor,
-    ) -> None:
+    def update(self, chunks: Sequence[Chunk], rate: Rate, skip: Tensor) -> None:
         adamw(
-            weights,
-            grads,
-            means,
-            squares,
+            [c.weight for c in chunks],
+            [c.grad for c in chunks],
+            [c.state["exp_avg"] for c in chunks],
+            [c.state["exp_avg_sq"] for c in chunks],
             [],
-            steps,
+            [c.state["step"] for c in chunks],
             fused=True,
             found_inf=skip,
             amsgrad=False,
@@ -100,39 +67,15 @@ class FusedSGD:
             return {}
         return {"momentum": torch.zeros_like(parameter, requires_grad=False)}
 
-    def update(
-        self,
-        parameters: Sequence[nn.Parameter],
-        states: Sequence[dict[str, Tensor]],
-        rate: Rate,
-        skip: Tensor,
-    ) -> None:
-        self._kernel(
-            [local(p.detach()) for p in parameters],
-            [gradient(p) for p in parameters],
-            [local(s["momentum"]) if s else None for s in states],
-            rate,
-            skip,
-        )
-
-    def update_piece(self, piece: Chunk, rate: Rate, skip: Tensor) -> None:
-        self._kernel([piece.weight], [piece.grad], [piece.state.get("momentum")], rate, skip)
-
-    def _kernel(
-        self,
-        weights: list[Tensor],
-        grads: list[Tensor],
-        momenta: list[Tensor | None],
-        rate: Rate,
-        skip: Tensor,
-    ) -> None:
+    def update(self, chunks: Sequence[Chunk], rate: Rate, skip: Tensor) -> None:
+        weights = [c.weight for c in chunks]
         if rate.weight_decay:
             applied = 1 - skip.to(weights[0].dtype)
             foreach_mul_(weights, 1 - rate.learning_rate * rate.weight_decay * applied)
         sgd(
             weights,
-            grads,
-            momenta,
+            [c.grad for c in chunks],
+            [c.state.get("momentum") for c in chunks],
             fused=True,
             found_inf=skip,
             weight_decay=0.0,

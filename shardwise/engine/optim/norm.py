@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -35,12 +34,6 @@ def holders(tensor: Tensor, ranks: int) -> int:
     return ranks // pieces
 
 
-def gradient(parameter: nn.Parameter) -> Tensor:
-    """The local shard of a parameter's gradient, which must exist."""
-    assert parameter.grad is not None
-    return local(parameter.grad)
-
-
 def square_sum(parameters: Iterable[nn.Parameter], device: torch.device, ranks: int) -> Tensor:
     """This rank's contribution to the squared global norm, a scalar. The sum over all ranks is the squared norm.
 
@@ -49,7 +42,7 @@ def square_sum(parameters: Iterable[nn.Parameter], device: torch.device, ranks: 
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            by_copies.setdefault(holders(parameter.grad, ranks), []).append(gradient(parameter))
+            by_copies.setdefault(holders(parameter.grad, ranks), []).append(local(parameter.grad))
     pieces = [piece for group in by_copies.values() for piece in group]
     wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
     total = torch.zeros((), dtype=wide, device=device)
@@ -58,19 +51,7 @@ def square_sum(parameters: Iterable[nn.Parameter], device: torch.device, ranks: 
     return total
 
 
-def global_norm(
-    parameters: Iterable[nn.Parameter],
-    device: torch.device,
-    ranks: int,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """The L2 norm of the gradients of a group of ranks (None: all), a scalar on the device, equal on these ranks."""
-    square = square_sum(parameters, device, ranks)
-    dist.all_reduce(square, group=group)
-    return square.sqrt()
-
-
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply all gradients in place."""
-    if pieces := [gradient(p) for p in parameters if p.grad is not None]:
+    if pieces := [local(p.grad) for p in parameters if p.grad is not None]:
         foreach_mul_(pieces, factor.to(pieces[0].device))

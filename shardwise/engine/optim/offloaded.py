@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, chunks, stand_in
+from shardwise.engine.optim.chunk import STEP, Chunk, as_rows, row_slices, stand_in
 from shardwise.engine.optim.host_staging import SLOTS, Staging
-from shardwise.engine.optim.norm import gradient
+from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.nvme_state import StateFile
 from shardwise.engine.optim.optimizer import Optimizer, UpdateRule
 from shardwise.runtime.offload.host import host_memory
@@ -95,7 +95,7 @@ class OffloadedOptimizer(Optimizer):
         for parameter in parameters:
             if (count := self.state[parameter].get(STEP)) is not None:
                 count += 1 - skip
-        order = [(p, rows) for p in parameters for rows in chunks(*as_rows(p).shape)]
+        order = [(p, rows) for p in parameters for rows in row_slices(*as_rows(p).shape)]
         coming = [self._fetch(self._turn, *place) for place in order[:1]]
         for after in range(1, len(order) + 1):
             piece, turn = coming.pop(), self._turn
@@ -103,7 +103,7 @@ class OffloadedOptimizer(Optimizer):
             if after < len(order):
                 coming.append(self._fetch(self._turn, *order[after]))
             self._wait(turn)
-            self._host_rule.update_piece(piece, self.rate_of(piece.parameter), skip)
+            self._host_rule.update([piece], self.rate_of(piece.parameter), skip)
             self._send(turn, piece)
         if self._staging is not None:
             self._staging.end()
@@ -111,15 +111,18 @@ class OffloadedOptimizer(Optimizer):
     def _fetch(self, turn: int, parameter: nn.Parameter, rows: slice) -> Chunk:
         """The next chunk; its contents are valid after ``_wait``."""
         slot, held = turn % SLOTS, self.state[parameter]
+        assert parameter.grad is not None
         weights = as_rows(parameter)
-        weight, grad = weights[rows], gradient(parameter).view_as(weights)[rows]
+        weight, grad = weights[rows], local(parameter.grad).view_as(weights)[rows]
         if self._staging is not None:
             weight, grad = self._staging.fetch(slot, weight, grad)
         if self._file is not None:
             state = self._file.fetch(slot, parameter, rows)
         else:
             state = {name: as_rows(moment)[rows] for name, moment in held.items() if name != STEP}
-        return Chunk(parameter, rows, weight, grad, state, held.get(STEP))
+        if STEP in held:
+            state[STEP] = held[STEP] - 1  # a scalar of this chunk, which the rule counts up
+        return Chunk(parameter, rows.start, weight, grad, state)
 
     def _wait(self, turn: int) -> None:
         if self._staging is not None:
@@ -150,4 +153,4 @@ def share_of(parameters: Sequence[nn.Parameter], fraction: float) -> list[nn.Par
 def _largest(parameters: Iterable[nn.Parameter]) -> int:
     """Bytes of the largest chunk's weights."""
     views = [as_rows(parameter) for parameter in parameters]
-    return max((view[rows].nbytes for view in views for rows in chunks(*view.shape)), default=0)
+    return max((view[rows].nbytes for view in views for rows in row_slices(*view.shape)), default=0)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.optim.chunk import Chunk
+from shardwise.engine.optim.chunk import Chunk, whole
 
 
 class UpdateRule(Protocol):
@@ -26,18 +27,8 @@ class UpdateRule(Protocol):
         """Initial state of one parameter."""
         ...
 
-    def update(
-        self,
-        parameters: Sequence[nn.Parameter],
-        states: Sequence[dict[str, Tensor]],
-        rate: Rate,
-        skip: Tensor,
-    ) -> None:
-        """Update parameters and states in place, unless ``skip`` is 1."""
-        ...
-
-    def update_piece(self, piece: Chunk, rate: Rate, skip: Tensor) -> None:
-        """Update weights and moments of some rows in place, unless ``skip`` is 1."""
+    def update(self, chunks: Sequence[Chunk], rate: Rate, skip: Tensor) -> None:
+        """Update weights and states in place, unless ``skip`` is 1."""
         ...
 
 
@@ -50,10 +41,16 @@ class Rate:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Updates parameters by one rule. Groups differ in weight decay and in learning rate ratio."""
+    """Updates parameters by one rule. Groups differ in weight decay and in learning rate ratio.
+
+    Attributes:
+        learning_rate: of the next update, where the ratio is 1.
+    """
+
+    learning_rate = 0.0
 
     def __init__(self, groups: list[dict[str, Any]], rule: UpdateRule) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "rate_ratio": 1.0})
+        super().__init__(groups, {"weight_decay": 0.0, "rate_ratio": 1.0})
         self._rule = rule
         self._group_of: dict[nn.Parameter, dict[str, Any]] = {}
         for group in self.param_groups:
@@ -71,25 +68,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def rate_of(self, parameter: nn.Parameter) -> Rate:
         group = self._group_of[parameter]
-        return Rate(group["lr"], group["weight_decay"])
+        return Rate(self.learning_rate * group["rate_ratio"], group["weight_decay"])
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        for group in self.param_groups:
-            group["lr"] = learning_rate * group["rate_ratio"]
-
-    def step(self, closure: Any = None, *, skip: Tensor | None = None) -> None:  # type: ignore[override]
+    def step(self, skip: Tensor) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        assert closure is None, "one gradient per step"
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if parameters:
-            device = parameters[0].device
-            self.update(parameters, torch.zeros((), device=device) if skip is None else skip)
+        self.update([p for group in self.param_groups for p in group["params"] if p.grad is not None], skip)
 
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter], skip: Tensor) -> None:
         """Update some parameters, all of which have gradients."""
-        by_group: dict[int, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            by_group.setdefault(id(self._group_of[parameter]), []).append(parameter)
-        for members in by_group.values():
-            self._rule.update(members, [self.state[p] for p in members], self.rate_of(members[0]), skip)
+        for rate, members in groupby(parameters, key=self.rate_of):
+            self._rule.update([whole(p, self.state[p]) for p in members], rate, skip)
