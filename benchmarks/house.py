@@ -1,8 +1,9 @@
 """Size and structure of the package at one or more git revisions: ``python benchmarks/house.py REVISION ...``.
 
 Counts files, lines of code (without docstrings, comments and blank lines), docstring words per line of code, the
-largest room, import circles between modules, class names with several definitions, and files outside the pipeline's
-rooms that mention pipelines. Prints a Markdown table with one column per revision. ``.`` is the working tree.
+largest room, import circles between modules, class names with several definitions, files outside the pipeline's
+rooms that mention pipelines, and the lines to read to follow one training step. Prints a Markdown table with one column
+per revision. ``.`` is the working tree.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import re
 import subprocess
 import sys
+import textwrap
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +22,50 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = "shardwise"
 PIPELINE_ROOMS = ("technique/pipeline", "engine/pipeline", "core/pipeline", "report/pipeline", "report/gantt")
+
+STEP = {
+    "train/loop.py": "Trainer._steps Trainer._issue seed_step",
+    "engine/schedule.py": "learning_rate multiplier",
+    "engine/step.py": "step",
+    "engine/forward_backward.py": "Sequential.forward_backward",
+    "engine/run.py": "LiveModel.local_batch LiveModel.count_targets LiveModel.own_parameters LiveModel.stage_ranks"
+    " LiveModel.verdict_group LiveModel.random_rank",
+    "engine/optimizer_step.py": "AfterBackward.before_backward AfterBackward.finish AfterBackward.clip",
+    "engine/loss_scale.py": "NormLimit.value NormLimit.update LossScale.update",
+    "engine/optim/norm.py": "square_sum holders local scale_gradients",
+    "engine/optim/optimizer.py": "Optimizer.step Optimizer.update Optimizer.rate_of",
+    "engine/optim/chunk.py": "whole",
+    "engine/optim/fused.py": "FusedAdamW.update",
+}
+"""The functions of the engine and of the loop that run in a step of the default strategy, by file.
+
+Not in the list: MONITORS, the model and the data. tests/train/test_loop.py traces a step to check it.
+"""
+
+MONITORS = {
+    "train/loop.py": "Trainer._monitored Trainer._stop_asked",
+    "train/run_log.py": "RunLog.lap",
+    "train/pass_stopwatch.py": "Stopwatch.over",
+    "train/batches.py": "RankBatches.at RankBatches._on_device",
+    "engine/train_state.py": "TrainState.position",
+    "engine/run.py": "LiveModel.synchronous",
+    "engine/phase.py": "phase micro_batch",
+}
+"""Other functions of the engine and of the loop in a step: they read batches, note what runs, or listen for a stop."""
+
+STEP_66C17CB = {
+    "train/loop.py": "Trainer._steps seed_step Trainer._asked_to_stop",
+    "engine/schedule.py": "learning_rate multiplier",
+    "engine/step.py": "step forward_backward",
+    "engine/passes.py": "Sequential.forward_backward Passes.reads counted",
+    "engine/build.py": "Run.part_of Run.own_parameters Run.stage_ranks Run.verdict_group Run.random_rank",
+    "engine/update.py": "AfterBackward.before_backward AfterBackward.finish AfterBackward.clip",
+    "engine/control.py": "NormLimit.value NormLimit.update LossScale.update",
+    "engine/optim/norm.py": "square_sum holders local gradient global_norm scale_gradients",
+    "engine/optim/optimizer.py": "Optimizer.step Optimizer.update Optimizer.rate_of Optimizer.set_learning_rate",
+    "engine/optim/fused.py": "FusedAdamW.update FusedAdamW._kernel",
+}
+"""The same at 66c17cb, the revision that tables of growth start from."""
 
 
 def sources(revision: str) -> dict[str, str]:
@@ -75,6 +121,31 @@ def code_lines(text: str) -> int:
     return len(lines - left_out)
 
 
+def functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    """Functions of a module and methods of its classes, by qualified name."""
+    found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for owner in tree.body:
+        if isinstance(owner, ast.ClassDef):
+            found |= {f"{owner.name}.{n.name}": n for n in owner.body if isinstance(n, ast.FunctionDef)}
+    return found
+
+
+def step_lines(files: dict[str, str]) -> tuple[int, int, int]:
+    """(lines of code, functions, files) of one training step."""
+    lines = count = 0
+    path = STEP_66C17CB if "engine/passes.py" in files else STEP
+    for file, names in path.items():
+        known = functions(ast.parse(files[file]))
+        for name in names.split():
+            lines += code_lines(textwrap.dedent(_source(files[file], known[name])))
+            count += 1
+    return lines, count, len(path)
+
+
+def _source(text: str, node: ast.FunctionDef) -> str:
+    return "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]) + "\n"
+
+
 def imports(files: dict[str, str]) -> dict[str, set[str]]:
     """Modules of the package that each module imports, also within functions and for type checking."""
     modules = {
@@ -126,8 +197,9 @@ def measures(files: dict[str, str]) -> dict[str, str]:
         for name, text in files.items()
         if re.search("pipeline", text, re.IGNORECASE) and not name.startswith(PIPELINE_ROOMS)
     ]
-    functions = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    longest = max((n.end_lineno or 0) - n.lineno + 1 for n in functions)
+    every = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    longest = max((n.end_lineno or 0) - n.lineno + 1 for n in every)
+    lines, step_functions, step_files = step_lines(files)
     return {
         "files": str(len(files)),
         "lines": f"{sum(len(text.splitlines()) for text in files.values()):,}",
@@ -139,6 +211,7 @@ def measures(files: dict[str, str]) -> dict[str, str]:
         "import circles between modules": str(circles(imports(files))),
         "class names with several definitions": str(sum(count > 1 for count in classes.values())),
         "files outside its rooms that mention pipelines": str(len(mentions)),
+        "lines to follow one training step": f"{lines} in {step_functions} functions, {step_files} files",
     }
 
 

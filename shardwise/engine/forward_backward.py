@@ -32,7 +32,7 @@ class Sequential(ForwardBackward):
                 for before_micro_batch in live.options.micro_batch_hooks:
                     before_micro_batch(last, 0)
                 with phase("forward"):
-                    loss_sum, _ = live.blueprint.loss(live.model, batch)
+                    loss_sum, _ = live.context.blueprint.loss(live.model, batch)
                     total += loss_sum.detach()
                 if sees_loss is not None:
                     sees_loss(loss_sum)

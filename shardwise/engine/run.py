@@ -88,7 +88,7 @@ class LiveModel:
     def stage_ranks(self) -> int:
         """The number of ranks that shard or replicate the parameters of this rank."""
         place = self.options.place
-        return self.layout.world_size // (1 if place is None else place.ranks)
+        return self.context.layout.world_size // (1 if place is None else place.ranks)
 
     @property
     def verdict_group(self) -> dist.ProcessGroup | None:
@@ -108,11 +108,13 @@ class LiveModel:
     @property
     def random_rank(self) -> int:
         """Equal on ranks that must draw the same random numbers: those that compute parts of the same activations."""
-        return dist.get_rank() // (1 if self.options.random_per_rank else self.layout.degree("tensor"))
+        if self.options.random_per_rank:
+            return dist.get_rank()
+        return dist.get_rank() // self.context.layout.degree("tensor")
 
     def count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """The valid targets of the global batch."""
-        tokens = torch.stack([self.blueprint.count(batch) for batch in batches]).sum()
+        tokens = torch.stack([self.context.blueprint.count(batch) for batch in batches]).sum()
         dist.all_reduce(tokens, group=self.context.token_group)
         return tokens
 

@@ -8,7 +8,9 @@ is no host sync.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +28,9 @@ def holders(tensor: Tensor, ranks: int) -> int:
     """Number of ranks with the same shard of this tensor, among ``ranks`` ranks that shard or replicate it."""
     if not isinstance(tensor, DTensor):
         return ranks
-    pieces = 1
-    for dim, placement in enumerate(tensor.placements):
-        # A strided shard (two axes on the same dim) is not a Shard in every torch release.
-        if not placement.is_replicate() and not placement.is_partial():
-            pieces *= tensor.device_mesh.size(dim)
-    return ranks // pieces
+    # A strided shard (two axes on the same dim) is not a Shard in every torch release.
+    sharded = [not p.is_replicate() and not p.is_partial() for p in tensor.placements]
+    return ranks // math.prod(compress(tensor.device_mesh.shape, sharded))
 
 
 def square_sum(parameters: Iterable[nn.Parameter], device: torch.device, ranks: int) -> Tensor:
