@@ -199,7 +199,8 @@ def _candidates(candidates: Sequence[Candidate], width: int) -> RenderableType:
         for each in candidates
     ]
     names = ("Considered", "peak", "step")
-    wide = [max(cell_len(name), *(cell_len(row[at]) for row in rows)) for at, name in enumerate(names)]
+    columns = zip(*(row[:3] for row in rows), strict=True)
+    wide = [max(map(cell_len, (name, *column))) for name, column in zip(names, columns, strict=True)]
     figures = f"{{:>{wide[1]}}}  {{:>{wide[2]}}}  "
     apart = wide[0] + 2 + cell_len(figures.format("", "")) > width
     shown: list[RenderableType] = [Text(names[0], "bold")]

@@ -185,6 +185,24 @@ def test_what_a_later_block_saves_again_stays() -> None:
     assert all(torch.equal(a, b) for a, b in zip(mine, gradients(model()), strict=True))
 
 
+def test_weights_of_layers_that_are_replaced_afterwards_stay() -> None:
+    """A later technique, such as fp8, replaces layers of a block, and sharding replaces the weights of those."""
+
+    class Layer(Block):
+        def forward(self, x: Tensor, *shared: Tensor) -> Any:
+            return self.layer(x)
+
+    model = Chain(torch.add)
+    model.blocks = nn.ModuleList(Layer(torch.add) for _ in range(5))
+    for block in model.blocks:
+        block.layer = nn.Linear(64, 64, bias=False, device="meta")
+    copies = offloaded(model)
+    for block in model.blocks:
+        block.layer = nn.Linear(64, 64, bias=False)
+    model(x := stream()).sum().backward()
+    assert set(copies.taken) == {x.untyped_storage().nbytes()}
+
+
 def test_only_two_blocks_lie_on_the_device() -> None:
     """Counted within every block, in storages that are still alive: the block's own and the last one's."""
     alive: list[weakref.ref[torch.UntypedStorage]] = []

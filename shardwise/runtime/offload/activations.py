@@ -20,6 +20,7 @@ each copy and does not prefetch. The price: a block's memory is freed one block 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -82,18 +83,20 @@ class OffloadedBlocks:
         self._ended: _BlockCall | None = None
         self._leaving: _BlockCall | None = None
         self._open: list[ExitStack] = []
-        buffers = [module._buffers for module in model.modules()]
         for index, block in enumerate(blocks):
-            weights = [module._parameters for module in block.modules()]
-            leaves = index < len(blocks) - ON_DEVICE
-            self._watch(block, index == 0, leaves, [*weights, *buffers])
+            self._watch(model, block, index == 0, leaves=index < len(blocks) - ON_DEVICE)
 
-    def _watch(self, block: nn.Module, first: bool, leaves: bool, fixed: list[dict[str, Any]]) -> None:
+    def _watch(self, model: nn.Module, block: nn.Module, first: bool, leaves: bool) -> None:
+        @functools.cache
+        def fixed() -> list[dict[str, Any]]:  # read at the first call: later techniques replace layers
+            owners = [module._buffers for module in model.modules()]
+            return owners + [module._parameters for module in block.modules()]
+
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._open.append(stack := ExitStack())
             # Not in a second run inside the backward pass: its saved tensors are used at once.
             if torch.is_grad_enabled() and not in_backward():
-                tensors = (tensor for owner in fixed for tensor in owner.values() if tensor is not None)
+                tensors = (tensor for owner in fixed() for tensor in owner.values() if tensor is not None)
                 given = storages_in((args, kwargs))
                 if first:
                     self._newest = self._ended = None
