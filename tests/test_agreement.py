@@ -48,6 +48,12 @@ def test_the_few_have_each_value_with_each_zero_stage_that_the_rows_have_it_with
 
 @pytest.mark.parametrize("trial", [case for table in PARITY for case in table.cases(trial_of)])
 def test_trains_as_one_plain_process(trial: Trial, parity: Parity) -> None:
-    """Loss, gradient norm and weights, step by step: 1e-10 in fp64, 1e-5 in fp32, wider where bits are given up."""
+    """Loss, gradient norm and weights, step by step: 1e-10 in fp64, 1e-5 in fp32, wider where bits are given up.
+
+    Weights without a master copy in fp32 drift beyond the fixed bound within 20 steps: the noise between plain runs in
+    the same precision judges them, beside a proof in fp64.
+    """
     verdict = parity.verdict(trial)
+    if not verdict.passed and trial.rounds_more:
+        verdict = parity.verified(trial)
     assert verdict.passed, verdict

@@ -21,10 +21,10 @@ from typing import Any
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, precision_of, strategy_from
 from shardwise.verify.verdict import Verdict
-from shardwise.verify.verify import shortened
+from shardwise.verify.verify import rounds_more, shortened
 from tests.harness.corpora import EVEN, FEW_LETTERS, WORDS, write_words
 from tests.harness.pool import Pool
-from tests.harness.ranks import Job, reference_rank, strategy_rank
+from tests.harness.ranks import Job, plain_rank, reference_rank, strategy_rank, verified_rank
 
 BATCH = 8
 """Most strategies that one fork trains: process groups of all of them stay open."""
@@ -44,6 +44,11 @@ class Trial:
     def reference(self) -> str:
         """The reference's precision."""
         return "fp64" if precision_of(strategy_from(self.settings)) == "fp64" else "fp32"
+
+    @property
+    def rounds_more(self) -> bool:
+        """Whether it keeps fewer digits than the reference."""
+        return rounds_more(self.recipe, strategy_from(self.settings))
 
 
 def batches(trials: Iterable[Trial]) -> list[list[Trial]]:
@@ -84,6 +89,15 @@ class Parity:
         if isinstance(found, Exception):
             raise found
         return found
+
+    def verified(self, trial: Trial) -> Verdict:
+        """The verdict of ``shardwise verify``: rounding noise is measured, and the layout is proved in fp64."""
+        folder = self._folder / f"verified-{len(list(self._folder.iterdir()))}"
+        folder.mkdir()
+        jobs = [(self._recipe(trial), dict(trial.settings), folder)]
+        self._pool.run(1, plain_rank, jobs, timeout=2 * _SECONDS)
+        (verdict,) = self._pool.run(trial.world, verified_rank, jobs, timeout=2 * _SECONDS)[0]
+        return verdict
 
     def all_pass(self, *trials: Trial) -> None:
         """Train trials of the same world in one fork; each has to train as the plain process does."""
