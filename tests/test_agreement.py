@@ -51,7 +51,7 @@ def test_trains_as_one_plain_process(trial: Trial, parity: Parity) -> None:
     """Loss, gradient norm and weights, step by step: 1e-10 in fp64, 1e-5 in fp32, wider where bits are given up.
 
     Weights without a master copy in fp32 drift beyond the fixed bound within 20 steps: the noise between plain runs in
-    the same precision judges them, beside a proof in fp64.
+    the same precision judges them, together with a proof in fp64.
     """
     verdict = parity.verdict(trial)
     if not verdict.passed and trial.rounds_more:

@@ -38,7 +38,7 @@ class Tally:
         _add(self.transfers, other.transfers, times)
 
     def cost(self, micro_batches: int = 1, passes: Mapping[Collective, int] | None = None) -> StepCost:
-        """The cost of a step of so many micro-batches; ``passes``: in how many of them a collective is called."""
+        """The cost of a step of ``micro_batches``; ``passes``: in how many of them a collective is called."""
         passes = passes or {}
         return StepCost(
             tuple(replace(kernel, calls=calls) for kernel, calls in self.kernels.items()),
