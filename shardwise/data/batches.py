@@ -97,6 +97,10 @@ class Data:
         pairs = zip(batches, slots, strict=True)
         return [self._masking.masked(batch, step, each) for batch, each in pairs]
 
+    def filled(self, step: int) -> list[int | None]:
+        """Number of tokens before the padding, of each sample of optimizer step `step`; None if it has no padding."""
+        return [self._train.filled(sample) for sample in self.samples(step)]
+
     def text(self, sample: int) -> str:
         """Training sample `sample` as text, for logs."""
         return self._train.text(sample)

@@ -46,6 +46,10 @@ class Samples(ABC):
     def batch(self, samples: Sequence[int | None]) -> Batch:
         """The samples stacked along a new first dimension; None is a padding row."""
 
+    def filled(self, sample: int) -> int | None:
+        """Number of tokens of a sample before its padding; None if it has no padding."""
+        return None
+
     @abstractmethod
     def text(self, sample: int) -> str:
         """The sample as readable text."""
@@ -115,6 +119,9 @@ class ExampleSamples(Samples):
         self._examples.cache.release()
         batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
         return {**batch, **_documents(positions)} if self._packed else batch
+
+    def filled(self, sample: int) -> int | None:
+        return self._examples.sequence(sample).filled
 
     def text(self, sample: int) -> str:
         found = self._examples.sequence(sample)

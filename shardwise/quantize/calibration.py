@@ -49,7 +49,7 @@ class Chosen:
     def of(self, ranks: Ranks) -> Batches:
         """The batches of one rank."""
         parts = (self.batches.calibration, self.batches.held_out, self.batches.labels)
-        return Batches(*(ranks.part(each) for each in parts))
+        return Batches(*(ranks.part(each) for each in parts), counted=ranks.part(self.batches.counted))
 
 
 def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) -> Chosen:
@@ -57,6 +57,7 @@ def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) 
     data = _opened(source, model, texts, texts.calibrate)
     sequences = min(texts.sequences, data.train_sequences)
     calibration = [data.micro_batches(step, 0, 1, 1)[0] for step in range(sequences)]
+    filled = [data.filled(step)[0] for step in range(sequences)]
     identity = data.fingerprint
     if texts.evaluate is not None:
         other = _opened(source, model, texts, texts.evaluate)
@@ -89,9 +90,20 @@ def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) 
         return [torch.cat(parts[start : start + size]) for start in range(0, len(parts), size)]
 
     batches = Batches(
-        joined(calibration, "input_ids"), joined(held_out, "input_ids"), joined(held_out, "labels")
+        joined(calibration, "input_ids"),
+        joined(held_out, "input_ids"),
+        joined(held_out, "labels"),
+        [_counted(filled[at : at + size], source.length) for at in range(0, sequences, size)],
     )
     return Chosen(batches, identity)
+
+
+def _counted(filled: list[int | None], length: int) -> Tensor | None:
+    """Bool [b, s], false for the padding that follows the ``filled`` tokens of each row; None without padding."""
+    if all(number is None or number == length for number in filled):
+        return None
+    ends = torch.tensor([length if number is None else number for number in filled])
+    return torch.arange(length) < ends.unsqueeze(1)
 
 
 def _batch_size(calibration: int, held_out: int, length: int, ranks: int) -> int:

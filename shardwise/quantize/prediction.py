@@ -61,7 +61,10 @@ def predicted_peak(source: SourceModel, quantizer: Quantizer, batches: Batches, 
     blocks = None if source.blueprint.depth is None else range(1)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, tracker.watching(), target.kernels(), _Constants():
-        given = Batches(*([torch.empty_like(ids) for ids in each] for each in _lists(batches)))
+        given = Batches(
+            *([torch.empty_like(ids) for ids in each] for each in _lists(batches)),
+            counted=[None if each is None else torch.empty_like(each) for each in batches.counted],
+        )
         rehearsed = replace(quantizer, method=quantizer.method.rehearsal())
         quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks)
     counted = max(peak.bytes for peak in peaks(tracker).values())

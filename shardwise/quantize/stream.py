@@ -41,11 +41,17 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class Batches:
-    """Token batches of one shape, int64 [b, s]. ``labels`` belong to ``held_out``."""
+    """Token batches of one shape, int64 [b, s].
+
+    Attributes:
+        labels: of ``held_out``.
+        counted: of ``calibration``: bool [b, s], false for padding; None without padding.
+    """
 
     calibration: Sequence[Tensor]
     held_out: Sequence[Tensor]
     labels: Sequence[Tensor]
+    counted: Sequence[Tensor | None]
 
 
 Progress = Callable[[int], None]
@@ -88,7 +94,7 @@ def quantize_blocks(
             if index in state:
                 found = state.load(index)
             else:
-                found = block.quantized(run, calibration, ranks)
+                found = block.quantized(run, calibration, batches.counted, ranks)
                 if ranks.rank == 0:
                     state.save(index, found)
             block.restore(found)
@@ -130,10 +136,14 @@ class _Block:
             self._serve(layer, weight.dequantize())
 
     def quantized(
-        self, run: Callable[[Tensor], Tensor], calibration: Sequence[Tensor], ranks: Ranks
+        self,
+        run: Callable[[Tensor], Tensor],
+        calibration: Sequence[Tensor],
+        counted: Sequence[Tensor | None],
+        ranks: Ranks,
     ) -> QuantizedBlock:
         """Quantize the layers for the inputs that the calibration activations give them; the layers keep weights."""
-        groups = input_sums(self._layers, run, calibration)
+        groups = input_sums(self._layers, run, calibration, counted)
         ranks.sum_inputs(groups)
         statistics: dict[str, InputStatistics] = {}
         for sums in groups:

@@ -34,7 +34,8 @@ def tokens(count: int, seed: int, vocab: int = 64) -> Tensor:
 
 def batches() -> Batches:
     calibration, held_out = tokens(4, 1), tokens(2, 2)
-    return Batches([each[:, :-1] for each in calibration.split(2)], [held_out[:, :-1]], [held_out[:, 1:]])
+    ids = [each[:, :-1] for each in calibration.split(2)]
+    return Batches(ids, [held_out[:, :-1]], [held_out[:, 1:]], [None] * 2)
 
 
 def walk_of(folder: Path) -> Walk:
