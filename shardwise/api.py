@@ -77,14 +77,15 @@ def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = F
     return read_run(Path(out))
 
 
-def export(run: str | Path, out: str | Path, *, dtype: str | None = None) -> Path:
+def export(run: str | Path, out: str | Path, *, dtype: str | None = None, base: bool = False) -> Path:
     """Write the newest checkpoint of a run as a folder that transformers loads; returns that folder.
 
     Args:
         run: the folder of the run.
         dtype: fp32, bf16 or fp16; None takes the precision that the run computed in.
+        base: write the frozen base of the run's adapters, dequantized, without them.
     """
-    return export_run(Path(run), Path(out), dtype)[0].folder
+    return export_run(Path(run), Path(out), dtype, base)[0].folder
 
 
 def merge(

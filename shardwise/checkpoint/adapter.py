@@ -35,7 +35,6 @@ from shardwise.engine.run_state import parameters_of
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles, write_adapter
 from shardwise.model.lora import is_adapter
-from shardwise.runtime.fingerprint import fingerprint_of
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 
 Place = tuple[tuple[int, int], ...]
@@ -69,7 +68,7 @@ def adapter_writer(run: Run, folder: Path, checkpoint: Path | None = None) -> Ca
     parameters = parameters_of(run)
     dtype = run.options.dtypes.compute
     tensors = {name: tensor.to(dtype) for name, tensor in gathered(run, parameters).items()}
-    fingerprint, target = fingerprint_of(run.model), folder / ADAPTER
+    fingerprint, target = blueprint.base_fingerprint(run.model), folder / ADAPTER
 
     def write() -> None:
         entries = {SAVED_AS: hash_of(checkpoint / manifests.NAME)} if checkpoint else {}

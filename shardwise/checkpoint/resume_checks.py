@@ -154,7 +154,7 @@ def _model_of(recipe: Recipe) -> dict[str, Any]:
     found = {f"model.{key}": value for key, value in recipe.model.model_dump(exclude={"hf"}).items()}
     found["optimizer.name"] = recipe.optimizer.name
     if recipe.adapter is not None:
-        said = {"name", "rank", "alpha", "targets", "rank_stabilized", "quantize"}
+        said = {"name", "rank", "alpha", "targets", "rank_stabilized", "quantize", "init"}
         found |= {f"adapter.{key}": value for key, value in recipe.adapter.model_dump(include=said).items()}
     return found
 

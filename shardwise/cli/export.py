@@ -42,6 +42,10 @@ def command(
         Dtype | None,
         typer.Option(help="dtype of the weights: fp32, bf16 or fp16; default: the run's precision"),
     ] = None,
+    base: Annotated[
+        bool,
+        typer.Option("--base", help="write the frozen base of the run's adapters, dequantized, without them"),
+    ] = False,
     gguf: Annotated[
         GgufType | None,
         typer.Option(
@@ -59,14 +63,16 @@ def command(
         raise RecipeError("give one folder to write", where="command line", fix="shardwise export RUN OUT")
     from shardwise.export.export_run import export_gguf, export_model, export_run
 
+    if base and (run / "config.json").is_file():
+        raise RecipeError("--base is for runs", where=str(run), why="it is a model", fix="leave out --base")
     if gguf is not None or target.suffix == ".gguf":
-        made = export_gguf(run, target, (gguf or GgufType.fp16).value)
+        made = export_gguf(run, target, (gguf or GgufType.fp16).value, base)
         typer.echo(told_of_file(made.path, made.tensors, made.bytes, made.tokenizer))
         return
     if (run / "config.json").is_file():
         typer.echo(told_of_writing(export_model(run, target, dtype.value if dtype else None)))
         return
-    written, merged = export_run(run, target, dtype.value if dtype else None)
+    written, merged = export_run(run, target, dtype.value if dtype else None, base)
     typer.echo(told_of_writing(written))
     if merged is not None:
         typer.echo(told_of_merge(merged))

@@ -134,6 +134,7 @@ def dry_run(
             few = run.passes.representative_count(count, reduced.micro_batches)
             batches = _fake_batches(run, strategy, recipe, (few, count), tracker)
             start = tracker.now
+            blueprint.rehearse_fill(run.model)
             entries = _counted_step(run, batches[:few], tracker)
         trace = _trace(tracker, start, cluster) if history and target.caches else None
     return DryRun(

@@ -131,7 +131,12 @@ def cuda_kernels(device_type: str = "cuda") -> Iterator[None]:
     The kernels are registered at the dispatcher's autograd key, so they apply to every call of these operations, in the
     forward pass and in recomputation.
     """
-    with warnings.catch_warnings(), scoped_library() as library, kernels_as(device_type), _Parts(PARTS):
+    with (
+        warnings.catch_warnings(),
+        scoped_library() as library,
+        kernels_as(device_type),
+        _Parts({**PARTS, **_SOLVERS}),
+    ):
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
         library.impl("scaled_dot_product_attention", _cuda_attention, "AutogradCPU")
         library.impl("rms_norm", _fused_rms_norm, "AutogradCPU")
@@ -176,8 +181,20 @@ def _cuda_attention(
     return efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
+def _eigenvectors(matrix: Tensor, uplo: str = "L", compute_v: bool = True) -> tuple[Tensor, Tensor]:
+    """With the workspace of LAPACK's and cuSOLVER's syevd for a matrix [n, n], which is no tensor."""
+    size = matrix.shape[-1]
+    workspace = matrix.new_empty(2 * size * size + 6 * size + 1)
+    found: tuple[Tensor, Tensor] = torch.ops.aten._linalg_eigh(matrix, uplo, compute_v)
+    del workspace
+    return found
+
+
+_SOLVERS = {"aten::_linalg_eigh": _eigenvectors}
+
+
 class _Parts(TorchDispatchMode):
-    """Decomposes some operators of the namespace ``shardwise`` so that the tracker sees their parts.
+    """Decomposes some operators, most of the namespace ``shardwise``, so that the tracker sees their parts.
 
     The mode is entered after the tracker and before the modes of techniques. So a technique still sees the whole
     operator, as in training, and can save its result.
@@ -198,7 +215,7 @@ class _Parts(TorchDispatchMode):
 
 def _cpu_kernels() -> _Parts:
     """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts."""
-    return _Parts({**PARTS, **EMULATED})
+    return _Parts({**PARTS, **EMULATED, **_SOLVERS})
 
 
 TARGETS: dict[str, Target] = {

@@ -2,8 +2,8 @@
 
 Tensors are copied one after the other from the checkpoint's shards to the folder. Without ``dtype``, weights are
 written in the compute dtype of the run: the fp32 master weights of a bf16 run are rounded once, here. For a run with
-adapters, the merged model is written (model/merging.py). The adapters alone are already in the run's folder, in PEFT's
-format.
+adapters, the merged model is written (model/merging.py), or the base that they were trained on. The adapters alone are
+already in the run's folder, in PEFT's format.
 """
 
 from __future__ import annotations
@@ -93,9 +93,12 @@ class OpenedRun:
     contents: Contents
 
 
-def open_run(folder: Path, dtype: str | None = None) -> OpenedRun:
-    """Open the newest complete checkpoint of a run. Raises ShardwiseError."""
+def open_run(folder: Path, dtype: str | None = None, base: bool = False) -> OpenedRun:
+    """Open the newest complete checkpoint of a run, or the ``base`` of its adapters. Raises ShardwiseError."""
     recipe, checkpoint = newest_of(folder)
+    if base and recipe.adapter is None:
+        why = "it trains all weights, and has no adapter"
+        raise RecipeError("this run has no frozen base", where=str(folder), why=why, fix="leave out --base")
     blueprint = blueprint_of(recipe)
     layout, weights = blueprint.hf_folder(), SavedWeights(checkpoint)
     wanted = DTYPES[dtype or precision_of(weights.strategy)]
@@ -112,9 +115,9 @@ def open_run(folder: Path, dtype: str | None = None) -> OpenedRun:
     names = {name for group in layout.groups for name in group.sources}
     dtypes = {name: kept.get(name, wanted) for name in names}
     with torch.device("meta"):
-        merged = Merged(blueprint.build(), weights.read)
+        merged = Merged(blueprint.build(), weights.read, with_adapters=not base)
     contents = Contents(replace(layout, config=config_in(config, wanted)), dtypes, merged.read, extra_files)
-    plain = base_of(recipe) if merged.layers else blueprint
+    plain = base_of(recipe) if merged.layers or base else blueprint
     return OpenedRun(recipe, blueprint, plain, weights, merged, contents)
 
 
@@ -141,20 +144,26 @@ def export_model(folder: Path, target: Path, dtype: str | None = None) -> Writte
 
 
 @frees_returned()
-def export_gguf(source: Path, target: Path, kind: str) -> WrittenFile:
+def export_gguf(source: Path, target: Path, kind: str, base: bool = False) -> WrittenFile:
     """Write the model of a run or of a Hugging Face folder as a GGUF file of a type (``gguf_file.TYPES``)."""
     if (source / RECIPE).is_file():
-        return write_gguf(target, open_run(source).contents, kind)
+        return write_gguf(target, open_run(source, base=base).contents, kind)
     from shardwise.model.hf import HuggingFaceModel
 
     return write_gguf(target, contents_of(HuggingFaceModel(str(source), 1, objective=None)), kind)
 
 
 @frees_returned()
-def export_run(folder: Path, target: Path, dtype: str | None = None) -> tuple[Written, Merge | None]:
-    """Write the newest complete checkpoint of a run; return the merge, if it has adapters. Raises ShardwiseError."""
+def export_run(
+    folder: Path, target: Path, dtype: str | None = None, base: bool = False
+) -> tuple[Written, Merge | None]:
+    """Write the newest complete checkpoint of a run; return the merge, if it has adapters. Raises ShardwiseError.
+
+    Args:
+        base: write the frozen weights, dequantized, without the adapters that were trained on them.
+    """
     require_new(target)
-    run = open_run(folder, dtype)
+    run = open_run(folder, dtype, base)
     written = write_model(target, run.contents)
     if not run.merged.layers:
         return written, None

@@ -19,9 +19,18 @@ from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes
 from shardwise.model.files.hf_folder import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, config_of
-from shardwise.model.filling import fill_magnitudes, fill_packed, without_adapters
+from shardwise.model.filling import fill_magnitudes, fill_packed, rehearse_packed, without_adapters
 from shardwise.model.initial import fill_uniform
-from shardwise.model.lora import A, B, LoraLinear, adapt, is_adapter, linear_layers, require_targets
+from shardwise.model.lora import (
+    A,
+    B,
+    LoraLinear,
+    adapt,
+    is_adapter,
+    linear_layers,
+    packings_in,
+    require_targets,
+)
 from shardwise.model.stage import Stage
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of, refuse_other_base
@@ -33,10 +42,18 @@ from shardwise.runtime.quantization.as_parameter import StoredPacking
 class AdaptedModel(Blueprint):
     """The model of ``base`` with the adapters of a recipe.
 
-    Raises RecipeError if the model lacks the target layers, CheckpointError if the adapter to start from does not fit.
+    Raises RecipeError if the model lacks the target layers, or the unquantized weights that LoftQ needs.
+    Raises CheckpointError if the adapter to start from does not fit.
     """
 
     def __init__(self, base: Blueprint, spec: AdapterSpec) -> None:
+        if spec.loftq_iterations and base.quantized:
+            raise RecipeError(
+                "LoftQ needs the unquantized weights",
+                where="adapter.init",
+                why=f"the weights of {base.name} are quantized, so what quantization took from them is not known",
+                fix="give the unquantized model with adapter.quantize: nf4 or int8, or remove init",
+            )
         self.base, self.spec = base, spec
         self.name, self.vocab, self.width = base.name, base.vocab, base.width
         self.origin, self.objective = base.origin, base.objective
@@ -171,7 +188,6 @@ class AdaptedModel(Blueprint):
         """Raises CheckpointError if the adapter to start from was trained on other base weights."""
         with without_adapters(model):
             self.base.fill(model, seed)
-        fill_packed(model, self.base, seed)
         for name, parameter in named_parameters(model):
             if self.start is not None and is_adapter(name):
                 self.start.read_into(parameter, name)
@@ -179,7 +195,21 @@ class AdaptedModel(Blueprint):
                 fill_uniform(parameter, 1 / math.sqrt(parameter.shape[1]), seed, name)
             elif f".{B}." in name:
                 local_part(parameter).zero_()
+        fill_packed(model, self.base, seed, self.spec.loftq_iterations)
         if self.start is None:
-            fill_magnitudes(model)
+            fill_magnitudes(model, with_adapters=self.spec.loftq_iterations > 0)
         elif self.start.fingerprint is not None:
             refuse_other_base(self.start.fingerprint, fingerprint_of(model), str(self.start.folder / TENSORS))
+
+    @torch.no_grad()
+    def rehearse_fill(self, model: nn.Module) -> None:
+        if self.spec.loftq_iterations:
+            rehearse_packed(model, self.spec.loftq_iterations)
+
+    def base_fingerprint(self, model: nn.Module) -> str | None:
+        """Of the frozen weights, for adapter files; collective. None if they are packed, unless LoftQ packed them.
+
+        Then the base is no folder's, and the fingerprint is that of its dequantized weights, as ``export --base``
+        writes them.
+        """
+        return fingerprint_of(model, packings_in(model) if self.spec.loftq_iterations else {})

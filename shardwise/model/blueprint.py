@@ -139,6 +139,9 @@ class Blueprint(ABC):
         The global values do not depend on the sharding, and each rank makes or reads little more than its own shards.
         """
 
+    def rehearse_fill(self, model: nn.Module) -> None:  # noqa: B027 (most models need little)
+        """Allocate on fake tensors what ``fill`` allocates at its peak, if it may exceed that of a step."""
+
     def packings(self) -> Mapping[str, StoredPacking]:
         """How linear layers with quantized weights on disk are kept as they are stored, by path."""
         return {}

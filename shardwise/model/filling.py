@@ -2,18 +2,21 @@
 
 ``without_adapters`` hides adapters and packed weights, which the base does not know. Packed weights are filled one
 block at a time: the block's layers become plain fp32 weights in a temporary module, the base fills them, and each rank
-packs its rows. So every rank draws or reads all weights of a block, and scales do not depend on the sharding.
+packs its rows. So every rank draws or reads all weights of a block, and scales do not depend on the sharding. LoftQ
+decomposes one layer after the other there; each rank decomposes all layers of its blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.loftq import loftq
 from shardwise.model.lora import MAGNITUDE, PACKED, A, B, FrozenLinear, LoraLinear, row_norms
 from shardwise.runtime.parallel.shard_slices import canonical_name, gather, local_part, local_slices
 from shardwise.runtime.quantization.as_parameter import StoredPacking
@@ -39,23 +42,63 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill_packed(model: nn.Module, base: Blueprint, seed: int) -> None:
-    """Write this rank's rows of every packed weight of an adapted ``base``."""
+def fill_packed(model: nn.Module, base: Blueprint, seed: int, loftq_iterations: int = 0) -> None:
+    """Write this rank's rows of every packed weight of an adapted ``base``, and of the adapters that LoftQ starts."""
     _fill_stored(model, base)
+    for layers in _packed_blocks(model):
+        _fill_block(layers, lambda tree: base.fill(tree, seed), loftq_iterations)
+
+
+@torch.no_grad()
+def rehearse_packed(model: nn.Module, loftq_iterations: int = 0) -> None:
+    """Allocate on fake tensors what ``fill_packed`` allocates for the largest block, without weights to read."""
+    blocks = _packed_blocks(model)
+    if blocks:
+        largest = max(blocks, key=lambda layers: sum(layer.packed.numel() for _, layer in layers))
+        _fill_block(largest, lambda tree: None, loftq_iterations)
+
+
+def _packed_blocks(model: nn.Module) -> list[list[tuple[str, FrozenLinear]]]:
+    """The layers that the recipe packs, with their names, by block."""
     blocks: dict[str, list[tuple[str, FrozenLinear]]] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing):
             name = canonical_name(f"{path}.")[:-1]
             blocks.setdefault(_block(name), []).append((name, layer))
-    for layers in blocks.values():
-        tree = nn.Module()
-        leaves = [_leaf(tree, name, layer) for name, layer in layers]
-        base.fill(tree, seed)
-        for (_, layer), leaf in zip(layers, leaves, strict=True):
-            assert isinstance(layer.packing, Packing)
-            plain = leaf.t() if layer.transposed else leaf
-            if (rows := local_slices(layer.packed)[0]).stop > rows.start:
-                local_part(layer.packed).copy_(layer.packing.pack(plain, rows))
+    return list(blocks.values())
+
+
+def _fill_block(
+    layers: list[tuple[str, FrozenLinear]], fill: Callable[[nn.Module], None], loftq_iterations: int
+) -> None:
+    """Pack this rank's rows of the layers of a block, whose plain weights ``fill`` writes into a temporary module."""
+    tree = nn.Module()
+    leaves = [_leaf(tree, name, layer) for name, layer in layers]
+    fill(tree)
+    for (_, layer), leaf in zip(layers, leaves, strict=True):
+        assert isinstance(layer.packing, Packing)
+        plain = leaf.t() if layer.transposed else leaf
+        if loftq_iterations and isinstance(layer, LoraLinear):
+            plain = _start_adapter(layer, layer.packing, plain, loftq_iterations)
+        if (rows := local_slices(layer.packed)[0]).stop > rows.start:
+            local_part(layer.packed).copy_(layer.packing.pack(plain, rows))
+
+
+def _start_adapter(layer: LoraLinear, packing: Packing, weight: Tensor, iterations: int) -> Tensor:
+    """Write LoftQ's A and B of a layer over the default ones; return the part of the weight [o, i] to pack."""
+    whole = slice(0, packing.shape[0])
+    rest, b, a = loftq(
+        weight,
+        lambda part: packing.unpack(packing.pack(part, whole), part.dtype),
+        layer.lora_A.out_features,
+        iterations,
+    )
+    a, b = a / math.sqrt(layer.scale), b / math.sqrt(layer.scale)
+    used = a.ne(0).any(1, keepdim=True).expand_as(a)  # with B at zero, the other rows of A keep their default
+    held, place = local_part(layer.lora_A.weight), local_slices(layer.lora_A.weight)
+    held.copy_(torch.where(used[place], a[place], held))
+    local_part(layer.lora_B.weight).copy_(b[local_slices(layer.lora_B.weight)])
+    return rest
 
 
 def _fill_stored(model: nn.Module, base: Blueprint) -> None:
@@ -95,13 +138,16 @@ def _leaf(tree: nn.Module, path: str, layer: FrozenLinear) -> Tensor:
 
 
 @torch.no_grad()
-def fill_magnitudes(model: nn.Module) -> None:
-    """Set DoRA's magnitudes to the row norms of the filled weights."""
+def fill_magnitudes(model: nn.Module, with_adapters: bool = False) -> None:
+    """Set DoRA's magnitudes to the row norms of the filled weights, or of W + scale · B A where B is not zero."""
     for layer in model.modules():
         if isinstance(layer, LoraLinear) and layer.lora_magnitude_vector is not None:
             magnitude = layer.lora_magnitude_vector
-            norms = row_norms(_rows(layer, magnitude))
-            local_part(magnitude).copy_(norms)
+            rows = _rows(layer, magnitude)
+            if with_adapters:
+                a, b = gather(layer.lora_A.weight), gather(layer.lora_B.weight)[local_slices(magnitude)[0]]
+                rows = torch.addmm(rows, b.to(rows), a.to(rows), alpha=layer.scale)
+            local_part(magnitude).copy_(row_norms(rows))
 
 
 def _rows(layer: LoraLinear, magnitude: Tensor) -> Tensor:

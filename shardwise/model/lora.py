@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.layer_replacement import take_over
-from shardwise.runtime.parallel.shard_slices import shared_names
+from shardwise.runtime.parallel.shard_slices import canonical_name, shared_names
 from shardwise.runtime.quantization.as_parameter import StoredPacking
 from shardwise.runtime.quantized import Packing, linear
 
@@ -137,6 +137,15 @@ def weights_in(model: nn.Module) -> int:
     packed = [(layer.packing, layer.packed.numel()) for layer in layers if layer.packing is not None]
     plain = sum(parameter.numel() for parameter in model.parameters())
     return plain + sum(packing.rows * packing.columns - size for packing, size in packed)
+
+
+def packings_in(model: nn.Module) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
+    """Of each weight that the recipe packs: its name, that of the plain weight, and what unpacks some of its rows."""
+    return {
+        f"{path}.{PACKED}": (f"{path}.weight", layer.packing.values_in)
+        for path, layer in ((canonical_name(f"{path}.")[:-1], layer) for path, layer in model.named_modules())
+        if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing)
+    }
 
 
 # ---- which layers -----------------------------------------------------------------------------------------

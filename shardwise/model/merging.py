@@ -13,6 +13,7 @@ Every row of DoRA's W' has the norm m, so unmerging needs the stored norms n. A 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -30,20 +31,24 @@ class Merged:
     Args:
         adapted: the model with its adapters, on the meta device; tensors without an adapter are returned unchanged.
         read: reads the tensors of ``adapted``, including those of adapters.
+        with_adapters: whether to merge them; else the frozen base is read.
 
     Attributes:
         norms: DoRA's row norms by path of the layer, filled while layers are read.
     """
 
-    def __init__(self, adapted: nn.Module, read: Read) -> None:
-        self._read = read
+    def __init__(self, adapted: nn.Module, read: Read, with_adapters: bool = True) -> None:
+        self._read, self._with_adapters = read, with_adapters
         self.norms: dict[str, Tensor] = {}
         self._frozen = {path: m for path, m in adapted.named_modules() if isinstance(m, FrozenLinear)}
 
     @property
     def layers(self) -> list[str]:
-        """Paths of the layers with adapters."""
-        return [path for path, layer in self._frozen.items() if isinstance(layer, LoraLinear)]
+        """Paths of the merged layers."""
+        return [path for path, layer in self._frozen.items() if self._merges(layer)]
+
+    def _merges(self, layer: FrozenLinear) -> TypeGuard[LoraLinear]:
+        return self._with_adapters and isinstance(layer, LoraLinear)
 
     @property
     def packings(self) -> set[str]:
@@ -61,7 +66,7 @@ class Merged:
         else:
             stored = self._read(name)
             weight = wide(stored.t() if layer.transposed else stored)
-        if isinstance(layer, LoraLinear):
+        if self._merges(layer):
             weight = weight + product(layer, path, self._read).to(weight.dtype)
             if layer.lora_magnitude_vector is not None:
                 norms = self.norms[path] = torch.linalg.vector_norm(weight, dim=1)

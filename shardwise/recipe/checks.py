@@ -35,6 +35,7 @@ def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     yield from _hardware(recipe, document)
     yield from _schedule(recipe, document)
     yield from _scaling(recipe, document)
+    yield from _initial_adapter(recipe, document)
     if recipe.evaluation.every is not None and recipe.data.held_out == 0:
         path = _last_written(document, ("evaluation", "every"), ("data", "held_out"))
         yield Complaint(
@@ -226,6 +227,20 @@ def _scaling(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         key = ("optimizer", "scale_learning_rate")
         path = _last_written(document, key, ("optimizer", "betas"), ("batch_size",))
         yield Complaint(path, error.what, error.why, error.fix)
+
+
+def _initial_adapter(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    spec, path = recipe.adapter, ("adapter", "init")
+    if spec is None or not spec.loftq_iterations:
+        return
+    if spec.quantize == "none":
+        last = _last_written(document, path, ("adapter", "quantize"))
+        why = "quantize is none, so nothing is lost that A and B could start from"
+        yield Complaint(last, "LoftQ needs a base that is quantized here", why, "write quantize: nf4 or int8")
+    if spec.start_from is not None:
+        last = _last_written(document, path, ("adapter", "start_from"))
+        why = "start_from has other values for A and B"
+        yield Complaint(last, "the adapter starts from two places", why, "keep one of init and start_from")
 
 
 def _is_preset(name: str) -> bool:

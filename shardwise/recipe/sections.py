@@ -54,6 +54,13 @@ def _targets(value: object) -> object:
     return value if isinstance(value, str) else tuple(names)
 
 
+def _initial(value: object) -> object:
+    """``default``, ``loftq`` or ``loftq:ITERATIONS``. Raises ValueError for anything else."""
+    if value != "default" and not re.fullmatch(r"loftq(:[1-9]\d{0,2})?", str(value)):
+        raise ValueError("default, loftq, or loftq:ITERATIONS such as loftq:5")
+    return value
+
+
 def steps_of(share: float, steps: int) -> int:
     """``share`` in steps: a whole number as it is, a fraction of ``steps`` rounded up.
 
@@ -293,8 +300,16 @@ class AdapterSpec(Section):
     """learning rate of B divided by the learning rate of A (LoRA+)"""
     quantize: Quantize = "none"
     """storage of the frozen linear layers: none (unchanged), nf4 (NF4 with double quantization, QLoRA) or int8"""
+    init: Annotated[str, BeforeValidator(_initial)] = "default"
+    """first values: default (A uniform, B = 0), or loftq (A and B approximate what quantize takes from the weights);
+    loftq:5 quantizes and approximates five times in turn, loftq once"""
     start_from: Text | None = None
-    """folder of an adapter in PEFT format to continue from; null starts with B = 0"""
+    """folder of an adapter in PEFT format to continue from; null starts with init"""
+
+    @property
+    def loftq_iterations(self) -> int:
+        """Iterations of LoftQ; 0 if it is not used."""
+        return int(self.init.partition(":")[2] or 1) if self.init.startswith("loftq") else 0
 
 
 class CheckpointSpec(Section):

@@ -8,7 +8,7 @@ goes unnoticed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,24 @@ _ROUNDS_ALIKE = (torch.float64, torch.float32, torch.bfloat16)
 
 
 @torch.no_grad()
-def fingerprint_of(model: nn.Module) -> str | None:
+def fingerprint_of(
+    model: nn.Module, unpacked: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] | None = None
+) -> str | None:
     """Fingerprint of all frozen parameters, equal on all ranks; None if some are stored in other formats than bf16,
     fp32 or fp64.
 
     Collective if the default process group exists.
+
+    Args:
+        unpacked: for packed parameters, the name of the plain one, and a function from packed rows to their values.
     """
-    frozen = {name: p for name, p in named_parameters(model) if not p.requires_grad}
-    plain = all(parameter.dtype in _ROUNDS_ALIKE for parameter in frozen.values())
-    sums = {name: (_place(parameter), _sum_of_bits(parameter)) for name, parameter in frozen.items()}
+    plain, sums = True, dict[str, tuple[tuple[int, ...], int]]()
+    for name, parameter in named_parameters(model):
+        if not parameter.requires_grad:
+            known, unpack = (unpacked or {}).get(name, (name, None))
+            part = local_part(parameter) if unpack is None else unpack(local_part(parameter))
+            plain &= part.dtype in _ROUNDS_ALIKE
+            sums[known] = (_place(parameter), _sum_of_bits(part))
     per_rank = [(plain, sums)]
     if dist.is_initialized():
         per_rank = per_rank * dist.get_world_size()
@@ -47,7 +56,7 @@ def fingerprint_of(model: nn.Module) -> str | None:
 
 def fingerprint_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """The same fingerprint for whole tensors, read one after the other."""
-    return _digest({name: _sum_of_bits(tensor) for name, tensor in tensors})
+    return _digest({name: _sum_of_bits(local_part(tensor)) for name, tensor in tensors})
 
 
 def _digest(sums: Mapping[str, int]) -> str:
@@ -62,9 +71,9 @@ def _place(parameter: Tensor) -> tuple[int, ...]:
     return tuple(number for span in local_slices(parameter) for number in (span.start, span.stop))
 
 
-def _sum_of_bits(parameter: Tensor) -> int:
+def _sum_of_bits(part: Tensor) -> int:
     total = 0
-    for chunk in local_part(parameter).reshape(-1).split(_CHUNK):
+    for chunk in part.reshape(-1).split(_CHUNK):
         total += int(chunk.to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64))
     return total
 

@@ -83,8 +83,13 @@ class Packing:
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight [rows, columns]."""
+        values = self.values_in(packed)
+        return values[: self.rows * self.columns].view(self.rows, self.columns).to(dtype)
+
+    def values_in(self, packed: Tensor) -> Tensor:
+        """The values of some packed rows, fp32 [n]; those after the weight's end are zero."""
         values = _unpack_int8(packed) if self.kind == "int8" else _unpack_nf4(packed, self.group)
-        return values.flatten()[: self.rows * self.columns].view(self.rows, self.columns).to(dtype)
+        return values.flatten()
 
 
 class Unpacks(Protocol):

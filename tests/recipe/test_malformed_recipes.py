@@ -166,6 +166,7 @@ KEYS = [
     edit("very long key", "  layers: 2", f"  {'k' * 900}: 2", ":2: model.kkk", "unknown key"),
     edit("adapter rank", "steps: 100", "steps: 100\nadapter: {rank: 0}", ":9: adapter.rank", "at least 1"),
     edit("adapter targets", "steps: 100", "steps: 100\nadapter: {targets: '('}", ":9: adapter.targets", "expression"),
+    edit("adapter init", "steps: 100", "steps: 100\nadapter: {init: loftq:0}", ":9: adapter.init", "loftq:5"),
     edit("no steps", "steps: 100\n", "", ":1: steps", "steps is missing", "add `steps: 100`"),
     whole("no model", "steps: 1\nbatch_size: 1\n", ":1: model", "model is missing"),
     edit("two faults", "steps: 100\nbatch_size: 16", "steps: 0\nbatch_size: 0", ":8: steps", "(+1 more)"),
@@ -312,6 +313,13 @@ TOGETHER = [
     edit("odd head width", "width: 64", "width: 12", ":4: model.heads", "even head dimension"),
     edit("positions run out", "heads: 4", "heads: 4\n  context: 64", ":8: data.sequence_length", "64"),
     edit("bytes need 256", "heads: 4", "heads: 4\n  vocab: 100", ":5: model.vocab", "256"),
+    edit(
+        "LoftQ of nothing", "steps: 100", "steps: 100\nadapter: {init: loftq}", ":9: adapter.init", "quantize: nf4"
+    ),
+    edit(
+        "two starts", "steps: 100", "steps: 100\nadapter: {init: 'loftq:5', quantize: nf4, start_from: there}",
+        ":9: adapter.start_from", "keep one of init and start_from",
+    ),
     edit("decay without wsd", "warmup: 0.03", "decay: 5", ":11: schedule.decay", "only wsd uses", "name: wsd"),
     edit(
         "schedule too long", "cosine, warmup: 0.03", "wsd, warmup: 40, decay: 61", ":11: schedule.decay",

@@ -25,6 +25,8 @@ from shardwise.plan.predict import predict
 from shardwise.recipe.load import recipe_of
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique import SETTINGS, broken_rules, strategy_from
+from tests.harness.corpora import WORDS
+from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool
 
 MODEL = {"layers": 2, "width": 40, "heads": 4, "kv_heads": 2, "ffn": 55, "vocab": 257, "context": 32}
@@ -116,6 +118,32 @@ def test_a_base_that_does_not_fit_fits_in_four_bits() -> None:
         found = predict(recipe, blueprint_of(recipe), strategy, device, quick=True)
         fits[quantize] = found.peak.bytes <= device.capacity_bytes
     assert fits == {"none": False, "nf4": True}
+
+
+def test_the_memory_of_loftqs_start_is_planned() -> None:
+    """A block's weights in fp32, and beside them, for one layer [o, i] after the other, the eigenvectors of min(o, i)²
+    values in fp64, their matrix and LAPACK's workspace."""
+    adapter = {"rank": 8, "quantize": "nf4"}
+    setup = {
+        init: planned(adapter | {"init": init}, {"precision": "bf16"}).peaks["setup"].bytes
+        for init in ("default", "loftq")
+    }
+    width, ffn = WIDE["width"], WIDE["ffn"]
+    block = 4 * (3 * width**2 + 3 * width * ffn)  # keys and values have half the width
+    layer = 4 * 8 * width**2  # matrix, eigenvectors, and twice as much workspace
+    more = setup["loftq"] - setup["default"]
+    assert block + layer <= more <= block + layer + 16 * width * ffn
+
+
+# ---- training ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lora", pytest.param("dora", marks=pytest.mark.long)])
+def test_loftq_trains_as_in_one_process(name: str, parity: Parity) -> None:
+    """Under every ZeRO stage, in fp64: within 1e-10."""
+    adapter = {"name": name, "rank": 3, "alpha": 6, "quantize": "nf4", "init": "loftq:2"}
+    recipe = recipe_with(adapter, data={"source": WORDS, "sequence_length": 16})
+    parity.all_pass(*(Trial(recipe, 2, {"precision": "fp64", "zero_stage": stage}) for stage in range(4)))
 
 
 # ---- saving -----------------------------------------------------------------------------------------------
