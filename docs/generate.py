@@ -591,6 +591,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "further-rules": further_rules,
     "ladder": ladder,
     "lora": partial(measured, "lora"),
+    "qlora-start": partial(measured, "qlora-start"),
     "quantization": partial(measured, "quantization"),
     "quantization-synthetic": partial(measured, "quantization-synthetic"),
     "recompute": partial(measured, "recompute-cpu"),
