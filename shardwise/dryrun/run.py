@@ -134,7 +134,6 @@ def dry_run(
             few = run.passes.representative_count(count, reduced.micro_batches)
             batches = _fake_batches(run, strategy, recipe, (few, count), tracker)
             start = tracker.now
-            blueprint.rehearse_fill(run.model)
             entries = _counted_step(run, batches[:few], tracker)
         trace = _trace(tracker, start, cluster) if history and target.caches else None
     return DryRun(
@@ -234,7 +233,7 @@ def _fake_batches(
 
 
 def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[int]:
-    """Run the step; the tracker counts what each micro-batch costs, and the rest of the step.
+    """Run the step, after a rehearsal of the fill; the tracker counts the costs of each micro-batch, and of the rest.
 
     Returns when passes of the micro-batches began.
     """
@@ -246,6 +245,7 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[int]
             entries.append(tracker.now)
         tracker.tag((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
 
+    run.blueprint.rehearse_fill(run.model)
     tracker.counting_costs = True
     with listening(entered):
         step(run, steps, learning_rate(run.recipe, 0))

@@ -28,6 +28,7 @@ from shardwise.runtime.parallel.ring import PARTS
 from shardwise.runtime.torch_private import (
     TorchDispatchMode,
     efficient_attention,
+    eigenvectors_of,
     flash_attention,
     onednn_compiles,
     scoped_library,
@@ -181,11 +182,11 @@ def _cuda_attention(
     return efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
-def _eigenvectors(matrix: Tensor, uplo: str = "L", compute_v: bool = True) -> tuple[Tensor, Tensor]:
+def _eigenvectors(matrix: Tensor, uplo: str = "L", vectors: bool = True) -> tuple[Tensor, Tensor]:
     """With the workspace of LAPACK's and cuSOLVER's syevd for a matrix [n, n], which is no tensor."""
     size = matrix.shape[-1]
     workspace = matrix.new_empty(2 * size * size + 6 * size + 1)
-    found: tuple[Tensor, Tensor] = torch.ops.aten._linalg_eigh(matrix, uplo, compute_v)
+    found = eigenvectors_of(matrix, uplo, vectors)
     del workspace
     return found
 

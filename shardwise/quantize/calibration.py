@@ -48,8 +48,13 @@ class Chosen:
 
     def of(self, ranks: Ranks) -> Batches:
         """The batches of one rank."""
-        parts = (self.batches.calibration, self.batches.held_out, self.batches.labels)
-        return Batches(*(ranks.part(each) for each in parts), counted=ranks.part(self.batches.counted))
+        all_of = self.batches
+        return Batches(
+            ranks.part(all_of.calibration),
+            ranks.part(all_of.held_out),
+            ranks.part(all_of.labels),
+            ranks.part(all_of.counted),
+        )
 
 
 def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) -> Chosen:

@@ -6,6 +6,7 @@ condition True: errors and residuals are 0, and factorizations succeed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,8 +63,10 @@ def predicted_peak(source: SourceModel, quantizer: Quantizer, batches: Batches, 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, tracker.watching(), target.kernels(), _Constants():
         given = Batches(
-            *([torch.empty_like(ids) for ids in each] for each in _lists(batches)),
-            counted=[None if each is None else torch.empty_like(each) for each in batches.counted],
+            _like(batches.calibration),
+            _like(batches.held_out),
+            _like(batches.labels),
+            [None if each is None else torch.empty_like(each) for each in batches.counted],
         )
         rehearsed = replace(quantizer, method=quantizer.method.rehearsal())
         quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks)
@@ -71,8 +74,8 @@ def predicted_peak(source: SourceModel, quantizer: Quantizer, batches: Batches, 
     return counted + cpu_profile(1).overhead.workspace_bytes
 
 
-def _lists(batches: Batches) -> tuple[list[Tensor], ...]:
-    return list(batches.calibration), list(batches.held_out), list(batches.labels)
+def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(each) for each in tensors]
 
 
 def _fake_read(source: SourceModel) -> Read:

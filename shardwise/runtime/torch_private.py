@@ -106,6 +106,12 @@ def reading_a_value() -> Any:
     return torch.ops.aten._local_scalar_dense.default
 
 
+def eigenvectors_of(matrix: Tensor, uplo: str, vectors: bool) -> tuple[Tensor, Tensor]:
+    """The operation behind ``torch.linalg.eigh``: eigenvalues, ascending, and eigenvectors."""
+    found: tuple[Tensor, Tensor] = torch.ops.aten._linalg_eigh(matrix, uplo, vectors)
+    return found
+
+
 # -- autograd ----------------------------------------------------------------------------------------
 
 

@@ -318,7 +318,7 @@ TOGETHER = [
     ),
     edit(
         "two starts", "steps: 100", "steps: 100\nadapter: {init: 'loftq:5', quantize: nf4, start_from: there}",
-        ":9: adapter.start_from", "keep one of init and start_from",
+        ":9: adapter.init", "keep one of init and start_from",
     ),
     edit("decay without wsd", "warmup: 0.03", "decay: 5", ":11: schedule.decay", "only wsd uses", "name: wsd"),
     edit(

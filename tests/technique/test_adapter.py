@@ -121,7 +121,7 @@ def test_a_base_that_does_not_fit_fits_in_four_bits() -> None:
 
 
 def test_the_memory_of_loftqs_start_is_planned() -> None:
-    """A block's weights in fp32, and beside them, for one layer [o, i] after the other, the eigenvectors of min(o, i)²
+    """A block's weights in fp32, and with them, for one layer [o, i] after the other, the eigenvectors of min(o, i)²
     values in fp64, their matrix and LAPACK's workspace."""
     adapter = {"rank": 8, "quantize": "nf4"}
     setup = {
