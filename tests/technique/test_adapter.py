@@ -124,8 +124,9 @@ def test_the_memory_of_loftqs_start_is_planned() -> None:
     """A block's weights in fp32, and with them, for one layer [o, i] after the other, the eigenvectors of min(o, i)²
     values in fp64, their matrix and LAPACK's workspace."""
     adapter = {"rank": 8, "quantize": "nf4"}
+    small = WIDE | {"layers": 1}
     setup = {
-        init: planned(adapter | {"init": init}, {"precision": "bf16"}).peaks["setup"].bytes
+        init: planned(adapter | {"init": init}, {"precision": "bf16"}, small).peaks["setup"].bytes
         for init in ("default", "loftq")
     }
     width, ffn = WIDE["width"], WIDE["ffn"]
