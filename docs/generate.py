@@ -27,7 +27,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import house
-from shardwise.cli import data, doctor, export, fit, generate, merge, plan, quantize, report, train, verify
+from shardwise.cli import (
+    budget,
+    data,
+    doctor,
+    export,
+    fit,
+    generate,
+    merge,
+    plan,
+    quantize,
+    report,
+    train,
+    verify,
+)
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.fit_advice import Remedy
 from shardwise.core.ledger import Ledger
@@ -48,7 +61,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN_RECIPE = "recipes/llama-3-8b-8xh100.yaml"
 SHOWN_WIDTH = 96
 SHOWN_ROWS = 5
-VERBS = (plan, data, train, verify, generate, export, merge, quantize, report, fit, doctor)
+VERBS = (plan, data, train, verify, generate, export, merge, quantize, report, budget, fit, doctor)
 
 _BLOCK = re.compile(r"(<!-- ([a-z0-9_-]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 

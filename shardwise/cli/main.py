@@ -11,7 +11,20 @@ from collections.abc import Sequence
 
 import typer
 
-from shardwise.cli import data, doctor, export, fit, generate, merge, plan, quantize, report, train, verify
+from shardwise.cli import (
+    budget,
+    data,
+    doctor,
+    export,
+    fit,
+    generate,
+    merge,
+    plan,
+    quantize,
+    report,
+    train,
+    verify,
+)
 from shardwise.cli.failure import guarded
 from shardwise.cli.terminal_output import dropped_output, keep_writing
 from shardwise.core.errors import RecipeError, ResourceError
@@ -23,7 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (plan, data, train, verify, generate, export, merge, quantize, report, fit, doctor):
+for verb in (plan, data, train, verify, generate, export, merge, quantize, report, budget, fit, doctor):
     app.command(name=verb.__name__.rpartition(".")[2])(verb.command)
 
 
