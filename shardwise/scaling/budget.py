@@ -119,16 +119,16 @@ class BudgetSearch:
         while True:
             index = choose()
             if index in self._plans:
-                beside = self._unplanned_beside(index)
-                if beside is None:
+                unplanned = self._unplanned_next_to(index)
+                if unplanned is None:
                     return index
-                index = beside
+                index = unplanned
             largest = max(self._plans, default=-1)
             if self._refusal is not None and index > largest:
                 index = (largest + self._too_large) // 2  # bisect the sizes of which nothing is known
             self._ask(index)
 
-    def _unplanned_beside(self, index: int) -> int | None:
+    def _unplanned_next_to(self, index: int) -> int | None:
         """A smaller or a larger size to plan, so that the figures around the choice are not extrapolated."""
         if self._limit.kind == "tokens":
             return None
