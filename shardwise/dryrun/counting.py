@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shardwise.core.cost import Collective, Kernel
 from shardwise.runtime.flops import bytes_of, flops_of, product_shape
-from shardwise.runtime.torch_private import group_named, tree_iter
+from shardwise.runtime.operands import tensors_in
+from shardwise.runtime.torch_private import group_named
 
 CONTROL_AXIS = "control"
 """Axis name for collectives of a single element (token count, loss, gradient norm).
@@ -43,7 +44,7 @@ def kernels_of(
     if func.is_view or func.namespace not in ("aten", "fsdp", "shardwise"):
         return []
     name = func.name()
-    tensors = [t for t in tree_iter((args, kwargs, out)) if isinstance(t, Tensor)]
+    tensors = tensors_in(args, kwargs, out)
     if not tensors:
         return []
     if name.startswith(("aten::_foreach", "aten::_fused")):
@@ -91,7 +92,7 @@ def collective_of(
     group = group_of(args, kwargs)
     if kind is None or group is None:
         return None
-    tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = tensors_in(args, kwargs)
     # Gathered output or scattered input: the payload is the largest tensor of the call.
     payload = max(tensors, key=lambda t: t.numel())
     elements = payload.numel()

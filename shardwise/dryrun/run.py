@@ -38,7 +38,7 @@ from shardwise.model.blueprint import Batch, Blueprint, batch_shapes
 from shardwise.model.lora import weights_in
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload.host import separate_host_memory
-from shardwise.runtime.torch_private import FakeTensorMode, default_group
+from shardwise.runtime.torch_private import StaticFakeMode, default_group
 from shardwise.technique import MICRO_BATCH_SIZE, layout_of, micro_batches
 from shardwise.technique.place import Place, Reduced
 from shardwise.technique.site import PlanHints, Site
@@ -125,7 +125,7 @@ def dry_run(
         elements, even = weights_in(site.view.model), _even(site)
         modules = RunningModule(site.view.model)
         tracker = _tracker(site, target, modules)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = StaticFakeMode(allow_non_fake_inputs=True)
         with torch.random.fork_rng(devices=[]), fake, tracker.watching(), target.kernels(), modules:
             run = materialise(site, torch.device("cpu"))
             _tag_state(run, tracker)

@@ -26,7 +26,7 @@ from shardwise.runtime.float8 import EMULATED
 from shardwise.runtime.parallel.attention_kernels import kernels_as
 from shardwise.runtime.parallel.ring import PARTS
 from shardwise.runtime.torch_private import (
-    TorchDispatchMode,
+    DispatchMode,
     efficient_attention,
     eigenvectors_of,
     flash_attention,
@@ -194,7 +194,7 @@ def _eigenvectors(matrix: Tensor, uplo: str = "L", vectors: bool = True) -> tupl
 _SOLVERS = {"aten::_linalg_eigh": _eigenvectors}
 
 
-class _Parts(TorchDispatchMode):
+class _Parts(DispatchMode):
     """Decomposes some operators, most of the namespace ``shardwise``, so that the tracker sees their parts.
 
     The mode is entered after the tracker and before the modes of techniques. So a technique still sees the whole

@@ -32,13 +32,13 @@ from shardwise.dryrun.tally import Tally
 from shardwise.engine.phase import current_micro_batch, current_phase
 from shardwise.runtime.flops import bytes_of
 from shardwise.runtime.offload.host import allocated_host_bytes, has_separate_host_memory, in_host_memory
+from shardwise.runtime.operands import tensors_in
 from shardwise.runtime.torch_private import (
+    DispatchMode,
     FakeTensor,
-    TorchDispatchMode,
     local_tensor,
     sharding_propagation_in,
     storage_key,
-    tree_iter,
 )
 
 # Ledger rows that a tag can name. If a storage has several tags, the first in this order counts.
@@ -95,7 +95,7 @@ def asked_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
     return None
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(DispatchMode):
     """Records the allocations, kernels and collectives of one rank inside the ``with`` block.
 
     Args:
@@ -122,6 +122,7 @@ class Tracker(TorchDispatchMode):
         self.counting_costs = False
         self.disk_bytes = 0
         self.groups: set[str] = set()  # groups of several ranks that this rank used
+        self._uses_host = False
         self._axis_of = axis_of
         self._workspace = workspace
         self._kept = kept
@@ -136,7 +137,10 @@ class Tracker(TorchDispatchMode):
     @property
     def tally(self) -> Tally:
         """Costs of the running micro-batch, or of the step outside micro-batches."""
-        return self.tallies.setdefault(current_micro_batch(), Tally())
+        number = current_micro_batch()
+        if number not in self.tallies:
+            self.tallies[number] = Tally()
+        return self.tallies[number]
 
     # -- storages -----------------------------------------------------------------------------------
 
@@ -159,6 +163,7 @@ class Tracker(TorchDispatchMode):
         if size == 0:
             return
         on_host = in_host_memory() and has_separate_host_memory(torch.device("cpu"))
+        self._uses_host |= on_host
         allocation = Allocation(
             allocated_host_bytes(size) if on_host else size,
             self._tick(),
@@ -226,7 +231,7 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **kwargs) if into is None else into
         if self._muted:
             return out
-        for tensor in tree_iter(out):
+        for tensor in tensors_in(out):
             if isinstance(tensor, FakeTensor):
                 self._meet(tensor, name)
         if name.startswith("shardwise::disk_"):
@@ -253,12 +258,17 @@ class Tracker(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count device kernels, host kernels, or copies between host and device memory."""
         kernels: Iterable[Kernel] = kernels_of(current_phase(), func, args, kwargs, out)
-        if not kernels:
-            return
-        name = func.name()
+        if kernels and self._uses_host:
+            kernels = self._placed(kernels, func.name(), args, kwargs, out)
+        self.tally.kernels.update(kernels)
+
+    def _placed(
+        self, kernels: Iterable[Kernel], name: str, args: Any, kwargs: Any, out: Any
+    ) -> Iterable[Kernel]:
+        """The kernels, marked where they run on the host; a copy between the memories is counted instead."""
         # The written tensor comes first: the result, or the argument changed in place.
         seen = out if name.startswith(_TEMPLATED) else (out, args, kwargs)
-        tensors = [t for t in tree_iter(seen) if isinstance(t, FakeTensor) and t.ndim > 0]
+        tensors = [t for t in tensors_in(seen) if isinstance(t, FakeTensor) and t.ndim > 0]
         memories = {self._on_host(t) for t in tensors}
         if memories == {True, False}:
             assert "copy" in name, f"{name} mixes host and device memory; a device would refuse it"
@@ -268,12 +278,12 @@ class Tracker(TorchDispatchMode):
             self.tally.transfers.update(Transfer(current_phase(), way, 0, size) for size in sizes)
             if any(self._keeps_activations(t) for t in tensors):
                 self.tag((t for t in tensors if not self._on_host(t)), "activations")
-            return
+            return ()
         if memories == {True}:
             if name.startswith("aten::empty"):
-                return  # a host allocation writes nothing
-            kernels = (replace(kernel, on_host=True) for kernel in kernels)
-        self.tally.kernels.update(kernels)
+                return ()  # a host allocation writes nothing
+            return [replace(kernel, on_host=True) for kernel in kernels]
+        return kernels
 
     def _on_host(self, tensor: Tensor) -> bool:
         living = self._living.get(storage_key(tensor.untyped_storage()))
@@ -289,7 +299,7 @@ class Tracker(TorchDispatchMode):
 
         They count once per shape, from the start of the run: step 1 has made the call.
         """
-        tensors = (t for t in tree_iter(args) if isinstance(t, FakeTensor))
+        tensors = (t for t in tensors_in(args) if isinstance(t, FakeTensor))
         signature = (name, *((t.shape, t.stride(), t.dtype) for t in tensors))
         if signature not in self._seen:
             self._seen.add(signature)
@@ -297,7 +307,7 @@ class Tracker(TorchDispatchMode):
             self.allocations.append(Allocation(size, 1, "build", "", False, name, origin, 0))
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        tensors = [t for t in tree_iter((args, kwargs, out)) if isinstance(t, FakeTensor)]
+        tensors = [t for t in tensors_in(args, kwargs, out) if isinstance(t, FakeTensor)]
         # In the forward pass a stage sends activations, which it also saves; gradients exist only to be sent.
         # Functional collectives are part of the computation: autograd may save their inputs and outputs.
         if current_phase() != "forward" or not func.name().startswith(("c10d::send", "c10d::recv_")):

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.runtime.torch_private import foreach_mul_, foreach_norm
+from shardwise.runtime.torch_private import foreach_mul_, foreach_norm, local_tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local shard of a tensor that may be a DTensor; no copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The local shard of a tensor that may be a DTensor; no copy, no operation."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def holders(tensor: Tensor, ranks: int) -> int:

@@ -22,18 +22,19 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.runtime.offload.activations import SavedTensor, save
+from shardwise.runtime.operands import tensors_in
 from shardwise.runtime.storages import is_plain, outside_autograd
 from shardwise.runtime.torch_private import (
     TorchDispatchMode,
     schema_of,
     storage_key,
-    tree_iter,
     tree_map_only,
 )
 
@@ -71,7 +72,7 @@ def is_kept(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
         return False
     if is_attention(operation):
         return not argument_of("dropout_p", operation, args, kwargs, 0.0)
-    factors = sum(leaf.numel() for leaf in tree_iter(args) if isinstance(leaf, Tensor))
+    factors = sum(tensor.numel() for tensor in tensors_in(args))
     return name not in BATCHED or bool(result.numel() <= factors)
 
 
@@ -183,7 +184,7 @@ class Keeping(TorchDispatchMode):
         if self._policy(call, args, kwargs, result):
             self._kept.put(call, result)
         elif not func.is_view:
-            self._kept.meet(tree_iter(result))
+            self._kept.meet(tensors_in(result))
         return result
 
     def __exit__(self, *raised: Any) -> None:
@@ -251,6 +252,7 @@ def is_attention(operation: Any) -> bool:
     return _name(operation).startswith(ATTENTION)
 
 
+@cache
 def _name(operation: Any) -> str:
     """Namespace and name of an operation, without its overload."""
     return str(operation.name()).partition(".")[0]
@@ -266,10 +268,15 @@ def argument_of(
 
 def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes in place."""
-    found: list[Tensor] = []
-    if schema_of(operation).is_mutable:
-        for position, argument in enumerate(schema_of(operation).arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[position] if position < len(args) else kwargs.get(argument.name)
-                found += (leaf for leaf in tree_iter(given) if isinstance(leaf, Tensor))
-    return found
+    written = _written_arguments(operation)
+    return tensors_in(*(args[at] if at < len(args) else kwargs.get(name) for at, name in written))
+
+
+@cache
+def _written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operation writes in place."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema_of(operation).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
