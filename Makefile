@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: quickstart test test-unit test-all torture rows check lint types docs benchmark clean
+.PHONY: quickstart test test-unit test-all torture rows check lint types docs benchmark benchmark-gpu clean
 
 quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
 	$(BIN)/shardwise plan recipes/quickstart.yaml
@@ -42,6 +42,9 @@ docs: $(READY)  ## write the generated pages of docs/reference
 
 benchmark: $(READY)  ## predicted against measured memory on real runs (about 25 minutes)
 	$(BIN)/python benchmarks/ledger.py
+
+benchmark-gpu: $(READY)  ## check and measure one CUDA device: parity, memory, speed (9 minutes)
+	$(BIN)/python benchmarks/gpu.py
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

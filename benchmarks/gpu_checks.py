@@ -1,0 +1,138 @@
+"""Is it right on this device: every technique against one plain process, and memory as planned."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_bench import TINY, Bench, Row
+
+from shardwise.core.strategy import Strategy
+from shardwise.launch.process import join
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import ORDER, SETTINGS, broken_rules, strategy_from
+from shardwise.train.meter import MemoryMeter
+from shardwise.train.warm_up import warm_kernels
+from shardwise.verify.plain_runs import run_plain
+from shardwise.verify.verify import exactly, rounds_more, run_reference, run_verification
+
+STEPS = 20
+SMALL = {"layers": 4, "width": 128, "heads": 4, "kv_heads": 2, "ffn": 256, "vocab": 256, "context": 128}
+_HELD = {"precision": "fp64", "micro_batch_size": 2}
+"""What a value is tried with where it is exact."""
+_OF_SEVERAL = ("pipeline_", "tensor_", "sequence_")
+"""Settings that change nothing on one device."""
+
+
+def parity(bench: Bench) -> Iterator[Callable[[], Row]]:
+    """A row for each value of each setting that one device can take, in fp64; fewer bits as ``verify`` judges them."""
+    recipe = recipe_of(
+        {
+            "model": TINY if bench.tiny else SMALL,
+            "data": {"sequence_length": 32},
+            "steps": 2 if bench.tiny else STEPS,
+            "batch_size": 4,
+        },
+        SETTINGS,
+    )
+    for name, strategy in values(recipe):
+        yield partial(_verified, recipe, name, strategy, bench.device)
+
+
+def values(recipe: Recipe) -> Iterator[tuple[str, Strategy]]:
+    """Each setting's values, with the others at their defaults, as far as one device can take them."""
+    for technique in ORDER:
+        for setting in technique.settings:
+            if setting.key.startswith(_OF_SEVERAL):
+                continue
+            for value in setting.examples:
+                for held in (_HELD, {"micro_batch_size": 2, "precision": "fp8"}, {"micro_batch_size": 2}):
+                    strategy = strategy_from(held | {setting.key: value})
+                    if not any(broken_rules(strategy, 1, recipe)):
+                        yield f"{setting.key}: {value}", strategy
+                        break
+
+
+def _verified(recipe: Recipe, name: str, strategy: Strategy, device: torch.device) -> Row:
+    with join(device.type), tempfile.TemporaryDirectory() as folder:
+        plain = strategy
+        if rounds_more(recipe, strategy):
+            run_plain(recipe, strategy, Path(folder), device)
+            _, plain, _ = exactly(recipe, strategy)
+        run_reference(recipe, plain, Path(folder))
+        verdict = run_verification(recipe, strategy, Path(folder), device)
+    return {
+        "value": name,
+        "passed": verdict.passed,
+        "loss": verdict.max_loss_difference,
+        "gradient_norm": verdict.max_gradient_norm_difference,
+        "parameters": verdict.max_parameter_difference,
+        "precision": verdict.precision,
+    }
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "150M": {"layers": 12, "width": 768, "heads": 12, "kv_heads": 12, "ffn": 3072, "vocab": 32768},
+    "400M": {"layers": 24, "width": 1024, "heads": 16, "kv_heads": 4, "ffn": 2816, "vocab": 50304},
+    "gpt2 124M": {"family": "gpt2", "layers": 12, "width": 768, "heads": 12, "ffn": 3072, "vocab": 50257},
+}
+CONFIGURATIONS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
+    ("150M", 1024, 4, {"precision": "fp32"}),
+    ("150M", 1024, 8, {"precision": "bf16"}),
+    ("150M", 1024, 8, {"precision": "bf16", "master_weights": False}),
+    ("150M", 1024, 8, {"precision": "fp16"}),
+    ("150M", 1024, 8, {"precision": "fp8"}),
+    ("150M", 1024, 8, {"precision": "bf16", "loss": "logits"}),
+    ("150M", 1024, 8, {"precision": "bf16", "activation_checkpointing": "full"}),
+    ("150M", 1024, 8, {"precision": "bf16", "activation_checkpointing": "selective"}),
+    ("150M", 1024, 8, {"precision": "bf16", "activation_checkpointing": "every:2"}),
+    ("150M", 1024, 8, {"precision": "bf16", "activation_checkpointing": "budget:0.5"}),
+    ("150M", 1024, 8, {"precision": "bf16", "offload": "activations"}),
+    ("150M", 1024, 8, {"precision": "bf16", "offload": "optimizer"}),
+    ("150M", 1024, 8, {"precision": "bf16", "zero_stage": 3}),
+    ("400M", 2048, 2, {"precision": "bf16"}),
+    ("400M", 2048, 4, {"precision": "bf16", "activation_checkpointing": "full"}),
+    ("400M", 2048, 4, {"precision": "bf16", "zero_stage": 2}),
+    ("400M", 4096, 1, {"precision": "bf16"}),
+    ("gpt2 124M", 1024, 8, {"precision": "bf16"}),
+    ("gpt2 124M", 512, 16, {"precision": "bf16", "loss": "logits"}),
+    ("gpt2 124M", 1024, 4, {"precision": "fp32", "activation_checkpointing": "full"}),
+)
+
+
+def memory(bench: Bench) -> Iterator[Callable[[], Row]]:
+    """A row for each configuration: two micro-batches a step, three steps."""
+    for each in CONFIGURATIONS[: 2 if bench.tiny else None]:
+        yield partial(_peaks, bench, *each)
+
+
+def _peaks(bench: Bench, model: str, length: int, micro: int, settings: dict[str, Any]) -> Row:
+    micro = 1 if bench.tiny else micro
+    dimensions = MODELS[model] | {"context": length}
+    recipe = bench.recipe(dimensions, length, 2 * micro, settings | {"micro_batch_size": micro})
+    plan = bench.plan(recipe)
+    with join(bench.device.type):
+        warm_kernels(bench.device, plan.strategy)
+        meter = MemoryMeter(bench.device)
+        bench.seconds(bench.run(recipe, plan), repeat=2)
+        meter.sample()
+    predicted = plan.predicted_allocated(0)
+    row: Row = {
+        "model": model,
+        "length": length,
+        "micro_batch_size": micro,
+        "settings": settings,
+        "predicted_bytes": predicted,
+        "allocated_bytes": meter.peak.allocated,
+        "error": predicted / meter.peak.allocated - 1 if meter.peak.allocated else None,
+    }
+    if meter.peak.reserved:
+        fragmentation = plan.peak.ledger.fragmentation
+        reserved = predicted + fragmentation
+        row |= {"reserved_bytes": meter.peak.reserved, "reserved_error": reserved / meter.peak.reserved - 1}
+    return row
