@@ -15,7 +15,9 @@ def command(
     as_json: AsJson = False,
     store: Annotated[
         bool,
-        typer.Option("--calibrate", help="keep the measured speeds, so that plans for this CPU use them"),
+        typer.Option(
+            "--calibrate", help="measure kernels, collectives and steps, and keep it for this CPU's plans"
+        ),
     ] = False,
     link: Annotated[
         bool, typer.Option("--link", help="also measure communication between processes")
@@ -24,7 +26,7 @@ def command(
     """Print the devices, memory and speeds of this machine, with faults and advice."""
     from rich.console import Console
 
-    from shardwise.doctor.doctor import calibrate, examine, render
+    from shardwise.doctor.doctor import calibrate, examine, measured_speeds, render
 
     diagnosis = examine(Path.cwd(), link=link or store)
     if as_json:
@@ -32,6 +34,7 @@ def command(
     else:
         render(diagnosis, Console())
     if store:
-        typer.echo(f"stored: {calibrate(diagnosis)}", err=as_json)
+        typer.echo("measuring kernels, collectives and steps; it takes about a minute", err=True)
+        typer.echo(f"stored: {calibrate(diagnosis, *measured_speeds(Path.cwd()))}", err=as_json)
     if (error := diagnosis.error()) is not None:
         raise error

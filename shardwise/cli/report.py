@@ -10,6 +10,11 @@ import typer
 
 def command(folder: Annotated[Path, typer.Argument(help="folder of a run", metavar="DIR")]) -> None:
     """Write one self-contained HTML page and its pictures into the run's folder."""
+    from shardwise.report.record import read_run
     from shardwise.report.run import write_report
+    from shardwise.report.step_times import step_sentences
 
-    typer.echo(f"report: {write_report(folder)}")
+    page, run = write_report(folder), read_run(folder)
+    for sentence in step_sentences(run.plan, run.outcome):
+        typer.echo(sentence)
+    typer.echo(f"report: {page}")

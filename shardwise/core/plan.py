@@ -8,7 +8,7 @@ measured peak is compared with it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -42,6 +42,8 @@ class StepEstimate:
         split: seconds by purpose, without overlapped communication.
         model_flops: of the whole batch, the same for every strategy: forward and backward without recomputation; 0
             in files of the first version, which did not have it.
+        phases: seconds of forward, backward, optimizer and communication, of the rank that was dry-run; communication
+            is what is not overlapped.
     """
 
     seconds: Annotated[Finite, Field(gt=0)]
@@ -51,6 +53,7 @@ class StepEstimate:
     mfu: Finite
     split: Mapping[str, Seconds]
     model_flops: Size = 0
+    phases: Mapping[str, Seconds] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -79,6 +80,14 @@ class PassesRecord:
 
 
 @dataclass(frozen=True)
+class PhasesRecord:
+    """Seconds of one step on rank 0: forward, backward, optimizer, and communication where that was timed apart."""
+
+    step: Size
+    seconds: Mapping[str, Seconds]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """``report.json``: measured results of a run that reached its end, with the plan's predictions.
 
@@ -89,6 +98,7 @@ class Outcome:
         seconds: of this run's training, evaluation and saving.
         sample: text from the model.
         passes: the measured passes of a pipeline.
+        phases: the measured seconds of a step by phase; None if the run was too short.
     """
 
     ranks: Annotated[tuple[RankMemory, ...], Field(min_length=1)]
@@ -103,6 +113,7 @@ class Outcome:
     device: str = ""
     world_size: Size = 0
     passes: PassesRecord | None = None
+    phases: PhasesRecord | None = None
 
     @property
     def worst(self) -> RankMemory:

@@ -93,6 +93,21 @@ def host_bandwidths(device: torch.device, *, size: int = 256 * MiB) -> tuple[flo
     return host.nbytes / to_device, host.nbytes / to_host
 
 
+def disk_bandwidth(folder: Path, *, size: int = 128 * MiB) -> float | None:
+    """Bytes/s that a file in ``folder`` is written with, until it is on the disk; None if none can be written there."""
+    block = os.urandom(size // 8)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            begin = time.perf_counter()
+            for _ in range(8):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            return size / (time.perf_counter() - begin)
+    except OSError:
+        return None
+
+
 def link_speed(processes: int = 2, timeout: float = _LINK_TIMEOUT) -> LinkSpeed:
     """Start ``processes`` local processes and let them communicate by gloo over loopback.
 

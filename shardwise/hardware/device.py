@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardwise.hardware.measured import MeasuredSpeeds
+
 DTYPES: tuple[str, ...] = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 
 _FALLBACK = {"fp8": "bf16", "bf16": "fp32", "fp16": "fp32", "tf32": "fp32"}
@@ -82,6 +84,9 @@ class DeviceProfile:
         disk_bandwidth: bytes/s to and bytes/s from a local disk, per device.
         reported: names that drivers report for the device, in lower case, without the vendor.
         source: figure -> where it comes from.
+        measured: speeds by shape and size that were measured on this device; None where the time model has to use
+            the peaks.
+        measured_on: the day of that measurement.
     """
 
     name: str
@@ -102,6 +107,8 @@ class DeviceProfile:
     overhead: Overhead
     reported: tuple[str, ...]
     source: Mapping[str, str] = field(hash=False, repr=False)
+    measured: MeasuredSpeeds | None = field(default=None, hash=False, repr=False)
+    measured_on: str = ""
 
     def peak_flops(self, dtype: str) -> float:
         """Dense FLOP/s in ``dtype``, or in its fallback where the device does not support ``dtype``.

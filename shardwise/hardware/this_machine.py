@@ -3,7 +3,7 @@
 On `device: cpu` each "device" is one process, and the processes of a node share the machine. Memory is the tightest
 limit of this process's cgroup and its parents, else physical memory. FLOP/s are a low figure per core and instruction
 set, so `plan` needs no measurement. `shardwise doctor --calibrate` measures once and writes `cpu.json`, which is used
-while CPU model and number of cores are the same.
+while CPU model, number of cores and version of torch are the same.
 
 A `cpu.json` that cannot be read is ignored without a message, because a plan must not fail over an optional speed. The
 profile's `source` says which figures were used.
@@ -11,7 +11,7 @@ profile's `source` says which figures were used.
 
 from __future__ import annotations
 
-import json
+import importlib.metadata
 import math
 import os
 import platform
@@ -19,10 +19,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from shardwise.core.json_file import checked, text_of
 from shardwise.core.units import MiB
 from shardwise.hardware.device import DeviceProfile, Efficiency, Latency, Overhead
+from shardwise.hardware.measured import MeasuredSpeeds
 
-CALIBRATION_VERSION = 1
+CALIBRATION_VERSION = 2
 UNLIMITED = 2**60
 """A cgroup limit at or above this means no limit (cgroup v1 writes 2^63 minus one page)."""
 
@@ -40,13 +44,39 @@ _ETHERNET = 1.25e9
 
 @dataclass(frozen=True)
 class Calibration:
-    """Speeds of the whole machine measured by `doctor --calibrate`: FLOP/s by dtype, bytes/s."""
+    """What `doctor --calibrate` measured: FLOP/s by dtype and bytes/s of the whole machine, and its processes' speeds.
+
+    Attributes:
+        torch: version of the package.
+        day: of the measurement, as 2026-11-23.
+        disk_bandwidth: bytes/s that a file is written with, to the disk.
+        speeds: of one process, for several numbers of processes.
+    """
 
     cpu_model: str
     cores: int
     flops: Mapping[str, float]
     memory_bandwidth: float
     link_bandwidth: float | None = None
+    torch: str = ""
+    day: str = ""
+    disk_bandwidth: float | None = None
+    speeds: tuple[MeasuredSpeeds, ...] = ()
+    version: int = CALIBRATION_VERSION
+
+    def speeds_of(self, processes: int, threads: int) -> MeasuredSpeeds | None:
+        """The speeds of one of ``processes`` processes.
+
+        Of those that were measured with as many threads, if there are any, the nearest number of processes counts; the
+        machine is divided anew.
+        """
+        alike = [each for each in self.speeds if each.threads == threads] or list(self.speeds)
+        if not alike:
+            return None
+        near = min(alike, key=lambda each: abs(math.log(each.processes / processes)))
+        if (near.processes, near.threads) == (processes, threads):
+            return near
+        return near.shared_by(processes, threads, self.cores)
 
 
 def cache_folder() -> Path:
@@ -127,42 +157,40 @@ def default_flops(cores: int, flags: frozenset[str]) -> dict[str, float]:
     return {"fp64": cores * core / 2, "fp32": cores * core, "bf16": cores * core * wide}
 
 
-def read_calibration(path: Path | None = None) -> Calibration | None:
-    """The calibration of this CPU and core count; None if missing, malformed or of another machine."""
+def torch_version() -> str:
+    """Version of the installed torch, without an import of it; "" if there is none."""
     try:
-        stored = json.loads((path or calibration_file()).read_text(encoding="utf-8"))
-        if stored["version"] != CALIBRATION_VERSION:
-            return None
-        link = stored.get("link_bandwidth")
-        found = Calibration(
-            str(stored["cpu_model"]),
-            int(stored["cores"]),
-            {str(dtype): float(rate) for dtype, rate in stored["flops"].items()},
-            float(stored["memory_bandwidth"]),
-            None if link is None else float(link),
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def threads_of(processes: int) -> int:
+    """Threads of one of ``processes`` processes that the launcher starts."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) > 0 else max(1, usable_cores() // processes)
+
+
+def read_calibration(path: Path | None = None) -> Calibration | None:
+    """The calibration of this CPU, core count and torch; None if missing, malformed or of another machine."""
+    try:
+        found = checked((path or calibration_file()).read_bytes(), Calibration)
+    except (OSError, ValidationError):
         return None
-    rates = [*found.flops.values(), found.memory_bandwidth, found.link_bandwidth or 1.0]
+    rates = [*found.flops.values(), found.memory_bandwidth]
+    rates += [rate for rate in (found.link_bandwidth, found.disk_bandwidth) if rate is not None]
     sound = "fp32" in found.flops and all(math.isfinite(rate) and rate > 0 for rate in rates)
     here = found.cpu_model == cpu_model() and found.cores == usable_cores()
-    return found if sound and here else None
+    same = found.version == CALIBRATION_VERSION and found.torch in ("", torch_version())
+    return found if sound and here and same else None
 
 
 def write_calibration(calibration: Calibration, path: Path | None = None) -> Path:
     """Write ``calibration`` atomically. Raises OSError."""
     path = path or calibration_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    stored = {
-        "version": CALIBRATION_VERSION,
-        "cpu_model": calibration.cpu_model,
-        "cores": calibration.cores,
-        "flops": dict(calibration.flops),
-        "memory_bandwidth": calibration.memory_bandwidth,
-        "link_bandwidth": calibration.link_bandwidth,
-    }
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(text_of(calibration) + "\n", encoding="utf-8")
     os.replace(partial, path)
     return path
 
@@ -181,10 +209,12 @@ def cpu_profile(processes: int) -> DeviceProfile:
         host_bandwidth=copy / processes,
         host_memory_bytes=usable_memory() // processes,
         host_memory_bandwidth=copy / processes,
-        disk_bandwidth=_DISK_BANDWIDTH / processes,
+        disk_bandwidth=((measured.disk_bandwidth if measured else None) or _DISK_BANDWIDTH) / processes,
         link_bandwidth=loopback,
         network_bandwidth=_ETHERNET / processes,
         node_devices=processes,
+        measured=measured.speeds_of(processes, threads_of(processes)) if measured else None,
+        measured_on=measured.day if measured else "",
     )
     if measured is None:
         return profile
@@ -192,8 +222,9 @@ def cpu_profile(processes: int) -> DeviceProfile:
     speeds = dict.fromkeys(
         ("flops", "memory_bandwidth", "host_bandwidth", "host_memory_bandwidth"), from_file
     )
-    if measured.link_bandwidth:
-        speeds["link_bandwidth"] = from_file
+    for name in ("link_bandwidth", "disk_bandwidth"):
+        if getattr(measured, name):
+            speeds[name] = from_file
     return replace(profile, source={**profile.source, **speeds})
 
 

@@ -47,7 +47,10 @@ def train(
             flags = ["--exact-memory"] if exact_memory else []
             _train(recipe, cluster, folder, run_workers, planned, flags, say)
         if planned is not None or lacks_page(folder):
-            say(f"report: {finish(folder)}")
+            page = finish(folder)
+            for sentence in step_times_of(folder):
+                say(sentence)
+            say(f"report: {page}")
 
 
 def _train(
@@ -97,6 +100,15 @@ def prepare(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None, s
     for sentence in [f"{planned.line}  →  {folder}", *found, *reasons, *sentences(recipe)]:
         say(sentence)
     return planned
+
+
+def step_times_of(folder: Path) -> list[str]:
+    """Predicted against measured step time of a finished run, in sentences."""
+    from shardwise.report.record import read_run
+    from shardwise.report.step_times import step_sentences
+
+    run = read_run(folder)
+    return list(step_sentences(run.plan, run.outcome))
 
 
 def finish(folder: Path) -> Path:

@@ -99,4 +99,17 @@ def assumptions(cluster: Cluster, reserve: float) -> Iterator[str]:
         )
         if options.ignored:
             yield f"allocator settings that are not modelled: {', '.join(options.ignored)}"
-    yield f"seconds come from a roofline over the peaks of {cluster.device.name}; they are not measured"
+    yield seconds_from(cluster)
+
+
+def seconds_from(cluster: Cluster) -> str:
+    """Where a plan's seconds come from."""
+    device = cluster.device
+    if device.measured is None:
+        return f"seconds come from a roofline over the peaks of {device.name}; they are not measured"
+    processes = device.measured.processes
+    return (
+        f"seconds come from kernels, collectives and host times measured on {device.measured_on}, on this"
+        f" {device.name}, in {processes} process{'es' if processes > 1 else ''} of {device.measured.threads}"
+        f" thread{'s' if device.measured.threads > 1 else ''}"
+    )

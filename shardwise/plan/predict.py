@@ -35,6 +35,7 @@ from shardwise.dryrun.run import WHOLE_STEP, DryRun, dry_run
 from shardwise.hardware.allocator_options import VARIABLES, AllocatorOptions, options_in
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
+from shardwise.plan.phase_times import phase_times
 from shardwise.plan.timing import mfu, step_time
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import has_stages, layout_of, micro_batches
@@ -143,6 +144,7 @@ def predict(
         model_flops=useful,
         mfu=mfu(useful, time.seconds, dtype, cluster),
         split=time.split,
+        phases=phase_times(cost, time, cluster),
     )
     return Prediction(
         strategy=strategy,

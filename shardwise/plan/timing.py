@@ -108,6 +108,8 @@ def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
 def kernel_seconds(kernel: Kernel, cluster: Cluster) -> float:
     """Roofline time of one call. CPU kernels update weights and moments, and are memory-bound."""
     device = cluster.device
+    if device.measured is not None:
+        return device.measured.kernel_seconds(kernel) + device.measured.host_seconds(kernel)
     if kernel.on_host:
         return kernel.bytes / (device.host_memory_bandwidth * device.efficiency.memory)
     dtype = kernel.dtype if kernel.dtype in ("fp64", "fp32", "fp16", "bf16", "fp8") else "fp32"
@@ -129,6 +131,9 @@ def collective_seconds(collective: Collective, layout: Layout, cluster: Cluster)
     """Seconds of all calls of one collective: a ring, an all-to-all or a send."""
     stride = layout.stride(collective.axis) if collective.axis in layout else 1
     degree, size = collective.degree, collective.bytes
+    measured = cluster.device.measured
+    if measured is not None and (spent := measured.collective_seconds(collective)) is not None:
+        return collective.calls * spent
     if collective.kind == "send":
         return collective.calls * cluster.seconds_to_next(size, degree, stride)
     if collective.kind == "all_to_all":

@@ -47,6 +47,7 @@ from shardwise.report.pictures import (
 )
 from shardwise.report.pipeline.pictures import section
 from shardwise.report.record import RunRecord
+from shardwise.report.step_times import phase_times, step_sentences
 from shardwise.report.tables import peak_of, verdict
 
 SHOWN_RANKS = 64
@@ -138,6 +139,10 @@ def _values(run: RunRecord) -> dict[str, Any]:
         else None,
         **section(plan, outcome.passes if outcome else None, _picture),
         "times": _time_rows(run),
+        "phases": phase_times(plan, outcome),
+        "phases_of": outcome.phases.step if outcome and outcome.phases else None,
+        "offer": next((s for s in step_sentences(plan, outcome) if "doctor" in s), ""),
+        "seconds": lambda spent: seconds(spent or 0.0),
         "split": _split_rows(plan),
         "traffic": _traffic_rows(plan),
         "loss": _picture("Loss and learning rate", lambda w: loss_curve(run.steps, w)),

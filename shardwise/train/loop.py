@@ -43,6 +43,7 @@ from shardwise.train.faults.recovery import ObservedStep, Recovery, Rewound
 from shardwise.train.meter import MemoryMeter
 from shardwise.train.pass_stopwatch import Stopwatch
 from shardwise.train.pauses import Pauses
+from shardwise.train.phase_stopwatch import PhaseStopwatch
 from shardwise.train.run_log import RunLog, say, warn
 from shardwise.train.warm_up import warm_kernels
 
@@ -94,6 +95,7 @@ class Trainer:
         self.recovery = Recovery(self.run, self.data, job.folder, self.batches.at, self.saver.wait, warn)
         self.pauses = Pauses(recipe)
         self.stopwatch = Stopwatch(self.run, self.state.step)
+        self.phases = PhaseStopwatch(self.run, self.state.step)
         self.log = RunLog(job.folder, job.plan, recipe.steps, self.state.step)
         self._pending: _Pending | None = None
         self._watched = False
@@ -130,7 +132,7 @@ class Trainer:
             )
             self.saver.wait()
         self.recovery.close()
-        self.log.end(self.meter.peak, self.state.tokens, self.stopwatch.collect())
+        self.log.end(self.meter.peak, self.state.tokens, self.stopwatch.collect(), self.phases.collect())
 
     def _end_again(self) -> None:
         """All steps are done: write what an earlier process was killed before it wrote."""
@@ -176,10 +178,10 @@ class Trainer:
 
     @contextmanager
     def _monitored(self, index: int) -> Iterator[None]:
-        """Tell the OOM record and the watchdog which step runs, and time its passes if it is the one to time."""
+        """Tell the OOM record and the watchdog which step runs, and time it if it is the one to time."""
         self.index = index
         heartbeat.own.at_step(index + 1)
-        with self.stopwatch.over(index):
+        with self.stopwatch.over(index), self.phases.over(index):
             yield
 
     def _stop_asked(self, index: int) -> Tensor:

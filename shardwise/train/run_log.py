@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.run_folder import forget_report, write_outcome
 from shardwise.core.attempts import Attempts
 from shardwise.core.plan import Plan
-from shardwise.core.run_files import Outcome, PassesRecord, RankMemory, StepRecord
+from shardwise.core.run_files import Outcome, PassesRecord, PhasesRecord, RankMemory, StepRecord
 from shardwise.train.meter import EXACT_STEPS, Measured
 from shardwise.train.metrics import MetricsFile, typical_seconds
 from shardwise.train.progress import Progressing
@@ -58,13 +58,20 @@ class RunLog:
         if self._writes:
             self._metrics.sync()
 
-    def end(self, peak: Measured, tokens: int, passes: PassesRecord | None) -> None:
+    def end(
+        self,
+        peak: Measured,
+        tokens: int,
+        passes: PassesRecord | None,
+        phases: PhasesRecord | None = None,
+    ) -> None:
         """Write ``report.json``. All ranks call it together.
 
         Args:
             peak: of this rank; 0 if it made no step, because an earlier process made all of them.
             tokens: targets that the run was trained on.
             passes: the timed passes of ranks that hold different blocks.
+            phases: the timed phases of a step.
         """
         peaks = [peak] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
@@ -89,6 +96,7 @@ class RunLog:
             device=plan.device,
             world_size=plan.world_size,
             passes=passes,
+            phases=phases,
         )
         write_outcome(self._folder, outcome)
 

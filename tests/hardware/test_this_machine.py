@@ -10,6 +10,7 @@ import pytest
 from shardwise.core.units import GiB
 from shardwise.hardware import this_machine as machine
 from shardwise.hardware.device import DeviceProfile
+from shardwise.hardware.measured import IN_PLACE, NEW, Grid, MeasuredSpeeds
 
 
 @pytest.fixture(autouse=True)
@@ -215,3 +216,35 @@ def test_processes_share_the_machine() -> None:
     assert all(getattr(one, name) == pytest.approx(4 * getattr(four, name)) for name in shared)
     assert one.flops["fp32"] == pytest.approx(4 * four.flops["fp32"])
     assert isinstance(one, DeviceProfile) and one.name == "cpu" and one.kind == "cpu"
+
+
+def speeds(processes: int, threads: int) -> MeasuredSpeeds:
+    curve = ((1e3, 1e-6), (1e6, 1e-4))
+    grid = Grid(((16, 64), (16, 64), (16, 64)), (1e-6,) * 8)
+    return MeasuredSpeeds(processes, threads, {"fp32": grid}, {}, {NEW: curve, IN_PLACE: curve})
+
+
+def test_measured_speeds_come_back_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    every = (speeds(1, 1), speeds(2, 1))
+    machine.write_calibration(calibration(speeds=every, day="2026-11-23", disk_bandwidth=3e8))
+    profile = machine.cpu_profile(2)
+    assert profile.measured == every[1] and profile.measured_on == "2026-11-23"
+    assert profile.disk_bandwidth == 1.5e8 and "measured here" in profile.source["disk_bandwidth"]
+    assert machine.cpu_profile(1).measured == every[0]
+
+
+def test_speeds_of_as_many_threads_are_preferred() -> None:
+    found = calibration(speeds=(speeds(1, 8), speeds(2, 4), speeds(4, 2)), cores=8)
+    near = found.speeds_of(1, 2)
+    assert near is not None and (near.processes, near.threads, near.slower) == (1, 2, 1.0)
+    most = found.speeds_of(16, 1)
+    assert most is not None and (most.processes, most.slower) == (16, 4.0)
+    assert calibration().speeds_of(1, 1) is None
+
+
+def test_a_calibration_with_another_torch_is_ignored() -> None:
+    machine.write_calibration(calibration(torch="1.0.0"))
+    assert machine.read_calibration() is None
+    machine.write_calibration(calibration(torch=machine.torch_version()))
+    assert machine.read_calibration() is not None

@@ -1,0 +1,123 @@
+"""One process of a calibration: ``python -m shardwise.doctor.calibration.rank RANK SIZE FOLDER``.
+
+All ranks measure the same at the same time, so each has its share of the machine. Rank 0 writes what it found.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.json_file import read_json, text_of
+from shardwise.doctor.calibration.collectives import collective_curves
+from shardwise.doctor.calibration.kernels import attention, native, plain_curves, products
+from shardwise.doctor.calibration.steps import (
+    MODELS,
+    TINY,
+    TimedStep,
+    around_collectives,
+    host_seconds,
+    ratios,
+    timed_step,
+)
+from shardwise.hardware.measured import Grid, MeasuredSpeeds
+from shardwise.train.meter import return_large_frees
+
+TASK, FOUND = "task.json", "found.json"
+_WHOLE = "world"
+"""Stands for the number of ranks."""
+AXES: dict[str, dict[str, Any]] = {
+    "replicate": {"zero_stage": 0},
+    "shard": {"zero_stage": 3},
+    "tensor": {"tensor_parallel": _WHOLE},
+    "sequence": {"sequence_parallel": _WHOLE},
+}
+"""Settings that give all ranks to a mesh axis."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the ranks measure.
+
+    Attributes:
+        device: cpu or cuda.
+        dtypes: of products, as far as they are native; () leaves the kernels to ``known``.
+        known: what fewer processes found, in the share of these processes.
+    """
+
+    device: str
+    dtypes: tuple[str, ...]
+    known: MeasuredSpeeds | None = None
+
+
+def measured(task: Task, device: torch.device) -> MeasuredSpeeds:
+    """The speeds of this process, while all ranks are busy."""
+    found = task.known
+    if task.dtypes:
+        found = _kernels(task, device)
+    assert found is not None
+    found = replace(found, threads=torch.get_num_threads())
+    return _collectives(found, device) if dist.get_world_size() > 1 else found
+
+
+def _kernels(task: Task, device: torch.device) -> MeasuredSpeeds:
+    """The speeds of kernels; and of the host, which a single process measures."""
+    found = MeasuredSpeeds(dist.get_world_size(), 1, {}, {}, plain_curves(device))
+    native_dtypes = [dtype for dtype in task.dtypes if dtype == "fp32" or native(dtype, device)]
+    grids, heads = dict[str, Grid](), dict[str, Grid]()
+    for dtype in native_dtypes:
+        dist.barrier()
+        grids[dtype] = products(dtype, device)
+        heads |= attention(dtype, device)
+    found = replace(found, products=grids, attention=heads)
+    if device.type != "cpu":
+        return replace(found, host=dict.fromkeys(("forward", "backward", "clip", "optimizer"), 0.0))
+    found = replace(found, ratios=ratios(_steps(device, native_dtypes), found.plain))
+    if task.known is not None:
+        return replace(found, host=task.known.host)
+    return replace(found, host=host_seconds(timed_step(TINY, 64, 2, {}, device), found))
+
+
+def _steps(device: torch.device, dtypes: list[str]) -> list[TimedStep]:
+    """Steps of every model in fp32, and of one in bf16."""
+    steps = [timed_step(*model, {"precision": "fp32", "zero_stage": 0}, device) for model in MODELS]
+    if "bf16" in dtypes:
+        steps.append(timed_step(*MODELS[1], {"precision": "bf16", "zero_stage": 0}, device))
+    return steps
+
+
+def _collectives(found: MeasuredSpeeds, device: torch.device) -> MeasuredSpeeds:
+    """``found`` with the curves of collectives, and the host's seconds around them by mesh axis."""
+    found = replace(found, collectives=collective_curves(device))
+    if device.type != "cpu":
+        return found
+    world = dist.get_world_size()
+    around = {}
+    for axis, settings in AXES.items():
+        given = {key: world if value == _WHOLE else value for key, value in settings.items()}
+        around[axis] = around_collectives(timed_step(TINY, 64, 2, given, device), found, axis)
+    return replace(found, around=around)
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    """Measure what the folder's task says."""
+    task = read_json(folder / TASK, Task)
+    device = torch.device("cpu") if task.device == "cpu" else torch.device("cuda", rank)
+    backend = "gloo" if task.device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=(folder / "store").as_uri(), rank=rank, world_size=size)
+    return_large_frees(False)
+    torch.manual_seed(rank)
+    found = measured(task, device)
+    if rank == 0:
+        (folder / FOUND).write_text(text_of(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

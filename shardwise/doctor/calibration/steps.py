@@ -1,0 +1,156 @@
+"""Times of the kernels within real steps of small models, and of the host around them.
+
+A step runs plainly, for the seconds of its phases; then with a clock around each operation, for the seconds of each
+kernel with the caches and memory of a step. What remains of a phase without its kernels is the host's: Python,
+autograd and the dispatcher. Kernels are counted by the function of the dry run, so plans multiply what was measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.cost import Collective, Kernel
+from shardwise.dryrun.counting import collective_of, kernels_of
+from shardwise.dryrun.tracker import axis_names
+from shardwise.engine.build import build
+from shardwise.engine.phase import current_phase
+from shardwise.engine.run import Run
+from shardwise.engine.step import step
+from shardwise.engine.step_clock import OperationClock, PhaseClock, communicates
+from shardwise.hardware.measured import IN_PLACE, NEW, Curve, MeasuredSpeeds, in_place, on_curve
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.technique import data_degree, layout_of, strategy_from
+
+TINY = {"layers": 4, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 176, "vocab": 512}
+"""Its kernels take microseconds, so its step is the host's."""
+
+MODELS: tuple[tuple[Mapping[str, Any], int, int], ...] = (
+    (TINY, 64, 2),
+    ({"layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "ffn": 704, "vocab": 4096}, 256, 4),
+    ({"family": "gpt2", "layers": 2, "width": 192, "heads": 4, "ffn": 768, "vocab": 2048}, 256, 4),
+    ({"layers": 1, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 1408, "vocab": 8192}, 256, 8),
+)
+"""Models, sequence lengths and micro-batches whose steps give the speed of each operation."""
+
+_PLAIN_STEPS, _TIMED_STEPS = 5, 2
+_LEAST, _MOST = 0.02, 50.0
+"""Bounds of an operation's seconds over those of a plain kernel of as many bytes."""
+
+
+@dataclass
+class TimedStep:
+    """One step under a clock: its kernels and collectives, each with its seconds; and seconds of phases without it."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+    kernels: list[tuple[tuple[Kernel, ...], float]] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    views: list[float] = field(default_factory=list)
+
+    @property
+    def floor(self) -> float:
+        """Seconds of an operation that does nothing, under the clock."""
+        return statistics.median(self.views) if self.views else 0.0
+
+    def own_kernels(self) -> Iterable[Kernel]:
+        """The kernels of one step."""
+        once = self.kernels[: len(self.kernels) // _TIMED_STEPS]
+        return itertools.chain.from_iterable(kernels for kernels, _ in once)
+
+
+def timed_step(
+    model: Mapping[str, Any], length: int, micro_batch: int, settings: Mapping[str, Any], device: torch.device
+) -> TimedStep:
+    """Train a small model for a few steps on all ranks of the default group."""
+    world = dist.get_world_size()
+    strategy = strategy_from({"micro_batch_size": micro_batch, **settings})
+    batch = micro_batch * data_degree(layout_of(strategy, world))
+    recipe = recipe_of(
+        {"model": dict(model), "data": {"sequence_length": length}, "steps": 100, "batch_size": batch}
+    )
+    run = build(recipe, blueprint_of(recipe), strategy, device)
+    tokens = torch.randint(model["vocab"], (micro_batch, length), device=device)
+    steps = itertools.repeat([{"input_ids": tokens, "labels": tokens}])
+    for _ in range(2):
+        step(run, steps, 1e-4)
+    readings: list[dict[str, float]] = []
+    for _ in range(_PLAIN_STEPS):
+        clock = PhaseClock(device)
+        with clock.over():
+            step(run, steps, 1e-4)
+        readings.append(clock.read())
+    found = TimedStep({name: statistics.median(each[name] for each in readings) for name in readings[0]})
+    with _recorded(run, found):
+        for _ in range(_TIMED_STEPS):
+            step(run, steps, 1e-4)
+    found.collectives = found.collectives[: len(found.collectives) // _TIMED_STEPS]
+    return found
+
+
+def _recorded(run: Run, found: TimedStep) -> OperationClock:
+    """Writes the operations of a step into ``found``."""
+    mesh = run.context.mesh
+    axes = [(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or ()]
+    axis_of = axis_names([*axes, *run.options.groups])
+
+    def record(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, seconds: float) -> None:
+        if communicates(func):
+            if (collective := collective_of(current_phase(), func, args, kwargs, axis_of)) is not None:
+                found.collectives.append(collective)
+        elif func.is_view:
+            found.views.append(seconds)
+        elif kernels := kernels_of(current_phase(), func, args, kwargs, out):
+            found.kernels.append((tuple(kernels), seconds))
+
+    return OperationClock(record)
+
+
+def ratios(steps: Iterable[TimedStep], plain: Mapping[str, Curve]) -> dict[str, Curve]:
+    """By operation and dtype: seconds over those of a plain kernel, over bytes in buckets of a factor of four.
+
+    The median of the calls in a bucket: one that was interrupted counts no more than the others.
+    """
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for each in steps:
+        for kernels, seconds in each.kernels:
+            if any(kernel.flops for kernel in kernels):
+                continue
+            curve = plain[IN_PLACE if in_place(kernels[0].operation) else NEW]
+            expected = sum(on_curve(curve, kernel.bytes) for kernel in kernels)
+            size = sum(kernel.bytes for kernel in kernels) / len(kernels)
+            key = f"{kernels[0].operation} {kernels[0].dtype}", round(math.log(max(size, 1.0), 4))
+            found[key].append(max(0.0, seconds - each.floor) / expected)
+    curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (name, bucket), every in sorted(found.items()):
+        curves[name].append((4.0**bucket, min(max(statistics.median(every), _LEAST), _MOST)))
+    return {name: tuple(curve) for name, curve in curves.items()}
+
+
+def host_seconds(tiny: TimedStep, speeds: MeasuredSpeeds) -> dict[str, float]:
+    """Seconds of the host around each kernel by phase, from the step of a tiny model on one process."""
+    kernels, calls = defaultdict[str, float](float), defaultdict[str, int](int)
+    for kernel in tiny.own_kernels():
+        kernels[kernel.phase] += speeds.kernel_seconds(kernel)
+        calls[kernel.phase] += 1
+    return {
+        phase: max(0.0, spent - kernels[phase]) / calls[phase]
+        for phase, spent in tiny.phases.items()
+        if calls[phase]
+    }
+
+
+def around_collectives(timed: TimedStep, speeds: MeasuredSpeeds, axis: str) -> float:
+    """Seconds of the host around each collective of a mesh axis: what kernels, host and collectives leave of a step."""
+    spent = sum(timed.phases.values())
+    spent -= sum(speeds.kernel_seconds(k) + speeds.host_seconds(k) for k in timed.own_kernels())
+    spent -= sum(speeds.collective_seconds(c) or 0.0 for c in timed.collectives)
+    return max(0.0, spent) / max(1, sum(c.axis == axis for c in timed.collectives))

@@ -1,0 +1,64 @@
+"""Predicted against measured seconds of a step, in total and by phase, and what would bring them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.core.plan import Plan
+from shardwise.core.run_files import Outcome
+from shardwise.report.notation import deviation, seconds
+
+NAMES = ("forward", "backward", "communication", "optimizer")
+"""Phases in the order of a step."""
+
+APART = 0.1
+"""Above this error of the step time, a calibration is offered."""
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Predicted and measured seconds of one phase; None where they are not known apart."""
+
+    name: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> str:
+        if not self.predicted or not self.measured:
+            return ""
+        return deviation(self.predicted, self.measured)
+
+
+def phase_times(plan: Plan, outcome: Outcome | None) -> list[PhaseTime]:
+    """The phases that were timed; () for a run without a measured step, or a plan of an older version."""
+    if outcome is None or outcome.phases is None or not plan.step.phases:
+        return []
+    measured, predicted = outcome.phases.seconds, plan.step.phases
+    return [
+        PhaseTime(name, predicted.get(name), measured.get(name))
+        for name in NAMES
+        if predicted.get(name) or measured.get(name)
+    ]
+
+
+def step_sentences(plan: Plan, outcome: Outcome | None) -> Iterator[str]:
+    """One line with the step's seconds; one with the phases; one that offers a calibration where the error is large."""
+    if outcome is None or not outcome.measured_step_seconds:
+        return
+    spent, planned = outcome.measured_step_seconds, outcome.predicted_step_seconds
+    yield f"step: {seconds(planned)} predicted, {seconds(spent)} measured ({deviation(planned, spent)})"
+    if phases := phase_times(plan, outcome):
+        yield "phases, predicted/measured: " + ", ".join(
+            f"{each.name} {seconds(each.predicted or 0.0)}/{seconds(each.measured or 0.0)}" for each in phases
+        )
+    if abs(planned / spent - 1) > APART and (offer := calibration_offer(plan)):
+        yield offer
+
+
+def calibration_offer(plan: Plan) -> str:
+    """The line that offers a measurement of this machine's CPU; "" for a plan that used one."""
+    if plan.device != "cpu" or any("measured on" in sentence for sentence in plan.assumptions):
+        return ""
+    return "plans of this machine use assumed speeds: run `shardwise doctor --calibrate` to measure them"

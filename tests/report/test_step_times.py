@@ -1,0 +1,46 @@
+"""Predicted against measured seconds, in the page and in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.core.plan import Plan
+from shardwise.core.run_files import Outcome, PhasesRecord, RankMemory
+from shardwise.report.step_times import phase_times, step_sentences
+
+MEASURED = {"forward": 0.5, "backward": 1.0, "optimizer": 0.2, "communication": 0.3}
+PREDICTED = {"forward": 0.4, "backward": 1.1, "optimizer": 0.2, "communication": 0.0}
+
+
+def outcome(plan: Plan, measured: float) -> Outcome:
+    return Outcome(
+        (RankMemory(0, 1, 1),), plan.step.seconds, measured, plan.ledger, phases=PhasesRecord(4, MEASURED)
+    )
+
+
+def on_cpu(plan: Plan, *assumptions: str) -> Plan:
+    return replace(
+        plan, device="cpu", assumptions=assumptions, step=replace(plan.step, phases=PREDICTED, seconds=1.7)
+    )
+
+
+def test_every_phase_has_both_figures_and_the_error(plan: Plan) -> None:
+    planned = on_cpu(plan)
+    rows = {each.name: each for each in phase_times(planned, outcome(planned, 2.0))}
+    assert list(rows) == ["forward", "backward", "communication", "optimizer"]
+    assert rows["forward"].error == "−20.0 %" and rows["backward"].error == "+10.0 %"
+    assert rows["communication"].error == ""
+    assert phase_times(plan, outcome(plan, 2.0)) == []  # a plan of an older version
+
+
+def test_a_large_error_offers_a_calibration_once(plan: Plan) -> None:
+    planned = on_cpu(plan)
+    said = list(step_sentences(planned, outcome(planned, 2.0)))
+    assert said[0] == "step: 1.70 s predicted, 2.00 s measured (−15.0 %)"
+    assert "forward 400.0 ms/500.0 ms" in said[1] and "doctor --calibrate" in said[2]
+    assert len(list(step_sentences(planned, outcome(planned, 1.7)))) == 2
+    calibrated = on_cpu(plan, "seconds come from kernels measured on 2026-11-23")
+    assert len(list(step_sentences(calibrated, outcome(calibrated, 2.0)))) == 2
+    elsewhere = replace(planned, device="H100-80GB")
+    assert len(list(step_sentences(elsewhere, outcome(elsewhere, 2.0)))) == 2
+    assert list(step_sentences(planned, None)) == []

@@ -1,0 +1,63 @@
+"""Phases of a step: what a run measures, and what of it is communication."""
+
+from __future__ import annotations
+
+import time
+from itertools import repeat
+
+import pytest
+import torch
+
+from shardwise.core.run_files import PhasesRecord
+from shardwise.engine.build import build
+from shardwise.engine.phase import phase
+from shardwise.engine.step import step
+from shardwise.engine.step_clock import PhaseClock
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.technique import strategy_from
+from shardwise.train.meter import EXACT_STEPS
+from shardwise.train.phase_stopwatch import PhaseStopwatch
+from tests.harness.pool import Pool
+
+MODEL = {"layers": 1, "width": 16, "heads": 2, "kv_heads": 2, "ffn": 32, "vocab": 256}
+
+
+def test_a_phase_lasts_until_the_next_begins() -> None:
+    clock = PhaseClock(torch.device("cpu"))
+    with clock.over():
+        for name, spent in (("forward", 0.01), ("backward", 0.03), ("forward", 0.01)):
+            with phase(name):
+                time.sleep(spent)
+    found = clock.read()
+    assert list(found) == ["setup", "forward", "backward"]
+    assert found["forward"] == pytest.approx(0.02, abs=0.01) and found["backward"] >= 0.03
+
+
+def phases_rank(steps: int) -> tuple[PhasesRecord | None, list[float]]:
+    """The phases of a run of so many steps, and the seconds of each step."""
+    recipe = recipe_of({"model": MODEL, "data": {"sequence_length": 8}, "steps": steps, "batch_size": 4})
+    run = build(recipe, blueprint_of(recipe), strategy_from({"zero_stage": 3}), torch.device("cpu"))
+    watch, ids, spent = PhaseStopwatch(run, first=0), torch.zeros((1, 8), dtype=torch.int64), []
+    batches = repeat([{"input_ids": ids, "labels": ids}] * 2)
+    for index in range(steps):
+        begin = time.perf_counter()
+        with watch.over(index):
+            step(run, batches, 1e-3)
+        spent.append(time.perf_counter() - begin)
+    return watch.collect(), spent
+
+
+def test_a_step_s_phases_and_its_communication(pool: Pool) -> None:
+    found, spent = pool.run(2, phases_rank, EXACT_STEPS + 6)[0]
+    assert found is not None and found.step == EXACT_STEPS + 1
+    assert found.seconds.keys() == {"forward", "backward", "optimizer", "communication"}
+    assert found.seconds["communication"] > 0
+    # Phases and the communication of the next step: together neither much less nor more than these two steps.
+    assert 0 < sum(found.seconds.values()) < spent[EXACT_STEPS] + spent[EXACT_STEPS + 1]
+
+
+def test_a_short_run_times_no_communication_or_nothing(pool: Pool) -> None:
+    short, none = (pool.run(2, phases_rank, steps)[0][0] for steps in (EXACT_STEPS + 1, EXACT_STEPS))
+    assert short is not None and "communication" not in short.seconds
+    assert none is None
