@@ -111,12 +111,13 @@ def _profile(
     flops = {dtype: numbers.get(f"flops.{dtype}_tera_per_s") for dtype in DTYPES}
     overhead = {f"{each}_bytes": int(MiB * numbers[f"overhead.{each}.mib"]) for each in _OVERHEADS}
     devices = words["node_devices"]
+    rates: dict[str, Any] = {rate: 1e9 * numbers[f"{rate}.gb_per_s"] for rate in _RATES}
     return DeviceProfile(
         name=name,
         kind=words["kind"],
         memory_bytes=int(GiB * numbers["memory.gib"]),
         flops={dtype: 1e12 * rate for dtype, rate in flops.items() if rate is not None},
-        **{rate: 1e9 * numbers[f"{rate}.gb_per_s"] for rate in _RATES},
+        **rates,
         host_memory_bytes=int(GiB * numbers["host_memory.gib_per_node"]) // devices,
         host_memory_bandwidth=1e9 * numbers["host_memory_bandwidth.gb_per_s_per_node"] / devices,
         topology=words["topology"],
