@@ -118,7 +118,7 @@ RIVALS: dict[int, tuple[dict[str, Any], ...]] = {
         {"micro_batch_size": 2, "pipeline_parallel": 2, "zero_stage": 0},
     ),
 }
-"""Strategies that are measured beside the planner's, by the number of processes."""
+"""Strategies that are measured with the planner's, by the number of processes."""
 
 
 def recipe_for(case: Case) -> dict[str, Any]:

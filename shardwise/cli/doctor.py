@@ -16,7 +16,8 @@ def command(
     store: Annotated[
         bool,
         typer.Option(
-            "--calibrate", help="measure kernels, collectives and steps, and keep it for this CPU's plans"
+            "--calibrate",
+            help="measure kernels, collectives and steps of this machine, and keep them for its plans",
         ),
     ] = False,
     link: Annotated[

@@ -43,7 +43,7 @@ class StepEstimate:
         model_flops: of the whole batch, the same for every strategy: forward and backward without recomputation; 0
             in files of the first version, which did not have it.
         phases: seconds of forward, backward, optimizer and communication, of the rank that was dry-run; communication
-            is what is not overlapped.
+            is the part that is not overlapped.
     """
 
     seconds: Annotated[Finite, Field(gt=0)]

@@ -83,5 +83,5 @@ class OperationClock(TorchDispatchMode):
 
 
 def communicates(func: Any) -> bool:
-    """Whether an operation sends, receives, or waits for what was sent."""
+    """Whether an operation sends, receives, or waits for a message."""
     return func.namespace in ("c10d", "_c10d_functional")

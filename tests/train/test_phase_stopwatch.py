@@ -35,7 +35,7 @@ def test_a_phase_lasts_until_the_next_begins() -> None:
 
 
 def phases_rank(steps: int) -> tuple[PhasesRecord | None, list[float]]:
-    """The phases of a run of so many steps, and the seconds of each step."""
+    """The phases of a run of ``steps`` steps, and the seconds of each step."""
     recipe = recipe_of({"model": MODEL, "data": {"sequence_length": 8}, "steps": steps, "batch_size": 4})
     run = build(recipe, blueprint_of(recipe), strategy_from({"zero_stage": 3}), torch.device("cpu"))
     watch, ids, spent = PhaseStopwatch(run, first=0), torch.zeros((1, 8), dtype=torch.int64), []

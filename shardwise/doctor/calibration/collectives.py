@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,11 @@ PAYLOADS = (4, 4096, 64 * 1024, MiB, 16 * MiB)
 """Bytes, in the convention of core/cost.py: the gathered tensor, or the tensor before the scatter."""
 
 
-def collective_curves(device: torch.device) -> dict[str, Curve]:
+def collective_curves(device: torch.device, payloads: Sequence[int] = PAYLOADS) -> dict[str, Curve]:
     """Median seconds by kind. Raises RuntimeError if the backend fails."""
     size, rank = dist.get_world_size(), dist.get_rank()
     curves: dict[str, list[tuple[float, float]]] = {}
-    for payload in PAYLOADS:
+    for payload in payloads:
         part = torch.ones(max(1, payload // 4 // size), device=device)
         whole = torch.ones(part.numel() * size, device=device)
         other = torch.empty_like(whole)

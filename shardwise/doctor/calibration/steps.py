@@ -2,7 +2,7 @@
 
 A step runs plainly, for the seconds of its phases; then with a clock around each operation, for the seconds of each
 kernel with the caches and memory of a step. What remains of a phase without its kernels is the host's: Python,
-autograd and the dispatcher. Kernels are counted by the function of the dry run, so plans multiply what was measured.
+autograd and the dispatcher. Kernels are counted by the function of the dry run, so plans multiply these seconds.
 """
 
 from __future__ import annotations
