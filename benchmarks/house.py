@@ -46,6 +46,7 @@ MONITORS = {
     "train/loop.py": "Trainer._monitored Trainer._stop_asked",
     "train/run_log.py": "RunLog.lap",
     "train/pass_stopwatch.py": "Stopwatch.over",
+    "train/phase_stopwatch.py": "PhaseStopwatch.over",
     "train/batches.py": "RankBatches.at RankBatches._on_device",
     "engine/train_state.py": "TrainState.position",
     "engine/run.py": "LiveModel.synchronous",
