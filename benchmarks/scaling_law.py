@@ -81,7 +81,7 @@ class Runs:
 
     def __init__(self, sweep: Sweep, folder: Path, world: World) -> None:
         self.sweep, self.folder, self.world = sweep, folder, world
-        self.pattern = replace(dimensions_of(_recipe(sweep, 10).model), tied=False)
+        self.pattern = replace(dimensions_of(_recipe(sweep, 10 * sweep.warmup).model), tied=False)
         folder.mkdir(parents=True, exist_ok=True)
         self.done = {point.run: point for point in self._recorded()}
 

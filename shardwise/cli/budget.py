@@ -23,8 +23,11 @@ def command(
     hours: Annotated[float | None, typer.Option(help="hours of the recipe's cluster", min=1e-6)] = None,
     tokens: Annotated[float | None, typer.Option(help="tokens to train on", min=1)] = None,
     law: Annotated[
-        str, typer.Option(help="a published law, or a file of shardwise fit", metavar="NAME|FILE")
-    ] = "besiroglu",
+        str | None,
+        typer.Option(
+            help="a published law, or a file of shardwise fit; default: the recipe's", metavar="NAME|FILE"
+        ),
+    ] = None,
     unique_tokens: Annotated[
         float | None,
         typer.Option(help="tokens of the data, which are repeated where more are trained on", min=1),
@@ -44,7 +47,7 @@ def command(
     replaced.
     """
     limit = _limit(flops, hours, tokens)
-    asked, cluster = read(recipe, overrides or [])
+    asked, cluster = read(recipe, [*(overrides or []), *([f"law={law}"] if law else [])])
     from shardwise.core.atomic_file import write_whole
     from shardwise.jobs.budgeting import find_budget, to_train
     from shardwise.recipe.load import dump_recipe
@@ -53,7 +56,7 @@ def command(
     from shardwise.scaling.law import Law
     from shardwise.scaling.repetition import DataConstrained
 
-    judged: Law = read_law(law)
+    judged: Law = read_law(asked.law)
     if unique_tokens is not None:
         judged = DataConstrained(judged, unique_tokens)
     found = find_budget(asked, cluster, limit, judged, serve_tokens)

@@ -68,15 +68,20 @@ def _plan(
     from shardwise.plan.fit_advice import advise  # loads torch
 
     advice = advise(asked, cluster) if explain or not plan.fits else None
+    from shardwise.report.standing import standing_of, standing_values
+
+    stands = standing_of(asked, plan)
     if as_json:
-        print(json.dumps(plan.as_dict() | ({"ladder": advice.as_dict()} if advice else {}), indent=1))
+        added = {"ladder": advice.as_dict()} if advice else {}
+        added |= {"standing": standing_values(stands)} if stands else {}
+        print(json.dumps(plan.as_dict() | added, indent=1))
     else:
         from rich.console import Console
 
         from shardwise.report.fit_advice import advice_table
         from shardwise.report.tables import plan_table
 
-        Console().print(plan_table(plan, top))
+        Console().print(plan_table(plan, top, stands.sentences() if stands else ()))
         if advice is not None:
             Console().print(advice_table(advice))
     if html is not None:

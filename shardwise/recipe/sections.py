@@ -352,6 +352,8 @@ class Recipe(Section):
     watchdog: Annotated[float, Field(ge=1, le=604_800)] | None = 600.0
     """seconds without progress on any rank after which the run ends and names the rank that hangs, from the end of
     the first step on; null for no watchdog"""
+    law: Text = "besiroglu"
+    """scaling law of plan, report and budget: the name of a published one, or a file of shardwise fit"""
     adapter: AdapterSpec | None = None
     """LoRA, QLoRA or DoRA fine-tuning; null trains all weights"""
     optimizer: OptimizerSpec = OptimizerSpec()

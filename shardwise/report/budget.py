@@ -15,7 +15,8 @@ from shardwise.report.notation import of_capacity
 from shardwise.report.page import printable
 from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE, svg
 from shardwise.scaling.budget import BudgetChoice, SizeInBudget, six_nd
-from shardwise.scaling.law import Law, SizeAndTokens, extrapolation
+from shardwise.scaling.law import Law, SizeAndTokens
+from shardwise.scaling.standing import doubts
 
 
 def budget_values(
@@ -73,10 +74,7 @@ def _size(size: SizeInBudget, loss: float) -> dict[str, Any]:
 def warnings(budget: BudgetChoice, law: Law) -> Iterator[str]:
     """Sentences about the trust that the figures deserve."""
     best = budget.best
-    if far := extrapolation(law, SizeAndTokens(best.parameters, best.tokens)):
-        yield far
-    if best.dimensions.vocab <= 256 and law.fitted is not None and law.fitted.parameters[0] >= 7e7:
-        yield f"{law.name} counts tokens of a vocabulary of 32,000, so its loss is not that of bytes: fit your own runs"
+    yield from doubts(law, SizeAndTokens(best.parameters, best.tokens), best.dimensions.vocab)
     if budget.refused is not None:
         made, why = budget.refused
         yield f"larger models were not considered: {format_count(made.parameters)} parameters, {why}"

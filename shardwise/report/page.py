@@ -21,9 +21,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from shardwise.core.errors import ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
+from shardwise.recipe.load import parse_recipe
 from shardwise.report.mesh import mesh
 from shardwise.report.notation import (
     COLOURS,
@@ -47,8 +49,10 @@ from shardwise.report.pictures import (
 )
 from shardwise.report.pipeline.pictures import section
 from shardwise.report.record import RunRecord
+from shardwise.report.standing import standing_of, standing_sentences
 from shardwise.report.step_times import phase_times, step_sentences
 from shardwise.report.tables import peak_of, verdict
+from shardwise.technique import SETTINGS
 
 SHOWN_RANKS = 64
 """Most rows in the table of ranks; with more ranks, those with the highest peaks are shown."""
@@ -153,9 +157,20 @@ def _values(run: RunRecord) -> dict[str, Any]:
             (c, peak_of(c), seconds(c.step_seconds)) for c in plan.candidates if len(plan.candidates) > 1
         ],
         "reasons": plan.reasons,
+        "standing": _standing(run),
         "assumptions": plan.assumptions,
         "recipe": run.recipe,
     }
+
+
+def _standing(run: RunRecord) -> list[str]:
+    """The run against its scaling law; nothing where the recipe or the law cannot be read."""
+    try:
+        recipe = parse_recipe(run.recipe, SETTINGS, f"{run.folder}/recipe.yaml")
+        found = standing_of(recipe, run.plan)
+    except ShardwiseError:
+        return []
+    return standing_sentences(found, run.outcome) if found else []
 
 
 def _picture(name: str, draw: Callable[[float], Figure]) -> Picture:

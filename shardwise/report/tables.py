@@ -50,20 +50,21 @@ PEAK_SIGNS: Mapping[PeakIs, str] = {"counted": "", "estimated": "~ ", "at least"
 _ASCII = str.maketrans("×·–−…≥•µ░█▉▊▋▌▍▎▏", "x|--~>*u.#####   ")
 
 
-def plan_table(plan: Plan, top: int | None = None) -> RenderableType:
+def plan_table(plan: Plan, top: int | None = None, standing: Sequence[str] = ()) -> RenderableType:
     """The output of `shardwise plan`.
 
     Args:
         top: number of candidates to show; None for `SHOWN_CANDIDATES`.
+        standing: sentences about the run against a scaling law.
     """
-    return PlanTable(plan, SHOWN_CANDIDATES if top is None else max(0, top))
+    return PlanTable(plan, SHOWN_CANDIDATES if top is None else max(0, top), tuple(standing))
 
 
-def plan_text(plan: Plan, width: int = WIDEST, top: int | None = None) -> str:
+def plan_text(plan: Plan, width: int = WIDEST, top: int | None = None, standing: Sequence[str] = ()) -> str:
     """`plan_table` as plain text without colour, `width` columns at most; for files and documentation."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, _environ={})
     with console.capture() as capture:
-        console.print(plan_table(plan, top))
+        console.print(plan_table(plan, top, standing))
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
@@ -73,6 +74,7 @@ class PlanTable:
 
     plan: Plan
     top: int
+    standing: tuple[str, ...] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update(width=min(options.max_width, WIDEST))
@@ -102,6 +104,8 @@ class PlanTable:
                 yield Text(f"  and {len(plan.candidates) - self.top} more; --top N shows N", "dim")
         if plan.reasons:
             yield from section("Why", "", sentences(plan.reasons, ""))
+        if self.standing:
+            yield from section("By the scaling law", "", sentences(self.standing, ""))
         if plan.assumptions:
             yield from section("Taken from tables, not counted", "", sentences(plan.assumptions, "dim"))
 

@@ -39,7 +39,7 @@ def read_law(name: str) -> Law:
     if path is not known and not path.exists():
         choices = ", ".join(names())
         why = f"the laws are {choices}, or a file that shardwise fit wrote"
-        raise RecipeError(f"unknown law '{name}'", where="--law", why=why)
+        raise RecipeError(f"unknown law '{name}'", where="law", why=why)
     try:
         values = tomllib.loads(read_text(path))
         return _law(path.stem if path is known else name, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.core.units import format_count
@@ -9,6 +10,11 @@ from shardwise.scaling.law import Law, SizeAndTokens, extrapolation
 
 NEAR = 0.002
 """Loss above the optimum, relative, below which a run counts as compute-optimal."""
+
+BYTES = 256
+"""Largest vocabulary of bytes."""
+LARGE = 7e7
+"""Parameters of the smallest model of the published laws, all of which were fitted to text in subwords."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,7 @@ class RunStanding:
         loss: that the law predicts for the run's end.
         best: the compute-optimal size and tokens for the run's 6 N D.
         best_loss: its loss.
-        warning: the law is used far outside of its data; None otherwise.
+        warnings: sentences about the trust that the prediction deserves (``doubts``).
     """
 
     run: SizeAndTokens
@@ -27,7 +33,7 @@ class RunStanding:
     best: SizeAndTokens
     best_loss: float
     law: str
-    warning: str | None
+    warnings: tuple[str, ...]
 
     @property
     def penalty(self) -> float:
@@ -42,21 +48,33 @@ class RunStanding:
         return "undertrained" if self.run.parameters > self.best.parameters else "overtrained"
 
     def sentences(self) -> list[str]:
-        """One or two lines for a plan and a report."""
+        """One or more sentences for a plan and a report."""
         ratio = f"{self.run.tokens_per_parameter:.3g} tokens per parameter"
-        first = f"{ratio}: {self.verdict} by the law {self.law}, which predicts a loss of {self.loss:.3f}"
+        first = f"{ratio}: {self.verdict} by the law {self.law}, which predicts a loss of {self.loss:.3f} at the end"
         if self.verdict != "compute-optimal":
             change = "smaller" if self.verdict == "undertrained" else "larger"
             first += (
-                f"; in the same FLOPs a {change} model of {format_count(self.best.parameters)} parameters on"
-                f" {format_count(self.best.tokens)} tokens reaches {self.best_loss:.3f}"
+                f"; in the same hours, at the same FLOPs per second, a {change} model of"
+                f" {format_count(self.best.parameters)} parameters on {format_count(self.best.tokens)} tokens"
+                f" reaches {self.best_loss:.3f}"
             )
-        return [first, self.warning] if self.warning else [first]
+        return [first, *self.warnings]
 
 
-def standing(law: Law, parameters: float, tokens: float) -> RunStanding:
-    """Where ``parameters`` after ``tokens`` stand; both must be positive."""
+def standing(law: Law, parameters: float, tokens: float, vocab: int | None = None) -> RunStanding:
+    """Where ``parameters`` after ``tokens`` of a vocabulary stand; both must be positive."""
     run = SizeAndTokens(parameters, tokens)
     best = law.optimum(run.flops)
     losses = law.loss(parameters, tokens), law.loss(best.parameters, best.tokens)
-    return RunStanding(run, losses[0], best, losses[1], law.name, extrapolation(law, run))
+    return RunStanding(run, losses[0], best, losses[1], law.name, tuple(doubts(law, run, vocab)))
+
+
+def doubts(law: Law, point: SizeAndTokens, vocab: int | None = None) -> Iterator[str]:
+    """Sentences about the trust that a law's loss deserves: extrapolation, and tokens that are bytes."""
+    if far := extrapolation(law, point):
+        yield far
+    if vocab is not None and vocab <= BYTES and law.fitted is not None and law.fitted.parameters[0] >= LARGE:
+        yield (
+            f"{law.name} counts tokens of a vocabulary of tens of thousands, so its loss is not that of bytes:"
+            " fit a law to your own runs (shardwise fit)"
+        )
