@@ -6,7 +6,7 @@ condition True: errors and residuals are 0, and factorizations succeed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,21 +57,29 @@ class _Constants(TorchDispatchMode):
 def predicted_peak(source: SourceModel, quantizer: Quantizer, batches: Batches, dtype: torch.dtype) -> int:
     """Peak bytes of ``quantize_blocks``, with the device's workspaces, as a plan counts them."""
     walk = Walk(source.blueprint, source.over(_fake_read(source)), dtype)
-    target = TARGETS["cpu"]
-    tracker = Tracker({}, target.workspace, target.kept, lambda: "")
     blocks = None if source.blueprint.depth is None else range(1)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, tracker.watching(), target.kernels(), _Constants():
+    rehearsed = replace(quantizer, method=quantizer.method.rehearsal())
+
+    def run() -> None:
         given = Batches(
             _like(batches.calibration),
             _like(batches.held_out),
             _like(batches.labels),
             [None if each is None else torch.empty_like(each) for each in batches.counted],
         )
-        rehearsed = replace(quantizer, method=quantizer.method.rehearsal())
         quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks)
-    counted = max(peak.bytes for peak in peaks(tracker).values())
-    return counted + cpu_profile(1).overhead.workspace_bytes
+
+    return counted_peak(run) + cpu_profile(1).overhead.workspace_bytes
+
+
+def counted_peak(run: Callable[[], object]) -> int:
+    """Peak bytes of the tensors that ``run`` makes, which are fake."""
+    target = TARGETS["cpu"]
+    tracker = Tracker({}, target.workspace, target.kept, lambda: "")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, tracker.watching(), target.kernels(), _Constants():
+        run()
+    return max(peak.bytes for peak in peaks(tracker).values())
 
 
 def _like(tensors: Sequence[Tensor]) -> list[Tensor]:

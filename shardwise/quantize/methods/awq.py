@@ -15,7 +15,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,18 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import Scheme
 from shardwise.quantize.blocks import ATTENTION, DOWN, GATE, NORMS, UP, fold, pre_norm_block
 from shardwise.quantize.methods.base import InputStatistics, Method
-from shardwise.quantize.methods.rounding import absmax, clipped, in_groups, stored_dtype
+from shardwise.quantize.methods.rounding import (
+    REHEARSED,
+    WHOLE,
+    Search,
+    absmax,
+    clipped,
+    in_groups,
+    stored_dtype,
+)
 from shardwise.runtime.quantization.weights import QuantizedWeight
 
 STEPS = 20
-"""Steps of alpha from 0 (no scaling) to 1."""
 ROWS = 512
 """The most output channels of a layer, evenly spaced, that the search of alpha looks at."""
 
@@ -52,11 +59,15 @@ class AWQ(Method):
 
     Attributes:
         symmetric: levels without zero points. 8-bit activations always have them.
+        steps: of alpha from 0 (no scaling) to 1.
+        search: of the ranges.
     """
 
     name = "awq"
     calibrated = True
     symmetric: bool = False
+    steps: int = STEPS
+    search: Search = WHOLE
 
     def prepare(
         self, block: nn.Module, statistics: MutableMapping[str, InputStatistics], scheme: Scheme
@@ -67,7 +78,7 @@ class AWQ(Method):
                 continue
             layers = [block.get_submodule(name) for name in group.layers]
             linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
-            scale = awq_scale([layer.weight for layer in linear], given, scheme, self.symmetric)
+            scale = awq_scale([layer.weight for layer in linear], given, scheme, self.symmetric, self.steps)
             fold(block.get_submodule(group.previous), linear, scale)
             statistics.update(dict.fromkeys(group.layers, given.divided(scale)))
             changed += [group.previous, *group.layers]
@@ -79,8 +90,11 @@ class AWQ(Method):
             raise ValueError("awq needs the statistics of the layer's inputs")
         symmetric = self.symmetric or scheme.activation_bits == 8
         importance = _importance(statistics.hessian.float(), scheme)
-        levels = clipped(groups, scheme.bits, symmetric, stored_dtype(weight), importance)
+        levels = clipped(groups, scheme.bits, symmetric, stored_dtype(weight), importance, self.search)
         return levels.weight(levels.codes(groups), scheme.activation_bits)
+
+    def rehearsal(self) -> Method:
+        return replace(self, steps=1, search=REHEARSED)
 
 
 def scaling_groups(block: nn.Module) -> list[ScalingGroup]:
@@ -104,7 +118,11 @@ def scaling_groups(block: nn.Module) -> list[ScalingGroup]:
 
 
 def awq_scale(
-    weights: Sequence[Tensor], statistics: InputStatistics, scheme: Scheme, symmetric: bool = False
+    weights: Sequence[Tensor],
+    statistics: InputStatistics,
+    scheme: Scheme,
+    symmetric: bool = False,
+    steps: int = STEPS,
 ) -> Tensor:
     """The scale [in] of an input that gives its layers the least sum of squared output errors.
 
@@ -112,7 +130,7 @@ def awq_scale(
         weights: [out, in] of every layer that reads this input.
         statistics: of this input.
         scheme: of the layers.
-        symmetric: as AWQ's setting.
+        symmetric, steps: as AWQ's settings.
 
     Raises NotConverged as ``rounding.in_groups``.
     """
@@ -121,8 +139,8 @@ def awq_scale(
     some = [weight[::stride] for weight, stride in zip(weights, strides, strict=True)]
     hessian, magnitude = statistics.hessian.float(), statistics.magnitude.float()
     best, least = torch.ones_like(magnitude), torch.inf
-    for step in range(STEPS + 1):
-        scale = _scale(magnitude, step / STEPS)
+    for step in range(steps + 1):
+        scale = _scale(magnitude, step / steps)
         errors = [_output_error(weight, scale, hessian, scheme, symmetric) for weight in some]
         error = sum(one * stride for one, stride in zip(errors, strides, strict=True))
         if error < least:

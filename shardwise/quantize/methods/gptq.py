@@ -23,7 +23,16 @@ from torch import Tensor
 
 from shardwise.core.scheme import Scheme
 from shardwise.quantize.methods.base import InputStatistics, Method, NotConverged
-from shardwise.quantize.methods.rounding import Levels, clipped, in_groups, nearest, stored_dtype
+from shardwise.quantize.methods.rounding import (
+    REHEARSED,
+    WHOLE,
+    Levels,
+    Search,
+    clipped,
+    in_groups,
+    nearest,
+    stored_dtype,
+)
 from shardwise.runtime.quantization.weights import QuantizedWeight
 
 BLOCK = 128
@@ -38,6 +47,7 @@ class GPTQ(Method):
         symmetric: levels without zero points. 8-bit activations always have them.
         act_order: take channels in the order of falling diagonal of the Hessian instead of their own.
         block: channels whose errors are moved to later channels at once; the result does not depend on it.
+        search: of the ranges.
     """
 
     name = "gptq"
@@ -45,6 +55,7 @@ class GPTQ(Method):
     symmetric: bool = True
     act_order: bool = True
     block: int = BLOCK
+    search: Search = WHOLE
     _steps: ClassVar[int | None] = None
     """Columns of a block that are rounded; None for all."""
 
@@ -56,7 +67,7 @@ class GPTQ(Method):
         diagonal = hessian.diagonal()
         symmetric = self.symmetric or scheme.activation_bits == 8
         importance = diagonal.clamp(min=1e-4 * float(diagonal.mean()) or 1.0)
-        levels = clipped(groups, scheme.bits, symmetric, stored_dtype(weight), importance)
+        levels = clipped(groups, scheme.bits, symmetric, stored_dtype(weight), importance, self.search)
         order = diagonal.argsort(descending=True, stable=True)
         if not self.act_order:
             order = torch.arange(weight.shape[1], device=weight.device)
@@ -67,7 +78,7 @@ class GPTQ(Method):
         return levels.weight(codes.T.contiguous(), scheme.activation_bits)
 
     def rehearsal(self) -> Method:
-        return _Rehearsal(self.symmetric, self.act_order, self.block)
+        return _Rehearsal(self.symmetric, self.act_order, self.block, REHEARSED)
 
     def _rounded(self, columns: Tensor, factor: Tensor, levels: Levels, group: Tensor) -> Tensor:
         """Codes of columns [in, out], which are overwritten, with the factor [in, in] and the group of each."""

@@ -15,7 +15,7 @@ errors in units of the scale; the published code applies it to the errors themse
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ from torch import Tensor
 from shardwise.core.scheme import Scheme
 from shardwise.quantize.methods.base import InputStatistics, Method
 from shardwise.quantize.methods.rounding import (
+    REHEARSED,
+    WHOLE,
     Levels,
+    Search,
     clipped,
     in_groups,
     in_parts,
@@ -42,6 +45,7 @@ class HalfQuadratic(Method):
         iterations: alternations.
         penalty: the first β, for errors in units of the scale.
         growth: factor of β per alternation.
+        search: of the first range.
     """
 
     name = "hqq"
@@ -49,12 +53,20 @@ class HalfQuadratic(Method):
     iterations: int = 20
     penalty: float = 10.0
     growth: float = 1.01
+    search: Search = WHOLE
 
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
         groups = in_groups(weight, scheme)
         dtype = stored_dtype(weight)
-        levels = in_parts(groups, lambda part: self._fitted(part, clipped(part, scheme.bits, False, dtype)))
+
+        def fitted(part: Tensor) -> Levels:
+            return self._fitted(part, clipped(part, scheme.bits, False, dtype, search=self.search))
+
+        levels = in_parts(groups, fitted)
         return levels.weight(levels.codes(groups), scheme.activation_bits)
+
+    def rehearsal(self) -> Method:
+        return replace(self, iterations=min(self.iterations, 2), search=REHEARSED)
 
     def _fitted(self, groups: Tensor, start: Levels) -> Levels:
         """The best levels of every group [out, groups, size], from the given ones on."""

@@ -20,7 +20,7 @@ from shardwise.core.scheme import Scheme
 from shardwise.quantize.methods.base import InputStatistics, Method, NotConverged
 from shardwise.quantize.methods.expansion import check_convergence, expand
 from shardwise.quantize.methods.kashin_codes import Pair, annealed, from_expansion, refit
-from shardwise.quantize.methods.kashin_weighted import metric_of, weighted
+from shardwise.quantize.methods.kashin_weighted import WHOLE, Metric, Sweeps, metric_of, weighted
 from shardwise.runtime.quantization.kashin import Codes, KashinWeight
 from shardwise.runtime.quantization.orthogonal import Basis, Factor
 
@@ -38,6 +38,7 @@ class Kashin(Method):
     Attributes:
         steps: annealing steps; 0 starts from the rounded expansion of the papers instead.
         rounds: rounds of the alternating refit after that; with 0 steps and 0 rounds, the papers' order.
+        sweeps: under the Hessian of the inputs, if their statistics are known.
         rotate: whether the weight is rotated before (R), which the first paper does not do.
         two_sided: rotate V on both sides (Q₁ V Q₂), as the first paper does for matrices.
         kind: dct or hadamard, the transform of Q and R.
@@ -47,6 +48,7 @@ class Kashin(Method):
     name = "kashin"
     steps: int = 60
     rounds: int = 15
+    sweeps: Sweeps = WHOLE
     rotate: bool = True
     two_sided: bool = False
     kind: str = "dct"
@@ -67,15 +69,20 @@ class Kashin(Method):
         metric = None
         if statistics is not None:
             metric = metric_of(outer(outer(statistics.hessian.float()).T), inner)
-        pairs = []
-        for part in target.split(chunk):
-            pair = self._searched(part, inner, split(scheme.bits))
-            pairs.append(pair if metric is None else weighted(part, inner, metric, pair))
+        pairs = [self._pair(part, inner, split(scheme.bits), metric) for part in target.split(chunk)]
         found = [self._stored(pairs, side, scale) for side in (0, 1)]
         return KashinWeight(found[0], found[1], inner, outer)
 
     def rehearsal(self) -> Method:
-        return replace(self, steps=min(self.steps, 1), rounds=min(self.rounds, 1))
+        return replace(
+            self, steps=min(self.steps, 1), rounds=min(self.rounds, 1), sweeps=Sweeps(1, 1, columns=1)
+        )
+
+    def _pair(self, target: Tensor, inner: Basis, widths: tuple[int, int], metric: Metric | None) -> Pair:
+        pair = self._searched(target, inner, widths)
+        if metric is not None:
+            pair = weighted(target, inner, metric, pair, self.sweeps)
+        return Pair([codes.to(torch.uint8) for codes in pair.codes], pair.peaks)
 
     def _searched(self, target: Tensor, inner: Basis, widths: tuple[int, int]) -> Pair:
         if self.steps:
@@ -90,7 +97,7 @@ class Kashin(Method):
         peaks = (torch.cat([pair.peaks[side] for pair in pairs]) * scale).half()
         if not bool(peaks.isfinite().all()):
             raise NotConverged("a peak is too large for fp16")
-        return Codes(torch.cat([pair.codes[side] for pair in pairs]).to(torch.uint8), peaks)
+        return Codes(torch.cat([pair.codes[side] for pair in pairs]), peaks)
 
 
 def split(bits: int) -> tuple[int, int]:

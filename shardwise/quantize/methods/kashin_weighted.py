@@ -22,14 +22,28 @@ from shardwise.quantize.methods.kashin_codes import Pair, nearest, signs_of
 from shardwise.runtime.quantization.kashin import table_of
 from shardwise.runtime.quantization.orthogonal import Basis
 
-SOFT, HARD = 6, 2
-"""Sweeps."""
 FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.1, 0.006
 DAMPING, RIDGE = 0.01, 1e-4
 EQUAL = 1e-3
 """Differences from the identity that no weighting is worth."""
 BLOCK = 64
 """Columns whose changes reach later blocks as one product."""
+
+
+@dataclass(frozen=True)
+class Sweeps:
+    """How often columns are visited: ``soft`` sweeps, then ``hard`` ones.
+
+    Attributes:
+        columns: columns of each block that move; None for all. A dry run moves one.
+    """
+
+    soft: int = 6
+    hard: int = 2
+    columns: int | None = None
+
+
+WHOLE = Sweeps()
 
 
 @dataclass(frozen=True)
@@ -52,28 +66,29 @@ def metric_of(hessian: Tensor, inner: Basis) -> Metric | None:
     Raises NotConverged for a Hessian without a Cholesky factor.
     """
     mean = hessian.diagonal().mean()
-    if not float(mean) > 0:
+    if not bool(mean > 0):  # in a dry run conditions hold, so this one and the last lead to the sweeps
         return None
     whole = hessian / mean + DAMPING * torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     smallest = float(torch.exp(-2 * inverse_factor(whole).diagonal().log().mean()))
     right = Basis(inner.right)
     found = Metric((whole, right(right(whole).T.contiguous())), smallest)
     equal = (1 + DAMPING) * torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
-    return None if bool(((whole - equal).abs() < EQUAL).all()) else found
+    return found if bool(((whole - equal).abs() >= EQUAL).any()) else None
 
 
-def weighted(target: Tensor, inner: Basis, metric: Metric, pair: Pair) -> Pair:
+def weighted(target: Tensor, inner: Basis, metric: Metric, pair: Pair, sweeps: Sweeps) -> Pair:
     """Improve codes of a target [rows, in] for the error of the layer's outputs."""
     means = [pair.values(0), pair.values(1)]
-    for step in range(SOFT):
-        done = step / (SOFT - 1)
+    for step in range(sweeps.soft):
+        done = step / max(sweeps.soft - 1, 1)
         temperature = metric.smallest * FIRST_TEMPERATURE * (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** done
         for side in (0, 1):
             table = table_of(pair.peaks[side])
-            means[side] = _sweep(target, inner, means, metric, side, table, temperature)
-    for _ in range(HARD):
+            means[side] = _sweep(target, inner, means, metric, side, table, temperature, sweeps.columns)
+    for _ in range(sweeps.hard):
         for side in (0, 1):
-            means[side] = _sweep(target, inner, means, metric, side, table_of(pair.peaks[side]), 0.0)
+            table = table_of(pair.peaks[side])
+            means[side] = _sweep(target, inner, means, metric, side, table, None, sweeps.columns)
             pair.codes[side] = nearest(means[side], pair.peaks[side])
         pair.peaks = _fitted(target, inner, metric.sides[0], pair)
         means = [pair.values(0), pair.values(1)]
@@ -87,18 +102,22 @@ def _sweep(
     metric: Metric,
     side: int,
     table: Tensor,
-    temperature: float,
+    temperature: float | None,
+    steps: int | None = None,
 ) -> Tensor:
-    """Values [rows, in] of one side after each column moved to its best value given the others, in order."""
+    """Values [rows, in] of one side after each column moved to its best value given the others, in order.
+
+    ``steps`` is ``Sweeps.columns``. Without a temperature the sweep is hard.
+    """
     error, hessian = target - means[0] - inner(means[1]), metric.sides[side]
     gradient = ((inner(error) if side else error) @ hessian).T.contiguous()
     columns, table, curvatures = means[side].T.contiguous(), table.T.contiguous(), hessian.diagonal()
     for start in range(0, len(columns), BLOCK):
         stop = min(start + BLOCK, len(columns))
         before, inside = columns[start:stop].clone(), hessian[start:stop, start:stop]
-        for column in range(start, stop):
+        for column in range(start, stop)[:steps]:
             wanted = columns[column] + gradient[column] / curvatures[column]
-            new = _chosen(wanted, table, temperature / curvatures[column] if temperature else None)
+            new = _chosen(wanted, table, None if temperature is None else temperature / curvatures[column])
             gradient[start:stop].addr_(inside[column - start], new - columns[column], alpha=-1)
             columns[column] = new
         gradient[stop:].addmm_(hessian[stop:, start:stop], columns[start:stop] - before, alpha=-1)

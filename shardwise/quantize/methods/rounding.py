@@ -15,7 +15,7 @@ tries shrink factors of the range, coarse ones for all groups and then finer one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +31,19 @@ FINE: tuple[float, ...] = (-0.03, -0.02, -0.01, 0.01, 0.02, 0.03)
 """Differences from the best coarse factor."""
 CHUNK = 1 << 18
 """Weights whose ranges are searched at a time: their copies stay in the cache, and memory does not grow."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Shrink factors of the range: ``coarse`` ones, and differences from the best of these."""
+
+    coarse: Sequence[float] = COARSE
+    fine: Sequence[float] = FINE
+
+
+WHOLE = Search()
+REHEARSED = Search(COARSE[:1], FINE[:2])
+"""For a dry run: memory is the same from the third factor on."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,12 @@ def absmax(groups: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> Le
 
 
 def clipped(
-    groups: Tensor, bits: int, symmetric: bool, dtype: torch.dtype, importance: Tensor | None = None
+    groups: Tensor,
+    bits: int,
+    symmetric: bool,
+    dtype: torch.dtype,
+    importance: Tensor | None = None,
+    search: Search = WHOLE,
 ) -> Levels:
     """Levels of least squared error among shrunken ranges; asymmetric ones are never worse than symmetric ones.
 
@@ -111,10 +129,11 @@ def clipped(
         bits: bits per code.
         symmetric: whether every zero point is 0.
         dtype: of the stored scale.
+        search: factors to try.
         importance: weights of the squared errors. [in] for each input channel, such as the mean of its squared input;
             or [groups, size, size], the Hessian of each group, for the error of the group's own output.
     """
-    return in_parts(groups, lambda part: _clipped(part, bits, symmetric, dtype, importance))
+    return in_parts(groups, lambda part: _clipped(part, bits, symmetric, dtype, importance, search))
 
 
 def in_parts(groups: Tensor, find: Callable[[Tensor], Levels]) -> Levels:
@@ -126,14 +145,14 @@ def in_parts(groups: Tensor, find: Callable[[Tensor], Levels]) -> Levels:
 
 
 def _clipped(
-    groups: Tensor, bits: int, symmetric: bool, dtype: torch.dtype, importance: Tensor | None
+    groups: Tensor, bits: int, symmetric: bool, dtype: torch.dtype, importance: Tensor | None, search: Search
 ) -> Levels:
     low, high = _range(groups)
     zeros = torch.zeros_like(low)
     best = _Best(torch.full_like(low, torch.inf), torch.ones_like(low), zeros, torch.ones_like(low))
     for kind in (True,) if symmetric else (True, False):
         one = _Best(torch.full_like(low, torch.inf), torch.ones_like(low), zeros, torch.ones_like(low))
-        for shrink in _factors(one):
+        for shrink in _factors(one, search):
             levels = _levels(low * shrink, high * shrink, bits, kind, dtype)
             error = squared_error(groups, levels.rounded(groups), importance)
             one.keep(error, levels.scale, zeros if levels.zero is None else levels.zero, shrink)
@@ -167,12 +186,12 @@ class _Best:
             setattr(self, name, torch.where(better, new, getattr(self, name)))
 
 
-def _factors(best: _Best) -> Iterable[Tensor]:
+def _factors(best: _Best, search: Search) -> Iterable[Tensor]:
     """Coarse factors, then finer ones around the best so far of every group."""
-    for factor in COARSE:
+    for factor in search.coarse:
         yield torch.full_like(best.factor, factor)
     around = best.factor
-    for difference in FINE:
+    for difference in search.fine:
         yield around + difference
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -10,7 +10,15 @@ from shardwise.core.scheme import Scheme
 from shardwise.quantize.methods.base import InputStatistics, Method
 from shardwise.quantize.methods.float8 import float8_weight
 from shardwise.quantize.methods.nf4 import nf4_weight
-from shardwise.quantize.methods.rounding import absmax, clipped, in_groups, stored_dtype
+from shardwise.quantize.methods.rounding import (
+    REHEARSED,
+    WHOLE,
+    Search,
+    absmax,
+    clipped,
+    in_groups,
+    stored_dtype,
+)
 from shardwise.runtime.quantization.weights import QuantizedWeight
 
 
@@ -21,11 +29,13 @@ class RoundToNearest(Method):
     Attributes:
         clip: search the range of integer levels for the least squared error; without, the largest weight is kept.
         symmetric: integer levels without zero points. 8-bit activations always have them.
+        search: of the range.
     """
 
     name = "rtn"
     clip: bool = True
     symmetric: bool = True
+    search: Search = WHOLE
 
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
         if scheme.kind == "float8":
@@ -33,7 +43,10 @@ class RoundToNearest(Method):
         if scheme.kind == "nf4":
             return nf4_weight(weight, scheme)
         groups = in_groups(weight, scheme)
-        choose = clipped if self.clip else absmax
         symmetric = self.symmetric or scheme.activation_bits == 8
-        levels = choose(groups, scheme.bits, symmetric, stored_dtype(weight))
+        kind = scheme.bits, symmetric, stored_dtype(weight)
+        levels = clipped(groups, *kind, search=self.search) if self.clip else absmax(groups, *kind)
         return levels.weight(levels.codes(groups), scheme.activation_bits)
+
+    def rehearsal(self) -> Method:
+        return replace(self, search=REHEARSED)

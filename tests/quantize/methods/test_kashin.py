@@ -173,7 +173,7 @@ def test_a_hard_sweep_takes_the_best_value_of_each_column_in_order() -> None:
             errors.append((rest @ metric.sides[1] * rest).sum(1))
         best = torch.stack(errors).argmin(0)
         expected[:, column] = table_of(peaks[1])[0][best]
-    torch.testing.assert_close(_sweep(weight, inner, means, metric, 1, table_of(peaks[1]), 0.0), expected)
+    torch.testing.assert_close(_sweep(weight, inner, means, metric, 1, table_of(peaks[1]), None), expected)
 
 
 def test_a_dry_run_before_changes_nothing() -> None:
