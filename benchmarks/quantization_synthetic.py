@@ -149,10 +149,10 @@ def centroids(weight: Tensor) -> tuple[float, float]:
     return relative_output_error(rotated, levels[place] * scale, None), bits
 
 
-PLAIN, ALTERNATED, SEARCHED = (
-    "Kashin, expansion and one refit",
+ROUNDED, ALTERNATED, SEARCHED = (
+    "Kashin, expansion rounded",
     "Kashin, alternating refit",
-    "Kashin + annealed refit",
+    "Kashin, annealed refit",
 )
 METHODS: dict[str, Callable[[Tensor], tuple[float, float]]] = {
     "RTN, absmax, symmetric": quantized(RoundToNearest(clip=False), CHANNEL),
@@ -164,11 +164,11 @@ METHODS: dict[str, Callable[[Tensor], tuple[float, float]]] = {
     "rotated RTN, clipped": quantized(RoundToNearest(), CHANNEL, rotated=True),
     "rotated RTN, groups of 128": quantized(RoundToNearest(), GROUPED, rotated=True),
     "rotated, 16 centroids": centroids,
-    PLAIN: quantized(Kashin(steps=0, rounds=1, rotate=False), CHANNEL),
+    ROUNDED: quantized(Kashin(steps=0, rounds=0, rotate=False), CHANNEL),
     ALTERNATED: quantized(Kashin(steps=0, rotate=False), CHANNEL),
     SEARCHED: quantized(Kashin(), CHANNEL),
 }
-KASHIN = {PLAIN: "plain", SEARCHED: "refitted"}
+KASHIN = {ROUNDED: "plain", ALTERNATED: "refitted", SEARCHED: "refitted"}
 """Rows with a bound."""
 
 

@@ -39,16 +39,25 @@ class Expansion:
     residuals: Tensor
 
 
-def expand(weight: Tensor, basis: Basis, blocks: int = BLOCKS, widths: tuple[int, int] = (2, 2)) -> Expansion:
-    """Expand W [out, in]. ``basis``: the map Q; ``widths``: steps per block in U and in V."""
+def expand(
+    weight: Tensor, basis: Basis, blocks: int = BLOCKS, widths: tuple[int, int] = (2, 2), turn: int = 1
+) -> Expansion:
+    """Expand W [out, in].
+
+    Args:
+        basis: the map Q.
+        widths: steps per block in U and in V.
+        turn: steps in one basis before those in the other. The residual falls fastest with 1; rounded to the peaks of
+            its first block, an expansion loses least if all steps of a factor come at once.
+    """
     rest, norm = weight.clone(), weight.norm().clamp(min=1e-30)
     sums = [torch.zeros_like(weight), torch.zeros_like(weight)]
     steps: tuple[list[Tensor], list[Tensor]] = ([], [])
     residuals = []
     for _ in range(blocks):
-        for turn in range(max(widths)):
+        for start in range(0, max(widths), turn):
             for side in (0, 1):
-                if turn < widths[side]:
+                for _ in range(min(turn, widths[side] - start)):
                     size = rest.abs().mean(1, keepdim=True)
                     step = size * torch.where(rest < 0, -1.0, 1.0).to(rest)
                     sums[side] += step

@@ -90,7 +90,8 @@ class Kashin(Method):
             peaks = [sizes[:width].repeat(target.shape[0], 1) for width in widths]
             pair = annealed(target, inner, peaks, self.steps)
         else:
-            pair = from_expansion(target, inner, expand(target, inner, widths=widths), widths)
+            expansion = expand(target, inner, widths=widths, turn=max(widths))
+            pair = from_expansion(target, inner, expansion, widths)
         return refit(target, inner, pair, self.rounds)
 
     def _stored(self, pairs: list[Pair], side: int, scale: Tensor) -> Codes:

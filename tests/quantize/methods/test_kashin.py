@@ -63,7 +63,7 @@ def test_the_residual_falls_geometrically_and_both_factors_have_small_entries(
 
 @pytest.mark.parametrize(
     ("kind", "plain", "refitted"),
-    [("normal", 0.134, 0.113), ("t4", 0.174, 0.131), ("t2.5", 0.199, 0.141), ("column", 0.394, 0.225)],
+    [("normal", 0.128, 0.113), ("t4", 0.174, 0.131), ("t2.5", 0.199, 0.141), ("column", 0.394, 0.225)],
 )
 def test_each_stage_lowers_the_error_and_meets_the_published_figure(
     kind: str, plain: float, refitted: float
@@ -71,9 +71,9 @@ def test_each_stage_lowers_the_error_and_meets_the_published_figure(
     """Bounds: the measured figures of a prototype at these distributions, for rounding once and for ten rounds."""
     weight = sample(kind)
     papers = error(weight, Kashin(steps=0, rounds=0, rotate=False))
-    alternated = error(weight, Kashin(steps=0, rounds=6, rotate=False))
+    alternated = error(weight, Kashin(steps=0, rounds=10, rotate=False))
     searched = error(weight, Kashin(**FAST))
-    assert papers <= plain and searched <= refitted
+    assert papers <= plain and alternated <= refitted
     assert searched < 0.9 * alternated < 0.9 * 0.95 * papers
     assert searched < error(weight, RoundToNearest())
 
