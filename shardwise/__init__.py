@@ -8,6 +8,7 @@ The public interface is small. Names are loaded when first used, so that ``impor
     verdict = shardwise.verify(recipe, plan, steps=20)
     model = shardwise.load_model("runs/one", {"name": "runs/two/adapter"})
     texts = model.complete([shardwise.Request("def ", "name")])
+    found = shardwise.quantize("runs/one", "models/one-4bit", scheme="w4a16-g128", method="gptq")
 """
 # ruff: noqa: F403, F405 - type checkers read the public names from api.py
 
@@ -33,6 +34,7 @@ __all__ = [
     "load_model",
     "merge",
     "plan",
+    "quantize",
     "train",
     "verify",
 ]
@@ -47,8 +49,9 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 
-# ``plan``, ``train``, ``verify`` and ``export`` are subpackages and public functions. When Python imports a subpackage
-# it sets the module as an attribute of this package, which would hide the function. So these modules are callable.
+# ``plan``, ``train``, ``verify``, ``export`` and ``quantize`` are subpackages and public functions. When Python imports
+# a subpackage it sets the module as an attribute of this package, which would hide the function. So these modules are
+# callable.
 
 
 class _CallableModule(ModuleType):

@@ -19,10 +19,10 @@ from shardwise.recipe.sections import AdapterSpec
 
 def test_functions_win_over_subpackages_of_the_same_name() -> None:
     code = (
-        "import shardwise, shardwise.plan.search, shardwise.train.loop\n"
+        "import shardwise, shardwise.plan.search, shardwise.quantize.settings, shardwise.train.loop\n"
         "from shardwise.plan.search import plan_for\n"
         "assert callable(shardwise.plan) and callable(shardwise.train) and callable(plan_for)\n"
-        "assert callable(shardwise.export) and callable(shardwise.merge)\n"
+        "assert callable(shardwise.export) and callable(shardwise.merge) and callable(shardwise.quantize)\n"
         "from shardwise import api\n"
         "recipe = shardwise.load('recipes/quickstart.yaml', ['model.layers=1', 'steps=2'])\n"
         "assert isinstance(recipe, shardwise.Recipe)\n"
@@ -67,7 +67,7 @@ def never(*arguments: Any) -> NoReturn:
     raise AssertionError("ranks were started")
 
 
-def test_a_run_is_trained_exported_and_merged_in_silence(
+def test_a_run_is_trained_exported_merged_and_quantized_in_silence(
     recipe: api.Recipe,
     plan: api.Plan,
     tmp_path: Path,
@@ -97,6 +97,13 @@ def test_a_run_is_trained_exported_and_merged_in_silence(
     assert any(not torch.equal(first[name], changed[name]) for name in first)
     for name in first:
         torch.testing.assert_close(last[name], first[name], rtol=0, atol=1e-6)
+
+    named: dict[str, Any] = {"scheme": "w4a16-g16", "method": "rtn", "sequences": 0}
+    above = api.quantize(run, tmp_path / "small", **named, max_kl=0.0)
+    assert above.folder is None and above.lost.kl > 0 and not (tmp_path / "small").exists()
+    below = api.quantize(run, tmp_path / "small", **named)
+    assert below.folder == tmp_path / "small" and (below.lost, below.layers) == (above.lost, above.layers)
+    assert any(name.endswith("weight_packed") for name in load_file(below.folder / "model.safetensors"))
     assert capfd.readouterr().out == ""
 
 
