@@ -11,6 +11,7 @@ nor a bug of this writer is reported as success. Until then the folder has a tem
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
@@ -221,8 +222,10 @@ def _require_same(staged: Path, hashes: Mapping[str, str]) -> None:
 
 @contextmanager
 def _staged(target: Path, needed: int) -> Iterator[Path]:
-    """A temporary folder next to ``target``: renamed to it on success, deleted on failure."""
+    """A temporary folder next to ``target``: renamed to it on success, deleted on failure, or here after a kill."""
     staged = target.absolute().with_name(f"tmp-{target.name}-{secrets.token_hex(8)}")
+    for left in staged.parent.glob(f"tmp-{glob.escape(target.name)}-{'[0-9a-f]' * 16}"):
+        shutil.rmtree(left, ignore_errors=True)
     try:
         make_folder(staged.parent)
         free = shutil.disk_usage(staged.parent).free

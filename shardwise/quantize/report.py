@@ -35,7 +35,8 @@ class Quantized:
         sizes = [row.shape[0] * row.shape[1] for row in self.layers]
         return sum(row.bits * size for row, size in zip(self.layers, sizes, strict=True)) / max(1, sum(sizes))
 
-    def as_dict(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
+        """What ``quantization.json`` holds: the same for the same settings, wherever and whenever they run."""
         return {
             "scheme": self.scheme,
             "method": self.method,
@@ -45,6 +46,12 @@ class Quantized:
             "tokens": self.lost.tokens,
             "layers": [_row(row) for row in self.layers],
             "predicted_peak_bytes": self.predicted_peak_bytes,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {
+            **self.result(),
             "measured_peak_bytes": self.measured_peak_bytes,
             "folder": None if self.folder is None else str(self.folder),
             "stored_bytes": self.stored_bytes,

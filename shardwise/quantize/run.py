@@ -82,10 +82,9 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     kept = ignored(source.blueprint, source.contents, found.layers)
     symmetric = not any(ZERO in row.tensors for row in found.layers)
     config = quantization_config(quantizer.scheme, kept, settings.method, symmetric)
-    done_report = replace(found, folder=settings.out)
-    written = write_quantized(settings.out, source.contents, state, config, done_report.as_dict())
+    written = write_quantized(settings.out, source.contents, state, config, found.result())
     state.remove()
-    return replace(done_report, stored_bytes=written.bytes)
+    return replace(found, folder=settings.out, stored_bytes=written.bytes)
 
 
 def _identity(settings: Settings, source: SourceModel, chosen: Chosen) -> dict[str, Any]:

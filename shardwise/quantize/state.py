@@ -106,6 +106,7 @@ class PassState:
         staged = path.with_name(f".{path.name}.{os.getpid()}")
         forms = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         try:
+            staged.unlink(missing_ok=True)  # of a killed process with this number
             write_tensors(staged, forms, tensors.items(), {_KEY: json.dumps(said)})
             staged.replace(path)
             sync_folder(self.folder)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +19,10 @@ from shardwise.cli.main import run
 from shardwise.data.cache import default_root
 from shardwise.model.hf import HuggingFaceModel
 from tests.export.test_export_run import LLAMA, leave_run
+from tests.harness.commands import Shell
 from tests.harness.corpora import write_words
-from tests.harness.pool import Pool
-from tests.quantize.stubs import saved_model
+from tests.harness.pool import LostRank, Pool
+from tests.quantize.stubs import PREDICTED, KillPoint, saved_model, unpredicted
 
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
@@ -28,9 +34,15 @@ SHORT = ["--tokenizer", "bytes", "--sequences", "4", "--sequence-length", "16"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a small model in ``base`` and text in ``words.txt``."""
     folder = tmp_path_factory.mktemp("quantize")
-    saved_model(folder / "base", vocab_size=256, num_hidden_layers=1)
+    saved_model(folder / "base", vocab_size=256, num_hidden_layers=1, hidden_size=64, intermediate_size=64)
     write_words(folder / "words.txt", 2000)
     return folder
+
+
+@pytest.fixture
+def no_prediction() -> Iterator[None]:
+    with unpredicted():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +79,7 @@ def test_a_model_is_quantized_written_and_loaded(
     assert "the folder exists already" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("no_prediction")
 def test_the_table_names_layers_and_what_was_lost(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,24 +88,36 @@ def test_the_table_names_layers_and_what_was_lost(
     assert "model.layers.0.self_attn.o_proj" in shown and "perplexity" in shown and "predicted" in shown
 
 
+GATED = {"w4a16-g16": (6, 0.07), "w8a8": (8.5, 0.0055), "fp8": (8.5, 0.0265), "nf4": (4.135, 0.0916)}
+"""Bits per weight, and the relative error of normal weights: a step's by the root of 12; for nf4 QLoRA's figure."""
+
+
+@pytest.mark.usefixtures("no_prediction")
+@pytest.mark.parametrize("scheme", GATED)
 def test_the_gate_writes_nothing_above_the_limit(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    scheme: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 6; the same command with a higher limit goes on with the finished blocks."""
-    words = [str(folder / "base"), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "rtn", *SHORT]
-    words += ["--calibrate", str(folder / "words.txt")]
+    """Exit code 6, and the result all the same; with a higher limit the command goes on with the finished blocks."""
+    bits, error = GATED[scheme]
+    words = [str(folder / "base"), str(tmp_path / "out"), "--scheme", scheme, "--method", "rtn", *SHORT]
+    words += ["--calibrate", str(folder / "words.txt"), "--json"]
     assert run(["quantize", *words, "--max-kl", "1e-9"]) == 6
-    err = capfd.readouterr().err
+    out, err = capfd.readouterr()
     assert err.count("\n") == 1 and "quantization lost too much" in err
     assert not (tmp_path / "out").exists() and (tmp_path / "out.quantizing").is_dir()
-    assert run(["quantize", *words, "--max-kl", "100"]) == 0
-    assert (tmp_path / "out" / "config.json").is_file()
+    refused = json.loads(out)
+    assert refused["bits"] == pytest.approx(bits, rel=2e-3) and refused["folder"] is None
+    assert [row["error"] for row in refused["layers"]] == pytest.approx([error] * 7, rel=0.4)
+    passed = said([*words, "--max-kl", str(1.01 * refused["kl"])], capfd)
+    assert (passed["kl"], passed["layers"]) == (refused["kl"], refused["layers"]) and refused["kl"] > 1e-9
+    assert (tmp_path / "out" / "config.json").is_file() and not (tmp_path / "out.quantizing").exists()
 
 
+@pytest.mark.usefixtures("no_prediction")
 def test_a_pass_that_does_not_fit_is_refused_before_it_runs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shardwise.quantize.run.usable_memory", lambda: 1000)
+    monkeypatch.setattr("shardwise.quantize.run.usable_memory", lambda: PREDICTED - 1)
     words = [str(folder / "base"), str(tmp_path / "out"), "--scheme", "w8a16", "--method", "rtn", *SHORT]
     assert run(["quantize", *words, "--calibrate", str(folder / "words.txt")]) == 7
     out, err = capfd.readouterr()
@@ -101,6 +126,7 @@ def test_a_pass_that_does_not_fit_is_refused_before_it_runs(
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
+@pytest.mark.usefixtures("no_prediction")
 def test_a_run_is_quantized_on_its_own_data(
     folder: Path, tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +141,77 @@ def test_a_run_is_quantized_on_its_own_data(
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.bfloat16
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of three blocks."""
+    folder = tmp_path_factory.mktemp("deep")
+    return saved_model(folder / "base", vocab_size=256, num_hidden_layers=3)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def killed_command(words: list[str], killed_at: KillPoint) -> None:
+    """A command that a SIGKILL ends; called in a process of its own."""
+    killed_at.set()
+    with unpredicted():
+        run(words)
+
+
+LAYERS, TENSORS = 7, 3
+"""Linear layers of a block, and stored tensors of each."""
+POINTS = {
+    KillPoint("shardwise.quantize.methods.gptq:GPTQ.quantize", 1 + LAYERS + 4): 1,
+    KillPoint("shardwise.export.hf_writer:_content", 3 * LAYERS * TENSORS + 5): 3,
+}
+"""In the second block, after a first call that warms up; while the folder is written. The blocks that are finished."""
+
+
+@pytest.mark.usefixtures("no_prediction")
+def test_a_killed_command_goes_on_and_writes_the_same_folder(
+    deep: Path, folder: Path, tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Byte by byte that of an undisturbed command, after a real SIGKILL; nothing else is left."""
+    named = ["--scheme", "w4a16-g16", "--method", "gptq", *SHORT, "--calibrate", str(folder / "words.txt")]
+    assert run(["quantize", str(deep), str(tmp_path / "whole"), *named]) == 0
+    for point, done in POINTS.items():
+        words = ["quantize", str(deep), str(tmp_path / "killed"), *named]
+        with pytest.raises(LostRank):
+            pool.run(1, killed_command, words, point)
+        assert not (tmp_path / "killed").exists()
+        capfd.readouterr()
+        assert run(words) == 0
+        assert f"going on after block {done} of 3" in capfd.readouterr().out
+        assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+        shutil.rmtree(tmp_path / "killed")
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "cache"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["gptq", "awq", "kashin"])
+def test_a_process_that_is_killed_goes_on_at_its_block(
+    method: str, folder: Path, tmp_path: Path, shell: Shell
+) -> None:
+    """SIGKILL from outside, once one of four blocks is finished."""
+    base = saved_model(tmp_path / "base", vocab_size=256, num_hidden_layers=4, hidden_size=64)
+    named = ["--scheme", "w4a16-channel", "--method", method, *SHORT]
+    named += ["--calibrate", str(folder / "words.txt")]
+    done = shell.run("quantize", str(base), str(tmp_path / "whole"), *named)
+    assert done.returncode == 0, done.stderr
+    words = ["quantize", str(base), str(tmp_path / "killed"), *named]
+    with shell.start(*words) as running:
+        while not (tmp_path / "killed.quantizing" / "block-00000.safetensors").exists():
+            assert running.poll() is None, running.stderr
+            time.sleep(0.001)
+        running.send_signal(signal.SIGKILL)
+        assert running.wait() == -signal.SIGKILL
+    after = shell.run(*words)
+    assert after.returncode == 0, after.stderr
+    assert re.search("going on after block [123] of 4", after.stdout)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
 @pytest.mark.long

@@ -1,10 +1,17 @@
-"""A method that rounds to multiples of a step, and the tiny models that tests of the pass quantize."""
+"""A method that rounds to multiples of a step, a SIGKILL at a chosen call, and the tiny models that tests quantize."""
 
 from __future__ import annotations
 
+import os
+import pkgutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -13,6 +20,9 @@ from shardwise.core.scheme import Scheme
 from shardwise.quantize.methods.base import InputStatistics, Method, NotConverged
 from shardwise.runtime.quantization.weights import IntWeight, QuantizedWeight
 from tests.harness.families import config_of
+
+PREDICTED = 1 << 20
+"""Bytes of ``unpredicted``."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,32 @@ class ToMultiples(Method):
         codes = torch.where(large, weight / self.step, weight / self.step + 0.25).round()
         scale = torch.full((weight.shape[0], 1), self.step)
         return IntWeight(codes.clamp(-128, 127).to(torch.int8), scale, None, 8)
+
+
+@dataclass(frozen=True)
+class KillPoint:
+    """Kills this process as it calls a function for the ``call``-th time. ``function``: module:name."""
+
+    function: str
+    call: int
+
+    def set(self) -> None:
+        original, calls = pkgutil.resolve_name(self.function), count(1)
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            if next(calls) == self.call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **named)
+
+        place, _, name = self.function.replace(":", ".").rpartition(".")
+        setattr(pkgutil.resolve_name(place), name, counted)
+
+
+@contextmanager
+def unpredicted() -> Iterator[None]:
+    """Passes run without the dry run before them, which takes most of the time of a tiny model."""
+    with patch("shardwise.quantize.run.predicted_peak", return_value=PREDICTED):
+        yield
 
 
 def saved_model(folder: Path, family: str = "llama", **changes: Any) -> Path:

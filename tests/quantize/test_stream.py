@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from shardwise.model.hf import HuggingFaceModel
 from shardwise.quantize.gate import lost
 from shardwise.quantize.methods import method_of
 from shardwise.quantize.methods.base import Method
-from shardwise.quantize.state import KEPT, PassState, QuantizedBlock
+from shardwise.quantize.state import KEPT, PassState
 from shardwise.quantize.stream import Batches, Quantizer, quantize_blocks
 from shardwise.quantize.walk import Walk
 from shardwise.runtime.quantization.stored import weight_of
-from tests.quantize.stubs import ToMultiples, saved_model
+from tests.harness.pool import LostRank, Pool
+from tests.quantize.stubs import KillPoint, ToMultiples, saved_model
 
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
@@ -119,42 +121,44 @@ def test_streamed_is_what_the_whole_model_gives(family: str, tmp_path: Path) -> 
         assert row.method == "multiples" and 0 < row.error < 1 and 8 < row.bits < 10
 
 
-class _Killed(PassState):
-    """Ends at the block ``at``: before its file has its name, or after."""
-
-    def __init__(self, target: Path, at: int, after: bool) -> None:
-        super().__init__(target, {})
-        self._at, self._after = at, after
-
-    def save(self, index: int, block: QuantizedBlock) -> None:
-        if index != self._at or self._after:
-            super().save(index, block)
-        if index == self._at:
-            raise KeyboardInterrupt
+def killed_pass(folder: Path, target: Path, method: str, killed_at: KillPoint) -> None:
+    """A pass that a SIGKILL ends; called in a process of its own."""
+    killed_at.set()
+    pass_over(folder, PassState(target, {}), method_of(method), "w4a16-g16")
 
 
-@pytest.mark.parametrize(
-    ("method", "kills"),
-    [("gptq", [(0, False), (0, True), (1, False), (1, True)]), ("awq", [(0, True)])],
-    ids=["gptq", "awq"],
+LAYERS, TENSORS = 7, 3
+"""Linear layers of a block, and stored tensors of each."""
+POINTS = (
+    ("gptq", KillPoint("shardwise.quantize.methods.gptq:GPTQ.quantize", 4), 0),
+    ("gptq", KillPoint("shardwise.export.hf_writer:_content", 5), 0),
+    ("gptq", KillPoint("shardwise.quantize.state:sync_folder", 1), 1),
+    ("gptq", KillPoint("shardwise.quantize.methods.gptq:GPTQ.quantize", LAYERS + 4), 1),
+    ("gptq", KillPoint("shardwise.export.hf_writer:_content", LAYERS * TENSORS + 5), 1),
+    ("awq", KillPoint("shardwise.quantize.methods.awq:AWQ.quantize", LAYERS + 4), 1),  # norms have changed
 )
-def test_a_killed_pass_goes_on_with_the_same_bits(
-    method: str, kills: list[tuple[int, bool]], tmp_path: Path
-) -> None:
-    """At each block, before and after its commit; AWQ also changes norms."""
+"""Method, where the pass is killed, and the blocks that are then finished."""
+
+
+def test_a_killed_pass_goes_on_with_the_same_bits(tmp_path: Path, pool: Pool) -> None:
+    """A real SIGKILL, in calibrating and in writing of each block."""
     folder = saved_model(tmp_path / "model")
-    whole = PassState(tmp_path / "whole", {})
-    expected = pass_over(folder, whole, method_of(method), "w4a16-g16")
-    for number, (at, after) in enumerate(kills):
+    wholes: dict[str, tuple[PassState, Tensor]] = {}
+    for method in ("gptq", "awq"):
+        whole = PassState(tmp_path / f"{method}-whole", {})
+        wholes[method] = whole, pass_over(folder, whole, method_of(method), "w4a16-g16")
+    for number, (method, point, done) in enumerate(POINTS):
         target = tmp_path / f"killed-{number}"
-        with pytest.raises(KeyboardInterrupt):
-            pass_over(folder, _Killed(target, at, after), method_of(method), "w4a16-g16")
-        state = PassState(target, {})
-        assert state.done == at + after
+        with pytest.raises(LostRank):
+            pool.run(1, killed_pass, folder, target, method, point)
+        state, (whole, expected) = PassState(target, {}), wholes[method]
+        assert state.done == done
+        for left in state.folder.glob(".*"):  # in a container the next process often has the same number
+            left.rename(left.with_suffix(f".{os.getpid()}"))
         assert torch.equal(pass_over(folder, state, method_of(method), "w4a16-g16"), expected)
+        assert {path.name for path in state.folder.iterdir()} == {p.name for p in whole.folder.iterdir()}
         for path in whole.folder.glob("block-*"):
             assert (state.folder / path.name).read_bytes() == path.read_bytes()
-        assert {path.name for path in state.folder.iterdir()} == {p.name for p in whole.folder.iterdir()}
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
