@@ -1,31 +1,42 @@
-"""Predicted against measured step time on this machine: ``python benchmarks/clock_here.py [--only TEXT] [--fresh]``.
+"""Predicted against measured step time on this machine: ``python benchmarks/clock_here.py [--minutes M]``.
 
-Run ``shardwise doctor --calibrate`` first. Every row is one ``shardwise train`` of a few optimizer steps, planned and
-measured by the command itself: 1, 2 and 4 processes, and every axis of a strategy. The prediction is made before the
-run starts. Then, in five cases, the planner's choice is compared with every strategy that was measured for its recipe.
-Rows that results/clock-cpu.json has already are kept, unless --fresh. About 20 minutes on two cores.
+Run ``shardwise doctor --calibrate`` first, with the same ``OMP_NUM_THREADS`` or none. Every run is planned, then
+trained for a few optimizer steps by the public API: 1, 2 and 4 processes, and every mesh axis. Runs go round all
+cases, so a slow minute of the machine hits each case alike; the measured time of a case is the median of its rounds.
+For five recipes the planner chooses the strategy. Its choice is trained in the same rounds and compared with every
+strategy that was trained for the recipe.
+
+A run is one line of results/clock-cpu.jsonl. Started again, the benchmark goes on after the last line; after a new
+calibration it starts anew. results/clock-cpu.json is the summary. ``--predict`` measures nothing: it plans every case
+again and compares with the measured lines, after a change of the time model.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from machine import described
 
-from shardwise.hardware.this_machine import read_calibration
+from shardwise import api
+from shardwise.core.errors import ShardwiseError
+from shardwise.hardware.cluster import cluster_of
+from shardwise.hardware.this_machine import calibration_file, read_calibration
+from shardwise.jobs.planning import make_plan
+from shardwise.recipe.load import recipe_of
+from shardwise.technique import SETTINGS
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "clock-cpu.json"
+RESULTS = Path(__file__).parent / "results"
+RUNS, SUMMARY = RESULTS / "clock-cpu.jsonl", RESULTS / "clock-cpu.json"
 STEPS = 12
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,192 +50,326 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run. ``batch`` sequences of ``length`` tokens per optimizer step; ``settings`` are of the strategy."""
+    """One run: ``batch`` sequences of ``length`` tokens per optimizer step.
+
+    Attributes:
+        settings: of the strategy; those that are missing are the planner's choice.
+        counted: whether the case is one of the runs whose error is reported; others only compete with a choice.
+    """
 
     model: str
     world: int
     batch: int
     length: int = 256
-    settings: dict[str, Any] = field(default_factory=dict)
-    more: dict[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Mapping[str, Any] | None = None
+    counted: bool = True
+
+    @property
+    def work(self) -> str:
+        """The recipe without its strategy."""
+        words = f"{self.model}, {self.world} × cpu, batch {self.batch} × {self.length}"
+        words += f", {self.settings['precision']}" if "precision" in self.settings else ""
+        return words + (", LoRA" if self.adapter else "")
 
     @property
     def name(self) -> str:
-        said = [f"{key} {value}" for key, value in self.settings.items()] + list(self.more)
-        return f"{self.model}, {self.world} processes, {self.batch} × {self.length}: {', '.join(said) or 'plain'}"
+        said = [f"{key} {value}" for key, value in self.settings.items() if key != "precision"]
+        return f"{self.work}: {', '.join(said) or 'free choice'}"
+
+    def recipe(self) -> dict[str, Any]:
+        return {
+            "model": MODELS[self.model] | {"context": max(self.length, 256)},
+            "data": {"sequence_length": self.length},
+            "steps": STEPS,
+            "batch_size": self.batch,
+            "cluster": {"device": "cpu", "devices_per_node": self.world},
+            "strategy": {"precision": "fp32", **self.settings},
+            "evaluation": {"sequences": 1},
+            **({"adapter": dict(self.adapter)} if self.adapter else {}),
+        }
 
 
-LORA = {"adapter": {"name": "lora", "rank": 8}}
+def _of(work: tuple[str, int, int, int], *settings: dict[str, Any]) -> list[Case]:
+    return [Case(*work, each) for each in settings]
+
+
+MB1, MB2, MB4, MB8 = ({"micro_batch_size": size} for size in (1, 2, 4, 8))
+PIPELINE = {"pipeline_parallel": 2}
 
 CASES: tuple[Case, ...] = (
-    Case("0.3M", 1, 4, 64, {"micro_batch_size": 4}),
-    Case("0.3M", 1, 8, 64, {"micro_batch_size": 2}),
-    Case("5M", 1, 4, 256, {"micro_batch_size": 4}),
-    Case("5M", 1, 8, 256, {"micro_batch_size": 2}),
-    Case("5M", 1, 4, 256, {"micro_batch_size": 4, "activation_checkpointing": "full"}),
-    Case("5M", 1, 4, 256, {"micro_batch_size": 4, "activation_checkpointing": "selective"}),
-    Case("5M", 1, 4, 256, {"micro_batch_size": 4, "precision": "bf16"}),
-    Case("5M", 1, 4, 256, {"micro_batch_size": 4, "offload": "optimizer"}),
-    Case("gpt2 4M", 1, 4, 256, {"micro_batch_size": 4}),
-    Case("19M", 1, 4, 256, {"micro_batch_size": 4}),
-    Case("19M", 1, 4, 256, {"micro_batch_size": 4}, LORA),
-    Case("19M", 1, 4, 256, {"micro_batch_size": 4, "precision": "bf16"}),
-    Case("41M", 1, 4, 256, {"micro_batch_size": 4}),
-    Case("5M", 1, 2, 1024, {"micro_batch_size": 2}),
-    *(Case("5M", 2, 8, 256, {"micro_batch_size": 4, "zero_stage": stage}) for stage in range(4)),
-    Case("5M", 2, 16, 256, {"micro_batch_size": 2, "zero_stage": 2}),
-    Case("5M", 2, 8, 256, {"micro_batch_size": 8, "tensor_parallel": 2}),
-    Case("5M", 2, 8, 256, {"micro_batch_size": 8, "sequence_parallel": 2}),
-    Case("5M", 2, 8, 256, {"micro_batch_size": 8, "sequence_parallel": 2, "sequence_method": "ring"}),
-    Case("5M", 2, 8, 256, {"micro_batch_size": 2, "pipeline_parallel": 2, "pipeline_schedule": "1f1b"}),
-    Case("5M", 2, 8, 256, {"micro_batch_size": 2, "pipeline_parallel": 2, "pipeline_schedule": "gpipe"}),
-    Case("0.3M", 2, 8, 64, {"micro_batch_size": 4, "zero_stage": 3}),
-    Case("19M", 2, 4, 256, {"micro_batch_size": 2, "zero_stage": 3}),
-    Case("19M", 2, 8, 256, {"micro_batch_size": 2, "zero_stage": 1, "activation_checkpointing": "full"}),
-    Case("19M", 2, 4, 256, {"micro_batch_size": 4, "tensor_parallel": 2}),
-    Case("5M", 2, 8, 256, {"micro_batch_size": 4, "zero_stage": 0, "precision": "bf16"}),
-    Case("0.3M", 4, 8, 64, {"micro_batch_size": 2, "zero_stage": 3}),
-    Case("5M", 4, 8, 256, {"micro_batch_size": 2, "zero_stage": 3}),
-    Case("5M", 4, 8, 256, {"micro_batch_size": 2, "zero_stage": 0}),
-    Case("5M", 4, 8, 256, {"micro_batch_size": 4, "tensor_parallel": 2, "zero_stage": 3}),
-    Case("5M", 4, 8, 256, {"micro_batch_size": 2, "pipeline_parallel": 2, "zero_stage": 1}),
+    *_of(("0.3M", 1, 8, 64), MB2),
+    *_of(
+        ("5M", 1, 4, 256),
+        MB4,
+        MB4 | {"activation_checkpointing": "full"},
+        MB4 | {"activation_checkpointing": "selective"},
+        MB4 | {"precision": "bf16"},
+        MB4 | {"offload": "optimizer"},
+    ),
+    *_of(("5M", 1, 2, 1024), MB2),
+    *_of(("gpt2 4M", 1, 4, 256), MB4),
+    *_of(("19M", 1, 4, 256), MB4, MB4 | {"precision": "bf16"}),
+    Case("19M", 1, 4, 256, MB4, {"name": "lora", "rank": 8}),
+    *_of(("41M", 1, 2, 256), MB2),
+    *_of(
+        ("5M", 2, 8, 256),
+        *(MB4 | {"zero_stage": stage} for stage in range(4)),
+        MB8 | {"tensor_parallel": 2},
+        MB8 | {"sequence_parallel": 2},
+        MB8 | {"sequence_parallel": 2, "sequence_method": "ring"},
+        MB2 | PIPELINE | {"pipeline_schedule": "1f1b"},
+        MB2 | PIPELINE | {"pipeline_schedule": "gpipe"},
+        MB4 | {"zero_stage": 0, "precision": "bf16"},
+    ),
+    *_of(("0.3M", 2, 8, 64), MB4 | {"zero_stage": 3}),
+    *_of(("19M", 2, 4, 256), MB2 | {"zero_stage": 3}, MB4 | {"tensor_parallel": 2}),
+    *_of(("19M", 2, 8, 256), MB2 | {"zero_stage": 1, "activation_checkpointing": "full"}),
+    *_of(("0.3M", 4, 8, 64), MB2 | {"zero_stage": 3}),
+    *_of(
+        ("5M", 4, 8, 256),
+        MB2 | {"zero_stage": 0},
+        MB2 | {"zero_stage": 3},
+        MB2 | {"zero_stage": 3, "replicate": 2},
+        MB4 | {"tensor_parallel": 2, "zero_stage": 3},
+        MB2 | PIPELINE | {"zero_stage": 1},
+    ),
 )
 
-CHOICES: tuple[Case, ...] = (
-    Case("0.3M", 1, 8, 64),
-    Case("5M", 1, 8, 256),
-    Case("5M", 2, 8, 256),
-    Case("19M", 2, 4, 256),
-    Case("5M", 4, 8, 256),
+CHOICES: tuple[Case, ...] = tuple(
+    Case(*work, counted=False)
+    for work in (("0.3M", 2, 8, 64), ("5M", 1, 4), ("5M", 2, 8), ("5M", 4, 8), ("19M", 2, 4))
 )
 """Recipes whose strategy is left to the planner."""
 
-RIVALS: dict[int, tuple[dict[str, Any], ...]] = {
-    1: (
-        {"micro_batch_size": 8},
-        {"micro_batch_size": 2},
-        {"micro_batch_size": 4, "activation_checkpointing": "full"},
-    ),
-    2: (
-        {"micro_batch_size": 2, "zero_stage": 0},
-        {"micro_batch_size": 2, "zero_stage": 3},
-        {"micro_batch_size": 4, "tensor_parallel": 2},
-        {"micro_batch_size": 1, "pipeline_parallel": 2},
-    ),
-    4: (
-        {"micro_batch_size": 2, "zero_stage": 0},
-        {"micro_batch_size": 2, "zero_stage": 3},
-        {"micro_batch_size": 4, "tensor_parallel": 2, "zero_stage": 0},
-        {"micro_batch_size": 2, "pipeline_parallel": 2, "zero_stage": 0},
-    ),
-}
-"""Strategies that are measured with the planner's, by the number of processes."""
+RIVALS: tuple[Case, ...] = tuple(
+    Case(model, world, batch, length, settings, counted=False)
+    for model, world, batch, length, settings in (
+        ("0.3M", 2, 8, 64, MB4 | {"zero_stage": 0}),
+        ("0.3M", 2, 8, 64, MB8 | {"tensor_parallel": 2}),
+        ("5M", 1, 4, 256, MB1),
+        ("19M", 2, 4, 256, MB2 | {"zero_stage": 0}),
+        ("19M", 2, 4, 256, MB1 | PIPELINE),
+    )
+)
+"""More strategies for these recipes."""
+
+Row = dict[str, Any]
 
 
-def recipe_for(case: Case) -> dict[str, Any]:
-    return {
-        "model": MODELS[case.model] | {"context": max(case.length, 256)},
-        "data": {"sequence_length": case.length},
-        "steps": STEPS,
-        "batch_size": case.batch,
-        "cluster": {"device": "cpu", "devices_per_node": case.world},
-        "strategy": {"precision": "fp32"} | case.settings,
-        "evaluation": {"sequences": 1},
-        **case.more,
-    }
+def planned(case: Case) -> tuple[api.Recipe, api.Plan]:
+    """The recipe, and its plan."""
+    recipe = recipe_of(case.recipe(), SETTINGS)
+    return recipe, make_plan(recipe, cluster_of(recipe.cluster))
 
 
-def run(case: Case, folder: Path) -> dict[str, Any]:
-    """Train, and return what the run's own files say."""
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        recipe, out = Path(scratch) / "recipe.yaml", Path(scratch) / "run"
-        recipe.write_text(yaml.safe_dump(recipe_for(case)), encoding="utf-8")
-        command = [sys.executable, "-m", "shardwise", "train", str(recipe), "--out", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            return {"case": case.name, "failed": lines[-1] if lines else str(done.returncode)}
-        report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-        plan = json.loads((out / "plan.json").read_text(encoding="utf-8"))
-    predicted, measured = report["predicted_step_seconds"], report["measured_step_seconds"]
+def predicted(case: Case, plan: api.Plan) -> Row:
+    """What the plan of a case says."""
     return {
         "case": case.name,
-        "line": plan["line"],
-        "predicted_seconds": predicted,
-        "measured_seconds": measured,
-        "error": predicted / measured - 1,
-        "predicted_phases": plan["step"].get("phases", {}),
-        "measured_phases": (report.get("phases") or {}).get("seconds", {}),
+        "work": case.work,
+        "strategy": json.dumps(dict(plan.strategy.values), sort_keys=True),
+        "line": plan.line,
+        "predicted_seconds": plan.step.seconds,
+        "predicted_phases": dict(plan.step.phases),
     }
 
 
-def choice(case: Case, folder: Path) -> dict[str, Any]:
-    """The planner's strategy and its rivals: measured in turns, twice."""
-    cases = [
-        case,
-        *(Case(case.model, case.world, case.batch, case.length, rival) for rival in RIVALS[case.world]),
-    ]
-    every: list[list[dict[str, Any]]] = [[run(each, folder) for each in cases] for _ in range(2)]
-    rows = [
-        min(tries, key=lambda row: row.get("measured_seconds", 1e9)) for tries in zip(*every, strict=True)
-    ]
-    measured = [row["measured_seconds"] for row in rows if "failed" not in row]
-    return {
-        "case": case.name,
-        "chosen": rows[0].get("line"),
-        "regret": rows[0].get("measured_seconds", float("nan")) / min(measured) - 1,
-        "rows": rows,
-    }
+def run(case: Case) -> Row:
+    """Plan and train a case."""
+    try:
+        recipe, plan = planned(case)
+        with tempfile.TemporaryDirectory() as scratch:
+            outcome = api.train(recipe, plan, Path(scratch) / "run").outcome
+    except ShardwiseError as error:
+        return {"case": case.name, "work": case.work, "failed": str(error)}
+    assert outcome is not None
+    phases = outcome.phases.seconds if outcome.phases else {}
+    measured = {"measured_seconds": outcome.measured_step_seconds, "measured_phases": dict(phases)}
+    return predicted(case, plan) | measured
 
 
-def summary(rows: dict[str, Any], choices: dict[str, Any]) -> dict[str, Any]:
-    errors = [abs(row["error"]) for row in rows.values() if "error" in row]
+def median(rows: Iterable[Row], key: str) -> float:
+    return statistics.median(row[key] for row in rows)
+
+
+def accuracy(rows: Sequence[Row], plans: Mapping[str, Row]) -> list[Row]:
+    """One row for each counted case that was measured."""
+    found = []
+    for name in dict.fromkeys(case.name for case in CASES if case.counted):
+        runs = [row for row in rows if row["case"] == name and "failed" not in row]
+        if not runs:
+            continue
+        plan = plans.get(name, runs[-1])
+        seconds = median(runs, "measured_seconds")
+        found.append(
+            {
+                "case": name,
+                "rounds": len(runs),
+                "predicted_seconds": plan["predicted_seconds"],
+                "measured_seconds": seconds,
+                "error": plan["predicted_seconds"] / seconds - 1,
+                "predicted_phases": plan["predicted_phases"],
+                "measured_phases": {
+                    phase: statistics.median(row["measured_phases"].get(phase, 0.0) for row in runs)
+                    for phase in runs[-1]["measured_phases"]
+                },
+            }
+        )
+    return found
+
+
+def regrets(rows: Sequence[Row], plans: Mapping[str, Row]) -> list[Row]:
+    """The planner's choice against the best strategy of those that were measured for the recipe."""
+    found = []
+    for case in CHOICES:
+        measured: dict[str, list[Row]] = {}
+        for row in rows:
+            if row["work"] == case.work and "failed" not in row:
+                measured.setdefault(row["strategy"], []).append(row)
+        seconds = {strategy: median(runs, "measured_seconds") for strategy, runs in measured.items()}
+        choice = plans.get(case.name) or next((row for row in rows if row["case"] == case.name), None)
+        if choice is None or "failed" in choice or not seconds:
+            continue
+        best = min(seconds, key=lambda strategy: seconds[strategy])
+        own = seconds.get(choice["strategy"])
+        found.append(
+            {
+                "recipe": case.work,
+                "strategies": len(seconds),
+                "chosen": choice["line"],
+                "chosen_seconds": own,
+                "best": measured[best][0]["line"],
+                "best_seconds": seconds[best],
+                "regret": None if own is None else own / seconds[best] - 1,
+            }
+        )
+    return found
+
+
+def summary(rows: Sequence[Row], plans: Mapping[str, Row]) -> dict[str, Any]:
+    """All results. ``plans`` replace the predictions that the runs were made with."""
+    table, choices = accuracy(rows, plans), regrets(rows, plans)
+    errors = [abs(row["error"]) for row in table]
     calibration = read_calibration()
-    return {
+    results: dict[str, Any] = {
         "machine": described(),
         "calibrated": calibration.day if calibration else None,
         "threads": os.environ.get("OMP_NUM_THREADS", "a share of the cores"),
         "median_error": statistics.median(errors) if errors else None,
         "worst_error": max(errors, default=None),
-        "rows": list(rows.values()),
-        "choices": list(choices.values()),
+        "worst_regret": max((row["regret"] for row in choices if row["regret"] is not None), default=None),
+        "rows": table,
+        "choices": choices,
+        "failed": sorted({f"{row['case']}: {row['failed']}" for row in rows if "failed" in row}),
     }
+    return results | {"table": table_of(results)}
+
+
+def table_of(results: Mapping[str, Any]) -> str:
+    """Runs and choices for the page."""
+    machine, lines = results["machine"], list[str]()
+    if results["rows"]:
+        lines += [
+            f"{len(results['rows'])} runs of {machine['processor']}, {machine['cores']} cores"
+            f" (torch {machine['torch']}, {machine['day']}): median error {_percent(results['median_error'])},"
+            f" worst {_percent(results['worst_error'])}.",
+            "",
+            "| run | predicted | measured | error |",
+            "| --- | ---: | ---: | ---: |",
+        ]
+    for row in results["rows"]:
+        predicted, measured = (f"{row[f'{kind}_seconds']:.3f} s" for kind in ("predicted", "measured"))
+        lines.append(f"| {row['case']} | {predicted} | {measured} | {_percent(row['error'], sign='+')} |")
+    if results["choices"]:
+        lines += [
+            "",
+            "| recipe | the planner's choice | measured | best of all measured | measured | slower by |",
+            "| --- | --- | ---: | --- | ---: | ---: |",
+        ]
+    for row in results["choices"]:
+        own, regret = row["chosen_seconds"], row["regret"]
+        lines.append(
+            f"| {row['recipe']} | {row['chosen']} | {'–' if own is None else f'{own:.3f} s'} | {row['best']} of"
+            f" {row['strategies']} | {row['best_seconds']:.3f} s | {'–' if regret is None else _percent(regret)} |"
+        )
+    return "\n".join(lines)
+
+
+def _percent(fraction: float, sign: str = "") -> str:
+    return f"{100 * fraction:{sign}.1f} %".replace("-", "−")
+
+
+def tables() -> str:
+    """Which calibration is in use, so that runs with different ones are kept apart."""
+    path = calibration_file()
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.exists() else ""
+
+
+def known(path: Path, calibration: str) -> list[Row]:
+    """The lines of this calibration."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["calibration"] == calibration]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", default="", help="run the cases whose name contains this, and write nothing"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fresh", action="store_true", help="measure again what the results have already")
-    parser.add_argument("--no-choices", action="store_true", help="leave out the planner's choices")
+    parser.add_argument("--minutes", type=float, default=18.0, help="begin no run after this time (18)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all cases (3)")
+    parser.add_argument("--only", default="", help="the cases whose name contains this, and write nothing")
+    parser.add_argument("--predict", action="store_true", help="measure nothing; plan every case again")
     options = parser.parse_args()
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() and not options.fresh else {}
-    rows = {row["case"]: row for row in known.get("rows", []) if not options.only}
-    choices = {row["case"]: row for row in known.get("choices", []) if not options.only}
-    with tempfile.TemporaryDirectory() as scratch:
-        for case in CASES:
-            if options.only in case.name and case.name not in rows:
-                row = rows[case.name] = run(case, Path(scratch))
-                said = row.get("failed") or (
-                    f"{row['predicted_seconds']:.3f} s predicted, {row['measured_seconds']:.3f} s measured,"
-                    f" {row['error']:+.1%}"
-                )
-                print(f"{case.name}: {said}", flush=True)
-                _write(rows, choices, options.only)
-        for case in CHOICES:
-            if options.only in case.name and case.name not in choices and not options.no_choices:
-                found = choices[case.name] = choice(case, Path(scratch))
-                print(f"choice for {case.name}: {found['chosen']}, {found['regret']:+.1%}", flush=True)
-                _write(rows, choices, options.only)
-    results = summary(rows, choices)
-    print(f"median {results['median_error']:.1%}, worst {results['worst_error']:.1%} of {len(rows)} runs")
+    begin, calibration = time.monotonic(), tables()
+    cases = [case for case in (*CASES, *CHOICES, *RIVALS) if options.only in case.name]
+    rows = [] if options.only else known(RUNS, calibration)
+    plans = {case.name: predicted(case, planned(case)[1]) for case in cases} if options.predict else {}
+    every = [] if options.predict else [(number, case) for number in range(options.rounds) for case in cases]
+    done = {(row["round"], row["case"]) for row in rows}
+    for index, (number, case) in enumerate(every, 1):
+        spent = time.monotonic() - begin
+        if (number, case.name) in done:
+            continue
+        if spent > 60 * options.minutes:
+            print(f"stopped after {spent / 60:.0f} minutes; the same command goes on", flush=True)
+            break
+        rows.append({"round": number, "calibration": calibration, **run(case)})
+        print(f"{index}/{len(every)} {spent:4.0f} s  {case.name}: {told(rows[-1])}", flush=True)
+        if not options.only:
+            with RUNS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+            write(summary(rows, plans))
+    results = summary(rows, plans)
+    if not options.only:
+        write(results)
+    show(results)
 
 
-def _write(rows: dict[str, Any], choices: dict[str, Any], only: str) -> None:
-    """After every run: a benchmark that is stopped leaves what it has measured."""
-    if not only:
-        RESULTS.write_text(json.dumps(summary(rows, choices), indent=1) + "\n", encoding="utf-8")
+def told(row: Row) -> str:
+    """One run in a line."""
+    if "failed" in row:
+        return str(row["failed"])
+    there, here = row["predicted_seconds"], row["measured_seconds"]
+    return f"{there:.3f} s predicted, {here:.3f} s measured, {there / here - 1:+.1%}"
+
+
+def write(results: dict[str, Any]) -> None:
+    SUMMARY.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print the summary."""
+    for row in results["choices"]:
+        regret = "not measured" if row["regret"] is None else f"{row['regret']:+.1%}"
+        print(f"{row['recipe']}: {row['chosen']}; best of {row['strategies']}: {row['best']}; {regret}")
+    for row in results["rows"]:
+        print(f"{row['case']}: {told(row)}, {row['rounds']} rounds")
+    if results["rows"]:
+        runs = len(results["rows"])
+        print(f"{runs} runs: median error {results['median_error']:.1%}, worst {results['worst_error']:.1%}")
 
 
 if __name__ == "__main__":

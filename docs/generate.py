@@ -593,6 +593,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     **{name: partial(measured, name) for name in ("wsd", "scaling-rule")},
     "activation-memory": partial(measured, "activation-memory-cpu"),
     "loss": partial(measured, "loss-cpu"),
+    "clock": partial(measured, "clock-cpu"),
     "pipelines": partial(measured, "pipelines-cpu"),
     "updates": partial(measured, "updates-cpu"),
     "largest-model": partial(measured, "largest-model-cpu"),

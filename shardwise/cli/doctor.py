@@ -27,7 +27,7 @@ def command(
     """Print the devices, memory and speeds of this machine, with faults and advice."""
     from rich.console import Console
 
-    from shardwise.doctor.doctor import calibrate, examine, measured_speeds, render
+    from shardwise.doctor.doctor import examine, render
 
     diagnosis = examine(Path.cwd(), link=link or store)
     if as_json:
@@ -35,7 +35,10 @@ def command(
     else:
         render(diagnosis, Console())
     if store:
+        from shardwise.doctor.calibration.store import calibrated
+
         typer.echo("measuring kernels, collectives and steps; it takes about a minute", err=True)
-        typer.echo(f"stored: {calibrate(diagnosis, *measured_speeds(Path.cwd()))}", err=as_json)
+        for path in calibrated(diagnosis, Path.cwd()):
+            typer.echo(f"stored: {path}", err=as_json)
     if (error := diagnosis.error()) is not None:
         raise error

@@ -4,15 +4,13 @@ A check reads facts and speeds and returns one of four verdicts: good, note (wor
 or bad (does not work). One bad check makes the machine unhealthy: exit code 7. Checks are functions of plain data, so
 each is tested for machines that are not at hand.
 
-`calibrate` stores the measured speeds of the processor. Plans for `device: cpu` then use them, and with them the tables
-of doctor/calibration, from which their step time is made.
+doctor/calibration/store.py keeps measured speeds for plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ from rich.table import Table
 from shardwise.core.errors import ResourceError
 from shardwise.core.units import GiB, MiB, format_bytes, format_rate, format_seconds
 from shardwise.doctor.inspection import OPTIONAL_PACKAGES, Facts, inspect
-from shardwise.hardware import this_machine as machine
-from shardwise.hardware.measured import MeasuredSpeeds
 from shardwise.hardware.profiles import PROFILES
 
 SUPPORTED_PYTHON = (3, 11)
@@ -123,56 +119,6 @@ def examine(folder: Path, *, measure: bool = True, link: bool = False) -> Diagno
     facts = inspect(folder)
     speeds = _measure(facts, link) if measure and not facts.torch.error else Speeds()
     return Diagnosis(facts, speeds, tuple(judge(facts, speeds)))
-
-
-def calibrate(
-    diagnosis: Diagnosis, speeds: tuple[MeasuredSpeeds, ...] = (), disk: float | None = None
-) -> Path:
-    """Store the processor's measured speeds for later plans; returns the file. Raises ResourceError.
-
-    Args:
-        speeds: of one process, for several numbers of processes (``measured_speeds``).
-        disk: bytes/s that files are written with.
-    """
-    cpu = next((speed for speed in diagnosis.speeds.devices if speed.device == "cpu"), None)
-    if cpu is None or "fp32" not in cpu.flops:
-        why = diagnosis.facts.torch.error or (cpu.problem if cpu else "")
-        raise ResourceError("nothing was measured", where="doctor", why=why)
-    link = diagnosis.speeds.link
-    calibration = machine.Calibration(
-        machine.cpu_model(),
-        machine.usable_cores(),
-        cpu.flops,
-        cpu.memory_bandwidth,
-        link and link[0],
-        machine.torch_version(),
-        datetime.now(UTC).date().isoformat(),
-        disk,
-        speeds,
-    )
-    try:
-        return machine.write_calibration(calibration)
-    except OSError as problem:
-        path = str(machine.calibration_file())
-        why = problem.strerror or str(problem)
-        raise ResourceError("cannot write the calibration", where=path, why=why) from problem
-
-
-def measured_speeds(folder: Path) -> tuple[tuple[MeasuredSpeeds, ...], float | None]:
-    """Measure what step times are made of, and the disk below ``folder``: about a minute.
-
-    Raises ResourceError if a process that measures fails.
-    """
-    from shardwise.doctor import speed
-    from shardwise.doctor.calibration.run import measure_cpu
-
-    try:
-        return measure_cpu(), speed.disk_bandwidth(folder)
-    except RuntimeError as problem:
-        fix = "run shardwise doctor --link, which tests processes and gloo alone"
-        raise ResourceError(
-            "cannot measure this machine", where="doctor --calibrate", why=str(problem), fix=fix
-        ) from problem
 
 
 def judge(facts: Facts, speeds: Speeds) -> Iterator[Check]:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from shardwise.core.errors import RecipeError
 from shardwise.core.units import GiB
 from shardwise.hardware.device import DeviceProfile
+from shardwise.hardware.measured_gpu import with_measured
 from shardwise.hardware.profiles import PROFILES
 from shardwise.hardware.this_machine import cpu_profile
 
@@ -253,7 +254,7 @@ def cluster_of(request: ClusterRequest) -> Cluster:
             why=f"{nodes:,} nodes of {per_node:,} are {nodes * per_node:,}",
             fix="lower cluster.nodes or devices_per_node",
         )
-    profile = device or cpu_profile(per_node)
+    profile = cpu_profile(per_node) if device is None else with_measured(device)
     if request.memory_gib is not None:
         profile = _with_memory(profile, "memory", request.memory_gib)
     if request.host_memory_gib is not None:

@@ -4,7 +4,7 @@ A process shares the machine with ``processes - 1`` equal ones, which were busy 
 
 - **Products** interpolate a grid of shapes (m, n, k): linear in the logarithms of sizes and seconds. Beyond the grid
   they grow in proportion, below it they stay.
-- **Attention** takes seconds per FLOP by (keys, head dimension).
+- **Attention** takes seconds per FLOP by (keys, head dimension); outside of the grid, those of its edge.
 - **Memory-bound kernels** take the curve of a plain kernel by bytes, times the ratio of the operation to that curve.
   The timed steps of small models gave the ratio. New memory and memory in place have different curves: the system
   clears each page of new memory when it is first touched.
@@ -40,11 +40,14 @@ class Grid:
     axes: tuple[tuple[int, ...], ...]
     seconds: tuple[float, ...]
 
-    def at(self, sizes: Sequence[float]) -> float:
-        """Seconds for these sizes, one per axis; multilinear in the logarithms, in proportion above the grid."""
+    def at(self, sizes: Sequence[float], grows: bool = True) -> float:
+        """Seconds for these sizes, one per axis; multilinear in the logarithms.
+
+        Above the grid they grow in proportion, or stay where ``grows`` is False.
+        """
         beyond, corners = 1.0, []
         for axis, size in zip(self.axes, sizes, strict=True):
-            beyond *= max(1.0, size / axis[-1])
+            beyond *= max(1.0, size / axis[-1]) if grows else 1.0
             corners.append(_between(axis, min(max(size, axis[0]), axis[-1])))
         found = 0.0
         for picks in product(*corners):
@@ -119,25 +122,27 @@ class MeasuredSpeeds:
         )
 
     @cached_property
-    def _known(self) -> dict[tuple[str, str, int, int, tuple[int, ...]], float]:
+    def _known(self) -> dict[tuple[str, str, int, int, tuple[int, ...]], float | None]:
         return {}
 
-    def kernel_seconds(self, kernel: Kernel) -> float:
-        """Seconds of one call on the device, without the host's part."""
+    def kernel_seconds(self, kernel: Kernel) -> float | None:
+        """Seconds of one call on the device, without the host's part; None where its dtype was not measured."""
         key = (kernel.operation, kernel.dtype, kernel.flops, kernel.bytes, kernel.shape)
         if key not in self._known:
-            self._known[key] = self.slower * self._kernel_seconds(kernel)
+            seconds = self._kernel_seconds(kernel)
+            self._known[key] = None if seconds is None else self.slower * seconds
         return self._known[key]
 
-    def _kernel_seconds(self, kernel: Kernel) -> float:
-        if len(kernel.shape) != 4 or "fp32" not in self.products:
-            return self.memory_seconds(kernel)
+    def _kernel_seconds(self, kernel: Kernel) -> float | None:
+        if len(kernel.shape) != 4:
+            return None if kernel.flops else self.memory_seconds(kernel)
         if "attention" in kernel.operation:
-            way = "backward" if kernel.operation.endswith("backward") else "forward"
-            grid = self.attention.get(f"{kernel.dtype} {way}") or self.attention[f"fp32 {way}"]
-            return kernel.flops * grid.at(kernel.shape[2:])
+            way = "backward" if "backward" in kernel.operation else "forward"
+            heads = self.attention.get(f"{kernel.dtype} {way}")
+            return None if heads is None else kernel.flops * heads.at(kernel.shape[2:], grows=False)
         count, *sizes = kernel.shape
-        return count * (self.products.get(kernel.dtype) or self.products["fp32"]).at(sizes)
+        grid = self.products.get(kernel.dtype)
+        return None if grid is None else count * grid.at(sizes)
 
     def memory_seconds(self, kernel: Kernel) -> float:
         """Seconds of a kernel that moves bytes."""

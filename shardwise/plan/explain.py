@@ -107,6 +107,8 @@ def seconds_from(cluster: Cluster) -> str:
     device = cluster.device
     if device.measured is None:
         return f"seconds come from a roofline over the peaks of {device.name}; they are not measured"
+    if device.kind != "cpu":
+        return f"seconds of kernels were measured on {device.measured_on}, on a {device.name} of this machine"
     processes = device.measured.processes
     return (
         f"seconds come from kernels, collectives and host times measured on {device.measured_on}, on this"

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from shardwise.core.cost import Collective, Kernel, StepCost, Transfer
 from shardwise.core.strategy import Layout
 from shardwise.hardware.cluster import Cluster
+from shardwise.hardware.device import DeviceProfile
 from shardwise.technique import BLOCKING_AXES
 
 LAUNCH_SECONDS: Mapping[str, float] = {"cpu": 2e-6, "cuda": 5e-6, "rocm": 7e-6}
@@ -106,10 +107,16 @@ def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
 
 
 def kernel_seconds(kernel: Kernel, cluster: Cluster) -> float:
-    """Roofline time of one call. CPU kernels update weights and moments, and are memory-bound."""
-    device = cluster.device
-    if device.measured is not None:
-        return device.measured.kernel_seconds(kernel) + device.measured.host_seconds(kernel)
+    """Seconds of one call: measured ones where the device was calibrated, else those of the roofline."""
+    device, measured = cluster.device, cluster.device.measured
+    if measured is None or (kernel.on_host and device.kind != "cpu"):
+        return _roofline(kernel, device)
+    seconds = measured.kernel_seconds(kernel)
+    return (_roofline(kernel, device) if seconds is None else seconds) + measured.host_seconds(kernel)
+
+
+def _roofline(kernel: Kernel, device: DeviceProfile) -> float:
+    """Seconds by the peaks of the profile. CPU kernels update weights and moments, and are memory-bound."""
     if kernel.on_host:
         return kernel.bytes / (device.host_memory_bandwidth * device.efficiency.memory)
     dtype = kernel.dtype if kernel.dtype in ("fp64", "fp32", "fp16", "bf16", "fp8") else "fp32"

@@ -58,7 +58,7 @@ def step_sentences(plan: Plan, outcome: Outcome | None) -> Iterator[str]:
 
 
 def calibration_offer(plan: Plan) -> str:
-    """The line that offers a measurement of this machine's CPU; "" for a plan that used one."""
-    if plan.device != "cpu" or any("measured on" in sentence for sentence in plan.assumptions):
+    """The line that offers a measurement of this machine; "" for a plan that used one."""
+    if any("measured on" in sentence for sentence in plan.assumptions):
         return ""
-    return "plans of this machine use assumed speeds: run `shardwise doctor --calibrate` to measure them"
+    return f"the plan used assumed speeds of {plan.device}: run `shardwise doctor --calibrate` to measure this machine"

@@ -32,7 +32,7 @@ def test_products_that_would_take_too_long_grow_with_their_flops(monkeypatch: py
 
 
 def test_a_step_is_timed_by_phase_kernel_and_collective(pool: Pool) -> None:
-    [found] = pool.run(1, timed_step, TINY, 8, 2, {}, CPU)
+    [found] = pool.run(1, timed_step, TINY, 8, 2, {}, CPU, 1)
     assert {"forward", "backward", "clip", "optimizer"} <= found.phases.keys()
     operations = {kernel.operation: kernel for kernel in found.own_kernels()}
     assert operations["aten::mm"].flops and operations["aten::_fused_adamw_"].phase == "optimizer"
@@ -42,7 +42,7 @@ def test_a_step_is_timed_by_phase_kernel_and_collective(pool: Pool) -> None:
 
 
 def test_collectives_of_every_kind_are_timed(pool: Pool) -> None:
-    curves = pool.run(2, collective_curves, CPU, (4, 4096))[0]
+    curves = pool.run(2, collective_curves, (4, 4096))[0]
     assert {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "broadcast"} == curves.keys()
     for curve in curves.values():
         assert [size for size, _ in curve] == [8, 4096]

@@ -15,10 +15,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from shardwise.core.cost import Kernel
 from shardwise.core.errors import ResourceError
 from shardwise.core.units import GiB, MiB
 from shardwise.doctor import doctor, inspection, speed
-from shardwise.doctor.doctor import DeviceSpeed, Diagnosis, Speeds, calibrate, examine, judge, render
+from shardwise.doctor.calibration.store import calibrate, calibrate_gpus
+from shardwise.doctor.doctor import DeviceSpeed, Diagnosis, Speeds, examine, judge, render
 from shardwise.doctor.inspection import (
     Device,
     Disk,
@@ -31,7 +33,10 @@ from shardwise.doctor.inspection import (
 )
 from shardwise.hardware import this_machine as machine
 from shardwise.hardware.cluster import cluster_of
+from shardwise.hardware.measured import IN_PLACE, NEW, Grid, MeasuredSpeeds
 from shardwise.hardware.profiles import PROFILES
+from shardwise.plan.explain import seconds_from
+from shardwise.plan.timing import kernel_seconds
 from shardwise.recipe.sections import ClusterSpec
 
 H100 = Device(
@@ -217,6 +222,33 @@ def test_calibration_reaches_the_plan(tmp_path: Path) -> None:
     assert path == tmp_path / "cache" / "cpu.json"
     device = cluster_of(ClusterSpec(device="cpu", devices_per_node=2)).device
     assert device.flops["fp32"] == 1.5e11 and device.link_bandwidth == 8e8
+
+
+def test_one_gpu_of_each_kind_is_measured_for_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The roofline of an H100 is at its peak; these tables are a thousand times slower, and have no fp8."""
+    from shardwise.doctor.calibration import run
+
+    measured, torch = list[int](), replace(HEALTHY.torch, devices=(H100, replace(H100, index=1)))
+    tables = MeasuredSpeeds(
+        1,
+        8,
+        {"fp32": Grid(((1, 2), (1, 2), (1, 2)), (1.0,) * 8)},
+        {},
+        {NEW: ((1e3, 1.0),), IN_PLACE: ((1e3, 1.0),)},
+    )
+    monkeypatch.setattr(run, "measure_gpu", lambda index: (measured.append(index), tables)[1])
+    [path] = calibrate_gpus(replace(HEALTHY, torch=torch))
+    assert path == tmp_path / "cache" / "H100-80GB.json" and measured == [0]
+    cluster = cluster_of(ClusterSpec(preset="8xH100-80GB"))
+    assert (
+        cluster.device.measured == tables
+        and cluster_of(ClusterSpec(preset="8xA100-80GB")).device.measured is None
+    )
+    product = Kernel("forward", "aten::mm", "fp32", 1, 2 * 2**3, 48, shape=(1, 2, 2, 2))
+    assert kernel_seconds(product, cluster) == pytest.approx(1.0)
+    assert kernel_seconds(replace(product, dtype="fp8"), cluster) < 1e-4
+    assert kernel_seconds(Kernel("optimizer", "aten::add_", "fp32", 1, 0, 1000, on_host=True), cluster) < 1e-4
+    assert "a H100-80GB of this machine" in seconds_from(cluster)
 
 
 def test_calibration_that_cannot_be_written(tmp_path: Path) -> None:

@@ -66,6 +66,19 @@ def test_kernels_take_the_seconds_of_their_kind() -> None:
     assert SPEEDS.host_seconds(kernel("aten::mul")) == 1e-5
 
 
+def test_a_flop_of_attention_takes_no_longer_beyond_the_grid() -> None:
+    forward = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert SPEEDS.kernel_seconds(kernel(forward, flops=1000, shape=(8, 9999, 9999, 64))) == pytest.approx(
+        1e-7
+    )
+
+
+def test_a_dtype_that_was_not_measured_has_no_seconds() -> None:
+    product = replace(kernel("aten::mm", flops=1, shape=(3, 16, 32, 64)), dtype="fp8")
+    assert SPEEDS.kernel_seconds(product) is None
+    assert SPEEDS.kernel_seconds(kernel("aten::convolution", flops=1)) is None
+
+
 def test_which_operations_write_in_place() -> None:
     assert in_place("aten::mul_.Tensor") and in_place("aten::_fused_adamw_") and in_place("fsdp::chunk_cat")
     assert not in_place("aten::mul.Tensor") and not in_place("aten::native_layer_norm_backward")

@@ -16,13 +16,13 @@ PAYLOADS = (4, 4096, 64 * 1024, MiB, 16 * MiB)
 """Bytes, in the convention of core/cost.py: the gathered tensor, or the tensor before the scatter."""
 
 
-def collective_curves(device: torch.device, payloads: Sequence[int] = PAYLOADS) -> dict[str, Curve]:
-    """Median seconds by kind. Raises RuntimeError if the backend fails."""
+def collective_curves(payloads: Sequence[int] = PAYLOADS) -> dict[str, Curve]:
+    """Median seconds by kind, of gloo on CPU tensors. Raises RuntimeError if gloo fails."""
     size, rank = dist.get_world_size(), dist.get_rank()
     curves: dict[str, list[tuple[float, float]]] = {}
     for payload in payloads:
-        part = torch.ones(max(1, payload // 4 // size), device=device)
-        whole = torch.ones(part.numel() * size, device=device)
+        part = torch.ones(max(1, payload // 4 // size))
+        whole = torch.ones(part.numel() * size)
         other = torch.empty_like(whole)
         kinds: dict[str, Callable[[], object]] = {
             "all_gather": lambda w=whole, p=part: dist.all_gather_into_tensor(w, p),  # type: ignore[misc]
@@ -34,7 +34,7 @@ def collective_curves(device: torch.device, payloads: Sequence[int] = PAYLOADS) 
         }
         for kind, call in kinds.items():
             calls = 5 if payload > MiB else 15
-            curves.setdefault(kind, []).append((float(whole.nbytes), _together(call, device, calls)))
+            curves.setdefault(kind, []).append((float(whole.nbytes), _together(call, calls)))
     return {kind: tuple(points) for kind, points in curves.items()}
 
 
@@ -46,19 +46,12 @@ def _to_next(sent: torch.Tensor, received: torch.Tensor, rank: int, size: int) -
             work.wait()
 
 
-def _together(call: Callable[[], object], device: torch.device, calls: int) -> float:
+def _together(call: Callable[[], object], calls: int) -> float:
     """Median seconds of calls that follow each other on all ranks."""
     spent = []
     call()
     for _ in range(calls):
-        _wait(device)
         begin = time.perf_counter()
         call()
-        _wait(device)
         spent.append(time.perf_counter() - begin)
     return statistics.median(spent)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -27,40 +27,55 @@ SIZES = {
 }
 """Sizes m, n and k of products."""
 
+ATTENTION = {
+    "cpu": ((64, 256, 1024), (16, 64, 128)),
+    "cuda": ((256, 1024, 4096), (64, 128)),
+}
+"""Keys and head dimensions of attention."""
+
+HEADS = {"cpu": 8, "cuda": 64}
+
 SLOWEST = 0.1
 """Products that would take longer, by the rate of smaller ones, are not run: seconds grow in proportion to FLOPs."""
 
-MOST_SECONDS = 4.0
+MOST_SECONDS = 2.0
 """For the products of one dtype. Those that are left then, the largest, are not run either."""
 
-_HEADS = 8
 _BUDGET = 0.02
 """Seconds to spend on the calls of one figure, after three."""
 
 
 def seconds_of(calls: Sequence[Callable[[], object]], device: torch.device, budget: float = _BUDGET) -> float:
-    """Median seconds of one call. The calls do the same with different operands; each is warmed up.
-
-    On an accelerator the calls are issued together, since waiting for one takes longer than a small kernel.
-    """
+    """Median seconds of one call. The calls do the same with different operands; each is warmed up."""
     for call in calls:
         call()
-    _wait(device)
+    return _one_by_one(calls, budget) if device.type == "cpu" else _issued_together(calls, device, budget)
+
+
+def _one_by_one(calls: Sequence[Callable[[], object]], budget: float) -> float:
     spent: list[float] = []
     while len(spent) < 3 or (sum(spent) < budget and len(spent) < 50):
-        if device.type == "cpu":
-            for call in calls:
-                begin = time.perf_counter()
-                call()
-                spent.append(time.perf_counter() - begin)
-        else:
+        for call in calls:
             begin = time.perf_counter()
-            for _ in range(10):
-                for call in calls:
-                    call()
-            _wait(device)
-            spent.append((time.perf_counter() - begin) / (10 * len(calls)))
+            call()
+            spent.append(time.perf_counter() - begin)
     return statistics.median(spent)
+
+
+def _issued_together(calls: Sequence[Callable[[], object]], device: torch.device, budget: float) -> float:
+    """Median over groups of calls that wait once for the device: waiting takes longer than a small kernel."""
+
+    def group(rounds: int) -> float:
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        torch.cuda.synchronize(device)
+        return (time.perf_counter() - begin) / (rounds * len(calls))
+
+    rounds = max(1, min(10, round(budget / group(1))))
+    return statistics.median(group(rounds) for _ in range(5))
 
 
 def products(dtype: str, device: torch.device, budget: float = MOST_SECONDS) -> Grid:
@@ -82,10 +97,10 @@ def products(dtype: str, device: torch.device, budget: float = MOST_SECONDS) -> 
 
 def attention(dtype: str, device: torch.device) -> dict[str, Grid]:
     """Seconds per FLOP of causal attention over (keys, head dimension), "forward" and "backward"."""
-    axes = ((64, 256, 1024), (16, 64, 128))
+    axes = ATTENTION[device.type]
     found: dict[str, list[float]] = {"forward": [], "backward": []}
     for length, width in product(*axes):
-        shape = torch.Size((1, _HEADS, length, width))
+        shape = torch.Size((1, HEADS[device.type], length, width))
         q, k, v = (each.requires_grad_() for each in _operands((shape,) * 3, dtype, device))
 
         def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
@@ -138,8 +153,3 @@ def native(dtype: str, device: torch.device) -> bool:
 def _operands(shapes: Sequence[Sequence[int]], dtype: str, device: torch.device) -> list[Tensor]:
     """Random: hardware multiplies zeros faster, and exact halves compress."""
     return [torch.randn(tuple(shape), device=device).to(dtype_named(dtype)) for shape in shapes]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

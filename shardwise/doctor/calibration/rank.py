@@ -1,6 +1,7 @@
 """One process of a calibration: ``python -m shardwise.doctor.calibration.rank RANK SIZE FOLDER``.
 
-All ranks measure the same at the same time, so each has its share of the machine. Rank 0 writes what it found.
+All ranks measure the same at the same time, so each has its share of the machine. Rank 0 writes the tables. An
+accelerator is measured by one process, and only its kernels: host and collectives are those of its profile.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from shardwise.doctor.calibration.collectives import collective_curves
 from shardwise.doctor.calibration.kernels import attention, native, plain_curves, products
 from shardwise.doctor.calibration.steps import (
     MODELS,
+    PLAIN_STEPS,
     TINY,
     TimedStep,
     around_collectives,
@@ -45,7 +47,7 @@ class Task:
     """What the ranks measure.
 
     Attributes:
-        device: cpu or cuda.
+        device: as torch names it: cpu, or cuda:0.
         dtypes: of products, as far as they are native; () leaves the kernels to ``known``.
         known: what fewer processes found, in the share of these processes.
     """
@@ -76,11 +78,11 @@ def _kernels(task: Task, device: torch.device) -> MeasuredSpeeds:
         heads |= attention(dtype, device)
     found = replace(found, products=grids, attention=heads)
     if device.type != "cpu":
-        return replace(found, host=dict.fromkeys(("forward", "backward", "clip", "optimizer"), 0.0))
+        return found
     found = replace(found, ratios=ratios(_steps(device, native_dtypes), found.plain))
     if task.known is not None:
         return replace(found, host=task.known.host)
-    return replace(found, host=host_seconds(timed_step(TINY, 64, 2, {}, device), found))
+    return replace(found, host=host_seconds(timed_step(TINY, 64, 2, {}, device, PLAIN_STEPS), found))
 
 
 def _steps(device: torch.device, dtypes: list[str]) -> list[TimedStep]:
@@ -93,24 +95,22 @@ def _steps(device: torch.device, dtypes: list[str]) -> list[TimedStep]:
 
 def _collectives(found: MeasuredSpeeds, device: torch.device) -> MeasuredSpeeds:
     """``found`` with the curves of collectives, and the host's seconds around them by mesh axis."""
-    found = replace(found, collectives=collective_curves(device))
-    if device.type != "cpu":
-        return found
+    found = replace(found, collectives=collective_curves())
     world = dist.get_world_size()
     around = {}
     for axis, settings in AXES.items():
         given = {key: world if value == _WHOLE else value for key, value in settings.items()}
-        around[axis] = around_collectives(timed_step(TINY, 64, 2, given, device), found, axis)
+        around[axis] = around_collectives(timed_step(TINY, 64, 2, given, device, PLAIN_STEPS), found, axis)
     return replace(found, around=around)
 
 
 def main(rank: int, size: int, folder: Path) -> None:
     """Measure what the folder's task says."""
     task = read_json(folder / TASK, Task)
-    device = torch.device("cpu") if task.device == "cpu" else torch.device("cuda", rank)
-    backend = "gloo" if task.device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=(folder / "store").as_uri(), rank=rank, world_size=size)
-    return_large_frees(False)
+    device = torch.device(task.device)
+    dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=rank, world_size=size)
+    if device.type == "cpu":
+        return_large_frees(False)
     torch.manual_seed(rank)
     found = measured(task, device)
     if rank == 0:

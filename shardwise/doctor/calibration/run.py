@@ -1,4 +1,4 @@
-"""Starts the processes that measure this machine: 1, 2 and 4 of them, as its plans would."""
+"""Starts the processes that measure this machine: 1, 2 and 4 of them on its CPU, as its plans would; one on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from shardwise.hardware.measured import MeasuredSpeeds
 from shardwise.hardware.this_machine import threads_of, usable_cores
 
 PROCESSES = (1, 2, 4)
-DTYPES = ("fp32", "bf16", "fp16")
+CPU_DTYPES = ("fp32", "bf16")
+GPU_DTYPES = ("fp32", "bf16", "fp16")
 _RANK = "shardwise.doctor.calibration.rank"
 _TIMEOUT = 300.0
 
@@ -30,9 +31,14 @@ def measure_cpu() -> tuple[MeasuredSpeeds, ...]:
     for processes in PROCESSES:
         threads = threads_of(processes)
         known = found[-1].shared_by(processes, threads, cores) if found else None
-        dtypes = DTYPES if processes <= cores or not found else ()
+        dtypes = CPU_DTYPES if processes <= cores or not found else ()
         found.append(_measured(Task("cpu", dtypes, known), processes, threads))
     return tuple(found)
+
+
+def measure_gpu(index: int) -> MeasuredSpeeds:
+    """The speeds of kernels on one GPU of this machine. Raises RuntimeError when the process fails."""
+    return _measured(Task(f"cuda:{index}", GPU_DTYPES), 1, threads_of(1))
 
 
 def _measured(task: Task, processes: int, threads: int) -> MeasuredSpeeds:

@@ -38,18 +38,21 @@ MODELS: tuple[tuple[Mapping[str, Any], int, int], ...] = (
     (TINY, 64, 2),
     ({"layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "ffn": 704, "vocab": 4096}, 256, 4),
     ({"family": "gpt2", "layers": 2, "width": 192, "heads": 4, "ffn": 768, "vocab": 2048}, 256, 4),
-    ({"layers": 1, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 1408, "vocab": 8192}, 256, 8),
+    ({"layers": 1, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 1408, "vocab": 8192}, 256, 4),
 )
 """Models, sequence lengths and micro-batches whose steps give the speed of each operation."""
 
-_PLAIN_STEPS, _TIMED_STEPS = 5, 2
+PLAIN_STEPS = 5
+"""Steps that give the seconds of phases."""
+
+_TIMED_STEPS = 2
 _LEAST, _MOST = 0.02, 50.0
 """Bounds of an operation's seconds over those of a plain kernel of as many bytes."""
 
 
 @dataclass
 class TimedStep:
-    """One step under a clock: its kernels and collectives, each with its seconds; and seconds of phases without it."""
+    """One step under a clock: its kernels with their seconds, and its collectives; and seconds of phases without it."""
 
     phases: dict[str, float] = field(default_factory=dict)
     kernels: list[tuple[tuple[Kernel, ...], float]] = field(default_factory=list)
@@ -68,9 +71,18 @@ class TimedStep:
 
 
 def timed_step(
-    model: Mapping[str, Any], length: int, micro_batch: int, settings: Mapping[str, Any], device: torch.device
+    model: Mapping[str, Any],
+    length: int,
+    micro_batch: int,
+    settings: Mapping[str, Any],
+    device: torch.device,
+    plain_steps: int = 0,
 ) -> TimedStep:
-    """Train a small model for a few steps on all ranks of the default group."""
+    """Train a small model for a few steps on all ranks of the default group.
+
+    Args:
+        plain_steps: steps without a clock around the operations; with none, no seconds of phases are found.
+    """
     world = dist.get_world_size()
     strategy = strategy_from({"micro_batch_size": micro_batch, **settings})
     batch = micro_batch * data_degree(layout_of(strategy, world))
@@ -83,12 +95,13 @@ def timed_step(
     for _ in range(2):
         step(run, steps, 1e-4)
     readings: list[dict[str, float]] = []
-    for _ in range(_PLAIN_STEPS):
+    for _ in range(plain_steps):
         clock = PhaseClock(device)
         with clock.over():
             step(run, steps, 1e-4)
         readings.append(clock.read())
-    found = TimedStep({name: statistics.median(each[name] for each in readings) for name in readings[0]})
+    names = readings[0] if readings else ()
+    found = TimedStep({name: statistics.median(each[name] for each in readings) for name in names})
     with _recorded(run, found):
         for _ in range(_TIMED_STEPS):
             step(run, steps, 1e-4)
@@ -139,7 +152,7 @@ def host_seconds(tiny: TimedStep, speeds: MeasuredSpeeds) -> dict[str, float]:
     """Seconds of the host around each kernel by phase, from the step of a tiny model on one process."""
     kernels, calls = defaultdict[str, float](float), defaultdict[str, int](int)
     for kernel in tiny.own_kernels():
-        kernels[kernel.phase] += speeds.kernel_seconds(kernel)
+        kernels[kernel.phase] += speeds.kernel_seconds(kernel) or 0.0
         calls[kernel.phase] += 1
     return {
         phase: max(0.0, spent - kernels[phase]) / calls[phase]
@@ -151,6 +164,6 @@ def host_seconds(tiny: TimedStep, speeds: MeasuredSpeeds) -> dict[str, float]:
 def around_collectives(timed: TimedStep, speeds: MeasuredSpeeds, axis: str) -> float:
     """Seconds of the host around each collective of a mesh axis: what kernels, host and collectives leave of a step."""
     spent = sum(timed.phases.values())
-    spent -= sum(speeds.kernel_seconds(k) + speeds.host_seconds(k) for k in timed.own_kernels())
+    spent -= sum((speeds.kernel_seconds(k) or 0.0) + speeds.host_seconds(k) for k in timed.own_kernels())
     spent -= sum(speeds.collective_seconds(c) or 0.0 for c in timed.collectives)
     return max(0.0, spent) / max(1, sum(c.axis == axis for c in timed.collectives))

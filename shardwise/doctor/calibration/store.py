@@ -1,0 +1,89 @@
+"""Measures and keeps the speeds of this machine for its plans, for `shardwise doctor --calibrate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from shardwise.core.errors import ResourceError
+from shardwise.doctor.doctor import Diagnosis
+from shardwise.doctor.inspection import Facts
+from shardwise.hardware import this_machine as machine
+from shardwise.hardware.measured import MeasuredSpeeds
+from shardwise.hardware.measured_gpu import GpuCalibration, write_gpu
+
+
+def calibrated(diagnosis: Diagnosis, folder: Path) -> Iterator[Path]:
+    """Measure the processor, the disk below ``folder`` and the GPUs; yields each file once it is written.
+
+    Raises ResourceError.
+    """
+    works = not diagnosis.facts.torch.error
+    yield calibrate(diagnosis, *(measured_speeds(folder) if works else ()))
+    yield from calibrate_gpus(diagnosis.facts)
+
+
+def calibrate(
+    diagnosis: Diagnosis, speeds: tuple[MeasuredSpeeds, ...] = (), disk: float | None = None
+) -> Path:
+    """Store the processor's measured speeds for later plans; returns the file. Raises ResourceError.
+
+    Args:
+        speeds: of one process, for several numbers of processes (``measured_speeds``).
+        disk: bytes/s that files are written with.
+    """
+    cpu = next((each for each in diagnosis.speeds.devices if each.device == "cpu"), None)
+    if cpu is None or "fp32" not in cpu.flops:
+        why = diagnosis.facts.torch.error or (cpu.problem if cpu else "")
+        raise ResourceError("nothing was measured", where="doctor", why=why)
+    link = diagnosis.speeds.link
+    calibration = machine.Calibration(
+        machine.cpu_model(),
+        machine.usable_cores(),
+        cpu.flops,
+        cpu.memory_bandwidth,
+        link and link[0],
+        machine.torch_version(),
+        datetime.now(UTC).date().isoformat(),
+        disk,
+        speeds,
+    )
+    try:
+        return machine.write_calibration(calibration)
+    except OSError as problem:
+        path = str(machine.calibration_file())
+        why = problem.strerror or str(problem)
+        raise ResourceError("cannot write the calibration", where=path, why=why) from problem
+
+
+def calibrate_gpus(facts: Facts) -> Iterator[Path]:
+    """Measure one GPU of each known kind and store its speeds for later plans. Raises ResourceError."""
+    from shardwise.doctor.calibration.run import measure_gpu
+
+    kinds = {device.profile: device.index for device in reversed(facts.torch.devices) if device.profile}
+    day = datetime.now(UTC).date().isoformat()
+    for profile, index in kinds.items():
+        try:
+            found = GpuCalibration(profile, machine.torch_version(), day, measure_gpu(index))
+            yield write_gpu(found)
+        except (OSError, RuntimeError) as problem:
+            where = f"gpu {index}"
+            raise ResourceError("cannot calibrate this GPU", where=where, why=str(problem)) from problem
+
+
+def measured_speeds(folder: Path) -> tuple[tuple[MeasuredSpeeds, ...], float | None]:
+    """Measure what step times are made of, and the disk below ``folder``: about a minute.
+
+    Raises ResourceError if a process that measures fails.
+    """
+    from shardwise.doctor import speed
+    from shardwise.doctor.calibration.run import measure_cpu
+
+    try:
+        return measure_cpu(), speed.disk_bandwidth(folder)
+    except RuntimeError as problem:
+        fix = "run shardwise doctor --link, which tests processes and gloo alone"
+        raise ResourceError(
+            "cannot measure this machine", where="doctor --calibrate", why=str(problem), fix=fix
+        ) from problem
