@@ -14,6 +14,23 @@ from shardwise.core.pipeline.schedule import Action, Kind, Played
 
 
 @dataclass(frozen=True)
+class GradientNoise:
+    """Squared gradient norms at two batch sizes, from which the gradient noise scale is estimated (scaling/noise.py).
+
+    Attributes:
+        micro_batch_tokens: mean number of targets of a micro-batch of all data-parallel ranks.
+        batch_tokens: of the whole batch.
+        micro_batch_square: mean over the micro-batches.
+        batch_square: of the whole batch.
+    """
+
+    micro_batch_tokens: float
+    batch_tokens: Size
+    micro_batch_square: float
+    batch_square: float
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One line of ``metrics.jsonl``. Keys that are None are left out.
 
@@ -35,6 +52,7 @@ class StepRecord:
     skipped: bool = False
     held_out_loss: float | None = None
     rewinds: Size | None = None
+    gradient_noise: GradientNoise | None = None
 
 
 @dataclass(frozen=True)

@@ -334,6 +334,9 @@ class EvaluationSpec(Section):
     """optimizer steps between evaluations; null evaluates once at the end"""
     sequences: Count = 32
     """validation sequences per evaluation"""
+    noise_scale: bool = False
+    """also measure the gradient noise scale, from which the report advises a batch size: two more passes over a batch
+    per evaluation"""
 
 
 class Recipe(Section):

@@ -52,6 +52,7 @@ from shardwise.report.record import RunRecord
 from shardwise.report.standing import standing_of, standing_sentences
 from shardwise.report.step_times import phase_times, step_sentences
 from shardwise.report.tables import peak_of, verdict
+from shardwise.scaling.noise import batch_sentences, noise_scale
 from shardwise.technique import SETTINGS
 
 SHOWN_RANKS = 64
@@ -158,6 +159,7 @@ def _values(run: RunRecord) -> dict[str, Any]:
         ],
         "reasons": plan.reasons,
         "standing": _standing(run),
+        "batch_size": _batch_size(run),
         "assumptions": plan.assumptions,
         "recipe": run.recipe,
     }
@@ -171,6 +173,15 @@ def _standing(run: RunRecord) -> list[str]:
     except ShardwiseError:
         return []
     return standing_sentences(found, run.outcome) if found else []
+
+
+def _batch_size(run: RunRecord) -> list[str]:
+    """The gradient noise scale and its advice; nothing where the run has not measured it."""
+    noise = noise_scale([step.gradient_noise for step in run.steps if step.gradient_noise is not None])
+    if noise is None:
+        return []
+    recipe = parse_recipe(run.recipe, SETTINGS, f"{run.folder}/recipe.yaml")
+    return batch_sentences(noise, recipe, run.plan.step.tokens)
 
 
 def _picture(name: str, draw: Callable[[float], Figure]) -> Picture:

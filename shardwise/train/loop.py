@@ -23,7 +23,7 @@ from shardwise.checkpoint.saver import Saver
 from shardwise.core import heartbeat
 from shardwise.core.errors import Preempted
 from shardwise.core.plan import Plan
-from shardwise.core.run_files import StepRecord
+from shardwise.core.run_files import GradientNoise, StepRecord
 from shardwise.data import Data, open_data
 from shardwise.engine.build import build
 from shardwise.engine.phase import listening
@@ -41,6 +41,7 @@ from shardwise.train.evaluation import evaluate
 from shardwise.train.faults.oom_restart import followed_oom, stop_on_oom
 from shardwise.train.faults.recovery import ObservedStep, Recovery, Rewound
 from shardwise.train.meter import MemoryMeter
+from shardwise.train.noise import gradient_noise, refuse_noise
 from shardwise.train.pass_stopwatch import Stopwatch
 from shardwise.train.pauses import Pauses
 from shardwise.train.phase_stopwatch import PhaseStopwatch
@@ -99,6 +100,8 @@ class Trainer:
         self.log = RunLog(job.folder, job.plan, recipe.steps, self.state.step)
         self._pending: _Pending | None = None
         self._watched = False
+        if recipe.evaluation.noise_scale:
+            refuse_noise(self.run, job.plan.micro_batches)
 
     @property
     def _checkpoints(self) -> Path:
@@ -191,7 +194,9 @@ class Trainer:
             return self.stopping.agreed()
         return torch.zeros(())
 
-    def _finish(self, pending: _Pending, validation_loss: float | None = None) -> bool:
+    def _finish(
+        self, pending: _Pending, validation_loss: float | None = None, noise: GradientNoise | None = None
+    ) -> bool:
         """Read, log and judge the results of a step. Returns whether a rank was asked to stop.
 
         Raises Rewound or NumericsError.
@@ -211,6 +216,7 @@ class Trainer:
             skipped=skipped,
             held_out_loss=validation_loss,
             rewinds=rewinds,
+            gradient_noise=noise,
         )
         self.log.step(record, self.meter.peak)
         observed = ObservedStep(pending.index, loss, norm, skipped, float(result.loss_scale))
@@ -222,12 +228,14 @@ class Trainer:
 
     def _pause(self, pending: _Pending, stop: bool) -> None:
         """Between two steps: evaluate, save, and stop if asked to. The time of a step does not include it."""
-        index, recipe, validation_loss = pending.index, self.job.recipe, None
+        index, recipe, validation_loss, noise = pending.index, self.job.recipe, None, None
         float(pending.result.loss)  # waits for the device
         pending.seconds += self.log.lap()
         if self.pauses.evaluates(index) and not stop and (batches := self.batches.validation()):
             validation_loss = evaluate(self.run, batches)
-        stop = self._finish(pending, validation_loss) or stop
+        if self.pauses.evaluates(index) and not stop and recipe.evaluation.noise_scale:
+            noise = gradient_noise(self.run, self.batches.at(self.state.position(index + 1)))
+        stop = self._finish(pending, validation_loss, noise) or stop
         self._pending = None
         if self.pauses.saves(index, stop, suspicious=self.state.guard.burst is not None):
             self.log.sync()

@@ -1,0 +1,60 @@
+"""Measures the gradients of micro-batches between two steps, for the gradient noise scale (``evaluation.noise_scale``).
+
+The batch of the next step is passed through the model twice: each micro-batch alone, then all together. Nothing is
+updated, so the run is the same with and without it, bit for bit. A measurement takes the time of two steps, and no more
+memory than a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from shardwise.core.errors import RecipeError
+from shardwise.core.run_files import GradientNoise
+from shardwise.engine.optim.norm import square_sum
+from shardwise.engine.run import Run
+from shardwise.model.blueprint import Batch
+
+
+def refuse_noise(run: Run, micro_batches: int) -> None:
+    """Raise RecipeError where gradients of single micro-batches cannot be compared with that of the batch."""
+    where = "evaluation.noise_scale"
+    if run.options.place is not None:
+        why = "the ranks hold stages of the model, through which several micro-batches pass at once"
+        fix = "set it to false"
+        raise RecipeError("the noise scale cannot be measured", where=where, why=why, fix=fix)
+    if micro_batches < 2:
+        raise RecipeError(
+            "the noise scale cannot be measured",
+            where=where,
+            why="a step has one micro-batch, and gradients of two batch sizes are compared",
+            fix="set strategy.micro_batch_size so that a rank accumulates over at least 2 micro-batches",
+        )
+
+
+def gradient_noise(run: Run, batches: Sequence[Batch]) -> GradientNoise:
+    """Squared gradient norms of each micro-batch, on average, and of all together. Collective.
+
+    Args:
+        batches: this rank's micro-batches of one step. A micro-batch is that of all data-parallel ranks together.
+    """
+    each = [_gradient(run, [batch]) for batch in batches]
+    square, tokens = _gradient(run, batches)
+    return GradientNoise(
+        micro_batch_tokens=sum(tokens for _, tokens in each) / len(each),
+        batch_tokens=tokens,
+        micro_batch_square=sum(square for square, _ in each) / len(each),
+        batch_square=square,
+    )
+
+
+def _gradient(run: Run, batches: Sequence[Batch]) -> tuple[float, int]:
+    """The squared norm of the gradient of the mean loss of these micro-batches, and their valid targets."""
+    with run.update.suspended():
+        tokens, _ = run.passes.forward_backward(iter([batches]))
+    square = square_sum(run.own_parameters(), run.device, run.stage_ranks)
+    dist.all_reduce(square, group=run.verdict_group)
+    run.optimizer.zero_grad(set_to_none=True)
+    return float(square / run.loss_scale.value**2), int(tokens)
