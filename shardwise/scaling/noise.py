@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.run_files import GradientNoise
@@ -85,7 +86,7 @@ def batch_sentences(noise: NoiseScale, recipe: Recipe, tokens: float) -> list[st
 
 def _overrides(recipe: Recipe, batch: int) -> str:
     """The recipe's keys for another batch size with the learning-rate rule of its optimizer."""
-    rule = "sqrt" if recipe.optimizer.name.startswith("adam") else "linear"
+    rule: Literal["sqrt", "linear"] = "sqrt" if recipe.optimizer.name.startswith("adam") else "linear"
     start = recipe.optimizer.scale_learning_rate
     scaling = start or ScalingSpec(from_batch=recipe.batch_size, rule=rule)
     optimizer = recipe.optimizer.model_copy(update={"scale_learning_rate": scaling})

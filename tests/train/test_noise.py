@@ -78,7 +78,7 @@ def against_autograd(recipe: Recipe, folder: Path) -> tuple[GradientNoise, float
     for batch in batches:
         loss, count = trainer.run.blueprint.loss(trainer.run.model, batch)
         (loss / count).backward()
-        grads = [parameter.grad.full_tensor() for parameter in trainer.run.model.parameters()]  # type: ignore[union-attr, operator]
+        grads = [parameter.grad.full_tensor() for parameter in trainer.run.model.parameters()]  # type: ignore[union-attr]
         flat.append(torch.cat([grad.flatten() for grad in grads]).double())
         trainer.run.model.zero_grad(set_to_none=True)
     gradients = torch.stack(flat)
