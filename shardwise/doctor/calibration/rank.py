@@ -86,10 +86,12 @@ def _kernels(task: Task, device: torch.device) -> MeasuredSpeeds:
 
 
 def _steps(device: torch.device, dtypes: list[str]) -> list[TimedStep]:
-    """Steps of every model in fp32, and of one in bf16."""
+    """Steps of every model in fp32, and of one in bf16; with several ranks, also of one that shards its weights."""
     steps = [timed_step(*model, {"precision": "fp32", "zero_stage": 0}, device) for model in MODELS]
     if "bf16" in dtypes:
         steps.append(timed_step(*MODELS[1], {"precision": "bf16", "zero_stage": 0}, device))
+    if dist.get_world_size() > 1:
+        steps.append(timed_step(*MODELS[1], {"precision": "fp32", "zero_stage": 3}, device))
     return steps
 
 

@@ -1,0 +1,76 @@
+"""The benchmark of step times: medians over rounds, the planner's choice against its rivals, and a restart."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The benchmark with runs that take the seconds of a table, and its results in a folder of their own."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module: Any = importlib.import_module("clock_here")
+    monkeypatch.setattr(module, "RUNS", tmp_path / "runs.jsonl")
+    monkeypatch.setattr(module, "SUMMARY", tmp_path / "summary.json")
+    monkeypatch.setattr(module, "tables", lambda: "today")
+    monkeypatch.setattr(module, "CASES", module.CASES[1:3])
+    monkeypatch.setattr(module, "CHOICES", module.CHOICES[1:2])
+    monkeypatch.setattr(module, "RIVALS", ())
+    return module
+
+
+def ran(clock: Any, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[str]:
+    """The cases that one start of the benchmark trains: in 2.0 s, then in 1.0 s, and so on; all planned as 1.2 s."""
+    names = list[str]()
+
+    def run(case: Any) -> dict[str, Any]:
+        names.append(case.name)
+        same = {"strategy": "plain" if case.name.endswith("choice") else case.name, "line": case.name}
+        spent = {"predicted_seconds": 1.2, "measured_seconds": 1.0 + len(names) % 2, "predicted_phases": {}}
+        return {"case": case.name, "work": case.work, "measured_phases": {"forward": 0.5}} | same | spent
+
+    monkeypatch.setattr(clock, "run", run)
+    monkeypatch.setattr(sys, "argv", ["clock_here.py", *options])
+    clock.main()
+    return names
+
+
+def test_rounds_are_medians_and_a_choice_has_its_regret(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ran(clock, monkeypatch, "--rounds", "3")
+    assert len(names) == 9 and names[:3] == names[3:6]
+    found = json.loads(clock.SUMMARY.read_text())
+    # Seconds alternate over three cases, so over three rounds they are 2, 1, 2; 1, 2, 1; and 2, 1, 2.
+    assert [row["measured_seconds"] for row in found["rows"]] == [2.0, 1.0]
+    assert found["median_error"] == pytest.approx((0.4 + 0.2) / 2) and found["worst_error"] == pytest.approx(
+        0.4
+    )
+    [choice] = found["choices"]
+    assert choice["strategies"] == 3 and choice["regret"] == pytest.approx(1.0)
+    assert "| 2.000 s |" in found["table"]
+
+
+def test_a_second_start_goes_on(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ran(clock, monkeypatch, "--minutes", "-1") == []
+    assert len(ran(clock, monkeypatch, "--rounds", "1")) == 3
+    assert len(ran(clock, monkeypatch, "--rounds", "2")) == 3
+    monkeypatch.setattr(clock, "tables", lambda: "another calibration")
+    assert len(ran(clock, monkeypatch, "--rounds", "1")) == 3
+
+
+def test_recipes_of_the_cases_are_sound_and_cover_every_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    clock: Any = importlib.import_module("clock_here")
+    every = (*clock.CASES, *clock.CHOICES, *clock.RIVALS)
+    assert len({case.name for case in every}) == len(every) and len(clock.CASES) >= 30
+    keys = {key for case in clock.CASES for key in case.settings}
+    assert keys >= {"zero_stage", "replicate", "tensor_parallel", "sequence_parallel", "pipeline_parallel"}
+    for case in every:
+        clock.recipe_of(case.recipe(), clock.SETTINGS)
