@@ -181,7 +181,8 @@ def test_a_dry_run_before_changes_nothing() -> None:
     weight, method = sample("normal", 8, 96), Kashin(steps=2, rounds=1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, _Constants():
         statistics = InputStatistics(torch.empty(96, 96), torch.empty(96), 4)
-        assert method.quantize(fake.from_tensor(weight), FOUR, statistics).dequantize().shape == weight.shape
+        rehearsed = method.rehearsal().quantize(fake.from_tensor(weight), FOUR, statistics)
+        assert rehearsed.dequantize().shape == weight.shape
     found = method.quantize(weight, FOUR, None).dequantize()
     assert not isinstance(found, FakeTensor) and bool(found.isfinite().all())
 
