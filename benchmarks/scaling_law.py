@@ -81,7 +81,7 @@ class Runs:
 
     def __init__(self, sweep: Sweep, folder: Path, world: World) -> None:
         self.sweep, self.folder, self.world = sweep, folder, world
-        self.pattern = replace(dimensions_of(_recipe(sweep, 10 * sweep.warmup).model), tied=False)
+        self.pattern = pattern(sweep)
         folder.mkdir(parents=True, exist_ok=True)
         self.done = {point.run: point for point in self._recorded()}
 
@@ -114,7 +114,7 @@ class Runs:
         return self._of(made, steps, schedule, start_from)
 
     def _of(self, made: Dimensions, steps: int, schedule: dict[str, Any], start: Path | None) -> Training:
-        return Training(of_size(_recipe(self.sweep, steps, _peak(made), schedule, start), made), self.world)
+        return Training(of_size(recipe(self.sweep, steps, _peak(made), schedule, start), made), self.world)
 
     def _train(self, training: Training, until: int) -> None:
         """Train with a checkpoint every so many steps, from which an interrupted sweep goes on."""
@@ -134,12 +134,11 @@ class Runs:
         """The end of a run that decays: a branch from ``start``, or the predicted run, which resumes."""
         name = f"{made.parameters}-{end}"
         if name not in self.done:
-            decay = {"name": "wsd", "decay": round(DECAY * end), "floor": 0.0}
             if start is None:
-                training = self._resumed(made, end, decay)
+                training = self._resumed(made, end, decaying(end))
                 self._train(training, end)
             else:
-                training = self._of(made, end, decay, start)
+                training = self._of(made, end, decaying(end), start)
                 training.train(end)
             loss, tokens = training.held_out(), float(training.state.tokens)
             self.done[name] = TrainedPoint(float(made.parameters), tokens, loss, name)
@@ -149,11 +148,21 @@ class Runs:
         return self.done[name]
 
 
+def decaying(end: int) -> dict[str, Any]:
+    """The schedule of a run that decays to zero over its last fifth."""
+    return {"name": "wsd", "decay": round(DECAY * end), "floor": 0.0}
+
+
+def pattern(sweep: Sweep) -> Dimensions:
+    """What the sizes of a sweep have in common."""
+    return replace(dimensions_of(recipe(sweep, 10 * sweep.warmup).model), tied=False)
+
+
 def _peak(made: Dimensions) -> float:
     return PEAK * (PEAK_WIDTH / made.width) ** 0.5
 
 
-def _recipe(
+def recipe(
     sweep: Sweep,
     steps: int,
     rate: float = PEAK,

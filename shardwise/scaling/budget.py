@@ -4,6 +4,9 @@ The budget is FLOPs, hours of a cluster, or tokens. FLOPs and seconds of a token
 attention counts, embeddings do not, and a size pays for its own strategy. A plan takes seconds, so few sizes are
 planned, and the others are interpolated as multiples of 6 N. The size that is best by these figures is planned next,
 until the best one has been planned. A size that does not fit bounds the search from above.
+
+For a model that serves T tokens, prompts included, the FLOPs of training and serving are least at the loss of the
+training budget, 6 N D + 2 N T (Sardana et al. 2024, Beyond Chinchilla-Optimal, arXiv 2401.00448, equation 3).
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.plan import Plan, StepEstimate
 from shardwise.recipe.presets import PRESETS, Dimensions
 from shardwise.scaling.budget import BudgetChoice, BudgetSearch, Limit, six_nd
-from shardwise.scaling.family import sizes
+from shardwise.scaling.family import sized, sizes
 from shardwise.scaling.files import read_law
+from shardwise.scaling.law import ParametricLaw
 from shardwise.scaling.repetition import DataConstrained
 
 FAMILY = sizes(PRESETS["llama-3-8b"])
@@ -144,6 +145,31 @@ def test_serving_moves_the_choice_to_a_smaller_model_of_the_same_loss(plan: Plan
     assert all_flops(found.best.parameters, found.best.tokens) < all_flops(
         found.fresh.parameters, found.fresh.tokens
     )
+
+
+class SixN(Planner):
+    """Plans with 6 N FLOPs, as the laws count."""
+
+    def flops_per_token(self, size: Dimensions) -> float:
+        return 6 * size.parameters
+
+
+def test_sardanas_example_of_a_served_model(plan: Plan) -> None:
+    """Sardana et al. 2024, figure 1: for two trillion served tokens, 7 instead of 13 billion parameters save 17 %
+    of all FLOPs, 1.7e22. Their coefficients are Hoffmann's, with alpha 0.336 and beta 0.283."""
+    law = ParametricLaw("hoffmann", "", E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283)
+    ratio = law.beta * law.B / (law.alpha * law.A)
+    tokens = (13e9**law.alpha * ratio) ** (1 / law.beta)
+    depths = [sized(PRESETS["llama-3-8b"], 4096, layers) for layers in range(10, 80)]
+    found = BudgetSearch(depths, Limit("flops", 6 * 13e9 * tokens), law, SixN(plan), RATE).best(served=2e12)
+    assert found.fresh is not None
+    assert found.fresh.parameters == pytest.approx(13e9, rel=0.02)
+    assert found.best.parameters == pytest.approx(7e9, rel=0.02)
+    before, after = (
+        6 * each.parameters * each.tokens + 2 * each.parameters * 2e12 for each in (found.fresh, found.best)
+    )
+    assert before - after == pytest.approx(1.7e22, rel=0.02)
+    assert 1 - after / before == pytest.approx(0.17, abs=0.01)  # depths are 1.7 % apart
 
 
 def test_repeated_data_moves_the_choice_to_a_smaller_model(plan: Plan) -> None:

@@ -1,13 +1,12 @@
-"""Optima that a training budget alone does not give: repeated data, and models that serve."""
+"""Optima where data is repeated; those of models that serve are in tests/report/test_budget_search.py."""
 
 from __future__ import annotations
 
 import pytest
 
 from shardwise.scaling.files import read_law
-from shardwise.scaling.law import ParametricLaw, SizeAndTokens
+from shardwise.scaling.law import ParametricLaw
 from shardwise.scaling.repetition import TOKEN_DECAY, DataConstrained, effective
-from shardwise.scaling.serving import serving_optimum
 
 
 def law() -> ParametricLaw:
@@ -40,37 +39,3 @@ def test_scarce_data_is_repeated_and_moves_the_optimum_to_smaller_models() -> No
     lost = scarce.loss(best.parameters, best.tokens)
     assert lost > law().loss(free.parameters, free.tokens)
     assert lost < scarce.loss(free.parameters, free.tokens)
-
-
-@pytest.mark.parametrize("served", [0.0, 1e12, 1e14])
-def test_a_model_that_serves_is_smaller_and_trained_longer(served: float) -> None:
-    """Sardana et al. 2024, figure 1: the more requests, the smaller the model and the longer its training."""
-    trained = law().optimum(1e23)
-    best = serving_optimum(law(), 1e23, served)
-    assert law().loss(best.parameters, best.tokens) == pytest.approx(
-        law().loss(trained.parameters, trained.tokens), rel=1e-9
-    )
-    total = best.flops + 2 * best.parameters * served
-    if served == 0:
-        assert best.parameters == pytest.approx(trained.parameters, rel=1e-4)
-        return
-    assert best.parameters < trained.parameters
-    assert best.tokens > trained.tokens
-    assert total < trained.flops + 2 * trained.parameters * served
-    for other in (0.9, 1.1):  # a minimum
-        tokens = law().tokens_for(other * best.parameters, law().loss(best.parameters, best.tokens))
-        assert total <= 6 * other * best.parameters * tokens + 2 * other * best.parameters * served
-
-
-def test_sardanas_example_of_a_served_model() -> None:
-    """Sardana et al. 2024, figure 1: for two trillion served tokens, 7 instead of 13 billion parameters save 17 %
-    of all FLOPs, 1.7e22. Their coefficients are Hoffmann's, with alpha 0.336 and beta 0.283."""
-    hoffmann = ParametricLaw("hoffmann", "", E=1.69, A=406.4, B=410.7, alpha=0.336, beta=0.283)
-    ratio = hoffmann.beta * hoffmann.B / (hoffmann.alpha * hoffmann.A)
-    trained = SizeAndTokens(13e9, (13e9**hoffmann.alpha * ratio) ** (1 / hoffmann.beta))
-    best = serving_optimum(hoffmann, trained.flops, 2e12)
-    assert best.parameters == pytest.approx(7e9, rel=0.01)
-    before = trained.flops + 2 * trained.parameters * 2e12
-    saved = before - (best.flops + 2 * best.parameters * 2e12)
-    assert saved == pytest.approx(1.7e22, rel=0.01)
-    assert saved / before == pytest.approx(0.17, abs=0.005)
