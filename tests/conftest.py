@@ -28,7 +28,7 @@ TIERS = ("ranks", "cli", "unit", "long")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parity-steps", type=int, default=4, help="the most optimizer steps of a parity trial")
+    parser.addoption("--parity-steps", type=int, default=3, help="the most optimizer steps of a parity trial")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

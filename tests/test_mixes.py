@@ -7,13 +7,12 @@ four processes cover all listed pairs that two axes allow (rows/mixes.py).
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Any
 
 import pytest
 
 from shardwise.technique import refuse_broken
 from tests.harness.parity import Parity, Trial
-from tests.rows.mixes import FEW_FURTHER, FURTHER, axes_of, further_trial, trial_of
+from tests.rows.mixes import FURTHER, axes_of, further_trial, trial_of
 from tests.rows.table import read
 
 ROWS, LARGE = read("mixes"), read("mixes of three axes")
@@ -34,16 +33,8 @@ def test_trains_as_one_plain_process(trial: Trial, parity: Parity) -> None:
     assert verdict.passed, verdict
 
 
-def further() -> list[Any]:
-    return [
-        pytest.param(
-            further_trial(*row), marks=() if row in FEW_FURTHER else (pytest.mark.long,), id=str(row)
-        )
-        for row in FURTHER
-    ]
-
-
-@pytest.mark.parametrize("trial", further())
+@pytest.mark.long  # of each setting, rows.json has every value with every ZeRO stage in `make test`
+@pytest.mark.parametrize("trial", [pytest.param(further_trial(*row), id=str(row)) for row in FURTHER])
 def test_what_no_row_has_trains_as_one_plain_process(trial: Trial, parity: Parity) -> None:
     refuse_broken(trial.recipe, trial.world, str)
     verdict = parity.verdict(trial)

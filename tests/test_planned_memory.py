@@ -1,6 +1,6 @@
 """Every technique takes the memory it was planned.
 
-`make test` measures the memory of each value once; `make test-all` measures all pairs.
+`make test` measures the memory of each value once, most in one step; `make test-all` measures all pairs, in two steps.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ KNOWN = 0.13
 
 
 def ledger_recipe(world_size: int, row: Row, tokens: int = 96, **sections: Any) -> Recipe:
+    """Its last step is not run (harness/ranks.py)."""
     asked = settings_of(row)
     degree = asked["sequence_parallel"]
     data_ranks = world_size // degree // asked["tensor_parallel"]
     # The CPU computes fp16 products at a hundredth of the speed of others, and emulates fp8: fewer tokens for them.
-    tokens = {"fp16": 24, "fp8": tokens * 3 // 4}.get(row.get("precision", ""), tokens)
+    tokens = {"fp16": 12, "fp8": tokens * 3 // 4}.get(row.get("precision", ""), tokens)
     values = {
         "model": memory.MODEL | (WIDER if "adapter" in row else {}),
         "data": {"sequence_length": tokens * degree},  # on a rank as many as in any other row
@@ -56,14 +57,17 @@ def memory_cases() -> Iterator[Any]:
         reason = known_difference(row)
         marks = (*case.marks, *([pytest.mark.xfail(reason=reason, raises=AssertionError)] if reason else []))
         # Some rows of `make test-all` take so little memory that half the activations would drown in noise.
-        yield pytest.param(row, 192 if case.marks else 96, marks=marks, id=case.id)
+        tokens = 192 if case.marks else 96
+        # One step of emulated fp8 leaves 5 % less resident than planned.
+        steps = 2 if case.marks or row["precision"] == "fp8" else 1
+        yield pytest.param(row, tokens, steps, marks=marks, id=case.id)
 
 
-@pytest.mark.parametrize(("row", "tokens"), memory_cases())
-def test_takes_the_memory_it_was_planned(row: Row, tokens: int, pool: Pool) -> None:
+@pytest.mark.parametrize(("row", "tokens", "steps"), memory_cases())
+def test_takes_the_memory_it_was_planned(row: Row, tokens: int, steps: int, pool: Pool) -> None:
     """Predicted peak against the operating system's figure, every rank: 5 %."""
     world_size = memory.world_of(row)
-    recipe = ledger_recipe(world_size, row, tokens)
+    recipe = ledger_recipe(world_size, row, tokens, steps=steps + 1)
     agrees(recipe, {**settings_of(row), MICRO_BATCH_SIZE.key: 4 // row["accumulate"]}, world_size, pool)
 
 

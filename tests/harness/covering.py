@@ -18,6 +18,7 @@ Row = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 _RANDOM_COMPLETIONS = 60
+_TRIES, _SHUFFLED = 50, 0.4
 
 
 def covering_rows(
@@ -66,18 +67,35 @@ def covering_rows(
 def few_of(
     rows: Sequence[Row], anchor: str = "", cost: Callable[[Row], float] = lambda row: 1.0
 ) -> list[Row]:
-    """Few of ``rows``, which together have each value and each pair of values with the factor ``anchor``."""
+    """Few of ``rows``, which together have each value and each pair of values with the factor ``anchor``.
+
+    The cheapest of some greedy choices, whose costs are shuffled a little; deterministic.
+    """
+    generator, prices = random.Random(0), [cost(row) for row in rows]
     held = [
         {((name, value), (name, value)) for name, value in row.items()}
         | {pair for pair in _pairs(row) if anchor in (pair[0][0], pair[1][0])}
         for row in rows
     ]
+    tries = [
+        _greedy(held, [price * generator.uniform(1.0, 1.0 + _SHUFFLED * (number > 0)) for price in prices])
+        for number in range(_TRIES)
+    ]
+    best = min(tries, key=lambda chosen: sum(prices[index] for index in chosen))
+    return [rows[index] for index in sorted(best)]
+
+
+def _greedy(held: Sequence[set[Pair]], prices: Sequence[float]) -> set[int]:
+    """Positions of sets that together have all that all have; each has something that no other has."""
     missing, chosen = set().union(*held), set[int]()
     while missing:
-        best = max(range(len(rows)), key=lambda index: len(held[index] & missing) / cost(rows[index]))
+        best = max(range(len(held)), key=lambda index: len(held[index] & missing) / prices[index])
         chosen.add(best)
         missing -= held[best]
-    return [rows[index] for index in sorted(chosen)]
+    for index in sorted(chosen, key=lambda index: -prices[index]):
+        if held[index] <= set().union(*(held[other] for other in chosen - {index})):
+            chosen.remove(index)
+    return chosen
 
 
 def _numbered(factors: Mapping[str, Sequence[Any]]) -> dict[tuple[str, Any], int]:

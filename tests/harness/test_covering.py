@@ -42,3 +42,6 @@ def test_few_hold_every_value_and_every_pair_beside_a_factor() -> None:
     assert {pair for pair in held(anchored) if "a" in dict(pair)} == {p for p in held(rows) if "a" in dict(p)}
     assert len(few) <= len(anchored) <= len(rows) and len(few) < len(rows)
     assert all(row in rows for row in (*few, *anchored))
+    assert all(
+        {value for other in few if other is not row for value in other.items()} < values for row in few
+    )

@@ -56,6 +56,9 @@ ADAPTER_FACTORS: dict[str, list[Any]] = {
     "tensor": ["none 1", "none 2"],
     "accumulate": [1],
 }
+SECONDS = {"fp32": 1.0, "bf16": 2.0, "fp64": 2.0, "fp16": 2.0, "fp8": 3.0}
+"""Of the products of a step on one rank."""
+
 TABLES = ("memory", *ALONE, "memory of adapters")
 MODEL = {
     "layers": 8,
@@ -72,14 +75,25 @@ def tables() -> dict[str, Rows]:
     """The rows; the few have every value that no row known to differ is needed for, on few ranks."""
     factors = {"memory": ALL_FACTORS, **ALONE, "memory of adapters": ADAPTER_FACTORS}
     found = {name: covering_rows(values, valid, cost=world_of) for name, values in factors.items()}
-    few = few_of([row for rows in found.values() for row in rows if not known_difference(row)], cost=world_of)
+    few = few_of([row for rows in found.values() for row in rows if not known_difference(row)], cost=work_of)
     return {name: Rows(rows, [row for row in rows if row in few]) for name, rows in found.items()}
 
 
 def world_of(row: Row) -> int:
-    """Ranks of a row: two that shard, where two axes of the model do not make four."""
+    """Ranks of a row: two that shard, where two axes of the model do not make four.
+
+    Settings that are held alike are not measured again beside data-parallel ranks that hold the same.
+    """
     ranks, copies = model_ranks(row), row.get("replicate", 1)
-    return ranks if ranks == MOST_RANKS and copies == 1 else 2 * ranks * copies
+    alike = row["zero_stage"] == 0 and row.keys() == ALONE["memory held alike"].keys()
+    return ranks if alike or (ranks == MOST_RANKS and copies == 1) else 2 * ranks * copies
+
+
+def work_of(row: Row) -> float:
+    """About how many CPU seconds a row takes: one on each rank to start, the products, a dry run of each stage."""
+    products = SECONDS[row["precision"]]
+    tensor, stages = (int(row.get(axis, "1").split()[-1]) for axis in ("tensor", "pipeline"))
+    return world_of(row) * (1 + products / tensor / stages) + stages * row["accumulate"] * products
 
 
 def valid(row: Row) -> bool:

@@ -183,6 +183,3 @@ FURTHER: list[tuple[int, dict[str, Any], str, str]] = [
     (2, SHARES | {"offload": "nvme:/tmp"}, "adamw", "llama"),
     (1, {}, "adamw", "grouped gpt2"),
 ]
-FEW_FURTHER = [
-    row for row in FURTHER if row[0] <= 2 and ("offload" in row[1] or "pipeline_parallel" in row[1])
-]

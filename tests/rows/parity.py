@@ -15,7 +15,7 @@ from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, SETTINGS, broken_rules, strategy_from
 from tests.harness.corpora import WORDS
-from tests.harness.covering import Pair, Row, covering_rows
+from tests.harness.covering import Pair, Row, covering_rows, few_of
 from tests.harness.parity import Trial
 from tests.rows.table import Rows
 
@@ -145,17 +145,17 @@ BATCH = 3
 
 def tables() -> dict[str, Rows]:
     """The rows. The few have, on few ranks, each value with each ZeRO stage: exact ones, and adapters."""
+    with_stages = has("zero_stage")
 
     def covering(factors: dict[str, list[Any]], first: Wanted, then: Wanted = lambda pair: True) -> Rows:
         few = covering_rows(factors, valid, first, world_of)
         return Rows([*few, *covering_rows(factors, valid, then, given=few)], few)
 
+    exact = covering(EXACT_FACTORS, with_stages).rows
     return {
-        "exact": covering(EXACT_FACTORS, has("zero_stage")),
-        "fewer bits": covering(
-            PARITY_FACTORS, lambda p: gives_bits_up(p) and has("zero_stage")(p), gives_bits_up
-        ),
-        "adapters": covering(ADAPTER_FACTORS, lambda p: has("zero_stage")(p) and has("adapter")(p)),
+        "exact": Rows(exact, few_of(exact, "zero_stage", world_of)),
+        "fewer bits": covering(PARITY_FACTORS, lambda p: gives_bits_up(p) and with_stages(p), gives_bits_up),
+        "adapters": covering(ADAPTER_FACTORS, lambda p: with_stages(p) and has("adapter")(p)),
     }
 
 
