@@ -8,7 +8,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome
 from shardwise.recipe.sections import Recipe
 from shardwise.scaling.files import read_law
-from shardwise.scaling.standing import RunStanding, standing
+from shardwise.scaling.standing import NO_PREDICTION, RunStanding, standing
 
 
 def standing_of(recipe: Recipe, plan: Plan) -> RunStanding | None:
@@ -45,7 +45,7 @@ def standing_values(found: RunStanding) -> dict[str, Any]:
 def standing_sentences(found: RunStanding, outcome: Outcome | None) -> list[str]:
     """The sentences of a report: the standing, and the loss that was measured at the end."""
     said = found.sentences()
-    if outcome is not None and outcome.held_out_loss is not None:
+    if found.orders <= NO_PREDICTION and outcome is not None and outcome.held_out_loss is not None:
         said.append(
             f"measured at the end: a validation loss of {outcome.held_out_loss:.3f},"
             f" {outcome.held_out_loss / found.loss - 1:+.1%} from the law"

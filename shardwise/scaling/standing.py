@@ -11,6 +11,8 @@ from shardwise.scaling.law import Law, SizeAndTokens, extrapolation
 NEAR = 0.002
 """Loss above the optimum, relative, below which a run counts as compute-optimal."""
 
+NO_PREDICTION = 3.0
+"""Orders of magnitude outside of a law's data beyond which a plan and a page give no loss."""
 BYTES = 256
 """Largest vocabulary of bytes."""
 LARGE = 7e7
@@ -25,6 +27,7 @@ class RunStanding:
         loss: that the law predicts for the run's end.
         best: the compute-optimal size and tokens for the run's 6 N D.
         best_loss: its loss.
+        orders: orders of magnitude from the law's data to the run; 0 within it.
         warnings: sentences about the trust that the prediction deserves (``doubts``).
     """
 
@@ -33,6 +36,7 @@ class RunStanding:
     best: SizeAndTokens
     best_loss: float
     law: str
+    orders: float
     warnings: tuple[str, ...]
 
     @property
@@ -50,6 +54,8 @@ class RunStanding:
     def sentences(self) -> list[str]:
         """One or more sentences for a plan and a report."""
         ratio = f"{self.run.tokens_per_parameter:.3g} tokens per parameter"
+        if self.orders > NO_PREDICTION:
+            return [f"{ratio}; no prediction, because the law {self.law} is not of such runs", *self.warnings]
         first = f"{ratio}: {self.verdict} by the law {self.law}, which predicts a loss of {self.loss:.3f} at the end"
         if self.verdict != "compute-optimal":
             change = "smaller" if self.verdict == "undertrained" else "larger"
@@ -65,8 +71,9 @@ def standing(law: Law, parameters: float, tokens: float, vocab: int | None = Non
     """Where ``parameters`` after ``tokens`` of a vocabulary stand; both must be positive."""
     run = SizeAndTokens(parameters, tokens)
     best = law.optimum(run.flops)
+    orders = max(law.fitted.orders_outside(run).values(), default=0.0) if law.fitted is not None else 0.0
     losses = law.loss(parameters, tokens), law.loss(best.parameters, best.tokens)
-    return RunStanding(run, losses[0], best, losses[1], law.name, tuple(doubts(law, run, vocab)))
+    return RunStanding(run, losses[0], best, losses[1], law.name, orders, tuple(doubts(law, run, vocab)))
 
 
 def doubts(law: Law, point: SizeAndTokens, vocab: int | None = None) -> Iterator[str]:

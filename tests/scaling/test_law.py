@@ -128,6 +128,14 @@ def test_a_prediction_two_orders_outside_of_the_runs_is_marked() -> None:
     assert "extrapolated" in standing(law, 6e6, 1e8).sentences()[-1]
 
 
+def test_no_loss_is_said_three_orders_outside_of_the_runs() -> None:
+    """A model of bytes on a laptop: the law would predict a loss of 16 nats, where guessing has 5.5."""
+    first, second = standing(read_law("besiroglu"), 3.3e6, 1.8e6).sentences()
+    assert "0.545 tokens per parameter; no prediction" in first
+    assert "orders of magnitude outside" in second
+    assert "predicts a loss of" in standing(read_law("besiroglu"), 175e9, 300e9).sentences()[0]
+
+
 def test_every_published_law_cites_its_paper() -> None:
     assert {"besiroglu", "hoffmann-1", "hoffmann-2", "hoffmann-3", "twenty"} <= set(names())
     for name in names():
