@@ -38,10 +38,10 @@ HEADS = {"cpu": 8, "cuda": 64}
 SLOWEST = 0.1
 """Products that would take longer, by the rate of smaller ones, are not run: seconds grow in proportion to FLOPs."""
 
-MOST_SECONDS = 2.0
+MOST_SECONDS = 1.5
 """For the products of one dtype. Those that are left then, the largest, are not run either."""
 
-_BUDGET = 0.02
+_BUDGET = 0.015
 """Seconds to spend on the calls of one figure, after three."""
 
 
