@@ -36,6 +36,10 @@ def command(
         float,
         typer.Option(help="tokens to serve later: train a smaller model longer, to the same loss", min=0),
     ] = 0.0,
+    noise: Annotated[
+        Path | None,
+        typer.Option(help="a run with evaluation.noise_scale, which advises the batch size", metavar="RUN"),
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="show the planned sizes")] = False,
     as_json: AsJson = False,
     html: Annotated[Path | None, typer.Option(help="write one HTML page", metavar="FILE")] = None,
@@ -49,19 +53,24 @@ def command(
     limit = _limit(flops, hours, tokens)
     asked, cluster = read(recipe, [*(overrides or []), *([f"law={law}"] if law else [])])
     from shardwise.core.atomic_file import write_whole
-    from shardwise.jobs.budgeting import find_budget, to_train
+    from shardwise.jobs.budgeting import find_budget, noise_of_run, to_train
     from shardwise.recipe.load import dump_recipe
     from shardwise.report.budget import budget_page, budget_text, budget_values
     from shardwise.scaling.files import read_law
     from shardwise.scaling.law import Law
+    from shardwise.scaling.noise import batch_sentences
     from shardwise.scaling.repetition import DataConstrained
 
     judged: Law = read_law(asked.law)
     if unique_tokens is not None:
         judged = DataConstrained(judged, unique_tokens)
+    measured = noise_of_run(noise) if noise is not None else None
     found = find_budget(asked, cluster, limit, judged, serve_tokens)
     trained = to_train(asked, found)
-    values = budget_values(found, judged, trained.steps, trained.batch_size, unique_tokens)
+    advice = batch_sentences(measured, trained, found.plan.step.tokens) if measured else []
+    values = {"batch_size_advice": advice} | budget_values(
+        found, judged, trained.steps, trained.batch_size, unique_tokens
+    )
     text = budget_text(values, found.plan, judged, explain)
     print(json.dumps(values, indent=1) if as_json else text)
     if write is not None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
+from shardwise.core.errors import DataError
 from shardwise.core.plan import Plan
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import make_plan
 from shardwise.recipe.presets import Dimensions
 from shardwise.recipe.sections import ModelSpec, Recipe
+from shardwise.report.record import read_run
 from shardwise.scaling.budget import BudgetChoice, BudgetSearch, Limit
 from shardwise.scaling.family import family_of, sizes
 from shardwise.scaling.law import Law
+from shardwise.scaling.noise import NoiseScale, noise_scale
 
 _UTILISATION = 0.4
 """Share of the peak that is assumed until a size has been planned."""
@@ -43,6 +47,24 @@ def of_size(recipe: Recipe, dimensions: Dimensions) -> Recipe:
     values = asdict(dimensions)
     values.pop("norm_epsilon")
     return recipe.model_copy(update={"model": ModelSpec(**values)})
+
+
+def noise_of_run(folder: Path) -> NoiseScale:
+    """The gradient noise scale that a run has measured.
+
+    It depends on the loss more than on the model's size (McCandlish et al. 2018, section 3), so a small run of the same
+    data advises a large one until its loss is reached.
+
+    Raises:
+        DataError: the folder is no run's, or the run has not measured its noise.
+    """
+    measured = [step.gradient_noise for step in read_run(folder).steps if step.gradient_noise is not None]
+    found = noise_scale(measured)
+    if found is None:
+        why = "noise hides the gradient in its measurements" if measured else "the run has not measured it"
+        fix = "train with evaluation.noise_scale=true and evaluation.every"
+        raise DataError("no gradient noise scale", where=str(folder), why=why, fix=fix)
+    return found
 
 
 def to_train(recipe: Recipe, budget: BudgetChoice) -> Recipe:

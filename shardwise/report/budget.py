@@ -102,6 +102,8 @@ def budget_text(values: dict[str, Any], plan: Plan, law: Law, explain: bool) -> 
         )
     lines += ["", "With the same loss" if before else f"In the same {values['budget']}"]
     lines += [_neighbour(each) for each in values["neighbours"]]
+    if values["batch_size_advice"]:
+        lines += ["", "Batch size", *(f"  {sentence}" for sentence in values["batch_size_advice"])]
     lines += ["", f"law: {law.name} ({law.source})", *values["warnings"]]
     if explain:
         lines += ["", "Planned", *(_neighbour(each) for each in values["planned"])]

@@ -176,11 +176,14 @@ def _standing(run: RunRecord) -> list[str]:
 
 
 def _batch_size(run: RunRecord) -> list[str]:
-    """The gradient noise scale and its advice; nothing where the run has not measured it."""
+    """The gradient noise scale and its advice; nothing where the run has not measured it, or has no readable recipe."""
     noise = noise_scale([step.gradient_noise for step in run.steps if step.gradient_noise is not None])
     if noise is None:
         return []
-    recipe = parse_recipe(run.recipe, SETTINGS, f"{run.folder}/recipe.yaml")
+    try:
+        recipe = parse_recipe(run.recipe, SETTINGS, f"{run.folder}/recipe.yaml")
+    except ShardwiseError:
+        return []
     return batch_sentences(noise, recipe, run.plan.step.tokens)
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shardwise.core.errors import RecipeError
+from shardwise.core.errors import DataError, RecipeError
 from shardwise.core.plan import Plan, StepEstimate
+from shardwise.jobs.budgeting import noise_of_run
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.report.page import render_page
-from shardwise.report.record import RunRecord
+from shardwise.report.record import RunRecord, read_run
 from shardwise.report.standing import standing_of, standing_values
 from shardwise.report.tables import plan_text
 from shardwise.technique import SETTINGS
+from tests.report.conftest import MakeRun
 
 GPT_3 = {
     "preset": "gpt2-124m",
@@ -84,3 +87,21 @@ def test_a_law_of_subwords_does_not_predict_bytes(gpt_3: Plan) -> None:
     found = standing_of(recipe(model={**GPT_3, "vocab": 256}), gpt_3)
     assert found is not None
     assert "is not that of bytes" in found.warnings[-1]
+
+
+def test_the_noise_of_a_run_advises_the_batch_size(plan: Plan, make_run: MakeRun) -> None:
+    """|G|^2 = 1 and S = 4 steps' tokens. The batch of 8 sequences is a quarter of the noise scale."""
+    tokens, folder = plan.step.tokens, make_run(plan, steps=4)
+    with pytest.raises(DataError, match="no gradient noise scale"):
+        noise_of_run(folder)
+    squares = {"micro_batch_square": 1 + 4 * 2, "batch_square": 1 + 4}
+    noise = {"micro_batch_tokens": tokens / 2, "batch_tokens": tokens, **squares}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    text = "".join(json.dumps(line | {"gradient_noise": noise}) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+    assert noise_of_run(folder).tokens == pytest.approx(4 * tokens)
+    assert "Batch size" not in render_page(read_run(folder)), "its recipe has no batch size"
+    (folder / "recipe.yaml").write_text("model: {preset: tiny}\nsteps: 30\nbatch_size: 8\n", encoding="utf-8")
+    page = render_page(read_run(folder))
+    assert "Batch size" in page and "32 sequences (mean of 2 measurements)" in page
+    assert "batch_size=32 optimizer.scale_learning_rate.from_batch=8" in page
