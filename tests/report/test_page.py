@@ -14,7 +14,7 @@ import pytest
 import shardwise.report.page as page_module
 from shardwise.core.errors import ResourceError
 from shardwise.core.plan import Plan
-from shardwise.core.run_files import RankMemory
+from shardwise.core.run_files import PhasesRecord, RankMemory
 from shardwise.core.units import MiB
 from shardwise.report.notation import COLOURS, by_size, label
 from shardwise.report.page import SHOWN_RANKS, printable, render_page
@@ -88,6 +88,17 @@ def test_says_what_was_predicted_and_what_was_seen(run: RunRecord) -> None:
     assert "does not fit : weights alone: 90 GiB" in text
     assert run.plan.reasons[0] in text
     assert run.plan.assumptions[0] in text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_phases_of_a_step_are_compared(run: RunRecord) -> None:
+    assert run.outcome is not None and "forward 500.0 ms" not in Reader(render_page(run)).text
+    planned = replace(run.plan, step=replace(run.plan.step, phases={"forward": 0.5, "backward": 1.0}))
+    phases = PhasesRecord(4, {"forward": 0.4, "backward": 1.25})
+    page = render_page(replace(run, plan=planned, outcome=replace(run.outcome, phases=phases)))
+    text = Reader(page).text
+    assert "phase, step 4 of rank 0 predicted measured error forward 500.0 ms 400.0 ms +25.0 %" in text
+    assert "backward 1.00 s 1.25 s −20.0 %" in text
 
 
 @pytest.mark.usefixtures("no_pictures")
