@@ -26,6 +26,8 @@ hypothesis.settings.load_profile("untimed")
 TIERS = ("ranks", "cli", "unit", "long")
 """In the order in which they run. Short tests run last, so that both processes end at about the same time."""
 
+CLI = Path(__file__).parent / "cli"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-steps", type=int, default=3, help="the most optimizer steps of a parity trial")
@@ -33,15 +35,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(_tier(item))
-    items.sort(key=lambda item: TIERS.index(_tier(item)))
+    tiers = {item: _tier(item) for item in items}
+    for item, tier in tiers.items():
+        item.add_marker(tier)
+    items.sort(key=lambda item: TIERS.index(tiers[item]))
 
 
 def _tier(item: pytest.Item) -> str:
     fixtures = getattr(item, "fixturenames", ())
     marked = next((tier for tier in ("long", "cli") if item.get_closest_marker(tier)), None)
-    runs_commands = "shell" in fixtures or item.path.is_relative_to(Path(__file__).parent / "cli")
+    runs_commands = "shell" in fixtures or CLI in item.path.parents
     return marked or ("cli" if runs_commands else "ranks" if "pool" in fixtures else "unit")
 
 

@@ -43,7 +43,7 @@ def advice_for(recipe: Recipe) -> FitAdvice:
     return advise(recipe, cluster_of(recipe.cluster))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def peaks() -> dict[str, int]:
     """Peak bytes of the last try of each remedy, with memory enough for all."""
     advice = advice_for(asked(80))

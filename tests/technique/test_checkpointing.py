@@ -69,7 +69,7 @@ KINDS = [*ACTIVATION_CHECKPOINTING.examples[1:]]
         (1, {"zero_stage": 0}),
         (2, {"zero_stage": 1}),
         (2, {"zero_stage": 2, "precision": "fp64"}),
-        (2, {"zero_stage": 3}),
+        pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.long),  # with frozen weights below
         (2, {"zero_stage": 3, "precision": "bf16"}),
         (2, {"zero_stage": 3, "precision": "fp8", "fp8_layers": "all"}),
         (2, {"zero_stage": 3, "optimizer_in_backward": True}),

@@ -78,13 +78,13 @@ ROWS = [
     row("grouped", "fp32", 4, divided("ring", zero_stage=3), LONG),
     row("grouped", "fp32", 4, divided("ulysses", zero_stage=2, replicate=2), LONG),
     *(
-        row(model, "fp64", 2, settings)
-        for model in ("gpt2", "tied")
-        for settings in (
-            divided("ulysses", zero_stage=3, micro_batch_size=2),
-            divided("ring", zero_stage=0),
-            divided("ring", loss="chunked", zero_stage=1),
+        row(model, "fp64", 2, settings, *([LONG] if model in repeats else []))
+        for settings, repeats in (
+            (divided("ulysses", zero_stage=3, micro_batch_size=2), ["tied"]),
+            (divided("ring", zero_stage=0), ["tied"]),
+            (divided("ring", loss="chunked", zero_stage=1), ["gpt2"]),
         )
+        for model in ("gpt2", "tied")
     ),
 ]
 """Degree 4, with more ranks than key/value heads; degree 2 with two data-parallel ranks; learned positions."""
