@@ -82,7 +82,7 @@ def tables() -> dict[str, Rows]:
 def world_of(row: Row) -> int:
     """Ranks of a row: two that shard, where two axes of the model do not make four.
 
-    Settings that are held alike are not measured again beside data-parallel ranks that hold the same.
+    Settings that are held alike are not measured again on data-parallel ranks, which hold the same.
     """
     ranks, copies = model_ranks(row), row.get("replicate", 1)
     alike = row["zero_stage"] == 0 and row.keys() == ALONE["memory held alike"].keys()
