@@ -590,7 +590,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "recipes": recipes,
     "ledger": ledger,
     "guard": guard,
-    **{name: partial(measured, name) for name in ("wsd", "scaling-rule", "scaling-law")},
+    **{name: partial(measured, name) for name in ("wsd", "scaling-rule", "scaling-law", "time-accuracy")},
     "activation-memory": partial(measured, "activation-memory-cpu"),
     "loss": partial(measured, "loss-cpu"),
     "clock": partial(measured, "clock-cpu"),

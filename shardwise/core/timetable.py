@@ -41,6 +41,7 @@ class Timetable:
         place: the rank of the pipeline that needs most memory.
         pass_bytes: activations that one pass of a micro-batch through one stage of that rank leaves for its backward
             pass.
+        sending: seconds that a message between two ranks takes.
     """
 
     __pydantic_config__ = CLOSED
@@ -53,6 +54,7 @@ class Timetable:
     backward: tuple[Seconds, ...]
     place: Size = 0
     pass_bytes: Size = 0
+    sending: Seconds = 0.0
 
     @model_validator(mode="after")
     def _checked(self) -> Timetable:
@@ -74,7 +76,9 @@ class Timetable:
     def step_seconds(self, schedule: str) -> float:
         """How long the passes of a step take; under pipedream, of one of many."""
         each = self.stages_of(schedule)
-        return step_time(schedule, self.ranks, each, self.micro_batches, lambda a: self.seconds(a, each))
+        return step_time(
+            schedule, self.ranks, each, self.micro_batches, lambda a: self.seconds(a, each), self.sending
+        )
 
     def waiting(self, schedule: str) -> float:
         """The share of all ranks' time in a step in which they wait."""
@@ -98,9 +102,13 @@ class Timetable:
         under pipedream, which has no end of a step."""
         each = self.stages_of(schedule)
         if schedule == "pipedream":
-            return play(orders(schedule, self.ranks, each, count * number), lambda a: self.seconds(a, each))
+            return play(
+                orders(schedule, self.ranks, each, count * number),
+                lambda a: self.seconds(a, each),
+                self.sending,
+            )
         lists = orders(schedule, self.ranks, each, count)
-        once = play(lists, lambda a: self.seconds(a, each))
+        once = play(lists, lambda a: self.seconds(a, each), self.sending)
         more = steps(lists, number, count)
         return Played(
             tuple(

@@ -9,8 +9,8 @@ Ranks are numbered node by node. A group of `degree` ranks, `stride` apart, is i
   - across nodes, the group uses one network adapter per member in a node, as NCCL's channels do, and is never
     faster than inside the node.
 
-Each group has one bandwidth and one latency, which give a ring time. NCCL's full tuning table, with protocols and
-algorithms, is not modelled, so predictions for payloads of 0.1 to 10 MB are too fast.
+Each group has a bandwidth, and a latency in each of two protocols, for small and for large payloads. They give the time
+of a ring; the faster protocol is taken, as NCCL does. Its LL128 protocol lies between the two and is not modelled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.units import GiB
-from shardwise.hardware.device import DeviceProfile
+from shardwise.hardware.device import DeviceProfile, Latency
 from shardwise.hardware.measured_gpu import with_measured
 from shardwise.hardware.profiles import PROFILES
 from shardwise.hardware.this_machine import cpu_profile
@@ -65,23 +65,26 @@ class Link:
         nodes: nodes that the group spans.
         bandwidth: bytes/s out of each rank, for large payloads.
         latency: seconds of one pass around the ring with an empty payload.
+        protocols: (seconds of a pass with an empty payload, fraction of the bandwidth) of each protocol.
     """
 
     degree: int
     nodes: int
     bandwidth: float
     latency: float
+    protocols: tuple[tuple[float, float], ...]
 
     def seconds(self, payload_bytes: float, rounds: int = 1) -> float:
         """Seconds of one ring collective with a full payload of ``payload_bytes``.
 
         ``rounds`` is 1 for all-gather, reduce-scatter and all-to-all, 2 for all-reduce:
-        rounds * (latency + (n-1)/n * payload / bandwidth). (Thakur, Rabenseifner & Gropp 2005.)
+        rounds * (latency + (n-1)/n * payload / bandwidth) in the faster protocol.
+        (Thakur, Rabenseifner & Gropp 2005.)
         """
         if self.degree == 1:
             return 0.0
-        share = (self.degree - 1) / self.degree
-        return rounds * (self.latency + share * payload_bytes / self.bandwidth)
+        sent = (self.degree - 1) / self.degree * payload_bytes / self.bandwidth
+        return rounds * min(latency + sent / fraction for latency, fraction in self.protocols)
 
 
 @dataclass(frozen=True)
@@ -116,14 +119,19 @@ class Cluster:
         if degree < 1 or stride < 1:
             raise ValueError(f"a group needs a positive degree and stride, found {degree} and {stride}")
         if degree == 1:
-            return Link(1, 1, math.inf, 0.0)
+            return Link(1, 1, math.inf, 0.0, ())
         members = self._members_in_node(degree, stride)
         nodes = math.ceil(degree / members)
         inside = self._inside_bandwidth(members)
         if nodes == 1:
-            return Link(degree, 1, inside, self._latency(members, 1))
-        adapters = members * self._adapter
-        return Link(degree, nodes, min(inside, adapters), self._latency(members, nodes))
+            return self._linked(degree, members, 1, inside)
+        return self._linked(degree, members, nodes, min(inside, members * self._adapter))
+
+    def _linked(self, degree: int, members: int, nodes: int, bandwidth: float) -> Link:
+        device = self.device
+        used = [device.latency] if device.bulk is None else [device.latency, device.bulk]
+        protocols = tuple((_ring_seconds(each, members, nodes), each.fraction) for each in used)
+        return Link(degree, nodes, bandwidth, protocols[0][0], protocols)
 
     def seconds_to_next(self, payload_bytes: float, degree: int, stride: int = 1) -> float:
         """Seconds for every rank to send ``payload_bytes`` to the next rank: one step of a ring.
@@ -172,11 +180,11 @@ class Cluster:
             reached *= min(1.0, (members - 1) / (self.device.node_devices - 1))
         return reached
 
-    def _latency(self, members: int, nodes: int) -> float:
-        """Seconds of a pass around the node, plus the faster of a ring and a tree between nodes."""
-        step = self.device.latency
-        between = min(nodes - 1, 2 * math.ceil(math.log2(nodes))) * step.network_hop
-        return step.start + (members - 1) * step.hop + between
+
+def _ring_seconds(step: Latency, members: int, nodes: int) -> float:
+    """Seconds of a pass around the node, plus the faster of a ring and a tree between nodes."""
+    between = min(nodes - 1, 2 * math.ceil(math.log2(nodes))) * step.network_hop
+    return step.start + (members - 1) * step.hop + between
 
 
 def device_named(name: str) -> DeviceProfile | None:

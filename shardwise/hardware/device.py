@@ -8,8 +8,8 @@ Conventions, the same for every device:
                 are halved. Device memory counts bytes read plus bytes written.
   efficiency    the fraction of each peak that a large operation reaches in practice.
 
-Peaks and efficiencies are separate figures: MFU needs the peak, the time model needs both. One efficiency serves all
-shapes; effects of a shape belong to the time model.
+Peaks and efficiencies are separate figures: MFU needs the peak, the time model needs both. An efficiency is that of
+large operations; effects of a shape belong to the time model (plan/kernel_time.py), whose figures are here too.
 """
 
 from __future__ import annotations
@@ -49,22 +49,62 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of the peak, 0 to 1, that large operations reach."""
+    """Fractions of the peak, 0 to 1, that large operations reach.
+
+    Attributes:
+        attention: of the arithmetic peak, forward, with a head dimension of 128.
+    """
 
     matmul: float
     memory: float
     link: float
     network: float
     host: float
+    attention: float = 1.0
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How products fill a device. The defaults mean that every shape is as efficient as a large one.
+
+    Attributes:
+        units: multiprocessors, each of which computes one tile of the result at a time; 0 for none.
+        inner: beginning and ending a tile costs as much as so many steps along the summed dimension.
+    """
+
+    units: int = 0
+    inner: float = 0.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Seconds that starting an operation takes.
+
+    Attributes:
+        floor: of the device, at least, for the smallest kernel.
+        kernel: of the host, for each operation of an eager step; it runs ahead of the device.
+        collective: of the host, for each collective.
+    """
+
+    floor: float = 2e-6
+    kernel: float = 0.0
+    collective: float = 0.0
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds to start a collective, per step to a neighbour in the node, and per step over the network."""
+    """What a protocol of collectives takes beyond the bytes: NCCL has several, and chooses the fastest for a payload.
+
+    Attributes:
+        start: seconds to start a collective.
+        hop, network_hop: seconds of a step to a neighbour in the node, and over the network.
+        fraction: of a link's achieved bandwidth; flags beside the data take the rest.
+    """
 
     start: float
     hop: float
     network_hop: float
+    fraction: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +127,8 @@ class DeviceProfile:
         measured: speeds by shape and size that were measured on this device; None where the time model has to use
             the peaks.
         measured_on: the day of that measurement.
+        interference: seconds lost per second in which communication and computation overlap.
+        latency, bulk: the protocols for small and for large payloads; None for one that serves all.
     """
 
     name: str
@@ -109,6 +151,10 @@ class DeviceProfile:
     source: Mapping[str, str] = field(hash=False, repr=False)
     measured: MeasuredSpeeds | None = field(default=None, hash=False, repr=False)
     measured_on: str = ""
+    tiles: Tiles = Tiles()
+    launch: Launch = Launch()
+    interference: float = 0.0
+    bulk: Latency | None = None
 
     def peak_flops(self, dtype: str) -> float:
         """Dense FLOP/s in ``dtype``, or in its fallback where the device does not support ``dtype``.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.units import GiB, MiB
-from shardwise.hardware.device import DTYPES, DeviceProfile, Efficiency, Latency, Overhead
+from shardwise.hardware.device import DTYPES, DeviceProfile, Efficiency, Latency, Launch, Overhead, Tiles
 
 FOLDER = Path(__file__).with_name("profiles")
 
@@ -25,6 +25,8 @@ _RATES = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandw
 _EFFICIENCIES = tuple(Efficiency.__dataclass_fields__)
 _OVERHEADS = ("context", "communicator", "workspace")
 _LATENCIES = ("start", "hop", "network_hop")
+_PROTOCOL = (*(f"{each}_seconds" for each in _LATENCIES), "fraction")
+_LAUNCHES = ("floor", "kernel", "collective")
 
 _TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "memory": ("memory_bytes", ("gib",)),
@@ -32,7 +34,11 @@ _TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **{rate: (rate, ("gb_per_s",)) for rate in _RATES},
     "host_memory": ("host_memory_bytes", ("gib_per_node",)),
     "host_memory_bandwidth": ("host_memory_bandwidth", ("gb_per_s_per_node",)),
-    "latency": ("latency", tuple(f"{each}_seconds" for each in _LATENCIES)),
+    "latency": ("latency", _PROTOCOL),
+    "bulk": ("bulk", _PROTOCOL),
+    "tiles": ("tiles", ("units", "inner")),
+    "launch": ("launch", tuple(f"{each}_seconds" for each in _LAUNCHES)),
+    "overlap": ("interference", ("interference",)),
     **{f"efficiency.{each}": (f"efficiency.{each}", ("fraction",)) for each in _EFFICIENCIES},
     **{f"overhead.{each}": (f"overhead.{each}_bytes", ("mib",)) for each in _OVERHEADS},
 }
@@ -122,12 +128,21 @@ def _profile(
         host_memory_bandwidth=1e9 * numbers["host_memory_bandwidth.gb_per_s_per_node"] / devices,
         topology=words["topology"],
         node_devices=devices,
-        latency=Latency(**{each: numbers[f"latency.{each}_seconds"] for each in _LATENCIES}),
+        latency=_protocol("latency", numbers),
         efficiency=Efficiency(**{each: numbers[f"efficiency.{each}.fraction"] for each in _EFFICIENCIES}),
         overhead=Overhead(**overhead),
         reported=tuple(map(str, words["reported"])),
         source=sources,
+        tiles=Tiles(int(numbers["tiles.units"]), numbers["tiles.inner"]),
+        launch=Launch(**{each: numbers[f"launch.{each}_seconds"] for each in _LAUNCHES}),
+        interference=numbers["overlap.interference"],
+        bulk=_protocol("bulk", numbers),
     )
+
+
+def _protocol(table: str, numbers: Mapping[str, float]) -> Latency:
+    seconds = {each: numbers[f"{table}.{each}_seconds"] for each in _LATENCIES}
+    return Latency(**seconds, fraction=numbers[f"{table}.fraction"])
 
 
 PROFILES = ProfileFolder(FOLDER)

@@ -106,7 +106,10 @@ def seconds_from(cluster: Cluster) -> str:
     """Where a plan's seconds come from."""
     device = cluster.device
     if device.measured is None:
-        return f"seconds come from a roofline over the peaks of {device.name}; they are not measured"
+        return (
+            f"seconds come from the time model with the figures of {device.name}; it is compared with published"
+            " runs in docs/reference/accuracy.md, and not measured here"
+        )
     if device.kind != "cpu":
         return f"seconds of kernels were measured on {device.measured_on}, on a {device.name} of this machine"
     processes = device.measured.processes

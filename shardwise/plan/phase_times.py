@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shardwise.core.cost import StepCost
 from shardwise.hardware.cluster import Cluster
-from shardwise.plan.timing import StepTime, kernel_seconds
+from shardwise.plan.kernel_time import kernel_seconds
+from shardwise.plan.timing import StepTime
 
 COMMUNICATION = "exposed communication"
 """Its name in the split of StepTime."""
@@ -16,6 +17,6 @@ def phase_times(cost: StepCost, time: StepTime, cluster: Cluster) -> dict[str, f
     for kernel in cost.kernels:
         if not kernel.on_host:
             phase = kernel.phase if kernel.phase in spent else "optimizer"
-            spent[phase] += kernel.calls * kernel_seconds(kernel, cluster)
+            spent[phase] += kernel.calls * kernel_seconds(kernel, cluster.device)
     spent["communication"] = time.split.get(COMMUNICATION, 0.0)
     return spent

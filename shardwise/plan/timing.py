@@ -1,66 +1,162 @@
-"""Step time: a roofline over the counted kernels, ring times of the counted collectives, and overlap.
+"""Step time from the counts of a dry run: kernels by shape, collectives by size and topology, and what overlaps.
 
-- **Kernels** take the longer of compute and memory time, at the achieved fractions of the device's peaks, and at least
-  the launch overhead. Their FLOPs are those that they execute: a causal kernel skips half of the scores, a
-  masked one none.
-- **Collectives** take a ring's time on the slowest link of the group. On accelerators FSDP2 overlaps them with compute.
-  Exposed is the part that exceeds the compute of the step, plus the first all-gather. Collectives on the critical path
-  (tensor parallelism, all-to-all) do not overlap. On the CPU gloo blocks, so nothing overlaps.
+Within a phase (forward, backward, clip, optimizer):
+
+- **The device** runs the kernels one after the other (plan/kernel_time.py), and waits for collectives on the critical
+  path: those of tensor parallelism, all-to-alls, and single numbers that are summed over all ranks.
+- **The host** launches kernels and collectives ahead of the device. A phase takes the longer of both.
+- **Other collectives** overlap with them, on accelerators. Exposed is what takes longer than the passes of the
+  micro-batches in which they are called, the first one of each pass, and ``interference`` for each overlapped second:
+  both sides compete for multiprocessors and memory. On the CPU gloo blocks, so nothing overlaps.
+- **Messages between stages** of a pipeline belong to its schedule, which is played with the seconds of every rank
+  (technique/place.py). ``sending`` is what one of them takes.
 - **Offload**: copies to and from the host, disk reads and writes, and CPU kernels run concurrently with the device. A
-  phase takes the longest of them. CPU kernels are memory-bound, at the device's share of the host memory bandwidth.
+  phase takes the longest of them.
 
-Totals per step are compared; streams are not simulated in order. A step whose communication is uneven over its layers
-is therefore predicted too fast.
+Totals of a phase and an axis are compared; streams are not simulated in order. A step whose communication is uneven
+over its layers is therefore predicted too fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from shardwise.core.cost import Collective, Kernel, StepCost, Transfer
+from shardwise.core.cost import Collective, StepCost, Transfer
 from shardwise.core.strategy import Layout
 from shardwise.hardware.cluster import Cluster
-from shardwise.hardware.device import DeviceProfile
+from shardwise.plan.kernel_time import kernel_seconds, launched_together
 from shardwise.technique import BLOCKING_AXES
-
-LAUNCH_SECONDS: Mapping[str, float] = {"cpu": 2e-6, "cuda": 5e-6, "rocm": 7e-6}
-"""Minimum seconds per kernel in eager mode."""
 
 AWAITED = frozenset({"all_to_all"})
 """Collectives whose result is needed at once, so that nothing overlaps with them."""
 
+CONTROL_AXIS = "control"
+"""Axis of collectives of single numbers (dryrun/counting.py)."""
+
 OVERLAPS: Mapping[str, bool] = {"cpu": False, "cuda": True, "rocm": True}
+
+PASSES = ("forward", "backward")
+"""Phases that every micro-batch goes through."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, in total and by kind of work."""
+    """Seconds of one optimizer step, in total and by kind of work.
+
+    Attributes:
+        passes: seconds of all micro-batches by phase, without messages between stages and without what is called once
+            a step.
+        sending: seconds of one message to another stage.
+    """
 
     seconds: float
     split: Mapping[str, float]
+    passes: Mapping[str, float] = field(default_factory=dict)
+    sending: float = 0.0
+
+
+@dataclass
+class _Phase:
+    """Seconds of one phase.
+
+    Attributes:
+        blocking: collectives on the critical path.
+        host: launches.
+        hidden, once: collectives that overlap: those of every micro-batch, and those that are called once a step.
+        first: the longest call of each of these, once for each pass in which there is one.
+    """
+
+    products: float = 0.0
+    memory: float = 0.0
+    blocking: float = 0.0
+    host: float = 0.0
+    hidden: float = 0.0
+    first: float = 0.0
+    once: float = 0.0
+    first_once: float = 0.0
+
+    @property
+    def device(self) -> float:
+        return self.products + self.memory
+
+    @property
+    def waits(self) -> float:
+        """Seconds that the device waits for launches."""
+        return max(0.0, self.host - self.device - self.blocking)
+
+    @property
+    def busy(self) -> float:
+        """Device or host, whichever takes longer."""
+        return self.device + self.blocking + self.waits
 
 
 def step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> StepTime:
     """Predicted time of one optimizer step of one rank."""
-    device = cluster.device
-    compute = {"matrix products": 0.0, "memory-bound": 0.0}
-    for kernel in cost.kernels:
-        if not kernel.on_host:
-            row = "matrix products" if kernel.flops else "memory-bound"
-            compute[row] += kernel.calls * kernel_seconds(kernel, cluster)
-    blocking = _sending([c for c in cost.collectives if _awaited(c)], layout, cluster)
-    overlapped = [c for c in cost.collectives if not _awaited(c)]
-    sending, busy = _sending(overlapped, layout, cluster), sum(compute.values())
-    if OVERLAPS[device.kind]:
-        first = max((collective_seconds(c, layout, cluster) / c.calls for c in overlapped), default=0.0)
-        exposed = blocking + max(0.0, sending - busy) + min(first, sending)
-    else:
-        exposed = blocking + sending
-    split = {**compute, "exposed communication": exposed}
+    phases, sending = _phases(cost, layout, cluster)
+    overlaps, lost = OVERLAPS[cluster.device.kind], cluster.device.interference
+    exposed, passes = 0.0, dict[str, float]()
+    for name, phase in phases.items():
+        every = _exposed(phase.hidden, phase.first, phase.busy, lost) if overlaps else phase.hidden
+        window = phase.busy / cost.micro_batches if name in PASSES else phase.busy
+        once = _exposed(phase.once, phase.first_once, window, lost) if overlaps else phase.once
+        exposed += phase.blocking + every + once
+        if name in PASSES:
+            passes[name] = phase.busy + every
+    split = {
+        "matrix products": sum(phase.products for phase in phases.values()),
+        "memory-bound": sum(phase.memory for phase in phases.values()),
+        "exposed communication": exposed,
+    }
+    if waits := sum(phase.waits for phase in phases.values()):
+        split["waiting for the host"] = waits
     if offloaded := offload_phases(cost, cluster):
         split["exposed offload"] = sum(phase.exposed for phase in offloaded)
-    return StepTime(sum(split.values()), split)
+    return StepTime(sum(split.values()), split, passes, sending)
+
+
+def _exposed(hidden: float, first: float, window: float, lost: float) -> float:
+    """Seconds that communication of ``hidden`` seconds adds to ``window`` seconds of other work.
+
+    The first call has nothing to overlap with: what it is for comes after it. A last one has nothing after it.
+    """
+    behind = hidden - first
+    return first + max(0.0, behind - window) + lost * min(behind, window)
+
+
+def _phases(cost: StepCost, layout: Layout, cluster: Cluster) -> tuple[dict[str, _Phase], float]:
+    """Every phase, and the seconds of the longest message between stages."""
+    phases, device = dict[str, _Phase](), cluster.device
+    launch, sending = device.launch, 0.0
+    for kernel in cost.kernels:
+        if kernel.on_host:
+            continue
+        phase = phases.setdefault(kernel.phase, _Phase())
+        spent = kernel.calls * kernel_seconds(kernel, device)
+        if kernel.flops:
+            phase.products += spent
+        else:
+            phase.memory += spent
+        phase.host += 0.0 if launched_together(kernel) else kernel.calls * launch.kernel
+    for collective in cost.collectives:
+        spent = collective_seconds(collective, layout, cluster)
+        each = spent / collective.calls
+        if collective.kind == "send":
+            sending = max(sending, each)
+            continue
+        phase = phases.setdefault(collective.phase, _Phase())
+        phase.host += collective.calls * launch.collective
+        if _awaited(collective):
+            phase.blocking += spent
+        elif collective.passes < cost.micro_batches:
+            phase.once += spent
+            phase.first_once = max(phase.first_once, each)
+        else:
+            phase.hidden += spent
+            phase.first = max(phase.first, each * collective.passes)
+    for phase in phases.values():
+        phase.first = min(phase.first, phase.hidden)
+    return phases, sending
 
 
 @dataclass(frozen=True)
@@ -83,10 +179,12 @@ class OffloadPhase:
 
 def offload_phases(cost: StepCost, cluster: Cluster) -> list[OffloadPhase]:
     """The phases with copies to or from the host or a disk, or with CPU kernels."""
+    if not cost.transfers and not any(kernel.on_host for kernel in cost.kernels):
+        return []
     device: dict[str, float] = {}
     concurrent: dict[str, dict[str, float]] = {}
     for kernel in cost.kernels:
-        spent = kernel.calls * kernel_seconds(kernel, cluster)
+        spent = kernel.calls * kernel_seconds(kernel, cluster.device)
         if kernel.on_host:
             lane = concurrent.setdefault(kernel.phase, {})
             lane["processor"] = lane.get("processor", 0.0) + spent
@@ -106,32 +204,9 @@ def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
     return transfer.calls * transfer.bytes / (device.host_bandwidth * device.efficiency.host)
 
 
-def kernel_seconds(kernel: Kernel, cluster: Cluster) -> float:
-    """Seconds of one call: measured ones where the device was calibrated, else those of the roofline."""
-    device, measured = cluster.device, cluster.device.measured
-    if measured is None or (kernel.on_host and device.kind != "cpu"):
-        return _roofline(kernel, device)
-    seconds = measured.kernel_seconds(kernel)
-    return (_roofline(kernel, device) if seconds is None else seconds) + measured.host_seconds(kernel)
-
-
-def _roofline(kernel: Kernel, device: DeviceProfile) -> float:
-    """Seconds by the peaks of the profile. CPU kernels update weights and moments, and are memory-bound."""
-    if kernel.on_host:
-        return kernel.bytes / (device.host_memory_bandwidth * device.efficiency.memory)
-    dtype = kernel.dtype if kernel.dtype in ("fp64", "fp32", "fp16", "bf16", "fp8") else "fp32"
-    arithmetic = kernel.flops / (device.peak_flops(dtype) * device.efficiency.matmul)
-    memory = kernel.bytes / (device.memory_bandwidth * device.efficiency.memory)
-    return max(arithmetic, memory, LAUNCH_SECONDS[device.kind])
-
-
 def _awaited(collective: Collective) -> bool:
     """Whether the collective's result is needed at once, so that nothing overlaps with it."""
-    return collective.axis in BLOCKING_AXES or collective.kind in AWAITED
-
-
-def _sending(collectives: Sequence[Collective], layout: Layout, cluster: Cluster) -> float:
-    return sum(collective_seconds(c, layout, cluster) for c in collectives)
+    return collective.axis in (*BLOCKING_AXES, CONTROL_AXIS) or collective.kind in AWAITED
 
 
 def collective_seconds(collective: Collective, layout: Layout, cluster: Cluster) -> float:
@@ -146,17 +221,6 @@ def collective_seconds(collective: Collective, layout: Layout, cluster: Cluster)
     if collective.kind == "all_to_all":
         return collective.calls * cluster.seconds_to_all(size, degree, stride)
     return collective.calls * cluster.link(degree, stride).seconds(size, collective.rounds)
-
-
-def phase_seconds(cost: StepCost, cluster: Cluster) -> dict[str, float]:
-    """Seconds of device compute by phase."""
-    spent: dict[str, float] = {}
-    for kernel in cost.kernels:
-        if not kernel.on_host:
-            spent[kernel.phase] = spent.get(kernel.phase, 0.0) + kernel.calls * kernel_seconds(
-                kernel, cluster
-            )
-    return spent
 
 
 def mfu(model_flops: int, seconds: float, dtype: str, cluster: Cluster) -> float:

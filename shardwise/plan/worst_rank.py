@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.core.plan import StepEstimate
-from shardwise.core.strategy import Strategy
+from shardwise.core.strategy import Layout, Strategy
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.predict import Prediction, predict
-from shardwise.plan.timing import phase_seconds
+from shardwise.plan.timing import PASSES, step_time
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import has_stages, layout_of, micro_batches
 from shardwise.technique.place import RankTime, WholeStep
@@ -72,7 +72,7 @@ def predict_worst(
     probed = {rank // stride: found for rank, found in known.items()}
     every = [probed[place.stand_in(number, probed)] for number in range(place.ranks)]
     count = micro_batches(strategy, layout, recipe.batch_size)
-    times = [_time(found, cluster) for found in every]
+    times = [_time(found, layout, cluster) for found in every]
     whole = place.combined(times, count, worst // stride, known[worst].run.pass_bytes)
     return replace(
         known[worst],
@@ -86,9 +86,10 @@ def predict_worst(
     )
 
 
-def _time(found: Prediction, cluster: Cluster) -> RankTime:
-    phases = phase_seconds(found.cost, cluster)
-    return RankTime(found.step.seconds, phases.get("forward", 0.0), phases.get("backward", 0.0))
+def _time(found: Prediction, layout: Layout, cluster: Cluster) -> RankTime:
+    time = step_time(found.cost, layout, cluster)
+    forward, backward = (time.passes.get(phase, 0.0) for phase in PASSES)
+    return RankTime(time.seconds, forward, backward, time.sending)
 
 
 def _step(step: StepEstimate, every: Sequence[Prediction], whole: WholeStep) -> StepEstimate:

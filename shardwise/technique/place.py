@@ -42,11 +42,12 @@ class Shortcut:
 
 @dataclass(frozen=True)
 class RankTime:
-    """Seconds of one rank's step by itself, and of its computation forward and backward in it."""
+    """Seconds of one rank's step by itself, of its passes forward and backward in it, and of a message."""
 
     step: float
     forward: float
     backward: float
+    sending: float = 0.0
 
 
 @dataclass(frozen=True)

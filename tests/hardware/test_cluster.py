@@ -53,7 +53,8 @@ def test_every_figure_has_a_source(profile: DeviceProfile) -> None:
         "host_memory_bandwidth",
         "disk_bandwidth",
     }
-    figures |= {"latency"}
+    figures |= {"latency", "launch"}
+    figures |= {"tiles", "bulk", "interference"} if profile.kind != "cpu" else set()
     figures |= {f"efficiency.{each.name}" for each in fields(Efficiency)}
     figures |= {f"overhead.{each.name}" for each in fields(Overhead)}
     assert set(profile.source) == figures
@@ -214,9 +215,14 @@ def test_a_mesh_gives_small_groups_only_their_own_links() -> None:
 
 def test_ring_time() -> None:
     link = made("8xH100-80GB").link(8)
-    expected = link.latency + 7 / 8 * 1e9 / link.bandwidth
+    # NCCL's tuning.cc, ring over NVLink: 8.4 us and 3.4 us per hop (Simple), 6.6 us and 0.6 us (LL).
+    expected = 8.4e-6 + 7 * 3.4e-6 + 7 / 8 * 1e9 / link.bandwidth
     assert link.seconds(1e9) == pytest.approx(expected)
     assert link.seconds(1e9, rounds=2) == pytest.approx(2 * expected)
+    assert link.seconds(8) == pytest.approx(6.6e-6 + 7 * 0.6e-6, rel=1e-4)
+    sizes = [2.0**n for n in range(34)]
+    times = [link.seconds(size) for size in sizes]
+    assert times == sorted(times)
     with pytest.raises(ValueError, match="positive"):
         made("8xh100").link(0)
 

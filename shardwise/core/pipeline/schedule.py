@@ -217,12 +217,19 @@ def steps(lists: Sequence[Sequence[Action]], number: int, micro_batches: int) ->
 
 
 def step_time(
-    schedule: str, ranks: int, stages_per_rank: int, micro_batches: int, seconds: Callable[[Action], float]
+    schedule: str,
+    ranks: int,
+    stages_per_rank: int,
+    micro_batches: int,
+    seconds: Callable[[Action], float],
+    sending: float = 0.0,
 ) -> float:
     """How long an optimizer step takes; under pipedream, one of many in a pipeline that is full."""
     filling = -(-2 * ranks // micro_batches) if schedule == "pipedream" else 0
     lengths = [
-        play(orders(schedule, ranks, stages_per_rank, count * micro_batches), seconds).end if count else 0.0
+        play(orders(schedule, ranks, stages_per_rank, count * micro_batches), seconds, sending).end
+        if count
+        else 0.0
         for count in (filling, filling + 1)
     ]
     return lengths[1] - lengths[0]

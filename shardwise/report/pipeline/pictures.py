@@ -5,8 +5,8 @@ counted, as the planner does. The measured step is one step that every rank reco
 with the planned seconds. The bubble and the held activations cover the whole step, also if only its first micro-batches
 are drawn.
 
-Planned and measured steps share one time scale while both are readable on it, else each has its own: the roofline of an
-unknown machine can be wrong by a large factor.
+Planned and measured steps share one time scale while both are readable on it, else each has its own: the times of
+an unknown machine can be wrong by a large factor.
 """
 
 from __future__ import annotations

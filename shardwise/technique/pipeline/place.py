@@ -126,9 +126,8 @@ class Pipeline(Place):
     def combined(
         self, times: Sequence[RankTime], micro_batches: int, worst: int, pass_bytes: int
     ) -> WholeStep:
-        """The schedule, played with what each rank computes; then the other work of the slowest rank.
-
-        That is exposed communication, messages between stages among it, and the update.
+        """The schedule, played with the passes of each rank and the messages between them; then the other work of the
+        slowest rank: communication that is not part of every pass, and the update.
         """
         timetable = Timetable(
             schedule=self.schedule,
@@ -139,6 +138,7 @@ class Pipeline(Place):
             backward=tuple(each.backward / micro_batches for each in times),
             place=worst,
             pass_bytes=pass_bytes,
+            sending=max(each.sending for each in times),
         )
         passes = zip(times, timetable.forward, timetable.backward, strict=True)
         other = max(each.step - micro_batches * (forward + backward) for each, forward, backward in passes)

@@ -1,0 +1,409 @@
+"""Counted costs of published runs: a few shallow dry runs, extrapolated, and kept on disk.
+
+What a run costs depends on its structure: dimensions, tensor and sequence degree, recomputation, precision, ZeRO stage.
+Each structure is dry-run with two and with three blocks, three micro-batches, and two ranks on each axis of the data.
+From these follow the costs for any depth, micro-batch, sequence length, tensor degree and data degree:
+
+- one more block adds the difference of the two depths;
+- the first and the last micro-batch cost what they did, and each between them what the second did. A step of one
+  micro-batch starts every collective of the first and of the last;
+- every field of a kernel is linear in the tokens of a micro-batch, and attention's FLOPs also in the length of a
+  sequence; two sizes of the micro-batch give the line. The sizes are odd, so that few sizes of weights equal one of an
+  activation; kernels of both counts pair in order, else by size;
+- every field is linear in 1/degree of tensor parallelism, so degrees 2 and 4 give those above;
+- a collective has the same payload for any data degree, and kernels of the update run on 1/degree of the elements;
+- ZeRO stage 0 is counted as stage 1, whose reduce-scatter becomes an all-reduce and whose all-gather falls away.
+
+Stages of a pipeline are taken from the whole model: blocks as the planner balances them, the embedding and the head on
+the first and the last stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from published import NODE, Published
+
+from shardwise.core.cost import Collective, Kernel, StepCost
+from shardwise.core.strategy import Layout
+from shardwise.dryrun import run as running
+from shardwise.dryrun.tally import Tally
+from shardwise.hardware.cluster import Cluster, cluster_of
+from shardwise.model.balance import Costs, blocks_per_stage
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.technique import SETTINGS, strategy_from
+
+DEPTHS = (2, 3)
+COUNT = 3
+SIZES = (3, 5)
+LENGTH = 4096
+"""The sequence length that is dry-run, without sequence parallelism."""
+
+VERSION = 1
+"""Of the format; part of every name, as the counted code is not."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is dry-run."""
+
+    model: str
+    length: int
+    tensor: int
+    sequence: int
+    hybrid: bool
+    micro_batch: int
+    settings: str
+
+    @property
+    def name(self) -> str:
+        return hashlib.sha256(json.dumps([VERSION, *astuple(self)]).encode()).hexdigest()[:24]
+
+
+def structures_of(run: Published) -> list[Structure]:
+    """The structures that a run's cost is a line through: by tensor degree, and by micro-batch in each."""
+    settings = dict(run.settings)
+    if settings["zero_stage"] == 0:
+        settings["zero_stage"] = 1
+    model = {**run.model, "context": LENGTH if run.sequence == 1 else run.length}
+    length = LENGTH if run.sequence == 1 else run.length
+    degrees = (run.tensor,) if run.tensor <= 2 else (2, 4)
+    return [
+        Structure(
+            json.dumps(model, sort_keys=True),
+            length,
+            degree,
+            run.sequence,
+            run.copies > 1 and run.settings["zero_stage"] != 0,
+            size,
+            json.dumps(settings, sort_keys=True),
+        )
+        for degree in degrees
+        for size in SIZES
+    ]
+
+
+Tallies = dict[int | None, Tally]
+
+
+def path_of(structure: Structure, folder: Path) -> Path:
+    return folder / f"{structure.name}.json"
+
+
+def counted(structure: Structure, folder: Path) -> list[Tallies]:
+    """The tallies of both depths: from the folder, or counted now."""
+    path = path_of(structure, folder)
+    if not path.exists():
+        made = [_written(_count(structure, depth)) for depth in DEPTHS]
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(made), encoding="utf-8")
+        part.rename(path)
+    return [_read(each) for each in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def _count(structure: Structure, depth: int) -> Tallies:
+    data = 4 if structure.hybrid else 2
+    world = data * structure.tensor * structure.sequence
+    values = {
+        "model": {**json.loads(structure.model), "layers": DEPTHS[-1] + 1},
+        "data": {"sequence_length": structure.length},
+        "steps": 2,
+        "batch_size": COUNT * data * structure.micro_batch,
+        "cluster": {"preset": f"1x{world}xH100-80GB"},
+    }
+    recipe = recipe_of(values, SETTINGS)
+    strategy = strategy_from(
+        {
+            **json.loads(structure.settings),
+            "tensor_parallel": structure.tensor,
+            "sequence_parallel": structure.sequence,
+            "sequence_method": "ring",
+            "replicate": 2 if structure.hybrid else 1,
+            "micro_batch_size": structure.micro_batch,
+        }
+    )
+    caught: list[Tallies] = []
+    whole_cost = running.whole_cost
+
+    def catching(tallies: Any, seen: int, count: int) -> StepCost:
+        caught.append(dict(tallies))
+        return whole_cost(tallies, seen, count)
+
+    running.whole_cost = catching
+    try:
+        cluster = cluster_of(recipe.cluster)
+        running.dry_run(recipe, blueprint_of(recipe), strategy, cluster, depth=depth, history=False)
+    finally:
+        running.whole_cost = whole_cost
+    return caught[0]
+
+
+def _written(tallies: Tallies) -> dict[str, Any]:
+    return {
+        str(number): [
+            [[*astuple(kernel), calls] for kernel, calls in tally.kernels.items()],
+            [[*astuple(collective), calls] for collective, calls in tally.collectives.items()],
+        ]
+        for number, tally in tallies.items()
+    }
+
+
+def _read(written: Mapping[str, Any]) -> Tallies:
+    tallies = Tallies()
+    for number, (kernels, collectives) in written.items():
+        tally = tallies[None if number == "None" else int(number)] = Tally()
+        for *fields, shape, calls in kernels:
+            tally.kernels[Kernel(*fields, shape=tuple(shape))] = calls
+        for *fields, calls in collectives:
+            tally.collectives[Collective(*fields)] = calls
+    return tallies
+
+
+def _cost(tallies: Tallies, count: int) -> StepCost:
+    """Of a step of ``count`` micro-batches."""
+    first, middle, last = (tallies[number] for number in range(COUNT))
+    rest = {number: tally for number, tally in tallies.items() if number is None}
+    if count == 1:
+        only = Tally(first.kernels | last.kernels, first.collectives | last.collectives)
+        return running.whole_cost({**rest, 0: only}, 1, 1)
+    if count == 2:
+        return running.whole_cost({**rest, 0: first, 1: last}, 2, 2)
+    return running.whole_cost({**rest, 0: first, 1: middle, 2: last}, COUNT, count)
+
+
+@lru_cache(maxsize=4096)
+def _counted_cost(structure: Structure, folder: Path, count: int) -> tuple[StepCost, StepCost]:
+    shallow, deeper = (_cost(tallies, count) for tallies in counted(structure, folder))
+    return shallow, deeper
+
+
+def parts_of(run: Published, folder: Path) -> tuple[StepCost, StepCost]:
+    """The costs of a step of two and of three blocks, for the run's own micro-batch, length and tensor degree."""
+    pairs = [_counted_cost(each, folder, run.passes) for each in structures_of(run)]
+    length = LENGTH if run.sequence == 1 else run.length
+    size = run.micro_batch * run.length / length
+    weight = (size - SIZES[0]) / (SIZES[1] - SIZES[0])
+    parts = []
+    for depth in range(len(DEPTHS)):
+        costs = [pair[depth] for pair in pairs]
+        lines = [between(*costs[i : i + 2], weight) for i in range(0, len(costs), 2)]
+        # f(t) = a + b / t: degrees 2 and 4 are at 1/2 and 1/4
+        cost = lines[0] if len(lines) == 1 else between(*lines, (1 / 2 - 1 / run.tensor) / (1 / 2 - 1 / 4))
+        parts.append(_lengthened(cost, run, length))
+    return parts[0], parts[1]
+
+
+def between(here: StepCost, there: StepCost, weight: float) -> StepCost:
+    """The cost on the line through two, at 0 and at 1. Raises ValueError where their calls differ."""
+    return StepCost(
+        tuple(_line(a, b, weight) for a, b in _paired(here.kernels, there.kernels)),
+        tuple(_line(a, b, weight) for a, b in _paired(here.collectives, there.collectives)),
+        (),
+        here.micro_batches,
+    )
+
+
+def _paired(here: Sequence[Any], there: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """The same calls of two counts: in order, or by size where one count has two sizes and the other one."""
+    groups: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {}
+    for side, counted in enumerate((here, there)):
+        for each in counted:
+            groups.setdefault(_named(each), ([], []))[side].append(each)
+    for name, (one, other) in groups.items():
+        if sum(each.calls for each in one) != sum(each.calls for each in other):
+            raise ValueError(f"the counts of {name} differ")
+        if [each.calls for each in one] == [each.calls for each in other]:
+            yield from zip(one, other, strict=True)
+        else:
+            yield from _split(sorted(one, key=_size), sorted(other, key=_size))
+
+
+def _named(each: Any) -> tuple[str, str]:
+    return (
+        (each.phase, each.operation) if isinstance(each, Kernel) else (each.phase, f"{each.kind} {each.axis}")
+    )
+
+
+def _size(each: Any) -> tuple[int, int]:
+    return (each.flops if isinstance(each, Kernel) else 0, each.bytes)
+
+
+def _split(here: list[Any], there: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Pairs of equally many calls."""
+    while here:
+        one, other = here.pop(0), there.pop(0)
+        calls = min(one.calls, other.calls)
+        yield replace(one, calls=calls), replace(other, calls=calls)
+        for rest, each in ((here, one), (there, other)):
+            if each.calls > calls:
+                rest.insert(0, replace(each, calls=each.calls - calls))
+
+
+def _line(here: Any, there: Any, weight: float) -> Any:
+    def at(a: int, b: int) -> int:
+        return max(1, round(a + weight * (b - a))) if a or b else 0
+
+    if isinstance(here, Kernel):
+        shape = tuple(at(a, b) for a, b in zip(here.shape, there.shape, strict=False))
+        return replace(
+            here, flops=at(here.flops, there.flops), bytes=at(here.bytes, there.bytes), shape=shape
+        )
+    return replace(
+        here,
+        elements=at(here.elements, there.elements),
+        bytes=at(here.bytes, there.bytes),
+        degree=there.degree,
+    )
+
+
+def _lengthened(cost: StepCost, run: Published, length: int) -> StepCost:
+    """Attention over sequences of the run's length instead of ``length``, of as many tokens; tensor groups too."""
+
+    def longer(kernel: Kernel) -> Kernel:
+        if "attention" not in kernel.operation or run.length == length:
+            return kernel
+        heads, queries, keys, width = kernel.shape
+        factor = run.length / length
+        shape = (round(heads / factor), round(queries * factor), round(keys * factor), width)
+        return replace(kernel, flops=round(kernel.flops * factor), shape=shape)
+
+    collectives = tuple(replace(c, degree=run.tensor) if c.axis == "tensor" else c for c in cost.collectives)
+    return StepCost(tuple(map(longer, cost.kernels)), collectives, (), cost.micro_batches)
+
+
+def layout_of(run: Published) -> Layout:
+    """The mesh as shardwise.technique orders it."""
+    axes = (
+        ("pipeline", run.pipeline),
+        ("replicate", run.copies),
+        ("shard", run.data // run.copies),
+        ("sequence", run.sequence),
+        ("tensor", run.tensor),
+    )
+    return Layout(axes)
+
+
+def cluster_for(run: Published) -> Cluster:
+    nodes, each = (run.gpus // NODE, NODE) if run.gpus % NODE == 0 else (1, run.gpus)
+    preset = f"{nodes}x{each}x{run.device}"
+    values = {"model": {"preset": "tiny"}, "steps": 1, "batch_size": 1, "cluster": {"preset": preset}}
+    cluster = cluster_of(recipe_of(values, SETTINGS).cluster)
+    return cluster if run.network is None else replace(cluster, network_bandwidth=run.network)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Costs of the different ranks of a pipeline, and which of them each rank has."""
+
+    costs: tuple[StepCost, ...]
+    of_rank: tuple[int, ...]
+
+
+def stages_of(run: Published, folder: Path) -> Stages:
+    """The cost of a step on every rank of the pipeline; of one rank without a pipeline."""
+    shallow, deeper = parts_of(run, folder)
+    layout = layout_of(run)
+    if run.pipeline == 1:
+        return Stages((placed(shallow.extrapolated(deeper, run.layers - DEPTHS[0]), layout, run),), (0,))
+    rest, block = shallow.extrapolated(deeper, -DEPTHS[0]), shallow.extrapolated(deeper, 1 - DEPTHS[0])
+    before, after = (_of_rest(rest, first) for first in (True, False))
+    kinds: dict[tuple[int, bool, bool], int] = {}
+    costs, of_rank = list[StepCost](), list[int]()
+    for rank, blocks in enumerate(blocks_of(run)):
+        kind = (blocks, rank == 0, rank == run.pipeline - 1)
+        if kind not in kinds:
+            kinds[kind] = len(costs)
+            own = _plus(block, rest, blocks)
+            kernels = own.kernels + (before.kernels if kind[1] else ()) + (after.kernels if kind[2] else ())
+            collectives = own.collectives + (after.collectives if kind[2] else ()) + _message(run)
+            costs.append(placed(StepCost(kernels, collectives, (), own.micro_batches), layout, run))
+        of_rank.append(kinds[kind])
+    return Stages(tuple(costs), tuple(of_rank))
+
+
+def _message(run: Published) -> tuple[Collective, ...]:
+    """What a stage sends to the next: the activations of a micro-batch, this rank's share of each sequence."""
+    tokens = run.micro_batch * run.length // run.sequence
+    if "tensor_sequence_parallel" in run.settings:
+        tokens //= run.tensor
+    elements = tokens * int(str(run.model["width"]))
+    calls = 2 * run.passes * run.stages
+    return (
+        Collective("send", "pipeline", run.pipeline, calls, elements, 2 * elements, "forward", run.passes),
+    )
+
+
+def blocks_of(run: Published) -> list[int]:
+    """Blocks on every rank of the pipeline, as the planner cuts the model."""
+    width, ffn = int(str(run.model["width"])), int(str(run.model["ffn"]))
+    keys = width * int(str(run.model["kv_heads"])) // int(str(run.model["heads"]))
+    gates = 3 if run.model["family"] == "llama" else 2
+    block = 2 * (2 * width * width + 2 * width * keys + gates * width * ffn) + 2 * run.length * width
+    head = 2 * width * int(str(run.model["vocab"]))
+    stages = run.pipeline * run.stages
+    if run.layers < stages:
+        raise ValueError(f"{run.layers} blocks for {stages} stages")
+    each = blocks_per_stage(run.layers, stages, Costs(block, head))
+    return [sum(each[rank :: run.pipeline]) for rank in range(run.pipeline)]
+
+
+def _plus(with_one: StepCost, rest: StepCost, blocks: int) -> StepCost:
+    """``blocks`` times what a block costs: ``with_one`` is a model of one block, ``rest`` one of none."""
+    whole = rest.extrapolated(with_one, blocks)
+    kernels, collectives = _calls(rest.kernels), _calls(rest.collectives)
+    return StepCost(
+        tuple(k for k in (_less(k, kernels) for k in whole.kernels) if k.calls > 0),
+        tuple(c for c in (_less(c, collectives) for c in whole.collectives) if c.calls > 0),
+        (),
+        whole.micro_batches,
+    )
+
+
+def _calls(counted: Any) -> dict[Any, int]:
+    return {replace(each, calls=0): each.calls for each in counted}
+
+
+def _less(each: Any, calls: Mapping[Any, int]) -> Any:
+    return replace(each, calls=each.calls - calls.get(replace(each, calls=0), 0))
+
+
+def _of_rest(rest: StepCost, first: bool) -> StepCost:
+    """What the embedding costs, or all else outside the blocks."""
+
+    def is_lookup(kernel: Kernel) -> bool:
+        return "embedding" in kernel.operation or "index" in kernel.operation
+
+    kernels = tuple(k for k in rest.kernels if is_lookup(k) == first)
+    return StepCost(kernels, () if first else rest.collectives, (), rest.micro_batches)
+
+
+def placed(cost: StepCost, layout: Layout, run: Published) -> StepCost:
+    """A cost counted on two ranks of each axis of the data, with the degrees of ``layout``."""
+    replicated = run.settings["zero_stage"] == 0
+    scale = 2.0 if replicated else 2 / layout.degree("shard")
+    kernels = tuple(
+        replace(k, bytes=round(k.bytes * scale)) if k.phase in ("clip", "optimizer") else k
+        for k in cost.kernels
+    )
+    collectives = []
+    for c in cost.collectives:
+        if c.axis == "shard" and replicated:
+            if c.kind == "all_gather":
+                continue
+            c = replace(c, kind="all_reduce", axis="replicate", degree=run.data)
+        elif c.axis in ("shard", "replicate"):
+            smaller = scale if c.axis == "replicate" else 1.0
+            c = replace(c, degree=layout.degree(c.axis), bytes=round(c.bytes * smaller))
+        elif c.axis not in layout:
+            c = replace(c, degree=layout.world_size)
+        if c.degree > 1:
+            collectives.append(c)
+    return StepCost(kernels, tuple(collectives), (), cost.micro_batches)

@@ -1,0 +1,102 @@
+"""Seconds of one kernel on a device, from its shape, FLOPs and bytes.
+
+- **Matrix products** are cut into tiles of the result, one for each multiprocessor at a time, so time goes up in whole
+  waves of tiles. A tile of k steps also takes the time of ``inner`` steps to begin and to end. Small results take
+  smaller tiles, which reuse less, or divide the summed dimension. The fastest of these is taken, as cuBLAS does.
+- **Attention** computes 128 queries of one head on a multiprocessor. Small heads and the backward pass, which computes
+  five products of tiles where the forward pass computes two, reach less of the peak.
+- **All kernels** move their bytes at the achieved bandwidth, if that takes longer, and take at least the floor.
+
+CPU kernels on host memory update weights and moments: they are memory-bound, at the device's share of the host's
+bandwidth. A device without ``tiles`` computes every shape at the efficiency of a large one.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from shardwise.core.cost import Kernel
+from shardwise.hardware.device import DTYPES, DeviceProfile
+
+_TILES: tuple[tuple[int, int, float], ...] = (
+    (128, 256, 1.0),
+    (128, 128, 0.9),
+    (64, 128, 0.7),
+    (64, 64, 0.5),
+)
+"""Rows and columns of tiles, and the fraction that each reaches of the largest's speed: operands loaded per product."""
+
+_PARTS = (1, 2, 4, 8)
+"""Parts into which the summed dimension may be divided (split-K)."""
+
+_ROWS = 128
+"""Queries of one head that a multiprocessor computes at a time."""
+
+_HEAD = 24.0
+"""A head dimension d reaches d / (d + _HEAD) of what an endless one would: softmax does not shrink with it."""
+
+_BACKWARD = 0.75
+"""Speed of attention's backward kernel relative to its forward kernel (Dao 2023, arXiv:2307.08691, section 4.1)."""
+
+_MANY = ("aten::_foreach", "aten::_fused")
+"""Operations on lists, which are counted once per tensor and launched once."""
+
+
+def kernel_seconds(kernel: Kernel, device: DeviceProfile) -> float:
+    """Seconds of one call: measured ones where the device was calibrated, else those of the model."""
+    measured = device.measured
+    if measured is None or (kernel.on_host and device.kind != "cpu"):
+        return _modelled(kernel, device)
+    seconds = measured.kernel_seconds(kernel)
+    return (_modelled(kernel, device) if seconds is None else seconds) + measured.host_seconds(kernel)
+
+
+def _modelled(kernel: Kernel, device: DeviceProfile) -> float:
+    if kernel.on_host:
+        return kernel.bytes / (device.host_memory_bandwidth * device.efficiency.memory)
+    seconds = kernel.bytes / (device.memory_bandwidth * device.efficiency.memory)
+    if kernel.flops:
+        seconds = max(seconds, arithmetic_seconds(kernel, device))
+    return seconds if launched_together(kernel) else max(seconds, device.launch.floor)
+
+
+def launched_together(kernel: Kernel) -> bool:
+    """Whether one launch serves many of these kernels."""
+    return kernel.operation.startswith(_MANY)
+
+
+def arithmetic_seconds(kernel: Kernel, device: DeviceProfile) -> float:
+    """Seconds of the arithmetic alone, at least that of the peak."""
+    peak = device.peak_flops(kernel.dtype if kernel.dtype in DTYPES else "fp32")
+    if "attention" in kernel.operation:
+        return kernel.flops / (peak * _attention_fraction(kernel, device))
+    rate, tiles = peak * device.efficiency.matmul, device.tiles
+    if tiles.units == 0 or not kernel.shape:
+        return kernel.flops / rate
+    return max(kernel.flops, _tiled(kernel.shape, tiles.units, tiles.inner)) / rate
+
+
+def _attention_fraction(kernel: Kernel, device: DeviceProfile) -> float:
+    fraction = device.efficiency.attention
+    if device.tiles.units == 0 or not kernel.shape:
+        return fraction
+    heads, queries, _, width = kernel.shape
+    tiles = heads * math.ceil(queries / _ROWS)
+    filled = tiles / (math.ceil(tiles / device.tiles.units) * device.tiles.units)
+    by_width = (width / (width + _HEAD)) * (128 + _HEAD) / 128
+    backward = _BACKWARD if "backward" in kernel.operation else 1.0
+    return min(1.0, fraction * filled * by_width * backward)
+
+
+@lru_cache(maxsize=65536)
+def _tiled(shape: tuple[int, ...], units: int, inner: float) -> float:
+    """FLOPs that all multiprocessors could have done while they compute equal products in waves of tiles."""
+    products, m, n, k = shape
+    best = math.inf
+    for rows, columns, speed in _TILES:
+        tiles = products * math.ceil(m / rows) * math.ceil(n / columns)
+        work = 2 * rows * columns * units / speed
+        for parts in _PARTS if tiles < units else (1,):
+            best = min(best, math.ceil(tiles * parts / units) * work * (k / parts + inner))
+    return best
