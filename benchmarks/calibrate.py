@@ -375,7 +375,7 @@ def _software(case: Case) -> str:
 
 
 def place_of(run: Published) -> str:
-    """Where in the playbook's sweeps a run lies."""
+    """Where in the playbook's sweeps a run is."""
     some = "8 GPUs" if run.gpus <= 8 else "16 to 128 GPUs" if run.gpus <= 128 else "256 and 512 GPUs"
     across = "tensor groups across nodes" if run.tensor > NODE else "tensor groups in a node"
     return f"{some}, {across}"

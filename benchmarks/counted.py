@@ -52,7 +52,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Structure:
-    """What is dry-run."""
+    """A configuration of the dry run."""
 
     model: str
     length: int

@@ -10,7 +10,7 @@ Ranks are numbered node by node. A group of `degree` ranks, `stride` apart, is i
     faster than inside the node.
 
 Each group has a bandwidth, and a latency in each of two protocols, for small and for large payloads. They give the time
-of a ring; the faster protocol is taken, as NCCL does. Its LL128 protocol lies between the two and is not modelled.
+of a ring; the faster protocol is taken, as NCCL does. Its LL128 protocol, between the two, is not modelled.
 """
 
 from __future__ import annotations

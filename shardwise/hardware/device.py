@@ -98,7 +98,7 @@ class Latency:
     Attributes:
         start: seconds to start a collective.
         hop, network_hop: seconds of a step to a neighbour in the node, and over the network.
-        fraction: of a link's achieved bandwidth; flags beside the data take the rest.
+        fraction: of a link's achieved bandwidth; flags within the data take the rest.
     """
 
     start: float

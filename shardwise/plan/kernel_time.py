@@ -34,7 +34,7 @@ _ROWS = 128
 """Queries of one head that a multiprocessor computes at a time."""
 
 _HEAD = 24.0
-"""A head dimension d reaches d / (d + _HEAD) of what an endless one would: softmax does not shrink with it."""
+"""A head dimension d reaches d / (d + _HEAD) of the speed of an endless one: softmax does not shrink with it."""
 
 _BACKWARD = 0.75
 """Speed of attention's backward kernel relative to its forward kernel (Dao 2023, arXiv:2307.08691, section 4.1)."""
