@@ -1,6 +1,6 @@
 """Speeds of the kernels of a GPU that ``shardwise doctor --calibrate`` measured on this machine.
 
-They are kept by device profile, in a file next to the CPU's. Plans for the device use them in place of the roofline,
+They are kept by device profile, in a file next to the CPU's. Plans for the device use them in place of peaks,
 for any number of devices: a GPU shares nothing with others while its kernels run. A file of another version of torch,
 or one that cannot be read, is ignored without a message, because a plan must not fail over optional speeds.
 """

@@ -36,7 +36,7 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.hardware.measured import IN_PLACE, NEW, Grid, MeasuredSpeeds
 from shardwise.hardware.profiles import PROFILES
 from shardwise.plan.explain import seconds_from
-from shardwise.plan.timing import kernel_seconds
+from shardwise.plan.kernel_time import kernel_seconds
 from shardwise.recipe.sections import ClusterSpec
 
 H100 = Device(
@@ -225,7 +225,7 @@ def test_calibration_reaches_the_plan(tmp_path: Path) -> None:
 
 
 def test_one_gpu_of_each_kind_is_measured_for_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The roofline of an H100 is at its peak; these tables are a thousand times slower, and have no fp8."""
+    """A large product on an H100 is near its peak; these tables are a thousand times slower, and have no fp8."""
     from shardwise.doctor.calibration import run
 
     measured, torch = list[int](), replace(HEALTHY.torch, devices=(H100, replace(H100, index=1)))
@@ -245,9 +245,12 @@ def test_one_gpu_of_each_kind_is_measured_for_plans(monkeypatch: pytest.MonkeyPa
         and cluster_of(ClusterSpec(preset="8xA100-80GB")).device.measured is None
     )
     product = Kernel("forward", "aten::mm", "fp32", 1, 2 * 2**3, 48, shape=(1, 2, 2, 2))
-    assert kernel_seconds(product, cluster) == pytest.approx(1.0)
-    assert kernel_seconds(replace(product, dtype="fp8"), cluster) < 1e-4
-    assert kernel_seconds(Kernel("optimizer", "aten::add_", "fp32", 1, 0, 1000, on_host=True), cluster) < 1e-4
+    assert kernel_seconds(product, cluster.device) == pytest.approx(1.0)
+    assert kernel_seconds(replace(product, dtype="fp8"), cluster.device) < 1e-4
+    assert (
+        kernel_seconds(Kernel("optimizer", "aten::add_", "fp32", 1, 0, 1000, on_host=True), cluster.device)
+        < 1e-4
+    )
     assert "a H100-80GB of this machine" in seconds_from(cluster)
 
 
