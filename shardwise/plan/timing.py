@@ -26,7 +26,7 @@ from shardwise.core.cost import Collective, StepCost, Transfer
 from shardwise.core.strategy import Layout
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.kernel_time import kernel_seconds, launched_together
-from shardwise.technique import BLOCKING_AXES
+from shardwise.technique import BLOCKING_AXES, STAGE_AXES
 
 AWAITED = frozenset({"all_to_all"})
 """Collectives whose result is needed at once, so that nothing overlaps with them."""
@@ -141,7 +141,7 @@ def _phases(cost: StepCost, layout: Layout, cluster: Cluster) -> tuple[dict[str,
     for collective in cost.collectives:
         spent = collective_seconds(collective, layout, cluster)
         each = spent / collective.calls
-        if collective.kind == "send":
+        if collective.kind == "send" and collective.axis in STAGE_AXES:
             sending = max(sending, each)
             continue
         phase = phases.setdefault(collective.phase, _Phase())

@@ -70,6 +70,9 @@ TOKEN_AXES = tuple(axis.name for axis in AXES if axis.tokens)
 BLOCKING_AXES = tuple(axis.name for axis in AXES if axis.blocking)
 """Axes whose collectives stand between one operation and the next, so that no computation hides them."""
 
+STAGE_AXES = tuple(axis.name for axis in AXES if axis.stages)
+"""Axes whose ranks hold different blocks, and send each other activations as a schedule says."""
+
 _LATER = "not in this version yet"
 RESERVED: tuple[Setting[Any], ...] = (
     Setting("compile", False, "torch.compile per block", kind=bool, choices=(False,), note=_LATER),

@@ -79,6 +79,8 @@ def test_messages_between_stages_belong_to_the_schedule() -> None:
     time = step_time(StepCost((work("forward"),), (message,), (), 4), layout, cluster("16xH100-80GB"))
     assert time.split["exposed communication"] == 0
     assert time.sending == pytest.approx(2e7 / (50e9 * cluster().device.efficiency.network), rel=0.2)
+    around = replace(message, axis="sequence", degree=8)
+    assert step_time(StepCost((), (around,), (), 4), LAYOUT, cluster()).seconds > 0
     # Two micro-batches are in flight, and each waits for a message there and one back.
     steps = [schedule_seconds("1f1b", 2, 1, 8, lambda a: 1.0, sending) for sending in (0.0, 0.25)]
     assert steps[1] == steps[0] + 8 / 2 * 2 * 0.25
