@@ -18,6 +18,9 @@ from shardwise.scaling.budget import BudgetChoice, SizeInBudget, six_nd
 from shardwise.scaling.law import Law, SizeAndTokens
 from shardwise.scaling.standing import doubts
 
+_BINDING = 2
+"""A size that does not fit, and is less than this much larger than the chosen one, has limited the choice."""
+
 
 def budget_values(
     budget: BudgetChoice, law: Law, steps: int, batch_size: int, unique: float | None
@@ -75,7 +78,7 @@ def warnings(budget: BudgetChoice, law: Law) -> Iterator[str]:
     """Sentences about the trust that the figures deserve."""
     best = budget.best
     yield from doubts(law, SizeAndTokens(best.parameters, best.tokens), best.dimensions.vocab)
-    if budget.refused is not None:
+    if budget.refused is not None and budget.refused[0].parameters < _BINDING * best.parameters:
         made, why = budget.refused
         yield f"larger models were not considered: {format_count(made.parameters)} parameters, {why}"
 

@@ -24,6 +24,8 @@ from shardwise.scaling.repetition import DataConstrained
 
 _SHOWN = 2.0
 """Neighbours are about this much smaller and larger, and its square root."""
+_PROBED = 3.0
+"""Sizes are planned on both sides of the choice, this much smaller and larger: another strategy may be faster there."""
 
 Planned = Callable[[Dimensions], Plan]
 """Plans the recipe with the model of this size: the only way in which the search uses the planner."""
@@ -135,11 +137,15 @@ class BudgetSearch:
         """A smaller or a larger size to plan, so that the figures around the choice are not extrapolated."""
         if self._limit.kind == "tokens":
             return None
-        size = self._family[index].parameters
-        if index == min(self._plans) and index > 0:
-            return min(self._nearest(size / _SHOWN), index - 1)
-        if index == max(self._plans) and index + 1 < self._too_large:
-            return min(max(self._nearest(size * _SHOWN), index + 1), self._too_large - 1)
+        size, smallest, largest = self._family[index].parameters, min(self._plans), max(self._plans)
+        if self._family[smallest].parameters * _SHOWN > size:
+            below = min(self._nearest(size / _PROBED), index - 1)
+            if 0 <= below < smallest:
+                return below
+        if self._family[largest].parameters < size * _SHOWN:
+            above = min(max(self._nearest(size * _PROBED), index + 1), self._too_large - 1)
+            if above > largest:
+                return above
         return None
 
     def _nearest(self, parameters: float) -> int:
@@ -197,7 +203,7 @@ class BudgetSearch:
     def _scaled(self, index: int, figure: Callable[[Plan], float], otherwise: float) -> float:
         """A figure of a token: 6 N times a factor, on logarithms interpolated between planned sizes.
 
-        Outside of them the line through the first and the last goes on.
+        Outside of them the factor is that of the nearest planned size: a trend would go on to any size.
         """
         known = sorted(self._plans)
         base = FLOPS_PER_PARAMETER * self._family[index].parameters
@@ -209,9 +215,8 @@ class BudgetSearch:
             return math.log(size), math.log(figure(self._plans[each]) / (FLOPS_PER_PARAMETER * size))
 
         x = math.log(self._family[index].parameters)
-        inside = known[0] <= index <= known[-1]
-        below = max(each for each in known if each <= index) if inside else known[0]
-        above = min(each for each in known if each >= index) if inside else known[-1]
+        below = max((each for each in known if each <= index), default=known[0])
+        above = min((each for each in known if each >= index), default=known[-1])
         (x0, y0), (x1, y1) = at(below), at(above)
         share = 0.0 if x0 == x1 else (x - x0) / (x1 - x0)
         return base * math.exp(y0 + share * (y1 - y0))

@@ -84,6 +84,25 @@ def test_the_choice_is_that_of_planning_every_size(kind: str, law: str, plan: Pl
     assert found.best.planned and getattr(found.best, kind) == pytest.approx(amount, rel=1e-6)
 
 
+class Uneven(Planner):
+    """Less utilisation up to the width 2,560, as 64 H100 have with another strategy."""
+
+    def seconds_per_token(self, size: Dimensions) -> float:
+        return self.flops_per_token(size) / (RATE * (0.28 if size.width <= 2560 else 0.4))
+
+
+@pytest.mark.parametrize("amount", [1e21, 3e21, 1e22])
+def test_a_jump_of_the_utilisation_is_not_extrapolated(amount: float, plan: Plan) -> None:
+    """Two sizes on both sides of the jump would promise ever faster training to ever larger models."""
+    planner = Uneven(plan)
+    found = search(planner, Limit("seconds", amount / RATE)).best()
+    wanted = brute_force(planner.seconds_per_token, amount / RATE)
+    lowest = read_law("besiroglu").loss(wanted.parameters, amount / RATE / planner.seconds_per_token(wanted))
+    assert found.best.loss == pytest.approx(lowest, rel=0.005)
+    assert max(planner.asked) < 4 * found.best.parameters
+    assert len(planner.asked) <= 7
+
+
 def test_the_flops_of_the_dry_run_stand_next_to_6nd(plan: Plan) -> None:
     planner = Planner(plan)
     found = search(planner, Limit("flops", 1e22)).best()
