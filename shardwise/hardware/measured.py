@@ -9,7 +9,8 @@ A process shares the machine with ``processes - 1`` equal ones, which were busy 
   The timed steps of small models gave the ratio. New memory and memory in place have different curves: the system
   clears each page of new memory when it is first touched.
 - **Host**: each kernel also takes the seconds that Python, autograd and the dispatcher need around it, by phase.
-- **Collectives** take a curve by bytes of payload, plus what the host does around each, by mesh axis.
+- **Collectives** take a curve by bytes of payload times the share that a step waits, since some of it is overlapped;
+  plus the seconds of the host around each. Both are those of the mesh axis.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class MeasuredSpeeds:
         host: seconds around each kernel, by phase.
         collectives: by kind, the curve over the bytes of the payload. Empty for a process that is alone.
         around: seconds of the host around each collective, by mesh axis.
+        waiting: seconds that a step waits for a collective over those of the curve, by mesh axis.
         slower: factor on all kernels, where the processes are more than were measured.
     """
 
@@ -106,6 +108,7 @@ class MeasuredSpeeds:
     host: Mapping[str, float] = field(hash=False, default_factory=dict)
     collectives: Mapping[str, Curve] = field(hash=False, default_factory=dict)
     around: Mapping[str, float] = field(hash=False, default_factory=dict)
+    waiting: Mapping[str, float] = field(hash=False, default_factory=dict)
     slower: float = 1.0
 
     def shared_by(self, processes: int, threads: int, cores: int) -> MeasuredSpeeds:
@@ -160,7 +163,8 @@ class MeasuredSpeeds:
         curve = self.collectives.get(collective.kind)
         if curve is None:
             return None
-        return on_curve(curve, collective.bytes) + self.around.get(collective.axis, 0.0)
+        share = self.waiting.get(collective.axis, 1.0)
+        return share * on_curve(curve, collective.bytes) + self.around.get(collective.axis, 0.0)
 
 
 def in_place(operation: str) -> bool:

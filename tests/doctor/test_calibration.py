@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.core.cost import Kernel
+from shardwise.core.cost import Collective, Kernel
 from shardwise.core.json_file import checked, text_of
 from shardwise.doctor.calibration import kernels, run
 from shardwise.doctor.calibration.collectives import collective_curves
 from shardwise.doctor.calibration.rank import AXES, Task
-from shardwise.doctor.calibration.steps import TimedStep, host_seconds, ratios, timed_step
+from shardwise.doctor.calibration.steps import TimedStep, around_collectives, host_seconds, ratios, timed_step
 from shardwise.hardware.measured import IN_PLACE, NEW, Grid, MeasuredSpeeds
 from shardwise.technique import AXIS_NAMES
 from tests.harness.pool import Pool
@@ -64,6 +64,22 @@ def test_an_interrupted_call_does_not_change_a_ratio() -> None:
     step = timed(1e-3, 3e-6)
     step.kernels[0] = (step.kernels[0][0], 1.0)
     assert ratios([step], PLAIN)["aten::exp fp32"][0][1] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("around", "waiting"), [(1e-4, 0.25), (0.0, 1.0), (3e-4, 0.0)])
+def test_two_steps_tell_the_host_from_the_bytes(around: float, waiting: float) -> None:
+    """Two collectives of 1 ms in one step, four of 50 ms in the other, and one of another axis in both."""
+    speeds = MeasuredSpeeds(2, 1, {}, {}, PLAIN, collectives={"all_gather": ((1e3, 1e-3), (1e6, 50e-3))})
+    other = Collective("all_gather", "replicate", 2, 1, 250, 1000)
+
+    def step(calls: int, size: int, spent: float) -> TimedStep:
+        own = Collective("all_gather", "shard", 2, 1, size // 4, size)
+        seconds = 1e-3 + calls * (around + waiting * spent)
+        return TimedStep({"forward": seconds}, collectives=[other, *[own] * calls])
+
+    found = around_collectives(step(2, 1000, 1e-3), step(4, 10**6, 50e-3), speeds, "shard")
+    assert found == pytest.approx((around, waiting))
+    assert around_collectives(step(0, 1000, 0.0), step(0, 1000, 0.0), speeds, "shard") == (0.0, 1.0)
 
 
 def test_axes_are_those_of_the_mesh() -> None:

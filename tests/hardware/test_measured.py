@@ -89,6 +89,7 @@ def test_collectives_take_their_curve_and_the_host_around_them() -> None:
     assert SPEEDS.collective_seconds(gather) == pytest.approx(3e-4)
     assert SPEEDS.collective_seconds(replace(gather, axis="tensor")) == pytest.approx(1e-4)
     assert SPEEDS.collective_seconds(replace(gather, kind="broadcast")) is None
+    assert replace(SPEEDS, waiting={"shard": 0.5}).collective_seconds(gather) == pytest.approx(2.5e-4)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from shardwise.doctor.calibration.steps import (
     MODELS,
     PLAIN_STEPS,
     TINY,
+    WIDE,
     TimedStep,
     around_collectives,
     host_seconds,
@@ -99,11 +100,12 @@ def _collectives(found: MeasuredSpeeds, device: torch.device) -> MeasuredSpeeds:
     """``found`` with the curves of collectives, and the host's seconds around them by mesh axis."""
     found = replace(found, collectives=collective_curves())
     world = dist.get_world_size()
-    around = {}
+    around, waiting = dict[str, float](), dict[str, float]()
     for axis, settings in AXES.items():
         given = {key: world if value == _WHOLE else value for key, value in settings.items()}
-        around[axis] = around_collectives(timed_step(TINY, 64, 2, given, device, PLAIN_STEPS), found, axis)
-    return replace(found, around=around)
+        steps = [timed_step(model, 64, 2, given, device, PLAIN_STEPS) for model in (TINY, WIDE)]
+        around[axis], waiting[axis] = around_collectives(*steps, found, axis)
+    return replace(found, around=around, waiting=waiting)
 
 
 def main(rank: int, size: int, folder: Path) -> None:

@@ -34,6 +34,9 @@ from shardwise.technique import data_degree, layout_of, strategy_from
 TINY = {"layers": 4, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 176, "vocab": 512}
 """Its kernels take microseconds, so its step is the host's."""
 
+WIDE = {"layers": 2, "width": 256, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 1024}
+"""With few tokens, its collectives take longer than its kernels."""
+
 MODELS: tuple[tuple[Mapping[str, Any], int, int], ...] = (
     (TINY, 64, 2),
     ({"layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "ffn": 704, "vocab": 4096}, 256, 4),
@@ -46,6 +49,9 @@ PLAIN_STEPS = 5
 """Steps that give the seconds of phases."""
 
 _TIMED_STEPS = 2
+_LONGEST = 2.0
+"""Bound of the seconds that a step waits for collectives, over those that they take by themselves."""
+
 _LEAST, _MOST = 0.02, 50.0
 """Bounds of an operation's seconds over those of a plain kernel of as many bytes."""
 
@@ -161,9 +167,28 @@ def host_seconds(tiny: TimedStep, speeds: MeasuredSpeeds) -> dict[str, float]:
     }
 
 
-def around_collectives(timed: TimedStep, speeds: MeasuredSpeeds, axis: str) -> float:
-    """Seconds of the host around each collective of a mesh axis: what kernels, host and collectives leave of a step."""
-    spent = sum(timed.phases.values())
-    spent -= sum((speeds.kernel_seconds(k) or 0.0) + speeds.host_seconds(k) for k in timed.own_kernels())
-    spent -= sum(speeds.collective_seconds(c) or 0.0 for c in timed.collectives)
-    return max(0.0, spent) / max(1, sum(c.axis == axis for c in timed.collectives))
+def around_collectives(
+    small: TimedStep, large: TimedStep, speeds: MeasuredSpeeds, axis: str
+) -> tuple[float, float]:
+    """Seconds of the host around each collective of a mesh axis, and the share of its own seconds that a step waits.
+
+    Both explain the part of two steps that kernels and the host leave, one with small payloads and one with large ones.
+    """
+    (calls, own, left), (more_calls, more_own, more_left) = (
+        _left(each, speeds, axis) for each in (small, large)
+    )
+    if not calls:
+        return 0.0, 1.0
+    apart = calls * more_own - more_calls * own
+    share = (calls * more_left - more_calls * left) / apart if apart > 0 else 1.0
+    share = min(max(share, 0.0), _LONGEST)
+    return max(0.0, left - share * own) / calls, share
+
+
+def _left(timed: TimedStep, speeds: MeasuredSpeeds, axis: str) -> tuple[int, float, float]:
+    """The collectives of the axis: their number, their seconds by themselves, and the seconds of the step for them."""
+    left = sum(timed.phases.values())
+    left -= sum((speeds.kernel_seconds(k) or 0.0) + speeds.host_seconds(k) for k in timed.own_kernels())
+    left -= sum(speeds.collective_seconds(c) or 0.0 for c in timed.collectives if c.axis != axis)
+    own = [speeds.collective_seconds(c) or 0.0 for c in timed.collectives if c.axis == axis]
+    return len(own), sum(own), left
