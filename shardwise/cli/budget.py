@@ -13,7 +13,9 @@ from shardwise.core.errors import RecipeError
 from shardwise.jobs.request import read
 
 if TYPE_CHECKING:
+    from shardwise.recipe.sections import Recipe
     from shardwise.scaling.budget import Limit
+    from shardwise.scaling.law import Law
 
 
 def command(
@@ -56,27 +58,30 @@ def command(
     from shardwise.jobs.budgeting import find_budget, noise_of_run, to_train
     from shardwise.recipe.load import dump_recipe
     from shardwise.report.budget import budget_page, budget_text, budget_values
-    from shardwise.scaling.files import read_law
-    from shardwise.scaling.law import Law
     from shardwise.scaling.noise import batch_sentences
-    from shardwise.scaling.repetition import DataConstrained
 
-    judged: Law = read_law(asked.law)
-    if unique_tokens is not None:
-        judged = DataConstrained(judged, unique_tokens)
+    judged = _law(asked, unique_tokens)
     measured = noise_of_run(noise) if noise is not None else None
     found = find_budget(asked, cluster, limit, judged, serve_tokens)
     trained = to_train(asked, found)
-    advice = batch_sentences(measured, trained, found.plan.step.tokens) if measured else []
-    values = {"batch_size_advice": advice} | budget_values(
-        found, judged, trained.steps, trained.batch_size, unique_tokens
-    )
+    values = budget_values(found, judged, trained.steps, trained.batch_size, unique_tokens)
+    step_tokens = found.plan.step.tokens
+    values["batch_size_advice"] = batch_sentences(measured, trained, step_tokens) if measured else []
     text = budget_text(values, found.plan, judged, explain)
     print(json.dumps(values, indent=1) if as_json else text)
     if write is not None:
         write_whole(write, dump_recipe(trained).encode("utf-8"))
     if html is not None:
         write_whole(html, budget_page(found, text, dump_recipe(trained)).encode("utf-8"))
+
+
+def _law(recipe: Recipe, unique_tokens: float | None) -> Law:
+    """The recipe's law, on data that is repeated beyond ``unique_tokens``."""
+    from shardwise.scaling.files import read_law
+    from shardwise.scaling.repetition import DataConstrained
+
+    law = read_law(recipe.law)
+    return law if unique_tokens is None else DataConstrained(law, unique_tokens)
 
 
 def _limit(flops: float | None, hours: float | None, tokens: float | None) -> Limit:
