@@ -159,7 +159,7 @@ def test_the_plan_survives_json() -> None:
     assert set(data["step"]) >= {"seconds", "tokens", "flops", "traffic_bytes", "mfu"}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_quick_prediction_is_the_full_one(stage: int) -> None:
     asked = recipe(model=DEEP)
     strategy = strategy_from({"precision": "bf16", "zero_stage": stage, "micro_batch_size": 8})

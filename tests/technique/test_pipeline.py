@@ -255,7 +255,7 @@ def test_activations_of_a_stage_are_those_of_its_micro_batches_in_flight() -> No
             assert of_blocks("gpipe", rank, count) == pytest.approx(count * one, rel=0.02)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=LONG), "1f1b", "interleaved"])
 def test_what_a_pass_leaves_is_what_one_micro_batch_more_holds(schedule: str) -> None:
     """To the byte, with ids and labels of one more: of the first stage, a middle one and the last.
 

@@ -30,7 +30,7 @@ from shardwise.train.metrics import MetricsFile
 from tests.harness.pool import Pool
 
 MODEL = {"layers": 2, "width": 24, "heads": 2, "kv_heads": 2, "ffn": 48, "vocab": 256, "context": 16}
-STEPS, WORLD = 40, 2
+STEPS, WORLD = 32, 2
 FAULT = 24
 """The position of the first bad batch."""
 
