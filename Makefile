@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tests start hundreds of processes; without byte code each of them compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-unit test-all torture rows check lint types docs benchmark benchmark-gpu clean
 
