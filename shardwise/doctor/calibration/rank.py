@@ -103,8 +103,8 @@ def _collectives(found: MeasuredSpeeds, device: torch.device) -> MeasuredSpeeds:
     around, waiting = dict[str, float](), dict[str, float]()
     for axis, settings in AXES.items():
         given = {key: world if value == _WHOLE else value for key, value in settings.items()}
-        steps = [timed_step(model, 64, 2, given, device, PLAIN_STEPS) for model in (TINY, WIDE)]
-        around[axis], waiting[axis] = around_collectives(*steps, found, axis)
+        small, large = (timed_step(model, 64, 2, given, device, PLAIN_STEPS) for model in (TINY, WIDE))
+        around[axis], waiting[axis] = around_collectives(small, large, found, axis)
     return replace(found, around=around, waiting=waiting)
 
 
