@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ import counted
 import published
 
 from shardwise.core.cost import Kernel, StepCost
+from shardwise.hardware.profiles import PROFILES
 
 ROWS, LEFT_OUT = published.read("published_runs.csv")
 
@@ -68,3 +70,18 @@ def test_a_factor_is_that_of_most_runs() -> None:
 def test_a_run_that_its_source_shows_much_faster_is_dropped() -> None:
     assert calibrate.repeated([case(19.0), case(89.0), case(20.0)]) == {1}
     assert calibrate.repeated([case(19.0), case(89.0, micro_batch=2 * ROWS[0].micro_batch)]) == set()
+
+
+def test_profiles_have_the_constants_of_the_committed_fit() -> None:
+    fit = json.loads(calibrate.RESULTS.read_text(encoding="utf-8"))["constants"]
+    h100, wide, a100 = (PROFILES[name] for name in ("H100-80GB", "H100-96GB", "A100-80GB"))
+    assert {
+        "efficiency.matmul, H100-80GB and H200": h100.efficiency.matmul,
+        "efficiency.matmul, H100-96GB": wide.efficiency.matmul,
+        "efficiency.matmul, A100": a100.efficiency.matmul,
+        "efficiency.attention, H100": h100.efficiency.attention,
+        "efficiency.attention, A100": a100.efficiency.attention,
+        "launch.kernel_seconds": h100.launch.kernel,
+        "overlap.interference": h100.interference,
+        "tiles.inner": h100.tiles.inner,
+    } == pytest.approx(fit, rel=0.05)
