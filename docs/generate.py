@@ -604,6 +604,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "exclusions": exclusions,
     "further-rules": further_rules,
     "ladder": ladder,
+    "choices": partial(measured, "choices"),
     "lora": partial(measured, "lora"),
     "qlora-start": partial(measured, "qlora-start"),
     "quantization": partial(measured, "quantization"),
