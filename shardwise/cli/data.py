@@ -30,8 +30,8 @@ def command(
     """Show the training data: the format found, counts, and samples with trained tokens coloured."""
     from rich.console import Console
 
+    from shardwise.core.cache_folder import default_root
     from shardwise.core.errors import RecipeError
-    from shardwise.data.cache import default_root
     from shardwise.data.text import open_tokens, tokenizer_of
 
     asked, _ = read(recipe, overrides or [])

@@ -9,7 +9,7 @@ FLOPs count a multiply-add as two, and only matmuls, convolutions and attention.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,14 @@ class StepCost:
         )
 
 
-Counted = TypeVar("Counted", Kernel, Collective, Transfer)
+Counted: TypeAlias = Kernel | Collective | Transfer
+"""What a dry run counts."""
+
+Kind = TypeVar("Kind", Kernel, Collective, Transfer)
 
 
-def _more_calls(shallow: tuple[Counted, ...], deep: tuple[Counted, ...], blocks: int) -> tuple[Counted, ...]:
-    calls: dict[Counted, int] = {}
+def _more_calls(shallow: tuple[Kind, ...], deep: tuple[Kind, ...], blocks: int) -> tuple[Kind, ...]:
+    calls: dict[Kind, int] = {}
     for counted, factor in ((shallow, 1 - blocks), (deep, blocks)):
         for each in counted:
             key = replace(each, calls=0)

@@ -126,20 +126,6 @@ class TokenCache:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def default_root() -> Path:
-    """The folder of all caches: $SHARDWISE_CACHE, else ~/.cache/shardwise."""
-    if chosen := os.environ.get("SHARDWISE_CACHE"):
-        return Path(chosen).expanduser()
-    try:
-        return Path.home() / ".cache" / "shardwise"
-    except RuntimeError:
-        raise ResourceError(
-            "no place for the token cache",
-            why="this user has no home folder",
-            fix="set SHARDWISE_CACHE to a folder",
-        ) from None
-
-
 def open_cache(source: Source, tokenizer: Tokenizer, root: Path, verify: bool = False) -> TokenCache:
     """The cache of `source` and `tokenizer` below `root`; built if it does not exist.
 

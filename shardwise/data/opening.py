@@ -10,9 +10,9 @@ from typing import Any
 import xxhash
 from torch.utils.data import Dataset
 
+from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError
 from shardwise.data.batches import Data
-from shardwise.data.cache import default_root
 from shardwise.data.masking import Masking
 from shardwise.data.samples import (
     DatasetSamples,

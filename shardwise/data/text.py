@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError
-from shardwise.data.cache import TokenCache, default_root, open_cache
+from shardwise.data.cache import TokenCache, open_cache
 from shardwise.data.encoding import Encoder
 from shardwise.data.example_cache import open_example_cache
 from shardwise.data.examples import Divided, Sequences, divide

@@ -10,6 +10,7 @@ model with activation checkpointing that changed the counted memory by 31 %.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,4 +60,10 @@ class RunningModule:
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 node: Any = tensor.grad_fn
-                node.metadata.setdefault(_KEY, name)
+                if _KEY not in node.metadata:
+                    node.metadata[_KEY] = name
+                    # Not every node allocates, or runs an operation at all: an addition passes gradients on.
+                    node.register_prehook(partial(self._backward_of, name))
+
+    def _backward_of(self, name: str, gradients: Any) -> None:
+        self._last_in_backward = name

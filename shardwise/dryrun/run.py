@@ -19,6 +19,7 @@ from shardwise.core.ledger import Ledger, Peak
 from shardwise.core.strategy import Strategy
 from shardwise.dryrun.counting import dtype_name
 from shardwise.dryrun.modules import RunningModule
+from shardwise.dryrun.moments import MemoryMoments, moments
 from shardwise.dryrun.reading import Sample, ledger_at, peaks, timeline
 from shardwise.dryrun.replay import Replay, Trace
 from shardwise.dryrun.tally import Tally
@@ -63,6 +64,7 @@ class DryRun:
         depth: blocks of the whole model, or of each of this rank's stages; None where that varies.
         place: this rank's place on an axis whose ranks hold different blocks, if there is one.
         pass_bytes: with a place, activations that the first micro-batch's forward pass leaves for its backward pass.
+        moments: memory at every moment, where it was asked for.
         host: the peak of this rank's host memory, if it is separate from device memory.
         disk_bytes: what this rank reserves on a disk.
         saved_bytes: what this rank writes of a checkpoint.
@@ -86,6 +88,7 @@ class DryRun:
     depth: int | None = None
     place: Place | None = None
     pass_bytes: int = 0
+    moments: MemoryMoments | None = None
 
     @property
     def peak(self) -> Peak:
@@ -106,21 +109,21 @@ def dry_run(
     depth: int | None = None,
     reduced: Reduced = WHOLE_STEP,
     history: bool = True,
+    with_moments: bool = False,
 ) -> DryRun:
     """Run one optimizer step as ``rank`` without allocating anything.
 
     Args:
         depth: number of blocks instead of the model's own.
         reduced: run less than a whole step. The default runs enough micro-batches to reach the peak of all.
-        history: whether to compute the timeline and replay the allocator.
+        history, with_moments: whether to replay the allocator, and to name the memory at every moment.
     """
     world_size = cluster.world_size
     count = micro_batches(strategy, layout_of(strategy, world_size), recipe.batch_size)
     target = TARGETS[cluster.device.kind]
     with fake_world(rank, world_size), separate_host_memory(not target.is_host):
         site = assemble(recipe, blueprint, strategy, world_size, "cpu", depth)
-        place = site.options.place
-        if place is not None:
+        if (place := site.options.place) is not None:
             site.options.place = place = place.reduced(reduced)
         elements, even = weights_in(site.view.model), _even(site)
         modules = RunningModule(site.view.model)
@@ -149,12 +152,12 @@ def dry_run(
         hints=site.hints,
         host=max(peaks(tracker, start, on_host=True).values(), key=lambda peak: peak.bytes).ledger,
         disk_bytes=tracker.disk_bytes,
-        saved_bytes=_saved_bytes(run, world_size // (1 if place is None else place.ranks))
-        + tracker.disk_bytes,
+        saved_bytes=tracker.disk_bytes + _saved_bytes(run, world_size // (place.ranks if place else 1)),
         communicators=len(tracker.groups),
         depth=blueprint.depth if place is None else place.depth,
         place=place,
         pass_bytes=_pass_bytes(tracker, entries) if place is not None and history else 0,
+        moments=moments(tracker, start, depth) if with_moments else None,
     )
 
 

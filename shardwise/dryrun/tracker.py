@@ -16,7 +16,7 @@ times the unsharded model. This tracker ignores operations during propagation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.core.cost import Kernel, Transfer
+from shardwise.core.cost import Collective, Counted, Kernel, Transfer
 from shardwise.dryrun.counting import collective_of, group_of, kernels_of
 from shardwise.dryrun.tally import Tally
 from shardwise.engine.phase import current_micro_batch, current_phase
@@ -78,6 +78,7 @@ class Allocation:
     stream: int
     died: int | None = None
     on_host: bool = False
+    micro_batch: int | None = None
 
 
 @dataclass(eq=False)
@@ -118,6 +119,7 @@ class Tracker(DispatchMode):
         self.workspaces: list[tuple[int, int]] = []  # of collectives: (time, bytes), freed at once
         self.phases: list[tuple[int, str]] = []  # (time, phase) at every change
         self.tallies: dict[int | None, Tally] = {}  # by micro-batch; None: the rest of the step
+        self.calls: list[tuple[int | None, Counted]] = []  # what the tallies count, in order
         self.now = 0
         self.counting_costs = False
         self.disk_bytes = 0
@@ -174,6 +176,7 @@ class Tracker(DispatchMode):
             self._origins[key],
             self._stream(),
             on_host=on_host,
+            micro_batch=current_micro_batch(),
         )
         self.allocations.append(allocation)
         self._living[key] = allocation
@@ -253,18 +256,18 @@ class Tracker(DispatchMode):
             self.disk_bytes += args[-1]
         elif self.counting_costs:
             way = name.removeprefix("shardwise::")
-            self.tally.transfers[Transfer(current_phase(), way, 0, bytes_of(args[:1]))] += 1
+            self._spend(transfers=[Transfer(current_phase(), way, 0, bytes_of(args[:1]))])
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count device kernels, host kernels, or copies between host and device memory."""
-        kernels: Iterable[Kernel] = kernels_of(current_phase(), func, args, kwargs, out)
+        kernels: Sequence[Kernel] = kernels_of(current_phase(), func, args, kwargs, out)
         if kernels and self._uses_host:
             kernels = self._placed(kernels, func.name(), args, kwargs, out)
-        self.tally.kernels.update(kernels)
+        self._spend(kernels=kernels)
 
     def _placed(
-        self, kernels: Iterable[Kernel], name: str, args: Any, kwargs: Any, out: Any
-    ) -> Iterable[Kernel]:
+        self, kernels: Sequence[Kernel], name: str, args: Any, kwargs: Any, out: Any
+    ) -> Sequence[Kernel]:
         """The kernels, marked where they run on the host; a copy between the memories is counted instead."""
         # The written tensor comes first: the result, or the argument changed in place.
         seen = out if name.startswith(_TEMPLATED) else (out, args, kwargs)
@@ -275,7 +278,7 @@ class Tracker(DispatchMode):
             way = "to_host" if self._on_host(tensors[0]) else "to_device"
             pairs = zip(*args[:2], strict=True) if name.startswith("aten::_foreach") else [args[:2]]
             sizes = [bytes_of(pair[:1]) for pair in pairs]
-            self.tally.transfers.update(Transfer(current_phase(), way, 0, size) for size in sizes)
+            self._spend(transfers=[Transfer(current_phase(), way, 0, size) for size in sizes])
             if any(self._keeps_activations(t) for t in tensors):
                 self.tag((t for t in tensors if not self._on_host(t)), "activations")
             return ()
@@ -284,6 +287,20 @@ class Tracker(DispatchMode):
                 return ()  # a host allocation writes nothing
             return [replace(kernel, on_host=True) for kernel in kernels]
         return kernels
+
+    def _spend(
+        self,
+        kernels: Sequence[Kernel] = (),
+        collectives: Sequence[Collective] = (),
+        transfers: Sequence[Transfer] = (),
+    ) -> None:
+        """Count calls in the tally of the running micro-batch."""
+        tally, running = self.tally, current_micro_batch()
+        tally.kernels.update(kernels)
+        tally.collectives.update(collectives)
+        tally.transfers.update(transfers)
+        calls: list[Counted] = [*kernels, *collectives, *transfers]
+        self.calls += [(running, call) for call in calls]
 
     def _on_host(self, tensor: Tensor) -> bool:
         living = self._living.get(storage_key(tensor.untyped_storage()))
@@ -321,7 +338,7 @@ class Tracker(DispatchMode):
         size = self._workspace(collective.kind, collective.bytes)
         self.workspaces.append((self._tick(), size))
         if self.counting_costs:
-            self.tally.collectives[collective] += 1
+            self._spend(collectives=[collective])
 
     # -- entering and leaving -----------------------------------------------------------------------
 

@@ -35,11 +35,13 @@ from shardwise.dryrun.run import WHOLE_STEP, DryRun, dry_run
 from shardwise.hardware.allocator_options import VARIABLES, AllocatorOptions, options_in
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
+from shardwise.plan.compose import CountComposer, NotComposable
 from shardwise.plan.phase_times import phase_times
 from shardwise.plan.timing import mfu, step_time
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import has_stages, layout_of, micro_batches
 from shardwise.technique.place import Place, Reduced
+from shardwise.technique.site import PlanHints
 
 SHALLOW = 2
 """Blocks of the shallower model: prefetching needs a neighbour. Models of up to SHALLOW + 2 run whole."""
@@ -116,20 +118,22 @@ def predict(
     rank: int = 0,
     quick: bool = False,
     budget: int | None = None,
+    composer: CountComposer | None = None,
 ) -> Prediction:
     """Dry-run ``rank`` and say what it needs.
 
     Args:
         quick: extrapolate over identical blocks where that can be done.
+        composer: composes quick predictions where it can.
         budget: bytes of the device that may be used; its capacity when not given.
     """
-    counts = (_quick if quick else _full)(recipe, blueprint, strategy, cluster, rank)
+    arguments = (recipe, blueprint, strategy, cluster, rank)
+    counts = _quick(*arguments, composer) if quick else _full(*arguments)
     cost, run = counts.cost, counts.run
     layout = layout_of(strategy, cluster.world_size)
     worst = max(counts.peaks.values(), key=lambda peak: peak.bytes)
     overhead = cluster.device.overhead
-    seen = overhead.workspace_bytes
-    unseen = overhead.outside_allocator(run.communicators)
+    seen, unseen = overhead.workspace_bytes, overhead.outside_allocator(run.communicators)
     room = (cluster.capacity_bytes if budget is None else budget) - unseen
     reserved, limited, expanded = _reserved(counts, worst.bytes + seen, room, options_in(cluster.device.kind))
     fragmentation = max(0, reserved - worst.bytes - seen)
@@ -205,13 +209,50 @@ class _Counts:
     whole: bool
 
 
+def _composed(
+    composer: CountComposer, strategy: Strategy, recipe: Recipe, cluster: Cluster, rank: int
+) -> _Counts | None:
+    """The counts as they follow from dry runs of other strategies; None where they do not."""
+    layout = layout_of(strategy, cluster.world_size)
+    if has_stages(layout):
+        return None
+    try:
+        found = composer.composed(strategy, micro_batches(strategy, layout, recipe.batch_size))
+    except NotComposable:
+        return None
+    peaks = {found.peak.phase: found.peak}
+    run = DryRun(
+        rank,
+        peaks,
+        found.cost,
+        (),
+        found.parameters,
+        found.even,
+        found.compute_dtype,
+        hints=PlanHints(notes=list(found.notes)),
+        host=found.host,
+        disk_bytes=found.disk_bytes,
+        communicators=found.communicators,
+    )
+    return _Counts(peaks, found.host, found.disk_bytes, 0, found.cost, found.parameters, run, whole=False)
+
+
 def _full(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
     run = dry_run(recipe, blueprint, strategy, cluster, rank=rank)
     reserved = run.replay.reserved if run.replay is not None else 0
     return _Counts(run.peaks, run.host, run.disk_bytes, reserved, run.cost, run.parameters, run, whole=True)
 
 
-def _quick(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
+def _quick(
+    recipe: Recipe,
+    blueprint: Blueprint,
+    strategy: Strategy,
+    cluster: Cluster,
+    rank: int,
+    composer: CountComposer | None,
+) -> _Counts:
+    if composer is not None and (found := _composed(composer, strategy, recipe, cluster, rank)) is not None:
+        return found
     layout = layout_of(strategy, cluster.world_size)
     count = micro_batches(strategy, layout, recipe.batch_size)
     depth, shallow = blueprint.depth, SHALLOW

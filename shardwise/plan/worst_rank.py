@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from shardwise.core.plan import StepEstimate
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
+from shardwise.plan.compose import CountComposer
 from shardwise.plan.predict import Prediction, predict
 from shardwise.plan.timing import PASSES, step_time
 from shardwise.recipe.sections import Recipe
@@ -36,20 +38,23 @@ def predict_worst(
     budget: int | None = None,
     ranks: Sequence[int] | None = None,
     seen: dict[tuple[Strategy, int], Prediction] | None = None,
+    composer: CountComposer | None = None,
 ) -> Prediction:
     """The prediction of the rank that needs most.
 
     Args:
         ranks: the only ones to look at, where they are given.
         seen: quick predictions that have been made, and are not made again; new ones are added.
+        composer: composes quick predictions where it can.
     """
     seen = {} if seen is None else seen
+    predicted = partial(predict, recipe, blueprint, strategy, cluster, budget=budget, composer=composer)
 
     def of(rank: int, quick: bool) -> Prediction:
         known = seen.get((strategy, rank))
         if known is not None and (quick or known.whole):
             return known
-        found = predict(recipe, blueprint, strategy, cluster, rank=rank, quick=quick, budget=budget)
+        found = predicted(rank=rank, quick=quick)
         if quick:
             seen[strategy, rank] = found
         return found
@@ -59,8 +64,7 @@ def predict_worst(
     look = quick or (not small and has_stages(layout))
     known = {rank: of(rank, look) for rank in (ranks or [0])}
     first = next(iter(known.values()))
-    place = first.run.place
-    if place is None:
+    if (place := first.run.place) is None:
         return first
     stride = layout.stride(place.axis)
     if ranks is None and not (quick and budget is not None and first.sum_bytes > budget):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.cli.main import run
-from shardwise.data.cache import default_root
+from shardwise.core.cache_folder import default_root
 from shardwise.model.hf import HuggingFaceModel
 from tests.export.test_export_run import LLAMA, leave_run
 from tests.harness.commands import Shell

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import xxhash
 
+from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError, ResourceError
-from shardwise.data.cache import TokenCache, default_root, open_cache
+from shardwise.data.cache import TokenCache, open_cache
 from shardwise.data.readers import TextPiece
 from shardwise.data.sources import Source, open_source
 from shardwise.data.tokenizer import open_tokenizer

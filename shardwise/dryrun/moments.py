@@ -1,0 +1,135 @@
+"""Memory of a step at every moment that can be its peak, under names that dry runs of other settings share.
+
+A moment is right after an allocation, or after the last free before the next one. It is named by the phase, the module
+(its block numbered from the first or, in the second half, from the last) and the operation of the allocation, and how
+often that operation ran there before. Dry runs with other depths, micro-batches or shards have moments of the same
+names, so their memory can be compared moment by moment (plan/compose.py). In the clip and
+the optimizer phase an operation is counted from the last one, because a list of all parameters holds most at its end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.core.cost import Counted
+from shardwise.core.ledger import Ledger
+from shardwise.dryrun.reading import category
+from shardwise.dryrun.tracker import Allocation, Tracker
+
+ROWS: tuple[str, ...] = tuple(field.name for field in fields(Ledger))
+_FREED = " freed"
+START = "start"
+"""The name of the moment before the step."""
+
+_BLOCK = re.compile(r"(?<=\.)\d+")
+
+Bytes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MemoryMoments:
+    """Device memory of one rank, moment by moment, and what it calls.
+
+    Attributes:
+        names: of the moments, in order.
+        passes: the micro-batch of each moment; -1 outside of micro-batches.
+        bytes: [moment, row of the ledger], without the step's samples.
+        calls: kernels, collectives and transfers of the step in order, each with its micro-batch.
+    """
+
+    names: tuple[str, ...]
+    passes: npt.NDArray[np.int64]
+    bytes: Bytes
+    calls: tuple[tuple[int | None, Counted], ...]
+
+
+def moments(tracker: Tracker, since: int, depth: int | None) -> MemoryMoments:
+    """The moments of a step that began at ``since``, of a model of ``depth`` blocks."""
+    held = [a for a in tracker.allocations if not a.on_host]
+    levels = _levels(held, tracker)
+    _take_samples_out(levels, held, since, tracker)
+    born = {a.born: a for a in held if a.born > since}
+    freed = {a.died for a in held if a.died is not None}
+    sizes = dict(tracker.workspaces)
+    places = _places(born, depth)
+    names, passes, times, latest = [START], [-1], [since], -1
+    for time in sorted({time for time in (*born, *freed, *sizes) if time > since}):
+        if time in born:
+            running = born[time].micro_batch
+            latest = -1 if running is None else running
+            name = places[time]
+        elif time in freed:
+            if names[-1].endswith(_FREED):
+                times[-1] = time
+                continue
+            name = f"{names[-1]}{_FREED}"
+        else:
+            name = f"{names[-1]} sent"
+        names.append(name)
+        passes.append(latest)
+        times.append(time)
+    bytes_ = levels[times]
+    bytes_[:, ROWS.index("communication")] += [sizes.get(time, 0) for time in times]
+    return MemoryMoments(tuple(names), np.array(passes), bytes_, tuple(tracker.calls))
+
+
+def _levels(held: list[Allocation], tracker: Tracker) -> Bytes:
+    """Bytes by row of the ledger at every time."""
+    changes = np.zeros((tracker.now + 2, len(ROWS)), dtype=np.int64)
+    rows = [ROWS.index(category(a, tracker)) for a in held]
+    sizes = np.array([a.size for a in held])
+    np.add.at(changes, ([a.born for a in held], rows), sizes)
+    freed = [(i, a.died) for i, a in enumerate(held) if a.died is not None]
+    np.add.at(
+        changes, ([died for _, died in freed], [rows[i] for i, _ in freed]), -sizes[[i for i, _ in freed]]
+    )
+    return changes.cumsum(axis=0)
+
+
+def _take_samples_out(levels: Bytes, held: list[Allocation], since: int, tracker: Tracker) -> None:
+    """A step's samples are as many as the batch is large, whatever the micro-batch."""
+    for allocation in held:
+        if allocation.born <= since and "activations" in allocation.origin.tags:
+            until = tracker.now + 2 if allocation.died is None else allocation.died
+            levels[allocation.born : until, ROWS.index("activations")] -= allocation.size
+
+
+def _places(born: dict[int, Allocation], depth: int | None) -> dict[int, str]:
+    """The name of every allocation by its time."""
+    places = {
+        time: (a.micro_batch, f"{a.phase}|{numbered(a.where, depth)}|{_operation(a)}")
+        for time, a in born.items()
+    }
+    totals = Counter(places.values())
+    seen: Counter[tuple[int | None, str]] = Counter()
+    names = {}
+    for time in sorted(places):
+        place = places[time]
+        listed = born[time].phase in ("clip", "optimizer")
+        count = seen[place] - totals[place] if listed else seen[place]
+        names[time] = f"{place[1]}|{count}"
+        seen[place] += 1
+    return names
+
+
+def _operation(allocation: Allocation) -> str:
+    """The operation, apart from the same one of a recomputation."""
+    again = allocation.phase == "backward" and allocation.grad_enabled
+    return f"{allocation.operation} again" if again else allocation.operation
+
+
+def numbered(where: str, depth: int | None) -> str:
+    """The module with its block numbered from the last, which is -1, if it is in the second half."""
+    if depth is None:
+        return where
+    return _BLOCK.sub(lambda m: m[0] if 2 * int(m[0]) < depth else str(int(m[0]) - depth), where, count=1)
+
+
+def unnumbered(where: str, depth: int) -> str:
+    """The module's own name in a model of ``depth`` blocks."""
+    return re.sub(r"(?<=\.)-\d+", lambda m: str(int(m[0]) + depth), where, count=1)

@@ -1,0 +1,147 @@
+"""Composed counts are those of a full dry run: memory and time of random strategies, and where composing refuses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shardwise.core.strategy import Strategy
+from shardwise.dryrun.run import dry_run
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.plan import compose_corner
+from shardwise.plan.compose import Composed, NotComposable
+from shardwise.plan.predictor import Predictor
+from shardwise.plan.timing import step_time
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import (
+    SETTINGS,
+    broken_rules,
+    layout_of,
+    micro_batches,
+    refuse_unsupported,
+    strategy_from,
+)
+
+MODEL = {"layers": 6, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 256, "context": 64}
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "precision": ("bf16", "bf16", "fp32", "fp16"),
+    "zero_stage": (0, 1, 2, 3),
+    "replicate": (1, 1, 2),
+    "tensor_parallel": (1, 1, 2),
+    "tensor_sequence_parallel": ("none", "none", "gathered", "regathered"),
+    "sequence_parallel": (1, 1, 1, 2),
+    "sequence_method": ("ulysses", "ring"),
+    "activation_checkpointing": ("none", "selective", "full", "every:2", "budget:0.4"),
+    "loss": ("logits", "chunked"),
+    "offload": ("none", "none", "activations", "optimizer", "optimizer+parameters", "activations+optimizer"),
+    "micro_batch_size": (1, 2, 3, 4, 8),
+}
+
+
+def recipe(batch_size: int = 32, **cluster: Any) -> Recipe:
+    values = {
+        "model": MODEL,
+        "data": {"sequence_length": 64},
+        "steps": 2,
+        "batch_size": batch_size,
+        "cluster": cluster or {"preset": "4xA100-80GB"},
+    }
+    return recipe_of(values, SETTINGS)
+
+
+def predictor(asked: Recipe) -> Predictor:
+    return Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+
+
+def composed(predictor: Predictor, strategy: Strategy) -> Composed:
+    layout = layout_of(strategy, predictor.cluster.world_size)
+    assert predictor.composer is not None
+    return predictor.composer.composed(strategy, micro_batches(strategy, layout, predictor.recipe.batch_size))
+
+
+def differs(predictor: Predictor, strategy: Strategy) -> tuple[float, float]:
+    """By which shares the composed memory and time of a strategy differ from those of its full dry run."""
+    found = composed(predictor, strategy)
+    full = dry_run(predictor.recipe, predictor.blueprint, strategy, predictor.cluster, history=False)
+    layout = layout_of(strategy, predictor.cluster.world_size)
+    times = [step_time(each.cost, layout, predictor.cluster).seconds for each in (found, full)]
+    assert found.cost.flops == full.cost.flops
+    return found.peak.bytes / full.peak.bytes - 1, times[0] / times[1] - 1
+
+
+def drawn(seed: int, asked: Recipe) -> Iterator[Strategy]:
+    """Random strategies that break no rule."""
+    choose, cluster = random.Random(seed), cluster_of(asked.cluster)
+    while True:
+        strategy = strategy_from({key: choose.choice(values) for key, values in CHOICES.items()})
+        if not any(broken_rules(strategy, cluster.world_size, asked)):
+            refuse_unsupported(strategy.values, cluster.device, str)
+            yield strategy
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "values"),
+    [
+        (16, {"zero_stage": 3, "activation_checkpointing": "full", "micro_batch_size": 4}),
+        pytest.param(4, {"zero_stage": 1, "loss": "chunked"}, marks=pytest.mark.long),
+        pytest.param(
+            32,
+            {
+                "tensor_parallel": 2,
+                "tensor_sequence_parallel": "gathered",
+                "micro_batch_size": 2,
+                "zero_stage": 2,
+            },
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_composed_is_counted(batch_size: int, values: dict[str, Any]) -> None:
+    """Depth, micro-batch, recomputation and sharding in one strategy, none of whose own dry runs is made."""
+    asked = predictor(recipe(batch_size))
+    memory, time = differs(asked, strategy_from({"precision": "bf16", **values}))
+    assert abs(memory) < 0.02 and abs(time) < 0.02
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_random_strategies_are_composed_as_counted(seed: int) -> None:
+    """Ten strategies of one recipe for each seed. A ring with offloaded activations is the least exact."""
+    cluster = {"device": "cpu", "devices_per_node": 4} if seed % 5 == 4 else {"preset": "4xA100-80GB"}
+    asked = predictor(recipe(batch_size=(4, 8, 32, 48)[seed % 4], **cluster))
+    strategies = drawn(seed, asked.recipe)
+    off: dict[str, tuple[float, float]] = {}
+    for _ in range(10):
+        strategy = next(strategies)
+        try:
+            memory, time = differs(asked, strategy)
+        except NotComposable:
+            continue
+        if abs(memory) > 0.02 or abs(time) > 0.02:
+            off[str(strategy.differences(strategy_from({})))] = memory, time
+    assert not off
+
+
+def test_strategies_share_their_dry_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three micro-batches of two depths from five shallow dry runs."""
+    made: list[int | None] = []
+    run = compose_corner.dry_run
+    monkeypatch.setattr(
+        compose_corner, "dry_run", lambda *a, **how: made.append(how["depth"]) or run(*a, **how)
+    )
+    monkeypatch.setenv("SHARDWISE_CACHE", "/nonexistent")
+    asked = predictor(recipe(batch_size=4))
+    for size in (1, 2, 3):
+        composed(asked, strategy_from({"zero_stage": 3, "micro_batch_size": size}))
+    assert made == [4, 5, 4, 4, 5], "origin: two depths, two sizes; stage 3: two depths"
+
+
+def test_what_depends_on_the_depth_is_not_composed() -> None:
+    asked = predictor(recipe(batch_size=4))
+    with pytest.raises(NotComposable, match="depends on the depth"):
+        composed(asked, strategy_from({"activation_checkpointing": "sqrt"}))
