@@ -1,0 +1,68 @@
+"""Plans in files: a plan that was made before is read, in a second, without loading torch.
+
+A file is named by a hash of all that its plan depends on: the recipe without its data's place, the cluster, the
+allocator's settings, the code of this package, the version of torch, the processor. A model from a factory or from
+Hugging Face is planned anew: its code and files may change under the same name.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise.core.cache_folder import code_digest, default_root, key_of, store
+from shardwise.core.errors import DataError, ResourceError
+from shardwise.core.plan import Plan, read_plan
+from shardwise.hardware.allocator_options import options_in
+from shardwise.hardware.cluster import Cluster
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import AXIS_NAMES, SETTINGS
+
+FOLDER = "plans"
+log = logging.getLogger(__name__)
+
+
+def remembered(recipe: Recipe, cluster: Cluster, compare: bool, make: Callable[[], Plan]) -> Plan:
+    """The plan in the cache, else the one that ``make`` returns, which is then stored."""
+    path = None if recipe.model.factory or recipe.model.hf else _path(recipe, cluster, compare)
+    if path is None:
+        return make()
+    try:
+        return read_plan(path, SETTINGS, AXIS_NAMES)
+    except DataError as error:
+        log.debug("no stored plan: %s", error)
+    plan = make()
+    store(path, plan.to_json().encode())
+    return plan
+
+
+def _path(recipe: Recipe, cluster: Cluster, compare: bool) -> Path | None:
+    """The file of a plan; None where there is no place for caches."""
+    key = key_of(
+        [
+            recipe.model_dump_json(exclude={"seed": True, "data": {"source"}}),
+            cluster,
+            compare,
+            options_in(cluster.device.kind),
+            code_digest(),
+            importlib.metadata.version("torch"),
+            platform.machine(),
+            _processor(),
+        ]
+    )
+    try:
+        return default_root() / FOLDER / f"{key}.json"
+    except ResourceError:
+        return None
+
+
+def _processor() -> str:
+    """The processor's features, which decide in what digits its library computes; "" where they are not listed."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return ""

@@ -1,0 +1,85 @@
+"""Plans in files: the same plan without torch, and a new one wherever something differs or is damaged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.core.plan import Plan
+from shardwise.hardware.cluster import cluster_of
+from shardwise.jobs.plan_cache import FOLDER, remembered
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import SETTINGS
+from tests.harness.plans import small_plan
+
+MODEL = {"layers": 1, "width": 16, "heads": 2, "ffn": 32, "vocab": 256, "context": 16}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+
+
+def recipe(**changed: object) -> Recipe:
+    values = {"model": MODEL, "data": {"sequence_length": 16}, "steps": 2, "batch_size": 4}
+    return recipe_of({**values, **changed}, SETTINGS)
+
+
+def made(asked: Recipe, compare: bool = False) -> int:
+    """How many plans are made when this one is asked for."""
+    count: list[Plan] = []
+
+    def make() -> Plan:
+        count.append(small_plan())
+        return count[-1]
+
+    assert remembered(asked, cluster_of(asked.cluster), compare, make).as_dict() == small_plan().as_dict()
+    return len(count)
+
+
+def test_the_same_plan_is_made_once() -> None:
+    assert [made(recipe()), made(recipe()), made(recipe())] == [1, 0, 0]
+    assert made(recipe(data={"sequence_length": 16, "source": "elsewhere"})) == 0, "a plan reads no data"
+
+
+def test_what_differs_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert made(recipe()) == 1
+    assert made(recipe(), compare=True) == 1
+    assert made(recipe(batch_size=8)) == 1
+    assert made(recipe(cluster={"memory_gib": 1.0})) == 1
+    assert made(recipe(plan={"objective": "memory"})) == 1
+    monkeypatch.setattr("shardwise.jobs.plan_cache.code_digest", lambda: "another version")
+    assert made(recipe()) == 1
+
+
+def test_models_whose_files_may_change_are_planned_anew() -> None:
+    asked = recipe(model={"factory": "package.module:build"})
+    assert [made(asked), made(asked)] == [1, 1]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff\xfe"])
+def test_a_damaged_file_is_replaced(tmp_path: Path, content: bytes) -> None:
+    assert made(recipe()) == 1
+    (path,) = (tmp_path / FOLDER).glob("*.json")
+    path.write_bytes(content)
+    assert [made(recipe()), made(recipe())] == [1, 0]
+
+
+def test_a_folder_that_cannot_be_written_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_CACHE", "/proc/nowhere")
+    assert [made(recipe()), made(recipe())] == [1, 1]
+
+
+@pytest.mark.long
+def test_a_repeated_plan_loads_no_torch() -> None:
+    assert made(recipe()) == 1
+    code = (
+        "import sys; from tests.test_plan_cache import recipe, cluster_of;"
+        "from shardwise.jobs.planning import make_plan;"
+        "asked = recipe(); make_plan(asked, cluster_of(asked.cluster)); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
