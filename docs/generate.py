@@ -48,10 +48,10 @@ from shardwise.core.strategy import Setting
 from shardwise.core.units import format_bytes, format_count, format_rate, format_seconds
 from shardwise.hardware.device import DTYPES
 from shardwise.hardware.profiles import PROFILES
-from shardwise.recipe.load import SECTIONS
+from shardwise.recipe.load import SECTIONS, recipe_of
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import AdaptiveClipSpec, Recipe, ScalingSpec
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED, strategy_from
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED, Technique, case_of, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 from shardwise.technique.fit_advice import REMEDIES
 from tests import combinations as ways
@@ -91,6 +91,8 @@ def kind_of(schema: Mapping[str, Any]) -> str:
         return ", ".join(code(value) for value in schema.get("enum", [schema.get("const")]))
     if "prefixItems" in schema:
         return f"a list of {len(schema['prefixItems'])}, each {kind_of(schema['prefixItems'][0])}"
+    if schema.get("type") == "array" and "items" in schema:
+        return f"a list of {kind_of(schema['items'])}"
     words = {"string": "text", "boolean": "true or false", "object": "mapping"}
     return " ".join([words.get(kind := schema.get("type", "object"), kind), *_limits(schema)])
 
@@ -135,13 +137,25 @@ def values_of(setting: Setting[Any]) -> str:
     return {int: "integer", str: "text", bool: "true or false", float: "number"}[setting.kind] + least
 
 
+def tried(technique: Technique, setting: Setting[Any]) -> str:
+    """What the planner may choose on two nodes of eight devices, alone or with axes of two ranks."""
+    recipe = recipe_of({"model": {"preset": "llama-3-8b"}, "steps": 1, "batch_size": 16})
+    axes = ("pipeline_parallel", "tensor_parallel", "sequence_parallel")
+    strategies = [strategy_from(values) for values in ({}, {"zero_stage": 3}, dict.fromkeys(axes, 2))]
+    values = [v for s in strategies for v in technique.candidates(setting, case_of(s, 16, recipe, 8))]
+    words = ", ".join(code(value) for value in dict.fromkeys(values))
+    last = ", ".join(map(code, setting.last_resort))
+    return "; ".join(filter(None, [words, f"where nothing else fits: {last}" if last else ""]))
+
+
 def settings() -> str:
     def rows() -> Iterator[Sequence[object]]:
-        owned = [(setting, technique.name) for technique in ORDER for setting in technique.settings]
-        for setting, owner in [*owned, (MICRO_BATCH_SIZE, "the step")]:
-            tries = ", ".join(code(value) for value in setting.candidates)
-            if setting is MICRO_BATCH_SIZE:
-                tries = "the rank's share of the batch in 1, 2, 4, … passes"
+        owned = [(setting, technique) for technique in ORDER for setting in technique.settings]
+        for setting, technique in [*owned, (MICRO_BATCH_SIZE, None)]:
+            owner = "the step" if technique is None else technique.name
+            tries = "the rank's share of the batch in 1, 2, 4, … passes"
+            if technique is not None:
+                tries = tried(technique, setting)
             yield (
                 code(setting.key),
                 values_of(setting),
@@ -151,7 +165,9 @@ def settings() -> str:
                 setting.doc,
             )
 
-    return table(("key", "values", "default", "tried by the planner", "read by", "meaning"), rows())
+    return table(
+        ("key", "values", "default", "tried by the planner, on 2 × 8 devices", "read by", "meaning"), rows()
+    )
 
 
 def reserved() -> str:

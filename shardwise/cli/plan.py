@@ -62,9 +62,14 @@ def _plan(
     recipe: Path, overrides: list[str], as_json: bool, top: int | None, explain: bool, html: Path | None
 ) -> None:
     asked, cluster = read(recipe, overrides)
+    from rich.console import Console
+
     from shardwise.jobs.planning import make_plan, refuse_unfit
 
-    plan = make_plan(asked, cluster, compare=True)
+    with Console(stderr=True).status("planning") as status:  # shown in a terminal only
+        plan = make_plan(
+            asked, cluster, compare=True, progress=lambda line: status.update(f"planning: {line}")
+        )
     from shardwise.plan.fit_advice import advise  # loads torch
 
     advice = advise(asked, cluster) if explain or not plan.fits else None
@@ -76,8 +81,6 @@ def _plan(
         added |= {"standing": standing_values(stands)} if stands else {}
         print(json.dumps(plan.as_dict() | added, indent=1))
     else:
-        from rich.console import Console
-
         from shardwise.report.fit_advice import advice_table
         from shardwise.report.tables import plan_table
 

@@ -1,4 +1,4 @@
-"""The folder of what can be made again: token caches, counted dry runs, plans."""
+"""The folder of caches: tokens, counted dry runs, plans. All can be made again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def code_digest() -> str:
 
 
 def key_of(parts: Iterable[object]) -> str:
-    """A name for what depends on these parts, which must print all that they hold."""
+    """A name for a result that depends on these parts, which must print all that they hold."""
     return xxhash.xxh3_128_hexdigest("\n".join(map(str, parts)).encode())
 
 

@@ -135,6 +135,8 @@ class Setting(Generic[T]):
         maximum: the largest.
         candidates: what the planner may try when the recipe leaves the key out, cheapest in time first;
             () means that only the default is used.
+        last_resort: values that the planner tries only where nothing else fits, cheapest in time first.
+        ordered: whether a candidate never makes a step faster than those before it.
         compared: further values whose cost the plan shows but never chooses.
         note: why a value outside ``choices`` is refused, appended to the error.
         units: values that need a device with units for a dtype, as device profiles call it.
@@ -149,6 +151,8 @@ class Setting(Generic[T]):
     minimum: float | None = None
     maximum: float | None = None
     candidates: tuple[T, ...] = ()
+    last_resort: tuple[T, ...] = ()
+    ordered: bool = True
     compared: tuple[T, ...] = ()
     note: str = ""
     units: Mapping[T, str] = field(default_factory=dict)

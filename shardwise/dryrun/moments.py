@@ -118,7 +118,7 @@ def _places(born: dict[int, Allocation], depth: int | None) -> dict[int, str]:
 
 
 def _operation(allocation: Allocation) -> str:
-    """The operation, apart from the same one of a recomputation."""
+    """The operation; a recomputed one has another name."""
     again = allocation.phase == "backward" and allocation.grad_enabled
     return f"{allocation.operation} again" if again else allocation.operation
 

@@ -60,7 +60,7 @@ def _path(recipe: Recipe, cluster: Cluster, compare: bool) -> Path | None:
 
 
 def _processor() -> str:
-    """The processor's features, which decide in what digits its library computes; "" where they are not listed."""
+    """The processor's features, which decide how its library computes; "" where they are not listed."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             return next((line for line in lines if line.startswith(("flags", "Features"))), "")

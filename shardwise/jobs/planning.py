@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 from shardwise.checkpoint.manifest import committed
 from shardwise.core.errors import ResourceError
 from shardwise.core.plan import Plan
+from shardwise.core.progress import Progress, silent
 from shardwise.core.strategy import Strategy
 from shardwise.core.units import format_bytes
 from shardwise.hardware.allocator_options import VARIABLES, options_in
 from shardwise.hardware.cluster import Cluster
 from shardwise.hardware.profiles import PROFILES
+from shardwise.jobs.plan_cache import remembered
 from shardwise.recipe.sections import Recipe
 from shardwise.train.faults.oom_record import read_record
 
@@ -28,19 +30,30 @@ if TYPE_CHECKING:
     from shardwise.core.fit_advice import FitAdvice
 
 
-def make_plan(recipe: Recipe, cluster: Cluster, *, compare: bool = False) -> Plan:
-    """Plan a recipe; loads torch.
+def make_plan(
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    compare: bool = False,
+    progress: Progress = silent,
+) -> Plan:
+    """Plan a recipe; loads torch, unless the same was planned before.
 
     Args:
         compare: also predict the neighbours of the chosen strategy, which takes most of the time.
+        progress: called with a line now and then.
 
     Raises:
         RecipeError: the pinned strategy breaks a rule.
     """
-    from shardwise.model.open import blueprint_of
-    from shardwise.plan.search import plan_for
 
-    return plan_for(recipe, blueprint_of(recipe), cluster, compare=compare)
+    def make() -> Plan:
+        from shardwise.model.open import blueprint_of
+        from shardwise.plan.search import plan_for
+
+        return plan_for(recipe, blueprint_of(recipe), cluster, compare=compare, progress=progress)
+
+    return remembered(recipe, cluster, compare, make)
 
 
 def refuse_unfit(plan: Plan, remedies: FitAdvice | None = None) -> None:

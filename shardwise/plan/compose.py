@@ -254,7 +254,7 @@ class _Alignment:
     Attributes:
         shared: names of those that all forms have, in the same order.
         rows: where they are in each form.
-        only: by form, those that it has beside them: where they are, and the number of the shared moment next to each.
+        only: by form, the others that it has: where they are, and the number of the shared moment next to each.
     """
 
     shared: Sequence[str]
@@ -306,7 +306,7 @@ def _nearest(
     """The shared moment next to every moment that only one form has, or that the others have with the origin.
 
     It is the one before, unless only the one after is of the same block. A block that the other forms are too shallow
-    for is left out: it lies between two that they have.
+    for is left out: it is between two that they have.
     """
     names = list(index)
     after: dict[str, str] = {}

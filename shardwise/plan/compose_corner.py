@@ -1,4 +1,4 @@
-"""One corner of a composition: a shallow dry run, reduced to what can be stored and scaled.
+"""One corner of a composition: a shallow dry run, reduced to figures that can be stored and scaled.
 
 A corner is a function of the recipe's model, data and optimizer, of the strategy, of the kind and number of devices and
 of the code. It does not depend on the memory of a device, the batch size, or the number of steps.

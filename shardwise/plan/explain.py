@@ -43,10 +43,15 @@ def reasons(predictor: Predictor, chosen: Prediction) -> Iterator[str]:
         first = f"{failed[0].line}: {failed[0].reason}"
         yield f"{len(failed)} of the compared strategies could not be predicted, the first is {first}"
     pinned = predictor.recipe.strategy
-    free = [s.key for s in SETTINGS if s.key not in pinned and (s.candidates or s is MICRO_BATCH_SIZE)]
+    free = [
+        s.key
+        for s in SETTINGS
+        if s.key not in pinned and (s.candidates or s is MICRO_BATCH_SIZE or chosen.strategy[s] != s.default)
+    ]
     if free and chosen.peak.bytes <= predictor.budget_bytes:
+        by = {"time": "fastest", "memory": "smallest"}[predictor.recipe.plan.objective]
         size = "fastest" if _is_smaller_than_fits(predictor, chosen) else "largest"
-        yield f"chosen by the planner: {', '.join(free)}; the first that fits, plainest first, {size} micro-batch"
+        yield f"chosen by the planner: {', '.join(free)}; the {by} that fits, {size} micro-batch"
 
 
 def _is_smaller_than_fits(predictor: Predictor, chosen: Prediction) -> bool:

@@ -9,15 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.errors import one_line as printable
 from shardwise.core.plan import Candidate, PeakIs
+from shardwise.core.progress import Progress, silent
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.units import format_bytes
 from shardwise.dryrun.target import TARGETS
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint, batch_shapes
+from shardwise.plan.compose import SHALLOW, CountComposer
+from shardwise.plan.compose_cache import remembered
+from shardwise.plan.compose_corner import counted
 from shardwise.plan.lower_bound import least_state_bytes
 from shardwise.plan.predict import Prediction
 from shardwise.plan.worst_rank import predict_worst
@@ -47,14 +52,24 @@ class Predictor:
 
     Attributes:
         candidates: one per strategy that was predicted, or excluded by the lower bound.
+        progress: called with a line before every prediction.
     """
 
     recipe: Recipe
     blueprint: Blueprint
     cluster: Cluster
     candidates: dict[Strategy, Candidate] = field(default_factory=dict)
+    progress: Progress = silent
     _replayed: dict[Strategy, bool] = field(default_factory=dict)
     _quick: dict[tuple[Strategy, int], Prediction] = field(default_factory=dict)
+
+    @cached_property
+    def composer(self) -> CountComposer | None:
+        """Composes quick predictions from few dry runs; None for a model of no depth, or no deeper than those."""
+        if self.blueprint.depth is None or self.blueprint.depth <= SHALLOW:
+            return None
+        count = remembered(counted(self.recipe, self.blueprint, self.cluster), self.recipe, self.cluster)
+        return CountComposer(count, self.blueprint.depth, self._bytes_of_sample())
 
     @property
     def reserve(self) -> float:
@@ -88,8 +103,11 @@ class Predictor:
 
     def _sample_bytes(self, layout: Layout) -> int:
         """Bytes of a rank's samples, which lie on the device for a whole step."""
+        return self._share(layout) * self._bytes_of_sample()
+
+    def _bytes_of_sample(self) -> int:
         shapes = batch_shapes(self.blueprint, self.recipe.data).values()
-        return self._share(layout) * sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
     def micro_batch_sizes(self, strategy: Strategy) -> list[int]:
         """Micro-batch sizes to try, largest first: the rank's share of the batch in 1, 2, 4, ... passes.
@@ -121,6 +139,9 @@ class Predictor:
     def predict(self, strategy: Strategy, *, quick: bool, ranks: Sequence[int] | None = None) -> Prediction:
         """Predict the worst rank, or the worst of ``ranks``, and record the candidate with its verdict."""
         budget = self.budget_bytes
+        layout = layout_of(strategy, self.cluster.world_size)
+        line = one_line(strategy, layout, self.recipe.batch_size)
+        self.progress(f"{len(self.candidates)} strategies predicted; {'' if quick else 'dry run of '}{line}")
         found = self.worst(strategy, quick=quick, budget=budget, ranks=ranks)
         over = found.peak.bytes - budget
         verdict, reason = "fits", found.in_words()
@@ -160,6 +181,7 @@ class Predictor:
                 budget=budget,
                 ranks=ranks,
                 seen=self._quick,
+                composer=self.composer,
             )
         except RuntimeError as error:
             if "overflow" not in str(error):

@@ -23,7 +23,8 @@ from shardwise.core.strategy import Setting
 from shardwise.recipe.checks import contradictions
 from shardwise.recipe.error_messages import Complaint, explain, first_error, nearest, unknown_key
 from shardwise.recipe.overrides import overridden
-from shardwise.recipe.sections import Recipe, Section
+from shardwise.recipe.section import Section
+from shardwise.recipe.sections import Recipe
 from shardwise.recipe.yaml_source import (
     Document,
     KeyPath,

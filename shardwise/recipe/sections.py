@@ -3,15 +3,14 @@
 One pydantic model per section. Checks across keys are in ``checks.py``, reading a file is in ``load.py``.
 """
 
-import ast
-import inspect
 import math
 import re
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, model_validator
+from pydantic import BeforeValidator, Field, SkipValidation, model_validator
+
+from shardwise.recipe.section import Section
 
 Quantize: TypeAlias = Literal["none", "nf4", "int8"]
 Scalar: TypeAlias = str | int | float | bool | None
@@ -41,6 +40,11 @@ def _clip(value: object) -> object:
     return {"z": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+def _words(value: object) -> object:
+    """A list as a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _targets(value: object) -> object:
     """A keyword, a regular expression, or a list of names as a tuple. Raises ValueError for anything else."""
     names = value if isinstance(value, list | tuple) else [value]
@@ -67,29 +71,6 @@ def steps_of(share: float, steps: int) -> int:
     The product is first rounded to 6 decimals: 0.07 of 100 is 7, but a little more in binary.
     """
     return math.ceil(round(share * steps, 6)) if share < 1 else int(share)
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no coercion, no NaN or infinity."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-    @classmethod
-    def meanings(cls) -> dict[str, str]:
-        """The documentation of each key: the string below it, read from the source on request.
-
-        pydantic's ``use_attribute_docstrings`` reads it when a class is created, which takes an eighth of the time to
-        a first error.
-        """
-        (made,) = ast.parse(inspect.getsource(cls)).body
-        assert isinstance(made, ast.ClassDef)
-        return {
-            field.target.id: inspect.cleandoc(text.value.value)
-            for field, text in pairwise(made.body)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-            if isinstance(text.value.value, str)
-        }
 
 
 class ModelSpec(Section):
@@ -327,6 +308,16 @@ class CheckpointSpec(Section):
     newest. A run with checkpoints of its own resumes from those"""
 
 
+class PlanSpec(Section):
+    """What the planner chooses by."""
+
+    objective: Literal["time", "memory"] = "time"
+    """what the planner makes small among strategies that fit: the time of a step, or the memory of a device"""
+    allow: Annotated[tuple[Literal["fp8", "pipedream"], ...], BeforeValidator(_words)] = ()
+    """what the planner may choose although it changes the mathematics: fp8 (8-bit products, where precision is not
+    pinned to another), pipedream (stale weights)"""
+
+
 class EvaluationSpec(Section):
     """When the validation loss is measured, on the held-out data."""
 
@@ -371,6 +362,8 @@ class Recipe(Section):
     """the hardware"""
     strategy: Mapping[str, Any] = Field(default_factory=dict)
     """settings to pin; the planner chooses the others"""
+    plan: PlanSpec = PlanSpec()
+    """what the planner chooses by"""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """checkpoints"""
     evaluation: EvaluationSpec = EvaluationSpec()

@@ -21,7 +21,10 @@ from shardwise.recipe.sections import Recipe
 from shardwise.technique.activation_offload import ActivationOffload
 from shardwise.technique.adapter import Adapter
 from shardwise.technique.base import MICRO_BATCH_SIZE as MICRO_BATCH_SIZE
-from shardwise.technique.base import Axis, Dividing, Technique
+from shardwise.technique.base import PARTS as PARTS
+from shardwise.technique.base import STATES as STATES
+from shardwise.technique.base import Axis, Dividing
+from shardwise.technique.base import Technique as Technique
 from shardwise.technique.checkpointing import Checkpointing
 from shardwise.technique.chunked_loss import ChunkedLoss
 from shardwise.technique.fit_advice import REMEDIES as REMEDIES
@@ -95,13 +98,24 @@ def strategy_from(pinned: Mapping[str, object]) -> Strategy:
     return complete(pinned, SETTINGS)
 
 
-def broken_rules(strategy: Strategy, world_size: int, recipe: Recipe) -> Iterator[Violation]:
-    """What forbids this strategy on this many devices for this recipe."""
+def within(strategy: Strategy, part: str | None) -> Strategy:
+    """The strategy with the settings of all other parts of the step at their defaults; None for those of every part."""
+    values = {key: value for technique in ORDER for key, value in technique.within(strategy, part).items()}
+    return strategy.with_values(**values)
+
+
+def case_of(strategy: Strategy, world_size: int, recipe: Recipe, devices_per_node: int = 0) -> Case:
+    """What rules and candidates are asked about."""
     model_ranks = 1
     for technique in ORDER:
         for axis, degree in technique.degrees(strategy, world_size).items():
             model_ranks *= 1 if axis in DATA_AXES else degree
-    return violations(RULES, Case(strategy, world_size, recipe, model_ranks))
+    return Case(strategy, world_size, recipe, model_ranks, devices_per_node)
+
+
+def broken_rules(strategy: Strategy, world_size: int, recipe: Recipe) -> Iterator[Violation]:
+    """What forbids this strategy on this many devices for this recipe."""
+    return violations(RULES, case_of(strategy, world_size, recipe))
 
 
 def refuse_broken(recipe: Recipe, world_size: int, where: Callable[[str], str]) -> None:

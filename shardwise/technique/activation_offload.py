@@ -13,9 +13,11 @@ blocks (the embedding's result, the logits) stay: they are saved last and needed
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.technique.base import Wrapping
-from shardwise.technique.offload import OFFLOAD, parts
+from shardwise.technique.offload import OFFLOAD, of_part, parts
 from shardwise.technique.site import Site
 
 
@@ -24,6 +26,10 @@ class ActivationOffload(Wrapping):
 
     name = "activation_offload"
     settings = (OFFLOAD,)
+
+    def within(self, strategy: Strategy, part: str | None) -> Mapping[str, object]:
+        """The setting says where activations are and where states are: two parts."""
+        return {OFFLOAD.key: of_part(strategy, part)}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         return "activations offloaded" if "activations" in parts(strategy) else ""

@@ -13,7 +13,7 @@ import torch inside ``apply``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,6 +38,12 @@ MOST_RANKS = MOST_DEVICES
 """The largest degree of a mesh axis."""
 
 
+STATES, KEPT, LOSS_PART = "states", "activations", "loss"
+PARTS: tuple[str, ...] = (STATES, KEPT, LOSS_PART)
+"""Parts of a step: where weights, gradients and optimizer state are; what a block keeps for the backward pass; the
+loss. What techniques of two parts change adds up, so the planner counts each part alone (plan/compose.py)."""
+
+
 class Technique(ABC):
     """One way to save memory or to use more devices. Has no state of its own.
 
@@ -46,16 +52,27 @@ class Technique(ABC):
         settings: the keys of the ``strategy:`` section that it declares.
         rules: what cannot be combined with it, as data, with the reason in words.
         rounds: whether its settings decide in which digits a step computes, and not how it is divided.
+        part: the part of the step that it changes, one of PARTS; "" where it changes what other parts hold, too.
     """
 
     name: ClassVar[str]
     rounds: ClassVar[bool] = False
+    part: ClassVar[str] = ""
     settings: ClassVar[tuple[Setting[Any], ...]] = ()
     rules: ClassVar[tuple[Rule, ...]] = ()
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         """Its part of the one-line form of the strategy; "" when it is off."""
         return ""
+
+    def within(self, strategy: Strategy, part: str | None) -> Mapping[str, object]:
+        """Its settings, at their defaults unless it changes ``part``, or all parts."""
+        kept = self.part in ("", part)
+        return {s.key: strategy[s] if kept else s.default for s in self.settings}
+
+    def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
+        """What the planner may choose for a setting, where those before it are chosen; nothing for the default."""
+        return setting.candidates
 
     def degrees(self, strategy: Strategy, left: int) -> Mapping[str, int]:
         """Degrees of the mesh axes that it takes, out of the ``left`` devices that techniques before it leave."""
@@ -101,6 +118,12 @@ class Dividing(Technique):
 
     @abstractmethod
     def degrees(self, strategy: Strategy, left: int) -> Mapping[str, int]: ...
+
+
+def divisors(number: int, most: int | None = None) -> Sequence[int]:
+    """What divides a number of ranks, up to ``most``: candidates of a degree."""
+    limit = number if most is None else min(number, most)
+    return [degree for degree in range(1, limit + 1) if number % degree == 0]
 
 
 def divides_world(setting: Setting[int]) -> Rule:

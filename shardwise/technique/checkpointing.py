@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.core.strategy import Form, Layout, Setting, Strategy
-from shardwise.technique.base import Wrapping
+from shardwise.technique.base import KEPT, Wrapping
 from shardwise.technique.site import Site
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Checkpointing(Wrapping):
     """Wraps blocks so that the backward pass recomputes them."""
 
     name = "checkpointing"
+    part = KEPT
     settings = (ACTIVATION_CHECKPOINTING,)
 
     def label(self, strategy: Strategy, layout: Layout) -> str:

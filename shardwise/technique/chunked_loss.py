@@ -8,7 +8,7 @@ because it replaces a module.
 from __future__ import annotations
 
 from shardwise.core.strategy import Layout, Setting, Strategy
-from shardwise.technique.base import Wrapping
+from shardwise.technique.base import LOSS_PART, Wrapping
 from shardwise.technique.site import Site
 
 LOSS: Setting[str] = Setting(
@@ -16,7 +16,7 @@ LOSS: Setting[str] = Setting(
     default="logits",
     doc="cross-entropy from all logits at once (logits), or fused with the output head, one chunk at a time (chunked)",
     choices=("logits", "chunked"),
-    compared=("logits", "chunked"),
+    candidates=("logits", "chunked"),
 )
 
 
@@ -24,6 +24,7 @@ class ChunkedLoss(Wrapping):
     """Puts a LossHead in the place of the model's output layer."""
 
     name = "loss"
+    part = LOSS_PART
     settings = (LOSS,)
 
     def label(self, strategy: Strategy, layout: Layout) -> str:

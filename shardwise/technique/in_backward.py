@@ -12,7 +12,7 @@ is done instead).
 from __future__ import annotations
 
 from shardwise.core.strategy import Layout, Setting, Strategy
-from shardwise.technique.base import Wrapping
+from shardwise.technique.base import STATES, Wrapping
 from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
@@ -53,6 +53,7 @@ class InBackward(Wrapping):
     """Has the engine update parameters within the backward pass."""
 
     name = "in_backward"
+    part = STATES
     settings = (OPTIMIZER_IN_BACKWARD,)
     rules = RULES
 

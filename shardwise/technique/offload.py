@@ -8,6 +8,7 @@ price is that the closed set of values lists every combination.
 from __future__ import annotations
 
 from shardwise.core.strategy import FolderForm, Setting, Strategy
+from shardwise.technique.base import KEPT, STATES
 
 NVME: tuple[FolderForm, ...] = tuple(
     FolderForm("+".join((*parts, "nvme")))
@@ -28,6 +29,7 @@ OFFLOAD: Setting[str] = Setting(
         "activations+optimizer",
         "activations+optimizer+parameters",
     ),
+    last_resort=("optimizer", "activations", "optimizer+parameters", "activations+optimizer+parameters"),
     forms=NVME,
 )
 
@@ -35,6 +37,15 @@ OFFLOAD: Setting[str] = Setting(
 def parts(strategy: Strategy) -> frozenset[str]:
     """The parts that live in host memory; ``nvme`` where the optimizer's state is on a disk."""
     return frozenset(strategy[OFFLOAD].partition(":")[0].split("+")) - {"none"}
+
+
+def of_part(strategy: Strategy, part: str | None) -> str:
+    """The value that says the same of one part of the step, and nothing of the others."""
+    words, colon, path = strategy[OFFLOAD].partition(":")
+    kept = [word for word in words.split("+") if (word == "activations") == (part == KEPT)]
+    if part not in (KEPT, STATES) or not kept:
+        return OFFLOAD.default
+    return "+".join(kept) + (colon + path if "nvme" in kept else "")
 
 
 def folder(strategy: Strategy) -> str | None:

@@ -17,11 +17,12 @@ fp16 weights without master weights, whose updates vanish below 1/2048 of the we
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.technique.base import Wrapping
-from shardwise.technique.rules import Rule
+from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Dtypes, Site
 
 if TYPE_CHECKING:
@@ -95,6 +96,11 @@ class Precision(Wrapping):
     rounds = True
     settings = (PRECISION, MASTER_WEIGHTS, REDUCE_DTYPE, BUFFER_DTYPE)
     rules = RULES
+
+    def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
+        """Digits are the recipe's to choose, unless it allows the planner 8-bit products."""
+        allowed = setting is PRECISION and "fp8" in case.recipe.plan.allow
+        return (setting.default, "fp8") if allowed else ()
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         words = [strategy[PRECISION]]

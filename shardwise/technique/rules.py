@@ -23,12 +23,14 @@ class Case:
     Attributes:
         model_ranks: devices that together compute one replica of the model: the product of the degrees that do not
             divide the data.
+        devices_per_node: 0 where it is not known.
     """
 
     strategy: Strategy
     world_size: int
     recipe: Recipe
     model_ranks: int = 1
+    devices_per_node: int = 0
 
     @functools.cached_property
     def dimensions(self) -> Dimensions | None:

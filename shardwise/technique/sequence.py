@@ -18,11 +18,11 @@ parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from shardwise.core.strategy import Layout, Setting, Strategy
-from shardwise.technique.base import MOST_RANKS, Axis, Dividing, divides_world
+from shardwise.technique.base import MOST_RANKS, Axis, Dividing, divides_world, divisors
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
@@ -141,6 +141,14 @@ class SequenceParallel(Dividing):
     axes = (Axis("sequence", position=30, tokens=True),)
     settings = (SEQUENCE_PARALLEL, SEQUENCE_METHOD)
     rules = RULES
+
+    def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
+        """Every degree, with either method."""
+        if setting is SEQUENCE_PARALLEL and case.dimensions is not None:
+            return divisors(case.world_size // case.model_ranks)
+        if setting is SEQUENCE_METHOD and case.strategy[SEQUENCE_PARALLEL] > 1:
+            return setting.choices
+        return ()
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {"sequence": strategy[SEQUENCE_PARALLEL]}

@@ -17,7 +17,7 @@ trains on stale weights; 16-bit gradients on the way to the host, which change t
 from __future__ import annotations
 
 from shardwise.core.strategy import Layout, Setting, Strategy
-from shardwise.technique.base import Wrapping
+from shardwise.technique.base import STATES, Wrapping
 from shardwise.technique.offload import folder, parts
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site, StateOffload
@@ -63,6 +63,7 @@ class StateOffloading(Wrapping):
     """Says where optimizer state and stored weights are made."""
 
     name = "state_offload"
+    part = STATES
     settings = (OFFLOAD_FRACTION,)
     rules = RULES
 

@@ -28,11 +28,12 @@ of their weights in every backward pass instead of once a step (h values each), 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.recipe.presets import Dimensions
-from shardwise.technique.base import MOST_RANKS, Axis, Dividing, divides_world
+from shardwise.technique.base import MOST_RANKS, Axis, Dividing, divides_world, divisors
 from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
@@ -167,6 +168,14 @@ class TensorParallel(Dividing):
     axes = (Axis("tensor", position=40, blocking=True),)
     settings = (TENSOR_PARALLEL, TENSOR_SEQUENCE_PARALLEL)
     rules = RULES
+
+    def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
+        """Degrees within a node, whose links are the fastest; shares of the sequence save memory at no traffic."""
+        if setting is TENSOR_PARALLEL and case.dimensions is not None:
+            return divisors(math.gcd(case.world_size, case.devices_per_node))
+        if setting is TENSOR_SEQUENCE_PARALLEL and case.strategy[TENSOR_PARALLEL] > 1:
+            return ("none", "gathered")
+        return ()
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {"tensor": strategy[TENSOR_PARALLEL]}

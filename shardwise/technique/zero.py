@@ -32,11 +32,11 @@ not be planned. The price is one copy of each layer's weights at a time, and a m
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from shardwise.core.strategy import Layout, Setting, Strategy
-from shardwise.technique.base import Axis, Dividing
+from shardwise.technique.base import STATES, Axis, Dividing
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import ModelView, Site
 
@@ -55,6 +55,7 @@ ZERO_STAGE: Setting[int] = Setting(
     kind=int,
     choices=(0, 1, 2, 3),
     candidates=(0, 1, 2, 3),
+    ordered=False,  # stages above 0 divide the optimizer's work
 )
 
 REPLICATE: Setting[int] = Setting(
@@ -96,8 +97,20 @@ class ZeRO(Dividing):
         Axis(COPIES, position=10, samples=True, tokens=True),
         Axis(SHARDS, position=20, samples=True, tokens=True),
     )
+    part = STATES
     settings = (ZERO_STAGE, REPLICATE)
     rules = RULES
+
+    def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
+        """Shards over all ranks, or over those of a node with copies over the nodes."""
+        within = case.strategy.values
+        sharing = case.data_ranks * int(str(within.get("sequence_parallel", 1)))
+        if setting is ZERO_STAGE:
+            return setting.candidates if sharing > 1 else setting.candidates[:1]
+        if setting is REPLICATE and case.strategy[ZERO_STAGE] > 0 and case.devices_per_node > 0:
+            copies = sharing * int(str(within.get("tensor_parallel", 1))) // case.devices_per_node
+            return (1, copies) if 1 < copies < case.data_ranks and case.data_ranks % copies == 0 else (1,)
+        return ()
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         """Both axes of the data, which take all devices that are left. Stage 0 is a shard degree of 1."""

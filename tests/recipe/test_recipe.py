@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Setting
 from shardwise.recipe.load import SECTIONS, dump_recipe, load_recipe, parse_recipe, recipe_of
-from shardwise.recipe.sections import Recipe, Section
+from shardwise.recipe.section import Section
+from shardwise.recipe.sections import Recipe
 
 SETTINGS: tuple[Setting[Any], ...] = (
     Setting("zero_stage", 0, "ZeRO stage", kind=int, choices=(0, 1, 2, 3)),

@@ -25,12 +25,20 @@ do not say what comes before, within and after their blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.pipeline.schedule import orders, play
 from shardwise.core.strategy import Layout, Setting, Strategy
-from shardwise.technique.base import MICRO_BATCH_SIZE, MOST_PASSES, MOST_RANKS, Axis, Dividing, divides_world
+from shardwise.technique.base import (
+    MICRO_BATCH_SIZE,
+    MOST_PASSES,
+    MOST_RANKS,
+    Axis,
+    Dividing,
+    divides_world,
+    divisors,
+)
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 from shardwise.technique.chunked_loss import LOSS
 from shardwise.technique.in_backward import OPTIMIZER_IN_BACKWARD
@@ -250,6 +258,15 @@ class PipelineParallel(Dividing):
     axes = (Axis("pipeline", position=0, stages=True),)
     settings = (PIPELINE_PARALLEL, PIPELINE_SCHEDULE, PIPELINE_STAGES_PER_RANK, PIPELINE_VERTICAL_SYNC)
     rules = RULES
+
+    def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
+        """Naive and gpipe take longer than 1f1b or hold more; pipedream computes another training."""
+        if setting is PIPELINE_PARALLEL:
+            return divisors(case.world_size, _blocks(case) or 1)
+        if setting is not PIPELINE_SCHEDULE or case.strategy[PIPELINE_PARALLEL] == 1:
+            return ()
+        allowed = [name for name in ("pipedream",) if name in case.recipe.plan.allow]
+        return ("1f1b", "interleaved", "zero_bubble", *allowed)
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {"pipeline": strategy[PIPELINE_PARALLEL]}

@@ -1,0 +1,289 @@
+"""Choosing a strategy: of the whole space (plan/space.py), the one that is best by the recipe's objective and fits.
+
+Meshes are visited from the one without model axes on. A mesh with one larger degree is visited if a bound leaves it a
+chance: its devices' computation alone, perfectly divided and without a collective, must be faster than the best so
+far. From a mesh that is no better than those before it, none is visited further.
+
+Within a mesh, counts are composed (plan/compose.py). Candidates of a setting are ordered: a later one is no faster,
+all else equal. So a strategy is left out where a plainer one fits with as large a micro-batch, and of each strategy
+only the largest micro-batch that fits is taken. Counts cannot be composed where ranks hold different stages. Each
+strategy then has dry runs of its own, and the first that fits is taken, with the micro-batch that keeps ranks waiting
+least. So it is on the CPU, where collectives are copies between processes, which the model of time knows least.
+
+The best is then dry-run in full, on every kind of rank, with its allocations replayed through the device's allocator.
+If it does not fit, the choice is made again without it. Of two that differ by less than the model of time can tell,
+the plainer is chosen. A strategy that fits only if the allocator empties its cache in every step is "tight": it is
+taken only when nothing else fits, and offloading only where nothing fits without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from shardwise.core.cost import StepCost
+from shardwise.core.errors import RecipeError
+from shardwise.core.strategy import Layout, Strategy
+from shardwise.plan.predict import Prediction
+from shardwise.plan.predictor import Predictor
+from shardwise.plan.space import Mesh, Space, children
+from shardwise.plan.timing import step_time
+from shardwise.technique import MICRO_BATCH_SIZE, data_degree, has_stages, layout_of, micro_batches, stages_of
+
+TELLS = 0.03
+"""Relative differences of time that the model does not tell apart: within them, the plainer strategy is chosen."""
+
+MOST_MESHES = 24
+"""Meshes that are visited."""
+
+_WORTH = 0.1
+"""A mesh is visited if its bound promises at least so much: collectives of model axes are never all hidden."""
+
+_FAR = 1.25
+"""Where even the smallest strategy of a mesh takes so many times the budget, none of the mesh is tried."""
+
+_FILLED = 4
+"""Micro-batches for each stage, at least, that are compared with other meshes."""
+
+_MARGIN = 1.1
+"""For memory that does not grow in proportion to the micro-batch, such as rounding to pages."""
+
+
+def choose(predictor: Predictor) -> Prediction:
+    """The best strategy that fits, else a tight one, else the one that needs the least memory."""
+    plain, last = Space(predictor.recipe, predictor.cluster), Space(predictor.recipe, predictor.cluster, True)
+    separate_host = predictor.cluster.device.kind != "cpu"
+    tight: Prediction | None = None
+    refused: RecipeError | None = None
+    for space in (plain, last) if separate_host else (plain,):
+        visit = _Visit(predictor, space)
+        for full in visit.confirmed():
+            if full.retries == 0:
+                return full
+            tight = tight or full
+        if tight is not None:
+            return tight
+        refused = refused or visit.refused
+    too_large = [c for c in predictor.candidates.values() if c.verdict == "does not fit"]
+    if refused is not None and not too_large:
+        raise refused
+    return predictor.predict(min(too_large, key=lambda c: c.peak_bytes).strategy, quick=False)
+
+
+@dataclass
+class _Visit:
+    """One walk through a space.
+
+    Attributes:
+        found: quick predictions that may fit, plainest first.
+        failed: strategies that do not fit by their full predictions, or are tight.
+        reference: what the first strategy computes, for how many sequences of each rank.
+        refused: the first error of a strategy that cannot be built here.
+    """
+
+    predictor: Predictor
+    space: Space
+    found: list[Prediction] = field(default_factory=list)
+    failed: set[Strategy] = field(default_factory=set)
+    reference: tuple[StepCost, float] | None = None
+    refused: RecipeError | None = None
+
+    @property
+    def by_memory(self) -> bool:
+        return self.predictor.recipe.plan.objective == "memory"
+
+    @cached_property
+    def meshes(self) -> Mapping[Mesh, Sequence[Strategy]]:
+        return self.space.meshes()
+
+    def confirmed(self) -> Iterator[Prediction]:
+        """Full predictions that fit, best first by their quick ones."""
+        self._walk()
+        while self.found:
+            quick = self._best()
+            full = self.predictor.predict(quick.strategy, quick=False)
+            if self.predictor.fits(full):
+                yield full
+            self.failed.add(quick.strategy)
+            self.found.clear()
+            self._walk()  # quick predictions are remembered
+
+    def _value(self, found: Prediction) -> float:
+        return float(found.sum_bytes) if self.by_memory else found.step.seconds
+
+    def _best(self) -> Prediction:
+        """The first of those that differ from the best by less than can be told."""
+        least = min(map(self._value, self.found))
+        return next(found for found in self.found if self._value(found) <= least * (1 + TELLS))
+
+    # -- meshes -------------------------------------------------------------------------------------
+
+    def _walk(self) -> None:
+        """Visit meshes, those with the fewest model ranks first."""
+        meshes = self.meshes
+        if not meshes:
+            return
+        queue, seen = [min(meshes, key=_size)], set[Mesh]()
+        while queue and len(seen) < MOST_MESHES:
+            mesh = min(queue, key=_size)
+            queue.remove(mesh)
+            seen.add(mesh)
+            before = min(map(self._value, self.found), default=None)
+            if before is not None and not self._may_beat(meshes[mesh][0], before):
+                continue
+            self._within_mesh(meshes[mesh], all_of_them=len(seen) == 1 or len(meshes) == 1)
+            after = min(map(self._value, self.found), default=None)
+            if self.predictor.cluster.device.kind == "cpu" and after is not None:
+                return
+            if before is None or (after is not None and after < before * (1 - TELLS)):
+                queue += [
+                    child for child in children(mesh, meshes) if child not in seen and child not in queue
+                ]
+
+    def _within_mesh(self, origins: Sequence[Strategy], all_of_them: bool) -> None:
+        """Add strategies of a mesh that may fit: of all completions, or of few that show whether it is worth more.
+
+        With stages, further schedules are tried only where the first is the best so far.
+        """
+        for origin in origins:
+            known, before = len(self.found), min(map(self._value, self.found), default=math.inf)
+            every = list(self.space.completions(origin))
+            self._within(origin, every if all_of_them else self._few(origin, every))
+            better = min(map(self._value, self.found), default=math.inf) < before
+            if has_stages(self._layout(origin)):
+                if self.found and self._best() not in self.found[known:]:
+                    return
+            elif better and not all_of_them:
+                self._within(origin, every)
+
+    def _may_beat(self, origin: Strategy, best: float) -> bool:
+        """Whether an origin's computation, perfectly divided, without a collective, is faster than the best.
+
+        The optimizer takes what it takes where its work is divided most so far.
+        """
+        if self.by_memory or self.reference is None:
+            return True
+        cost, per_sequence = self.reference
+        share, layout = self._sequences(origin) / per_sequence, self._layout(origin)
+        passes = self._alone(cost, ("forward", "backward"), layout, share)
+        updates = min(self._alone(found.cost, ("optimizer",), found.layout, 1.0) for found in self.found)
+        return passes + updates < best * (1 - _WORTH)
+
+    def _alone(self, cost: StepCost, phases: Sequence[str], layout: Layout, share: float) -> float:
+        """Seconds of the kernels of some phases, each scaled, without communication."""
+        kernels = tuple(
+            replace(kernel, flops=int(kernel.flops * share), bytes=int(kernel.bytes * share))
+            for kernel in cost.kernels
+            if kernel.phase in phases
+        )
+        alone = replace(cost, kernels=kernels, collectives=(), transfers=())
+        return step_time(alone, layout, self.predictor.cluster).seconds
+
+    def _layout(self, strategy: Strategy) -> Layout:
+        return layout_of(strategy, self.predictor.cluster.world_size)
+
+    def _sequences(self, strategy: Strategy) -> float:
+        """Sequences of a step for each rank, were each divided over the ranks that compute it."""
+        layout = self._layout(strategy)
+        data = data_degree(layout)
+        share = -(-self.predictor.recipe.batch_size // data)
+        return share * data / layout.world_size
+
+    # -- strategies of one mesh ---------------------------------------------------------------------
+
+    def _within(self, origin: Strategy, completions: Sequence[Strategy]) -> None:
+        """Add an origin's completions that may fit."""
+        stages = has_stages(self._layout(origin))
+        first_will_do = (stages or self.predictor.cluster.device.kind == "cpu") and not self.by_memory
+        fitting: list[Strategy] = []
+        for strategy in completions:
+            plainer = (
+                other for other in fitting if not self.by_memory and self.space.plainer(other, strategy)
+            )
+            least = max((other[MICRO_BATCH_SIZE] for other in plainer), default=0)
+            try:
+                found = self._largest(strategy, above=least)
+                if found is not None and stages:
+                    found = self._waiting_least(found)
+            except RecipeError as error:  # a package is missing, or the model refuses
+                self.refused = self.refused or error
+                continue
+            if found is None and strategy is completions[0] and self._hopeless(completions[-1]):
+                return
+            if found is not None:
+                if all(found.strategy != other.strategy for other in self.found):
+                    self.found.append(found)
+                fitting.append(found.strategy)
+                if first_will_do:
+                    return
+
+    def _hopeless(self, smallest: Strategy) -> bool:
+        """Whether the completion that takes the least memory is far from fitting."""
+        predictor = self.predictor
+        trial = smallest.with_values(micro_batch_size=predictor.micro_batch_sizes(smallest)[-1])
+        if not predictor.may_fit(trial):
+            return True
+        try:
+            return predictor.predict(trial, quick=True).sum_bytes > _FAR * predictor.budget_bytes
+        except RecipeError:
+            return False
+
+    def _few(self, origin: Strategy, every: Sequence[Strategy]) -> Sequence[Strategy]:
+        """Of an origin's completions, the best one so far in other meshes, else the plainest; and the smallest."""
+        best = self.space.moved(self._best().strategy, origin) if self.found else None
+        return [
+            each for each in every if each == best or each is every[-1] or (best is None and each is every[0])
+        ]
+
+    def _sizes(self, strategy: Strategy) -> Sequence[int]:
+        """Micro-batch sizes, largest first; of stages among other meshes, those that fill them."""
+        sizes, stages = self.predictor.micro_batch_sizes(strategy), stages_of(strategy)
+        if self.by_memory:
+            return sizes[-1:]
+        if stages == 1 or len(self.meshes) == 1:
+            return sizes
+        layout, batch = self._layout(strategy), self.predictor.recipe.batch_size
+        filling = [
+            size
+            for size in sizes
+            if micro_batches(strategy.with_values(micro_batch_size=size), layout, batch) >= _FILLED * stages
+        ]
+        return filling or sizes[-1:]
+
+    def _largest(self, strategy: Strategy, above: int) -> Prediction | None:
+        """A quick prediction with the largest micro-batch that may fit, of those ``above``."""
+        predictor, sizes = self.predictor, self._sizes(strategy)
+        if sizes[0] <= above or not predictor.may_fit(strategy.with_values(micro_batch_size=sizes[-1])):
+            return None
+        largest = float(sizes[0])
+        for size in sizes:
+            trial = strategy.with_values(micro_batch_size=size)
+            if not above < size <= largest or trial in self.failed:
+                continue
+            quick = predictor.predict(trial, quick=True)
+            if self.reference is None:
+                self.reference = quick.cost, self._sequences(trial)
+            # Memory is a constant and a part that grows at most in proportion: a larger size than this cannot fit.
+            largest = size * _MARGIN * predictor.budget_bytes / quick.sum_bytes
+            if predictor.might_fit(quick):
+                return quick
+        return None
+
+    def _waiting_least(self, quick: Prediction) -> Prediction:
+        """The same strategy with a smaller micro-batch, while predictions get faster."""
+        best = quick
+        for size in self._sizes(quick.strategy):
+            trial = quick.strategy.with_values(micro_batch_size=size)
+            if size >= best.strategy[MICRO_BATCH_SIZE] or trial in self.failed:
+                continue
+            smaller = self.predictor.predict(trial, quick=True)
+            if not self.predictor.might_fit(smaller) or smaller.step.seconds >= best.step.seconds:
+                break
+            best = smaller
+        return best
+
+
+def _size(mesh: Mesh) -> int:
+    return math.prod(mesh)

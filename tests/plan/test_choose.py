@@ -1,0 +1,132 @@
+"""The space that techniques declare, and the choice in it: the fastest that fits, or the smallest where asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.core.strategy import Strategy
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.plan.choose import TELLS, choose
+from shardwise.plan.predictor import RESERVE, Predictor
+from shardwise.plan.space import Space, children
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import SETTINGS, layout_of, strategy_from
+
+MODEL = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 256, "context": 64}
+
+
+def recipe(
+    preset: str = "4xA100-80GB", nodes: int = 1, memory_mib: float | None = None, **more: Any
+) -> Recipe:
+    cluster: dict[str, Any] = {"preset": preset, "nodes": nodes}
+    if memory_mib is not None:
+        cluster["memory_gib"] = memory_mib / 1024 / (1 - RESERVE["cuda"])
+    values = {
+        "model": MODEL,
+        "data": {"sequence_length": 64},
+        "steps": 2,
+        "batch_size": 64,
+        "cluster": cluster,
+        **more,
+    }
+    return recipe_of(values, SETTINGS)
+
+
+def space(asked: Recipe, last_resort: bool = False) -> Space:
+    return Space(asked, cluster_of(asked.cluster), last_resort)
+
+
+def every(of: Space) -> list[Strategy]:
+    return [each for origins in of.meshes().values() for origin in origins for each in of.completions(origin)]
+
+
+def test_every_axis_and_every_part_is_in_the_space() -> None:
+    found = every(space(recipe(strategy={"precision": "bf16"})))
+    varied = {key for each in found for key in each.differences(found[0])}
+    assert varied >= {
+        *(
+            "zero_stage",
+            "tensor_parallel",
+            "tensor_sequence_parallel",
+            "sequence_parallel",
+            "sequence_method",
+        ),
+        *("pipeline_parallel", "activation_checkpointing", "loss"),
+    }
+    assert len(found) == len(set(found)), "none twice"
+    lines = {layout_of(each, 4).degrees for each in found}
+    assert all(max(degrees) <= 4 for degrees in lines) and len(lines) > 8
+
+
+def test_tensor_ranks_and_shards_of_copies_stay_within_a_node() -> None:
+    found = every(space(recipe("4xA100-80GB", nodes=4, strategy={"precision": "bf16"})))
+    assert {each.values["tensor_parallel"] for each in found} == {1, 2}, "of 2 key/value heads"
+    hybrid = [layout_of(each, 16) for each in found if each.values["replicate"] != 1]
+    assert hybrid and {
+        each.degree("shard") * each.degree("tensor") * each.degree("sequence") for each in hybrid
+    } <= {4}
+
+
+def test_what_changes_the_mathematics_needs_leave() -> None:
+    """8-bit products and stale weights; what a recipe pins stays."""
+    clips = {"clip_norm": None, "adaptive_clip": None}
+    asked = {"optimizer": clips, "guard": {"rewinds": 0}}
+    plain = every(space(recipe("4xH100-80GB", **asked)))
+    assert {each.values["precision"] for each in plain} == {"fp32"}
+    assert "pipedream" not in {each.values["pipeline_schedule"] for each in plain}
+    free = every(space(recipe("4xH100-80GB", **asked, plan={"allow": ["fp8", "pipedream"]})))
+    assert {each.values["precision"] for each in free} == {"fp32", "fp8"}
+    assert "pipedream" in {each.values["pipeline_schedule"] for each in free}
+    pinned = recipe("4xH100-80GB", plan={"allow": ["fp8"]}, strategy={"precision": "bf16"})
+    assert {each.values["precision"] for each in every(space(pinned))} == {"bf16"}
+
+
+def test_offloading_is_the_last_resort() -> None:
+    asked = recipe(strategy={"precision": "bf16"})
+    assert {each.values["offload"] for each in every(space(asked))} == {"none"}
+    assert len({each.values["offload"] for each in every(space(asked, last_resort=True))}) > 3
+
+
+def test_plainer_compares_ordered_settings_alone() -> None:
+    """Recomputation takes time; stages of ZeRO are not ordered by time."""
+    of, plain = space(recipe()), strategy_from({})
+    full, sharded = (
+        plain.with_values(**v) for v in ({"activation_checkpointing": "full"}, {"zero_stage": 1})
+    )
+    assert of.plainer(plain, plain) and of.plainer(plain, full) and not of.plainer(full, plain)
+    assert not of.plainer(plain, sharded) and not of.plainer(sharded, plain)
+
+
+def test_children_have_one_larger_degree() -> None:
+    meshes = {(1, 1, 1): 0, (1, 2, 1): 0, (1, 4, 1): 0, (1, 2, 2): 0, (3, 1, 1): 0}
+    assert list(children((1, 1, 1), meshes)) == [(3, 1, 1), (1, 2, 1)]
+    assert list(children((1, 2, 1), meshes)) == [(1, 4, 1), (1, 2, 2)]
+
+
+def assert_nothing_is_better(objective: str, **pinned: object) -> None:
+    """Against every completion with every micro-batch, each predicted. Without model axes, which take seconds."""
+    alone = {"tensor_parallel": 1, "sequence_parallel": 1, "pipeline_parallel": 1, "precision": "bf16"}
+    strategy = {**alone, "loss": "logits", "replicate": 1, **pinned}
+    asked = recipe("2xA100-80GB", plan={"objective": objective}, strategy=strategy, batch_size=4)
+    predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+    chosen, others = choose(predictor), []
+    for strategy_ in every(space(asked)):
+        for size in predictor.micro_batch_sizes(strategy_):
+            quick = predictor.worst(strategy_.with_values(micro_batch_size=size), quick=True)
+            others.append(quick.step.seconds if objective == "time" else quick.sum_bytes)
+    own = chosen.step.seconds if objective == "time" else chosen.sum_bytes
+    assert own <= min(others) * (1 + TELLS)
+
+
+def test_no_stage_of_zero_is_faster() -> None:
+    assert_nothing_is_better("time", activation_checkpointing="none")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("objective", ["time", "memory"])
+def test_nothing_in_the_space_is_better(objective: str) -> None:
+    assert_nothing_is_better(objective)
