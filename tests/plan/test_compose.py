@@ -138,7 +138,7 @@ def test_strategies_share_their_dry_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     asked = predictor(recipe(batch_size=4))
     for size in (1, 2, 3):
         composed(asked, strategy_from({"zero_stage": 3, "micro_batch_size": size}))
-    assert made == [4, 5, 4, 4, 5], "origin: two depths, two sizes; stage 3: two depths"
+    assert sorted(made) == [4, 4, 4, 5, 5], "origin: two depths, two sizes; stage 3: two depths"
 
 
 def test_what_depends_on_the_depth_is_not_composed() -> None:
