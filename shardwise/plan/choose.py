@@ -69,6 +69,8 @@ def choose(predictor: Predictor) -> Prediction:
     too_large = [c for c in predictor.candidates.values() if c.verdict == "does not fit"]
     if refused is not None and not too_large:
         raise refused
+    if not too_large:
+        raise RecipeError("strategy: no combination of its free settings follows the rules on this cluster")
     return predictor.predict(min(too_large, key=lambda c: c.peak_bytes).strategy, quick=False)
 
 

@@ -92,9 +92,10 @@ class Predictor:
         return not any(broken_rules(strategy, self.cluster.world_size, self.recipe))
 
     def possible(self, strategies: Iterable[Strategy]) -> Iterator[Strategy]:
-        """Those that break no rule and that the device does not have to emulate."""
+        """Those that break no rule and that the device does not have to emulate beyond what the recipe pins."""
+        pinned = self.recipe.strategy
         for strategy in strategies:
-            if self.allowed(strategy) and native(strategy, self.cluster.device):
+            if self.allowed(strategy) and native(strategy, self.cluster.device, pinned):
                 yield strategy
 
     def _share(self, layout: Layout) -> int:

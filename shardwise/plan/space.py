@@ -96,7 +96,7 @@ class Space:
             values += setting.last_resort
         for value in dict.fromkeys(values):
             chosen = strategy.with_values(**{setting.key: value})
-            if native(chosen, self.cluster.device) and self._allowed(setting, chosen):
+            if native(chosen, self.cluster.device, self.recipe.strategy) and self._allowed(setting, chosen):
                 yield chosen
 
     def _allowed(self, setting: Setting[Any], strategy: Strategy) -> bool:

@@ -11,7 +11,7 @@ words instead of being ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from shardwise.core.errors import RecipeError
@@ -149,9 +149,9 @@ def refuse_unsupported(
             )
 
 
-def native(strategy: Strategy, device: DeviceProfile) -> bool:
-    """Whether this device has units for every dtype that the strategy asks for."""
-    return not any(_beyond(strategy, device))
+def native(strategy: Strategy, device: DeviceProfile, pinned: Collection[str] = ()) -> bool:
+    """Whether this device has units for every dtype that the strategy asks for, except by ``pinned`` keys."""
+    return all(setting.key in pinned for setting, _, _ in _beyond(strategy, device))
 
 
 def emulated(strategy: Strategy, device: DeviceProfile) -> Iterator[str]:

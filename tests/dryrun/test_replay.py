@@ -130,7 +130,10 @@ def test_the_cpu_has_no_caching_allocator() -> None:
 
 def limited(needed: int) -> tuple[Recipe, Cluster]:
     """The recipe, pinned, on devices where ``needed`` bytes may be used."""
-    pinned = {"precision": "bf16", "zero_stage": 3, "micro_batch_size": 2, "activation_checkpointing": "none"}
+    degrees = dict.fromkeys(("tensor_parallel", "pipeline_parallel", "sequence_parallel", "replicate"), 1)
+    states = {"precision": "bf16", "zero_stage": 3, "offload": "none"}
+    activations = {"micro_batch_size": 2, "activation_checkpointing": "none", "loss": "logits"}
+    pinned = {**degrees, **states, **activations}
     memory = needed / (1 - RESERVE["cuda"]) / 2**30
     cluster = {"preset": "4xH100-80GB", "memory_gib": memory}
     asked = recipe(cluster=cluster, strategy=pinned)

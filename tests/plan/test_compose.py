@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,14 +128,14 @@ def test_random_strategies_are_composed_as_counted(seed: int) -> None:
     assert not off
 
 
-def test_strategies_share_their_dry_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_share_their_dry_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Three micro-batches of two depths from five shallow dry runs."""
     made: list[int | None] = []
     run = compose_corner.dry_run
     monkeypatch.setattr(
         compose_corner, "dry_run", lambda *a, **how: made.append(how["depth"]) or run(*a, **how)
     )
-    monkeypatch.setenv("SHARDWISE_CACHE", "/nonexistent")
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     asked = predictor(recipe(batch_size=4))
     for size in (1, 2, 3):
         composed(asked, strategy_from({"zero_stage": 3, "micro_batch_size": size}))
