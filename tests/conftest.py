@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,22 @@ TIERS = ("ranks", "cli", "unit", "long")
 """In the order in which they run. Short tests run last, so that both processes end at about the same time."""
 
 CLI = Path(__file__).parent / "cli"
+
+_CACHE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One cache folder for all processes of the session: no test reads or writes the user's."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.stash[_CACHE] = tempfile.TemporaryDirectory(
+            prefix="shardwise-tests-", ignore_cleanup_errors=True
+        )
+        os.environ["SHARDWISE_CACHE"] = config.stash[_CACHE].name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _CACHE in config.stash:
+        config.stash[_CACHE].cleanup()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -113,9 +113,12 @@ class ZeRO(Dividing):
         return ()
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
-        """Both axes of the data, which take all devices that are left. Stage 0 is a shard degree of 1."""
+        """Both axes of the data, which take all devices that are left. Stage 0 is a shard degree of 1.
+
+        More replicas than devices, which a rule refuses, are a shard degree of 1 as well.
+        """
         copies = left if strategy[ZERO_STAGE] == 0 else strategy[REPLICATE]
-        return {COPIES: copies, SHARDS: left // copies}
+        return {COPIES: copies, SHARDS: max(1, left // copies)}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         shards, copies, sequence = (layout.degree(axis) for axis in (SHARDS, COPIES, "sequence"))

@@ -18,7 +18,7 @@ from shardwise.plan.predictor import RESERVE, Predictor
 from shardwise.plan.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, strategy_from
+from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, layout_of, strategy_from
 from shardwise.technique.zero import ZERO_STAGE
 
 MODEL = {"layers": 2, "width": 256, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 1024, "context": 128}
@@ -114,6 +114,17 @@ def test_what_is_pinned_is_kept() -> None:
     assert plan.micro_batches == 4
     neighbours = {c.line: c.reason for c in plan.candidates if c.verdict == "fits"}
     assert neighbours and all("step time" in reason for reason in neighbours.values())
+
+
+def test_pinned_replicas_leave_out_meshes_without_room_for_them() -> None:
+    """Four stages on four devices leave one device for two replicas."""
+    values = {
+        "cluster": {"device": "cpu", "devices_per_node": 4},
+        "strategy": {"zero_stage": 3, "replicate": 2},
+    }
+    asked = recipe_of({**recipe().model_dump(mode="json"), **values}, SETTINGS)
+    layout = layout_of(planned(asked).strategy, 4)
+    assert (layout.degree("replicate"), layout.degree("shard")) == (2, 2)
 
 
 def test_a_neighbour_that_cannot_be_predicted_does_not_end_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
