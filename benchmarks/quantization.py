@@ -52,6 +52,12 @@ def measured(model: str, scheme: str, method: str, tokenizer: str) -> dict[str, 
     }
 
 
+def in_order(rows: Rows) -> Rows:
+    """The rows by scheme and method, however they were measured."""
+    names = (f"{scheme} {method}" for scheme in SCHEMES for method in METHODS)
+    return {name: rows[name] for name in names if name in rows}
+
+
 def table(rows: Rows) -> str:
     """The figures as the documentation shows them."""
     lines = [
@@ -101,9 +107,9 @@ def main() -> None:
             results = {
                 "machine": described(),
                 **settings,
-                "rows": rows,
+                "rows": in_order(rows),
                 "gaps": gaps(rows),
-                "table": table(rows),
+                "table": table(in_order(rows)),
             }
             RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(rows), gaps(rows), sep="\n")
