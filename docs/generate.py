@@ -33,6 +33,7 @@ from shardwise.cli import (
     doctor,
     export,
     fit,
+    from_,
     generate,
     merge,
     plan,
@@ -61,7 +62,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN_RECIPE = "recipes/llama-3-8b-8xh100.yaml"
 SHOWN_WIDTH = 96
 SHOWN_ROWS = 5
-VERBS = (plan, data, train, verify, generate, export, merge, quantize, report, budget, fit, doctor)
+VERBS = (plan, data, train, verify, generate, export, merge, quantize, report, budget, fit, from_, doctor)
 
 _BLOCK = re.compile(r"(<!-- ([a-z0-9_-]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 
@@ -226,7 +227,7 @@ def _placeholder(kind: Any) -> str:
 
 
 def verb_of(module: Any) -> str:
-    return str(module.__name__.rpartition(".")[2])
+    return str(module.__name__.rpartition(".")[2].rstrip("_"))
 
 
 def usage_of(module: Any) -> str:

@@ -20,6 +20,7 @@ LAYERS = (
         "core",
         "hardware",
         "recipe",
+        "importers",
         "scaling",
         "runtime",
         "model",

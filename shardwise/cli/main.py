@@ -17,6 +17,7 @@ from shardwise.cli import (
     doctor,
     export,
     fit,
+    from_,
     generate,
     merge,
     plan,
@@ -36,8 +37,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (plan, data, train, verify, generate, export, merge, quantize, report, budget, fit, doctor):
-    app.command(name=verb.__name__.rpartition(".")[2])(verb.command)
+for verb in (
+    plan,
+    data,
+    train,
+    verify,
+    generate,
+    export,
+    merge,
+    quantize,
+    report,
+    budget,
+    fit,
+    from_,
+    doctor,
+):
+    app.command(name=verb.__name__.rpartition(".")[2].rstrip("_"))(verb.command)
 
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]

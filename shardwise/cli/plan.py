@@ -10,15 +10,21 @@ import typer
 
 from shardwise.cli.common import AsJson, Overrides
 from shardwise.cli.export import Dtype
+from shardwise.cli.from_ import ModelOption, WorldOption
 from shardwise.core.errors import RecipeError
+from shardwise.hardware.cluster import Cluster
+from shardwise.importers.convert import imported
+from shardwise.jobs.importing import is_foreign, read_imported
 from shardwise.jobs.request import read
+from shardwise.recipe.sections import Recipe
 
 
 def command(
     recipe: Annotated[
         Path,
         typer.Argument(
-            help="the recipe, a YAML file; with --serve also the folder of a run or of a model",
+            help="the recipe, a YAML file, or another trainer's file (see from); with --serve also the folder of a"
+            " run or of a model",
             metavar="RECIPE",
         ),
     ],
@@ -42,11 +48,14 @@ def command(
     precision: Annotated[
         Dtype, typer.Option(help="with --serve: compute dtype: fp32, bf16 or fp16")
     ] = Dtype.fp32,
+    model: ModelOption = None,
+    world: WorldOption = None,
 ) -> None:
     """Choose the strategy, or check the pinned one: ledger at the peak, time, neighbours and reasons.
 
     A plan that does not fit is explained without --explain. With --serve, the memory of answering requests is
-    counted: weights as they are stored, key-value cache, activations.
+    counted: weights as they are stored, key-value cache, activations. A configuration of DeepSpeed, Accelerate,
+    Trainer, Axolotl or LitGPT is planned as the recipe that shardwise from makes of it.
     """
     if serve:
         _serve(recipe, overrides or [], (precision.value, context, prompt, batch), as_json)
@@ -55,13 +64,24 @@ def command(
         raise RecipeError(
             "--context and --prompt need --serve", where="command line", fix="shardwise plan MODEL --serve"
         )
-    _plan(recipe, overrides or [], as_json, top, explain, html)
+    if is_foreign(recipe):
+        found = imported(recipe, model=model, world=world, overrides=overrides or ())
+        typer.echo(f"{found.sentence()}; shardwise from shows all", err=True)
+        asked, cluster = read_imported(found)
+    elif model is not None or world is not None:
+        fix = "shardwise plan RECIPE model.preset=... cluster.preset=..."
+        why = "this is a recipe, or no file of a known trainer"
+        raise RecipeError(
+            "--model and --world are for other trainers' files", where=str(recipe), why=why, fix=fix
+        )
+    else:
+        asked, cluster = read(recipe, overrides or [])
+    _plan(asked, cluster, as_json, top, explain, html)
 
 
 def _plan(
-    recipe: Path, overrides: list[str], as_json: bool, top: int | None, explain: bool, html: Path | None
+    asked: Recipe, cluster: Cluster, as_json: bool, top: int | None, explain: bool, html: Path | None
 ) -> None:
-    asked, cluster = read(recipe, overrides)
     from rich.console import Console
 
     from shardwise.jobs.planning import make_plan, refuse_unfit

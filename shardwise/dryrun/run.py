@@ -240,7 +240,8 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[int]
 
     Returns when passes of the micro-batches began.
     """
-    steps = itertools.repeat(batches, run.recipe.steps)
+    # Steps that epochs are not counted into yet are as many as are asked for.
+    steps = itertools.repeat(batches, *([run.recipe.steps] if run.recipe.steps else []))
     entries: list[int] = []
 
     def entered(name: str) -> None:

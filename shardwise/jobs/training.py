@@ -11,6 +11,7 @@ from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory
 from shardwise.core.plan import Plan
 from shardwise.data import check_data
+from shardwise.data.epochs import epoch_sentences, with_steps
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import plan_after_oom, plan_remembering, refuse_unfit
 from shardwise.jobs.request import RunWorkers, Say
@@ -90,6 +91,7 @@ def prepare(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None, s
         ResourceError: the plan does not fit, or the folder cannot be written.
     """
     found = check_data(recipe)
+    asked, recipe = recipe, with_steps(recipe)
     check_start(recipe, folder)
     if done := finished(recipe, folder):
         say(done)
@@ -97,6 +99,7 @@ def prepare(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None, s
     planned, reasons = plan_remembering(recipe, cluster, folder, plan)
     refuse_unfit(planned)
     write_job(folder, recipe, planned)
+    found += epoch_sentences(asked, recipe)
     for sentence in [f"{planned.line}  →  {folder}", *found, *reasons, *sentences(recipe)]:
         say(sentence)
     return planned

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from shardwise.checkpoint.run_folder import scratch, write_job
 from shardwise.core.plan import Plan
 from shardwise.data import check_data
+from shardwise.data.epochs import with_steps
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import make_plan, refuse_unfit
 from shardwise.jobs.request import RunWorkers
@@ -31,6 +32,7 @@ def verify(
             then, unless a signal stopped it.
     """
     check_data(recipe)
+    recipe = with_steps(recipe)
     plan = plan or make_plan(recipe, cluster)
     refuse_unfit(plan)
     from shardwise.verify.verify import read_verdict, shortened  # loads torch

@@ -10,13 +10,14 @@ from __future__ import annotations
 import keyword
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from shardwise.core.errors import RecipeError
 from shardwise.hardware.cluster import cluster_of, parse_preset
 from shardwise.recipe.error_messages import Complaint
 from shardwise.recipe.lr_scaling import scaled
 from shardwise.recipe.presets import PRESETS, Dimensions, dimensions_of
-from shardwise.recipe.sections import ModelSpec, Recipe
+from shardwise.recipe.sections import ModelSpec, Recipe, ScheduleSpec
 from shardwise.recipe.yaml_source import Document, KeyPath, describe
 
 _BYTES = 256
@@ -26,6 +27,7 @@ MOST_TOKENS = 2**32
 
 def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     """Every contradiction in `recipe`, as a complaint at the key to change."""
+    yield from _length(recipe, document)
     yield from _one_name(recipe.model, document)
     yield from _arguments(recipe.model)
     yield from _objective(recipe, document)
@@ -50,6 +52,20 @@ def _last_written(document: Document, *paths: KeyPath) -> KeyPath:
     """The one of `paths` written last, the command line after the file; the first if none is written."""
     written = [path for path in paths if path in document.origins]
     return max(written, key=document.origin) if written else paths[0]
+
+
+def _length(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    """The length of the run is given once: in steps or in epochs."""
+    if not recipe.steps and recipe.epochs is None:
+        fix = "add `steps: 100`, or `epochs: 3`"
+        yield Complaint(("steps",), "steps is missing", "", fix, absent=True)
+    elif recipe.steps and recipe.epochs is not None:
+        path = _last_written(document, ("steps",), ("epochs",))
+        why = "steps and epochs are both given"
+        yield Complaint(path, "the length of the run is given twice", why, "keep one of them")
+    elif recipe.epochs is not None and recipe.model.factory is not None:
+        why = "a factory may bring a dataset of its own, which is not opened before the run"
+        yield Complaint(("epochs",), "epochs cannot be set here", why, "write steps")
 
 
 def _given(model: ModelSpec) -> list[str]:
@@ -200,24 +216,27 @@ def _hardware(recipe: Recipe, document: Document) -> Iterator[Complaint]:
 
 
 def _schedule(recipe: Recipe, document: Document) -> Iterator[Complaint]:
-    schedule, steps = recipe.schedule, recipe.steps
-    if schedule.warmup_steps(steps) >= max(steps, 2):
-        path = _last_written(document, ("schedule", "warmup"), ("steps",))
-        why = f"{schedule.warmup_steps(steps)} steps of warmup are not fewer than {steps}"
-        yield Complaint(path, "the warmup leaves no steps at the peak", why, "shorten it, or raise steps")
-        return
-    if schedule.name != "wsd":
-        if schedule.decay is not None:
-            path = _last_written(document, ("schedule", "decay"), ("schedule", "name"))
-            why = f"schedule.name is {schedule.name}, and only wsd uses decay"
-            yield Complaint(path, "decay without wsd", why, "write name: wsd, or remove decay")
-        return
-    warmup, decay = schedule.warmup_steps(steps), schedule.decay_steps(steps)
-    if warmup + decay > steps:
-        names = (("schedule", "decay"), ("schedule", "warmup"), ("steps",))
-        path = _last_written(document, *names)
+    schedule = recipe.schedule
+    if schedule.name != "wsd" and schedule.decay is not None:
+        path = _last_written(document, ("schedule", "decay"), ("schedule", "name"))
+        why = f"schedule.name is {schedule.name}, and only wsd uses decay"
+        yield Complaint(path, "decay without wsd", why, "write name: wsd, or remove decay")
+    if recipe.steps:  # epochs are counted from the data, and the schedule is checked then
+        for fault in schedule_faults(schedule, recipe.steps):
+            yield replace(fault, path=_last_written(document, fault.path, ("schedule", "warmup"), ("steps",)))
+
+
+def schedule_faults(schedule: ScheduleSpec, steps: int) -> Iterator[Complaint]:
+    """A schedule that is longer than a run of ``steps`` steps, as a complaint."""
+    warmup = schedule.warmup_steps(steps)
+    if warmup >= max(steps, 2):
+        why = f"{warmup} steps of warmup are not fewer than {steps}"
+        fix = "shorten it, or raise steps"
+        yield Complaint(("schedule", "warmup"), "the warmup leaves no steps at the peak", why, fix)
+    elif schedule.name == "wsd" and warmup + (decay := schedule.decay_steps(steps)) > steps:
         why = f"{warmup} steps of warmup and {decay} of decay are more than {steps}"
-        yield Complaint(path, "the schedule is longer than the run", why, "shorten one, or raise steps")
+        fix = "shorten one, or raise steps"
+        yield Complaint(("schedule", "decay"), "the schedule is longer than the run", why, fix)
 
 
 def _scaling(recipe: Recipe, document: Document) -> Iterator[Complaint]:

@@ -51,13 +51,16 @@ _EXAMPLES = {"model": "model: {preset: ...}", "steps": "steps: 100", "batch_size
 _DIMENSIONS = (
     "family", "layers", "width", "heads", "kv_heads", "ffn", "vocab", "context", "tied", "rope_theta",
 )  # fmt: skip
-_REPLACES: Mapping[KeyPath, Sequence[str]] = {
+REPLACES: Mapping[KeyPath, Sequence[str]] = {
     ("model", "preset"): ("hf", "factory", "arguments", *_DIMENSIONS),
     ("model", "hf"): ("preset", "factory", "arguments", *_DIMENSIONS),
     ("model", "factory"): ("preset", "hf", *_DIMENSIONS),
     ("cluster", "preset"): ("device", "nodes", "devices_per_node", "memory_gib", "host_memory_gib"),
     ("cluster", "device"): ("preset",),
+    ("steps",): ("epochs",),
+    ("epochs",): ("steps",),
 }
+"""Keys that an override of a key replaces, in the same section."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str], settings: Sequence[Setting[Any]]) -> Recipe:
@@ -78,7 +81,7 @@ def read_recipe(
     path: Path, overrides: Sequence[str], settings: Sequence[Setting[Any]]
 ) -> tuple[Recipe, Document]:
     """Like `load_recipe`; also returns the document, whose `where(path)` gives the file and line of a key."""
-    document = overridden(read_document(Path(path)), overrides, _REPLACES)
+    document = overridden(read_document(Path(path)), overrides, REPLACES)
     return _checked(document, settings), document
 
 
@@ -92,13 +95,15 @@ def recipe_of(
 ) -> Recipe:
     """A checked recipe from plain data (dicts, lists, scalars), and overrides as of ``load_recipe``."""
     document = Document("recipe", copy.deepcopy(dict(values)), {(): Origin(0, 0)})
-    return _checked(overridden(document, overrides, _REPLACES) if overrides else document, settings)
+    return _checked(overridden(document, overrides, REPLACES) if overrides else document, settings)
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML, with defaults. Reading it gives an equal recipe."""
     lines = list[str]()
     for name, value in recipe:
+        if (name == "epochs" and value is None) or (name == "steps" and not value):
+            continue  # the recipe has one of the two
         if not isinstance(value, Section | Mapping):
             lines.append(f"{name}: {written(value)}")
             continue

@@ -337,8 +337,11 @@ class Recipe(Section):
     """the model"""
     data: DataSpec = DataSpec()
     """the data"""
-    steps: Count
-    """optimizer steps"""
+    steps: Count = 0
+    """optimizer steps; this or epochs is required"""
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    """passes over the training data, instead of steps, which are then counted from the data: 1.5 is a pass and a
+    half. Epochs of a mixture of sources are passes over the sequences of all of them"""
     batch_size: Count
     """global batch size: sequences per optimizer step over all devices"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

@@ -1,0 +1,46 @@
+"""Epochs to optimizer steps: a recipe that gives `epochs` gets the steps that its data make of them.
+
+An epoch is a pass over the training sequences; the last step of the run is rounded up. The steps of a run are written
+into its folder, so data that change later do not change its length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from shardwise.core.cache_folder import default_root
+from shardwise.core.errors import RecipeError
+from shardwise.data.text import open_tokens, tokenizer_of
+from shardwise.recipe.checks import schedule_faults
+from shardwise.recipe.sections import Recipe
+
+
+def steps_of_epochs(epochs: float, sequences: int, batch_size: int) -> int:
+    """Optimizer steps of ``epochs`` passes over ``sequences``: ceil(epochs x sequences / batch_size), at least 1."""
+    return max(1, math.ceil(round(epochs * sequences / batch_size, 6)))
+
+
+def with_steps(recipe: Recipe) -> Recipe:
+    """The recipe with ``steps`` instead of ``epochs``; a recipe with steps as it is.
+
+    Raises:
+        DataError: as of ``open_tokens``.
+        RecipeError: the schedule does not fit into the steps.
+    """
+    if recipe.epochs is None:
+        return recipe
+    tokenizer = tokenizer_of(recipe.data)
+    opened = open_tokens(recipe.data, tokenizer, default_root(), objective=recipe.model.objective)
+    steps = steps_of_epochs(recipe.epochs, opened.train.sequences, recipe.batch_size)
+    counted = recipe.model_copy(update={"steps": steps, "epochs": None})
+    for fault in schedule_faults(counted.schedule, steps):
+        where = f"epochs: {recipe.epochs:g}"
+        raise RecipeError(fault.what, where=where, why=fault.why, fix=fault.fix.replace("steps", "epochs"))
+    return counted
+
+
+def epoch_sentences(asked: Recipe, counted: Recipe) -> Iterator[str]:
+    """The steps that the epochs of ``asked`` are, if it gives epochs."""
+    if asked.epochs is not None:
+        yield f"{asked.epochs:g} epochs are {counted.steps:,} steps of {counted.batch_size:,} sequences"

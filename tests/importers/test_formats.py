@@ -1,0 +1,99 @@
+"""The tables of keys against the projects that define them, where these are installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from shardwise.importers.formats import NAMES, Mapped, Unmapped, format_named, recognised
+from shardwise.recipe.load import SECTIONS
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import SETTINGS
+
+KEYS = {setting.key for setting in SETTINGS}
+
+
+def fields_of(package: str, file: str, name: str) -> set[str]:
+    """The annotated fields of a class, read from the source without importing the package."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        pytest.skip(f"{package} is not installed")
+    tree = ast.parse((Path(found.origin).parent / file).read_text(encoding="utf-8"))
+    (made,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return {
+        str(each.target.id)
+        for each in made.body
+        if isinstance(each, ast.AnnAssign)
+        if isinstance(each.target, ast.Name)
+    }
+
+
+@pytest.mark.parametrize(
+    ("form", "package", "file", "name"),
+    [
+        ("trainer", "transformers", "training_args.py", "TrainingArguments"),
+        ("accelerate", "accelerate", "commands/config/config_args.py", "BaseConfig"),
+        ("accelerate", "accelerate", "commands/config/config_args.py", "ClusterConfig"),
+        ("accelerate", "accelerate", "commands/config/config_args.py", "SageMakerConfig"),
+    ],
+)
+def test_every_field_of_the_installed_version_has_an_entry(
+    form: str, package: str, file: str, name: str
+) -> None:
+    """A section, such as ``fsdp_config``, may have entries for its keys instead."""
+    table = format_named(form)
+    tops = {key.split(".")[0] for key in table.entries}
+    fields = {field for field in fields_of(package, file, name) if not field.startswith("_")}
+    assert fields and sorted(fields - tops) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_places_of_a_table_are_keys_of_a_recipe(name: str) -> None:
+    for key, entry in format_named(name).entries.items():
+        if isinstance(entry, Unmapped):
+            assert entry.why and entry.why == entry.why.strip(), key
+            continue
+        places = (
+            [entry.to] if entry.to else [place for found in (entry.values or {}).values() for place in found]
+        )
+        for place in places:
+            section, _, inner = place.partition(".")
+            if place.startswith("@"):
+                continue
+            known = (
+                KEYS
+                if section == "strategy"
+                else SECTIONS[section].model_fields
+                if inner
+                else Recipe.model_fields
+            )
+            assert (inner or place) in known, f"{name}: {key} -> {place}"
+        assert bool(entry.to) != bool(entry.values), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_fact_of_a_table_is_used(name: str) -> None:
+    """A value that nothing combines would be lost without a row."""
+    folder = Path(format_named.__wrapped__.__code__.co_filename).parent
+    code = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    for key, entry in format_named(name).entries.items():
+        if isinstance(entry, Mapped) and entry.to.startswith("@"):
+            fact = entry.to.removeprefix("@").partition(":")
+            assert f'"{fact[0]}' in code or f"{fact[0]}:" in code, f"{name}: {key}"
+
+
+def test_a_child_of_a_section_without_a_place_has_its_reason() -> None:
+    table = format_named("deepspeed")
+    assert table.entry("aio.queue_depth") is table.entries["aio"]
+    assert table.entry("optimizer.params.freeze_step") is table.entries["optimizer.params"]
+    assert table.entry("zero_optimization.stage.more") is None  # of a mapped key, nothing is implied
+    assert table.entry("nothing") is None
+
+
+def test_a_recipe_is_of_no_other_kind() -> None:
+    assert recognised({"model": {"preset": "tiny"}, "seed": 1, "train_batch_size": 2}) is None
+    assert recognised({"some": "text"}) is None
+    assert recognised({"checkpoint_dir": "x"}) is None  # LitGPT's files have a section train
