@@ -75,3 +75,8 @@ def _columns(head: Sequence[str], rows: Any) -> str:
 
 def _percent(value: float) -> str:
     return f"{value:.0%}" if value >= 0.095 else f"{value:.1%}"
+
+
+def memory_tables(result: Mapping[str, Any]) -> str:
+    """The tables of benchmarks/memory.py in Markdown."""
+    return ""

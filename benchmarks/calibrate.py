@@ -295,11 +295,13 @@ def quality(cases: Sequence[Case], errors: Any) -> dict[str, Any]:
     """Of predictions with the logarithmic ``errors``, factors included."""
     size = np.abs(np.exp(errors) - 1)
     found = orders(cases, errors)
+    low, middle, high = (float(each) for each in np.exp(-np.quantile(errors, (0.95, 0.5, 0.05))))
     row: dict[str, Any] = {
         "runs": len(cases),
         "median": float(np.median(size)),
         "p90": float(np.quantile(size, 0.9)),
         "bias": float(np.exp(np.median(errors)) - 1),
+        "published over predicted": {"p5": low, "p50": middle, "p95": high},
     }
     if found:
         row |= {

@@ -223,10 +223,10 @@ def _step_seconds(row: Mapping[str, str], batch: int, gpus: int) -> float | None
     return None
 
 
-def expressed(row: Mapping[str, str]) -> Published:
-    """The row as a run of this package. Raises Inexpressible."""
+def expressed(row: Mapping[str, str], model: Mapping[str, object] | None = None) -> Published:
+    """The row as a run of this package, of ``model`` where the caller has it. Raises Inexpressible."""
     stack = stack_of(row)
-    model = _model(row)
+    model = model or _model(row)
     if row["gpu"] not in DEVICES:
         raise Inexpressible(f"no profile of {row['gpu']}")
     if not row["gpus"] or not row["micro_batch"]:
@@ -270,7 +270,7 @@ def expressed(row: Mapping[str, str]) -> Published:
 def read(name: str) -> tuple[list[Published], Counter[str]]:
     """The expressed rows of a file in benchmarks/data, and how many others there are by reason."""
     rows, left_out = list[Published](), Counter[str]()
-    for row in _lines(DATA / name):
+    for row in lines(name):
         try:
             rows.append(expressed(row))
         except Inexpressible as reason:
@@ -278,6 +278,7 @@ def read(name: str) -> tuple[list[Published], Counter[str]]:
     return rows, left_out
 
 
-def _lines(path: Path) -> Iterator[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
+def lines(name: str) -> Iterator[dict[str, str]]:
+    """The rows of a file in benchmarks/data."""
+    with (DATA / name).open(encoding="utf-8", newline="") as file:
         yield from csv.DictReader(file)

@@ -44,6 +44,7 @@ def made(asked: Recipe, compare: bool = False) -> int:
 def test_the_same_plan_is_made_once() -> None:
     assert [made(recipe()), made(recipe()), made(recipe())] == [1, 0, 0]
     assert made(recipe(data={"sequence_length": 16, "source": "elsewhere"})) == 0, "a plan reads no data"
+    assert made(recipe(cluster={"price_per_device_hour": 2.0})) == 0, "a price changes no plan"
 
 
 def test_what_differs_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +13,40 @@ import typer
 from shardwise.cli.common import AsJson, Overrides
 from shardwise.cli.export import Dtype
 from shardwise.cli.from_ import ModelOption, WorldOption
+from shardwise.cli.spinner import planning
+from shardwise.core.answer import DeviceTry
 from shardwise.core.errors import RecipeError
 from shardwise.hardware.cluster import Cluster
 from shardwise.importers.convert import imported
 from shardwise.jobs.importing import is_foreign, read_imported
 from shardwise.jobs.request import read
 from shardwise.recipe.sections import Recipe
+
+
+class Objective(StrEnum):
+    """What ``--for`` makes small: values of plan.objective, or the number of devices."""
+
+    seconds = "seconds"
+    memory = "memory"
+    devices = "devices"
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Options of the plan and of its output.
+
+    Attributes:
+        name: of the recipe.
+        fewest: devices, in so many hours or in any.
+    """
+
+    name: str
+    fewest: bool
+    within: float | None
+    as_json: bool
+    top: int | None
+    explain: bool
+    html: Path | None
 
 
 def command(
@@ -35,6 +65,17 @@ def command(
         bool, typer.Option("--explain", help="show which remedies fit, from more sharding to LoRA, and why")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="write the plan as one HTML page", metavar="FILE")] = None,
+    objective: Annotated[
+        Objective | None,
+        typer.Option(
+            "--for",
+            help="make small: seconds of a step, or memory of a device (plan.objective), or the number of devices",
+        ),
+    ] = None,
+    within: Annotated[
+        float | None,
+        typer.Option(help="with --for devices: hours that the recipe's steps may take", metavar="HOURS", min=0),
+    ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="count the memory of serving the model, not of training it")
     ] = False,
@@ -51,7 +92,7 @@ def command(
     model: ModelOption = None,
     world: WorldOption = None,
 ) -> None:
-    """Choose the strategy, or check the pinned one: ledger at the peak, time, neighbours and reasons.
+    """Choose the strategy, or check the pinned one: hours and cost, alternatives, ledger at the peak, time, reasons.
 
     A plan that does not fit is explained without --explain. With --serve, the memory of answering requests is
     counted: weights as they are stored, key-value cache, activations. A configuration of DeepSpeed, Accelerate,
@@ -64,6 +105,12 @@ def command(
         raise RecipeError(
             "--context and --prompt need --serve", where="command line", fix="shardwise plan MODEL --serve"
         )
+    fewest = objective is Objective.devices
+    if within is not None and not fewest:
+        fix = "--for devices --within HOURS"
+        raise RecipeError("--within needs --for devices", where="command line", fix=fix)
+    if objective is not None and not fewest:
+        overrides = [*(overrides or ()), f"plan.objective={objective.value}"]
     if is_foreign(recipe):
         found = imported(recipe, model=model, world=world, overrides=overrides or ())
         typer.echo(f"{found.sentence()}; shardwise from shows all", err=True)
@@ -76,42 +123,50 @@ def command(
         )
     else:
         asked, cluster = read(recipe, overrides or [])
-    _plan(asked, cluster, as_json, top, explain, html)
+    _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, html))
 
 
-def _plan(
-    asked: Recipe, cluster: Cluster, as_json: bool, top: int | None, explain: bool, html: Path | None
-) -> None:
-    from rich.console import Console
-
+def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
     from shardwise.jobs.planning import make_plan, refuse_unfit
 
-    with Console(stderr=True).status("planning") as status:  # shown in a terminal only
-        plan = make_plan(
-            asked, cluster, compare=True, progress=lambda line: status.update(f"planning: {line}")
-        )
-    from shardwise.plan.fit_advice import advise  # loads torch
+    tried: tuple[DeviceTry, ...] = ()
+    with planning() as progress:
+        if options.fewest:
+            from shardwise.jobs.fewest_devices import fewest_devices
 
-    advice = advise(asked, cluster) if explain or not plan.fits else None
+            asked, cluster, tried = fewest_devices(asked, cluster, options.within, progress)
+        plan = make_plan(asked, cluster, compare=True, progress=progress)
+    advice = None
+    if options.explain or not plan.fits:
+        from shardwise.plan.fit_advice import advise  # loads torch
+
+        with planning() as progress:
+            progress("what would fit")
+            advice = advise(asked, cluster)
+    from shardwise.plan.answer import answer_of
     from shardwise.report.standing import standing_of, standing_values
 
+    answer = replace(answer_of(asked, cluster, plan), devices=tried)
     stands = standing_of(asked, plan)
-    if as_json:
-        added = {"ladder": advice.as_dict()} if advice else {}
+    if options.as_json:
+        added = answer.as_dict()
+        added |= {"ladder": advice.as_dict()} if advice else {}
         added |= {"standing": standing_values(stands)} if stands else {}
         print(json.dumps(plan.as_dict() | added, indent=1))
     else:
+        from rich.console import Console
+
         from shardwise.report.fit_advice import advice_table
         from shardwise.report.tables import plan_table
 
-        Console().print(plan_table(plan, top, stands.sentences() if stands else ()))
+        Console().print(plan_table(plan, options.top, stands.sentences() if stands else (), answer))
         if advice is not None:
             Console().print(advice_table(advice))
-    if html is not None:
+    if options.html is not None:
         from shardwise.recipe.load import dump_recipe
         from shardwise.report.run import write_plan_page
 
-        write_plan_page(plan, dump_recipe(asked), html)
+        write_plan_page(plan, dump_recipe(asked), options.html, answer, advice, options.name)
     refuse_unfit(plan, advice)
 
 

@@ -78,6 +78,7 @@ class Candidate:
         peak_is: counted: the peak that the strategy's own plan has; estimated: with fragmentation in proportion to the
             chosen strategy's, or of a rank that need not be the worst; at least: without fragmentation, or of weights
             and optimizer state alone.
+        split: seconds by purpose, as of a StepEstimate; empty where no time was predicted.
     """
 
     strategy: StrategyValues
@@ -87,6 +88,7 @@ class Candidate:
     verdict: str
     reason: str
     peak_is: PeakIs = "counted"
+    split: Mapping[str, Seconds] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

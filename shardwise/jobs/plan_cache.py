@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from shardwise.core.cache_folder import code_digest, default_root, key_of, store
 from shardwise.core.errors import DataError, ResourceError
@@ -22,6 +23,11 @@ from shardwise.recipe.sections import Recipe
 from shardwise.technique import AXIS_NAMES, SETTINGS
 
 FOLDER = "plans"
+_READ_BY_NO_PLAN: Mapping[str, Any] = {
+    "seed": True,
+    "data": {"source"},
+    "cluster": {"price_per_device_hour"},
+}
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +49,7 @@ def _path(recipe: Recipe, cluster: Cluster, compare: bool) -> Path | None:
     """The file of a plan; None where there is no place for caches."""
     key = key_of(
         [
-            recipe.model_dump_json(exclude={"seed": True, "data": {"source"}}),
+            recipe.model_dump_json(exclude=_READ_BY_NO_PLAN),
             cluster,
             compare,
             options_in(cluster.device.kind),

@@ -49,7 +49,7 @@ def reasons(predictor: Predictor, chosen: Prediction) -> Iterator[str]:
         if s.key not in pinned and (s.candidates or s is MICRO_BATCH_SIZE or chosen.strategy[s] != s.default)
     ]
     if free and chosen.peak.bytes <= predictor.budget_bytes:
-        by = {"time": "fastest", "memory": "smallest"}[predictor.recipe.plan.objective]
+        by = {"seconds": "fastest", "memory": "smallest"}[predictor.recipe.plan.objective]
         size = "fastest" if _is_smaller_than_fits(predictor, chosen) else "largest"
         yield f"chosen by the planner: {', '.join(free)}; the {by} that fits, {size} micro-batch"
 

@@ -16,7 +16,7 @@ from shardwise.core.errors import one_line as printable
 from shardwise.core.plan import Candidate, PeakIs
 from shardwise.core.progress import Progress, silent
 from shardwise.core.strategy import Layout, Strategy
-from shardwise.core.units import format_bytes
+from shardwise.core.units import format_bytes, format_seconds
 from shardwise.dryrun.target import TARGETS
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint, batch_shapes
@@ -142,7 +142,8 @@ class Predictor:
         budget = self.budget_bytes
         layout = layout_of(strategy, self.cluster.world_size)
         line = one_line(strategy, layout, self.recipe.batch_size)
-        self.progress(f"{len(self.candidates)} strategies predicted; {'' if quick else 'dry run of '}{line}")
+        now = f"{'' if quick else 'dry run of '}{line}"
+        self.progress("; ".join([f"{len(self.candidates)} strategies predicted", *self._best_so_far(), now]))
         found = self.worst(strategy, quick=quick, budget=budget, ranks=ranks)
         over = found.peak.bytes - budget
         verdict, reason = "fits", found.in_words()
@@ -157,7 +158,9 @@ class Predictor:
         peak_is: PeakIs = "counted" if replayed and ranks is None else "estimated"
         if verdict != "fits" and not replayed:
             peak_is = "at least"
-        self._record(strategy, found.peak.bytes, found.step.seconds, verdict, reason, peak_is)
+        self._record(
+            strategy, found.peak.bytes, found.step.seconds, verdict, reason, peak_is, found.step.split
+        )
         return found
 
     def worst(
@@ -214,9 +217,26 @@ class Predictor:
         """Bytes beyond the rank's share of host memory; negative when there is room."""
         return found.host.total - self.cluster.host_capacity_bytes
 
+    def _best_so_far(self) -> Iterator[str]:
+        """The best of those that fit, in words."""
+        by_memory = self.recipe.plan.objective == "memory"
+        fitting = (found for found in self.candidates.values() if found.verdict == "fits")
+        best = min(fitting, key=lambda c: c.peak_bytes if by_memory else c.step_seconds, default=None)
+        if best is not None:
+            took, held = format_seconds(best.step_seconds), format_bytes(best.peak_bytes)
+            yield f"best so far {best.line}, {took}, {held}"
+
     def _record(
-        self, strategy: Strategy, peak: int, seconds: float, verdict: str, reason: str, peak_is: PeakIs
+        self,
+        strategy: Strategy,
+        peak: int,
+        seconds: float,
+        verdict: str,
+        reason: str,
+        peak_is: PeakIs,
+        split: Mapping[str, float] | None = None,
     ) -> None:
         layout = layout_of(strategy, self.cluster.world_size)
         line = one_line(strategy, layout, self.recipe.batch_size)
-        self.candidates[strategy] = Candidate(strategy, line, peak, seconds, verdict, reason, peak_is)
+        found = Candidate(strategy, line, peak, seconds, verdict, reason, peak_is, split or {})
+        self.candidates[strategy] = found

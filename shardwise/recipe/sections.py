@@ -256,6 +256,8 @@ class ClusterSpec(Section):
     """memory of one device in GiB, instead of the profile's"""
     host_memory_gib: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """host memory per device in GiB, instead of the profile's"""
+    price_per_device_hour: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """price of one device for one hour, in any currency: the plan then says what the run costs"""
     hours_between_failures: Annotated[float, Field(gt=0, le=1e9)] = 50_000.0
     """mean hours between failures of one device, for the advice how often to save. Llama 3 was interrupted every
     186 minutes on 16,384 GPUs (arXiv:2407.21783, section 3.3.4)"""
@@ -311,8 +313,9 @@ class CheckpointSpec(Section):
 class PlanSpec(Section):
     """What the planner chooses by."""
 
-    objective: Literal["time", "memory"] = "time"
-    """what the planner makes small among strategies that fit: the time of a step, or the memory of a device"""
+    objective: Literal["seconds", "memory"] = "seconds"
+    """what the planner makes small among strategies that fit: the seconds of a step, or the memory of a device;
+    shardwise plan --for sets it too"""
     allow: Annotated[tuple[Literal["fp8", "pipedream"], ...], BeforeValidator(_words)] = ()
     """what the planner may choose although it changes the mathematics: fp8 (8-bit products, where precision is not
     pinned to another), pipedream (stale weights)"""

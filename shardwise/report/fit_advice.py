@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
 from shardwise.core.errors import one_line
 from shardwise.core.fit_advice import FitAdvice
+from shardwise.report.layout import VERDICT_STYLES, section, sentences, stacked
 from shardwise.report.notation import seconds
-from shardwise.report.tables import VERDICT_STYLES, columns, peak_of, section, sentences
+from shardwise.report.tables import WIDEST, peak_of
 
 
 def advice_table(advice: FitAdvice) -> RenderableType:
     """Every remedy with its figures, then the reasons for the advice."""
-    parts = [*section("What fits", "remedies in the order in which they are tried", _outcomes(advice))]
-    parts += section("Advice", "", sentences(advice.reasons, ""))
-    return Group(*parts)
+    return AdviceTable(advice)
 
 
-def _outcomes(advice: FitAdvice) -> Table:
-    """A row per outcome: remedy, peak, step time, verdict, strategy or reason."""
-    table, before = columns("left", "right", "right", "left", "left"), ""
-    for outcome in advice.outcomes:
-        found, name = outcome.candidate, outcome.remedy.name
-        advised = outcome is advice.advised
+@dataclass(frozen=True)
+class AdviceTable:
+    """Advice that rich can print."""
+
+    advice: FitAdvice
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, WIDEST)
+        rows = Group(*stacked(list(_outcomes(self.advice)), width - 2))
+        yield from section("What fits", "remedies in the order in which they are tried", rows)
+        yield from section("Advice", "", sentences(self.advice.reasons, ""))
+
+
+def _outcomes(advice: FitAdvice) -> Iterator[tuple[Text, Text]]:
+    """A row per outcome: remedy, peak and step time; then verdict, strategy or reason."""
+    peaks = [peak_of(outcome.candidate) for outcome in advice.outcomes]
+    names = [outcome.remedy.name for outcome in advice.outcomes]
+    wide, widest, before = max(map(cell_len, peaks)), max(map(cell_len, names)), ""
+    for outcome, peak, name in zip(advice.outcomes, peaks, names, strict=True):
+        found, advised = outcome.candidate, outcome is advice.advised
         verdict = Text("advised" if advised else found.verdict, VERDICT_STYLES.get(found.verdict, ""))
         step = seconds(found.step_seconds) if found.step_seconds else "–"
         words = [found.line] if outcome.fits or not found.step_seconds else [found.line, found.reason]
         line = found.reason if found.verdict == "invalid" else ": ".join(words)
-        shown = Text(one_line(line), "bold" if advised else "")
-        table.add_row("" if name == before else name, peak_of(found), step, verdict, shown)
+        shown = Text.assemble(verdict, "  ", (one_line(line), "bold" if advised else ""))
+        yield Text(f"{'' if name == before else name:{widest}}  {peak:>{wide}}  {step:>9}"), shown
         before = name
-    return table

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
 from shardwise.recipe.load import parse_recipe
+from shardwise.report.answer_page import answer_values, run_card
 from shardwise.report.mesh import mesh
 from shardwise.report.notation import (
     COLOURS,
@@ -38,15 +36,8 @@ from shardwise.report.notation import (
     tokens_rate,
     unit_for,
 )
-from shardwise.report.pictures import (
-    NARROW,
-    WIDE,
-    ledger_bar,
-    loss_curve,
-    memory_timeline,
-    peaks_by_rank,
-    svg,
-)
+from shardwise.report.page_parts import Bar, Card, picture
+from shardwise.report.pictures import ledger_bar, loss_curve, memory_timeline, peaks_by_rank
 from shardwise.report.pipeline.pictures import section
 from shardwise.report.record import RunRecord
 from shardwise.report.standing import standing_of, standing_sentences
@@ -59,35 +50,6 @@ SHOWN_RANKS = 64
 """Most rows in the table of ranks; with more ranks, those with the highest peaks are shown."""
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-@dataclass(frozen=True)
-class Card:
-    """One headline figure; the note may have several lines."""
-
-    title: str
-    value: str
-    note: str
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One row of a table with a bar. ``percent`` is its length relative to the longest bar; hollow means predicted."""
-
-    name: str
-    value: str
-    share: str
-    percent: float
-    colour: str = "var(--muted)"
-    hollow: bool = False
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One picture in the widths of a desktop and of a phone."""
-
-    wide: Markup
-    narrow: Markup
 
 
 def render_page(run: RunRecord) -> str:
@@ -124,8 +86,9 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "facts": list(_facts(run)),
         "unfinished": None if outcome else _progress(run),
         "planned_only": run.planned_only,
-        "cards": [_peak_card(plan, outcome), _speed_card(run), _loss_card(run), _mfu_card(run)],
-        "peaks": _picture("Predicted and measured peak of every rank", lambda w: peaks_by_rank(ranks, w))
+        "cards": [_peak_card(run), _speed_card(run), run_card(run.answer) or _loss_card(run), _mfu_card(run)],
+        "answer": answer_values(run.plan, run.answer, run.advice),
+        "peaks": picture("Predicted and measured peak of every rank", lambda w: peaks_by_rank(ranks, w))
         if ranks
         else None,
         "ranks": _rank_rows(outcome) if outcome else [],
@@ -135,14 +98,14 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "total": unit_for(plan.peak.bytes).write(plan.peak.bytes),
         "peak": of_capacity(plan.peak.bytes, plan.capacity_bytes),
         "unseen": _unseen(plan),
-        "bar": _picture("The ledger at the peak", lambda w: ledger_bar(plan.ledger, plan.capacity_bytes, w)),
+        "bar": picture("The ledger at the peak", lambda w: ledger_bar(plan.ledger, plan.capacity_bytes, w)),
         "ledger": _ledger_rows(plan),
-        "timeline": _picture("Memory through one optimizer step", lambda w: memory_timeline(plan, w)),
+        "timeline": picture("Memory through one optimizer step", lambda w: memory_timeline(plan, w)),
         "has_timeline": bool(plan.timeline),
-        "mesh": _picture("Who holds what", lambda w: mesh(plan.layout, plan.devices_per_node, w))
+        "mesh": picture("Who holds what", lambda w: mesh(plan.layout, plan.devices_per_node, w))
         if plan.world_size > 1
         else None,
-        **section(plan, outcome.passes if outcome else None, _picture),
+        **section(plan, outcome.passes if outcome else None, picture),
         "times": _time_rows(run),
         "phases": phase_times(plan, outcome),
         "phases_of": outcome.phases.step if outcome and outcome.phases else None,
@@ -150,7 +113,7 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "seconds": lambda spent: seconds(spent or 0.0),
         "split": _split_rows(plan),
         "traffic": _traffic_rows(plan),
-        "loss": _picture("Loss and learning rate", lambda w: loss_curve(run.steps, w)),
+        "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w)),
         "sample": outcome.sample if outcome else None,
         "interruptions": _interruption_rows(run),
         # A run is planned without comparing candidates.
@@ -187,17 +150,16 @@ def _batch_size(run: RunRecord) -> list[str]:
     return batch_sentences(noise, recipe, run.plan.step.tokens)
 
 
-def _picture(name: str, draw: Callable[[float], Figure]) -> Picture:
-    # The only markup that is not escaped: matplotlib has escaped the texts in its SVG.
-    return Picture(Markup(svg(draw(WIDE), name)), Markup(svg(draw(NARROW), name)))
-
-
 # -- the head -----------------------------------------------------------------------------------------
 
 
 def _facts(run: RunRecord) -> Iterator[str]:
     yield f"{format_count(run.plan.parameters)} parameters"
     yield run.plan.cluster
+    if run.planned_only:
+        tokens = f" of {format_count(run.plan.step.tokens)} tokens"
+        yield f"{run.answer.run.steps:,} steps{tokens}" if run.answer else f"steps{tokens}"
+        return
     yield f"{len(run.steps)} steps"
     if skipped := sum(step.skipped for step in run.steps):
         yield f"{skipped} skipped update{'s' if skipped > 1 else ''}"
@@ -225,7 +187,12 @@ def _progress(run: RunRecord) -> str:
     return f"Read {at}: the run is in progress, or ended early. Its final measurements are missing."
 
 
-def _peak_card(plan: Plan, outcome: Outcome | None) -> Card:
+def _peak_card(run: RunRecord) -> Card:
+    plan, outcome = run.plan, run.outcome
+    if run.planned_only:
+        return Card(
+            "Predicted peak", format_bytes(plan.peak.bytes), f"of {format_bytes(plan.capacity_bytes)}"
+        )
     if outcome is None:
         return Card("Predicted peak", format_bytes(plan.predicted_allocated(plan.peak.rank)), "of a rank")
     worst = outcome.worst
@@ -315,9 +282,12 @@ def _place(plan: Plan) -> str:
 
 
 def _unseen(plan: Plan) -> str | None:
-    """A sentence about memory that the plan counts and the measurement does not see; None if there is none."""
-    unseen = plan.peak.bytes - plan.predicted_allocated(plan.peak.rank)
-    return format_bytes(unseen) if unseen > 0 else None
+    """The memory that the plan counts and a measurement of allocated memory does not see; None if there is none."""
+    lost = plan.ledger.fragmentation
+    outside = plan.peak.bytes - plan.predicted_allocated(plan.peak.rank) - lost
+    found = [f"{format_bytes(outside)} of it (context, communicators)"] if outside > 0 else []
+    found += [f"{format_bytes(lost)} (fragmentation)"] if lost else []
+    return " and ".join(found) or None
 
 
 def _ledger_rows(plan: Plan) -> list[Bar]:

@@ -11,8 +11,10 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.core.answer import Answer
 from shardwise.core.attempts import Interruption, interruptions
 from shardwise.core.errors import DataError
+from shardwise.core.fit_advice import FitAdvice
 from shardwise.core.json_file import decoded, parsed, read_bytes, read_json, read_text
 from shardwise.core.plan import Plan, read_plan
 from shardwise.core.run_files import Outcome, StepRecord
@@ -33,6 +35,7 @@ class RunRecord:
         outcome: None while the run trains, or when it did not reach its end.
         planned_only: there is a plan and no run.
         interruptions: ends of the run before its last step, after which it was started again.
+        answer, advice: of a plan without a run.
     """
 
     folder: Path
@@ -42,6 +45,8 @@ class RunRecord:
     outcome: Outcome | None
     planned_only: bool = False
     interruptions: tuple[Interruption, ...] = ()
+    answer: Answer | None = None
+    advice: FitAdvice | None = None
 
     @property
     def name(self) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardwise.core.answer import Answer
 from shardwise.core.atomic_file import write_whole
+from shardwise.core.fit_advice import FitAdvice
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome, RankMemory, StepRecord
 from shardwise.report.mesh import mesh
@@ -41,10 +43,18 @@ def write_report(folder: Path) -> Path:
     return page
 
 
-def write_plan_page(plan: Plan, recipe: str, path: Path) -> None:
-    """Write the page of a plan without a run. ``recipe`` is the resolved recipe.
+def write_plan_page(
+    plan: Plan,
+    recipe: str,
+    path: Path,
+    answer: Answer | None = None,
+    advice: FitAdvice | None = None,
+    name: str = "",
+) -> None:
+    """Write the page of a plan without a run. ``recipe`` is the resolved recipe, ``name`` the title; else the file's.
 
     Raises ResourceError if the page cannot be written.
     """
-    run = RunRecord(path.with_suffix(""), recipe, plan, steps=(), outcome=None, planned_only=True)
+    folder = Path(name) if name else path.with_suffix("")
+    run = RunRecord(folder, recipe, plan, (), outcome=None, planned_only=True, answer=answer, advice=advice)
     write_whole(path, render_page(run).encode("utf-8"))

@@ -1,6 +1,7 @@
 """A plan as text, for a terminal or a pipe: the output of `shardwise plan`.
 
-Sections in order: the strategy and its speed, memory at the peak, time of a step, candidates with reasons, assumptions.
+Sections in order: the strategy and its speed, the answer (report/answer.py), memory at the peak, time of a step,
+candidates with reasons, assumptions.
 There are no lines or frames: columns, blank lines and bars of block characters survive a pipe, a log file and a README.
 Every colour has its name next to it. The layout adapts to the width, up to `WIDEST` columns.
 """
@@ -8,7 +9,7 @@ Every colour has its name next to it. The layout adapts to the width, up to `WID
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -18,10 +19,13 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.core.answer import Answer
 from shardwise.core.errors import one_line
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import Candidate, PeakIs, Plan
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
+from shardwise.report.answer import answer_sections
+from shardwise.report.layout import STACKED, VERDICT_STYLES, columns, section, sentences
 from shardwise.report.notation import (
     COLOURS,
     by_size,
@@ -39,32 +43,34 @@ WIDEST = 100
 SHOWN_CANDIDATES = 12
 """Number of candidates shown by default."""
 
-VERDICT_STYLES = {
-    "chosen": "bold green",
-    "fits": "green",
-    "tight": "yellow",
-    "does not fit": "red",
-    "invalid": "dim",
-}
 PEAK_SIGNS: Mapping[PeakIs, str] = {"counted": "", "estimated": "~ ", "at least": "≥ "}
 _ASCII = str.maketrans("×·–−…≥•µ░█▉▊▋▌▍▎▏", "x|--~>*u.#####   ")
 
 
-def plan_table(plan: Plan, top: int | None = None, standing: Sequence[str] = ()) -> RenderableType:
+def plan_table(
+    plan: Plan, top: int | None = None, standing: Sequence[str] = (), answer: Answer | None = None
+) -> RenderableType:
     """The output of `shardwise plan`.
 
     Args:
         top: number of candidates to show; None for `SHOWN_CANDIDATES`.
         standing: sentences about the run against a scaling law.
+        answer: hours and cost, the nearest alternatives, what binds.
     """
-    return PlanTable(plan, SHOWN_CANDIDATES if top is None else max(0, top), tuple(standing))
+    return PlanTable(plan, SHOWN_CANDIDATES if top is None else max(0, top), tuple(standing), answer)
 
 
-def plan_text(plan: Plan, width: int = WIDEST, top: int | None = None, standing: Sequence[str] = ()) -> str:
+def plan_text(
+    plan: Plan,
+    width: int = WIDEST,
+    top: int | None = None,
+    standing: Sequence[str] = (),
+    answer: Answer | None = None,
+) -> str:
     """`plan_table` as plain text without colour, `width` columns at most; for files and documentation."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, _environ={})
     with console.capture() as capture:
-        console.print(plan_table(plan, top, standing))
+        console.print(plan_table(plan, top, standing, answer))
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
@@ -75,6 +81,7 @@ class PlanTable:
     plan: Plan
     top: int
     standing: tuple[str, ...] = ()
+    answer: Answer | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update(width=min(options.max_width, WIDEST))
@@ -88,6 +95,8 @@ class PlanTable:
     def _parts(self, width: int) -> Iterator[RenderableType]:
         plan = self.plan
         yield from headline(plan, width)
+        if self.answer is not None:
+            yield from answer_sections(self.answer, width)
         device = _memory(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
         yield from section("Memory at the peak", _place(plan), device)
         if plan.disk.bytes:
@@ -143,13 +152,6 @@ def verdict(plan: Plan) -> str:
     if (excess := plan.host.bytes - plan.host.capacity_bytes) > 0:
         missing.append(f"{format_bytes(excess)} too much in host memory")
     return f"does not fit: {', '.join(missing)}"
-
-
-def section(title: str, note: str, body: RenderableType) -> Iterator[RenderableType]:
-    """A blank line, the title with a note, and the indented body."""
-    yield ""
-    yield Text.assemble((title, "bold"), (f"   {one_line(note)}" if note else "", "dim"))
-    yield Padding(body, (0, 0, 0, 2))
 
 
 def _place(plan: Plan) -> str:
@@ -217,11 +219,11 @@ def _candidates(candidates: Sequence[Candidate], width: int) -> RenderableType:
             row.append(figures.format(peak, took))
         whole = Text.assemble(row, judged)
         if apart:
-            shown += [row, Padding(Text.assemble(figures.format(peak, took), judged), (0, 0, 0, 6))]
+            shown += [row, Padding(Text.assemble(figures.format(peak, took), judged), (0, 0, 0, STACKED))]
         elif whole.cell_len <= width:
             shown.append(whole)
         else:
-            shown += [row, Padding(judged, (0, 0, 0, 6))]
+            shown += [row, Padding(judged, (0, 0, 0, STACKED))]
     return Group(*shown)
 
 
@@ -237,29 +239,7 @@ def peak_of(candidate: Candidate) -> str:
     return PEAK_SIGNS[candidate.peak_is] + format_bytes(candidate.peak_bytes)
 
 
-def sentences(listed: Iterable[str], style: str) -> Table:
-    """Sentences as a bulleted list."""
-    table = columns("left", "left")
-    for sentence in listed:
-        table.add_row(Text("•", "dim"), Text(one_line(sentence), style))
-    return table
-
-
 # -- the means --------------------------------------------------------------------------------------
-
-
-def columns(*justify: str, titles: tuple[str, ...] = ()) -> Table:
-    """A table without lines, with two blanks between columns. Only the last column wraps."""
-    table = Table(box=None, show_header=bool(titles), padding=(0, 2, 0, 0), pad_edge=False)
-    names = titles or ("",) * len(justify)
-    for index, (name, side) in enumerate(zip(names, justify, strict=True)):
-        table.add_column(
-            Text(name, "dim" if index else "bold"),
-            justify="right" if side == "right" else "left",
-            no_wrap=index < len(justify) - 1,
-            overflow="fold",
-        )
-    return table
 
 
 def _bar_cells(width: int) -> int:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import shardwise.report.page as page_module
+import shardwise.report.page_parts as parts_module
 from shardwise.core.errors import ResourceError
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import PhasesRecord, RankMemory
-from shardwise.core.units import MiB
+from shardwise.core.units import MiB, format_bytes
 from shardwise.report.notation import COLOURS, by_size, label
 from shardwise.report.page import SHOWN_RANKS, printable, render_page
 from shardwise.report.record import RunRecord, read_run
@@ -67,7 +67,7 @@ def run(plan: Plan, make_run: MakeRun) -> RunRecord:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves the drawing out, which takes nearly all of a page's time."""
-    monkeypatch.setattr(page_module, "svg", lambda figure, name: f"<svg aria-label='{name}'></svg>")
+    monkeypatch.setattr(parts_module, "svg", lambda figure, name: f"<svg aria-label='{name}'></svg>")
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -227,7 +227,8 @@ def test_a_plan_that_does_not_fit(plan: Plan, tmp_path: Path) -> None:
         assert f"Every figure is predicted. {said}" in reader.text
         assert ("It does not fit" in reader.text) == bool(said)
         assert "Throughput 79.7 k tokens/s predicted" in reader.text
-        assert "What the model writes" not in reader.text and "Held-out loss – not yet" in reader.text
+        assert "What the model writes" not in reader.text and "0 tokens" not in reader.text
+        assert f"Predicted peak {format_bytes(plan.peak.bytes)} of {format_bytes(capacity)}" in reader.text
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -1,0 +1,296 @@
+"""Predicted against published peak memory, and "does not fit" against failures: ``python benchmarks/memory.py``.
+
+Rows of benchmarks/data/published_runs.csv with a peak, of the stacks of published.py, become a recipe, a cluster and a
+strategy. The planner's own predictor says what the allocator reserves, which is what these sources print: torchtitan's
+"memory" is the peak reserved by any rank. Three things are read from a row's notes: ``reshard_after_forward=never``
+(stage 2), a chunked loss, and the model of Qwen3, whose heads are wider than width / heads (read by transformers).
+
+Rows of FSDP2 without torch.compile are predicted by whole dry runs, with the allocator's replay: it is the path that
+Shardwise itself runs. Others are predicted quickly, without fragmentation. Of nanotron's sweeps those without stages
+are taken, and of those with stages every PIPELINES-th.
+
+A failure counts as one of memory where the source says so, or where the same settings with a smaller micro-batch ran:
+the playbook (published_failures.csv) does not separate crashes from memory.
+
+Every row is kept in ``--cache`` as soon as it is predicted. Writes benchmarks/results/memory-accuracy.json, of which
+`make docs` fills docs/reference/accuracy.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accuracy import memory_tables
+from counted import cluster_for
+from machine import described
+from published import Inexpressible, Published, expressed, lines, stack_of
+
+from shardwise.core.errors import RecipeError
+from shardwise.core.units import GiB
+from shardwise.hardware.allocator_options import VARIABLES
+from shardwise.model.open import blueprint_of
+from shardwise.plan.predictor import Predictor
+from shardwise.recipe.load import recipe_of
+from shardwise.technique import SETTINGS, strategy_from
+
+RESULTS = Path(__file__).parent / "results" / "memory-accuracy.json"
+PIPELINES = 40
+OWN, SWEPT = "FSDP2", "nanotron"
+
+OLD = "torchtitan commit 83c879f187"
+"""Before torchtitan's run_train.sh set expandable segments."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published run that can be expressed.
+
+    Attributes:
+        stack: FSDP2 for torchtitan's without torch.compile, else the name in published.py.
+        failed: for want of memory.
+        extra: settings that its notes name.
+    """
+
+    run: Published
+    stack: str
+    failed: bool
+    extra: Mapping[str, object]
+    expandable: bool
+
+    @property
+    def key(self) -> str:
+        run = self.run
+        model = {key: value for key, value in run.model.items() if key != "hf"}
+        parts = (run.name, run.layers, model, run.length, run.device, run.gpus, run.tensor, run.pipeline)
+        degrees = (run.sequence, run.copies, run.stages, run.micro_batch, run.batch)
+        return json.dumps(
+            [parts, degrees, dict(run.settings), dict(self.extra), self.expandable], sort_keys=True
+        )
+
+
+def rows_of(folder: Path) -> tuple[list[Row], Counter[str]]:
+    """All rows with a peak or a failure, and how many others there are by reason.
+
+    Args:
+        folder: for the models that transformers reads.
+    """
+    found, left_out = list[Row](), Counter[str]()
+    ran = defaultdict[Any, list[int]](list)
+    for line in lines("published_runs.csv"):
+        ran[_settings(line)].append(int(line["micro_batch"] or 0))
+        failed = "OOM" in line["notes"]
+        if line["peak_mem_gib"] or failed:
+            _add(line, failed, folder, found, left_out)
+    for line in lines("published_failures.csv"):
+        if any(size < int(line["micro_batch"]) for size in ran[_settings(line)]):
+            _add(line, True, folder, found, left_out)
+        else:
+            left_out["a failure that need not be one of memory"] += 1
+    return [
+        row for number, row in enumerate(found) if row.run.pipeline == 1 or number % PIPELINES == 0
+    ], left_out
+
+
+def _settings(line: Mapping[str, str]) -> tuple[str, ...]:
+    """All of a row but its micro-batch."""
+    keys = ("source", "model", "seq_len", "gpus", "tp", "pp", "dp", "zero_stage_or_sharding", "global_batch")
+    return tuple(line[key] for key in keys)
+
+
+def _add(
+    line: Mapping[str, str], failed: bool, folder: Path, found: list[Row], left_out: Counter[str]
+) -> None:
+    try:
+        run = expressed(line, _qwen(line, folder))
+    except Inexpressible as reason:
+        left_out[str(reason)] += 1
+        return
+    notes, sharding = line["notes"], line["zero_stage_or_sharding"]
+    stack = run.stack
+    if stack == "torchtitan":
+        stack = OWN if sharding.startswith("FSDP2") else sharding.split()[0]
+    if "POC" in notes:
+        left_out["an experiment of its source"] += 1
+        return
+    extra: dict[str, object] = {"loss": "chunked" if "chunked CE" in notes else "logits"}
+    if "reshard_after_forward=never" in notes:
+        extra["zero_stage"] = 2
+    found.append(Row(run, stack, failed, extra, expandable=run.stack != SWEPT and run.source != OLD))
+
+
+def _qwen(line: Mapping[str, str], folder: Path) -> Mapping[str, object] | None:
+    """A model of transformers for Qwen3, of which the native decoder has no counterpart."""
+    if "Qwen3-" not in line["model"] or stack_of(line) != "torchtitan" or not line["hidden"]:
+        return None
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": int(line["layers"]),
+        "hidden_size": int(line["hidden"]),
+        "num_attention_heads": int(line["heads"]),
+        "num_key_value_heads": int(line["kv_heads"]),
+        "head_dim": 128,
+        "intermediate_size": int(line["ffn"]),
+        "vocab_size": int(line["vocab"]),
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    }
+    made = folder / line["model"]
+    made.mkdir(exist_ok=True)
+    (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return {"hf": str(made)}
+
+
+def predicted(row: Row) -> dict[str, Any]:
+    """What the allocator reserves by the planner, and whether it says that the row fits."""
+    run = row.run
+    model = dict(run.model) if "hf" in run.model else {**run.model, "layers": run.layers}
+    settings = {
+        **run.settings,
+        **row.extra,
+        "tensor_parallel": run.tensor,
+        "pipeline_parallel": run.pipeline,
+        "sequence_parallel": run.sequence,
+        "sequence_method": "ring",
+        "replicate": run.copies if run.settings["zero_stage"] != 0 else 1,
+        "micro_batch_size": run.micro_batch,
+    }
+    if run.stages > 1:
+        settings |= {"pipeline_schedule": "interleaved", "pipeline_stages_per_rank": run.stages}
+    values = {
+        "model": model,
+        "data": {"sequence_length": run.length},
+        "steps": 2,
+        "batch_size": run.batch,
+        "strategy": settings,
+    }
+    recipe = recipe_of(values, SETTINGS)
+    os.environ[VARIABLES[0]] = f"expandable_segments:{row.expandable}"
+    cluster = cluster_for(run)
+    predictor = Predictor(recipe, blueprint_of(recipe), cluster)
+    quick = row.stack != OWN
+    strategy, began = strategy_from(settings), time.perf_counter()
+    if not predictor.may_fit(strategy):
+        peak = predictor.candidates[strategy].peak_bytes
+        return {"gib": peak / GiB, "how": "states alone", "fits": False}
+    found = predictor.worst(strategy, quick=quick, budget=predictor.budget_bytes)
+    reserved = found.peak.bytes - cluster.device.overhead.outside_allocator(found.run.communicators)
+    return {
+        "gib": reserved / GiB,
+        "how": "quick" if quick else "full",
+        "fits": predictor.fits(found),
+        "ledger": {name: size / GiB for name, size in found.peak.ledger.as_dict().items() if size},
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def kept(rows: Sequence[Row], path: Path) -> Iterator[dict[str, Any]]:
+    """Every row with its prediction: from the file, or made now and added to it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = {}
+    if path.exists():
+        known = {each["key"]: each for each in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    for row in sorted(rows, key=lambda row: (row.stack != OWN, row.run.pipeline, row.run.layers)):
+        if row.key not in known:
+            try:
+                made = predicted(row)
+            except (RecipeError, ValueError) as problem:
+                made = {"left out": f"not predicted: {problem}"[:120]}
+            known[row.key] = {"key": row.key, **made}
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(known[row.key]) + "\n")
+            print(
+                row.stack, row.run.name, row.run.gpus, row.run.micro_batch, made, file=sys.stderr, flush=True
+            )
+        run, made = row.run, {name: value for name, value in known[row.key].items() if name != "key"}
+        about = {"stack": row.stack, "source": run.source, "model": run.name, "tokens": run.length}
+        mesh = {
+            "gpus": run.gpus,
+            "tensor": run.tensor,
+            "pipeline": run.pipeline,
+            "micro_batch": run.micro_batch,
+        }
+        held = {
+            "published_gib": run.memory_gib,
+            "failed": row.failed,
+            "batch": run.batch,
+            "device": run.device,
+        }
+        settings = {**run.settings, **row.extra}
+        yield {**about, **mesh, **held, "settings": settings, "vocab": run.model.get("vocab", 0), **made}
+
+
+def quality(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Errors of predictions, and quantiles of published over predicted."""
+    ratio = np.array([row["published_gib"] / row["gib"] for row in rows])
+    size = np.abs(1 / ratio - 1)
+    low, middle, high = np.quantile(ratio, (0.05, 0.5, 0.95))
+    return {
+        "runs": len(rows),
+        "median": float(np.median(size)),
+        "p90": float(np.quantile(size, 0.9)),
+        "bias": float(1 / middle - 1),
+        "published over predicted": {"p5": float(low), "p50": float(middle), "p95": float(high)},
+    }
+
+
+def verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How well "does not fit" finds runs that failed for want of memory."""
+    refused = [row for row in rows if not row["fits"]]
+    failed, hits = [row for row in rows if row["failed"]], [row for row in refused if row["failed"]]
+    return {
+        "runs": len(rows),
+        "failed": len(failed),
+        "refused": len(refused),
+        "precision": len(hits) / len(refused) if refused else None,
+        "recall": len(hits) / len(failed) if failed else None,
+    }
+
+
+def kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows by stack, stages of nanotron apart."""
+    found = defaultdict[str, list[Mapping[str, Any]]](list)
+    for row in rows:
+        stages = "" if row["stack"] != SWEPT else ", stages" if row["pipeline"] > 1 else ", no stages"
+        found[f"{row['stack']}{stages}"].append(row)
+    return dict(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache") / "memory.jsonl", help="file of predictions"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows, left_out = rows_of(Path(folder))
+        made = list(kept(rows, options.cache))
+    left_out.update(row["left out"] for row in made if "left out" in row)
+    made = [row for row in made if "left out" not in row]
+    # Weights and optimizer state alone are a bound, not a prediction.
+    measured = [row for row in made if row["published_gib"] and row["how"] != "states alone"]
+    result: dict[str, Any] = {
+        "machine": described(),
+        "by stack": {name: quality(some) for name, some in kinds(measured).items()},
+        "fits": {name: verdicts(some) for name, some in kinds(made).items()},
+        "left out": dict(left_out.most_common()),
+        "rows": made,
+    }
+    result["table"] = memory_tables(result)
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(result["table"])
+
+
+if __name__ == "__main__":
+    main()

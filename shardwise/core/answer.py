@@ -1,0 +1,163 @@
+"""The answer of ``shardwise plan``: a run's hours and cost, how sure they are, the nearest alternatives, what binds.
+
+Everything here follows from a plan, its recipe and the committed accuracy of predictions; nothing is predicted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.core.json_file import plain
+from shardwise.core.plan import Candidate
+from shardwise.core.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far runs were from their predictions.
+
+    Attributes:
+        p50, p95: quantiles of measured over predicted.
+        runs: that were compared.
+        source: which runs, and the file of their results.
+    """
+
+    p50: float
+    p95: float
+    runs: int
+    source: str
+
+    def of(self, predicted: float) -> Interval:
+        """The interval of a new prediction."""
+        return Interval(self.p50 * predicted, self.p95 * predicted, self.runs, self.source)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Half of the runs are expected below ``p50``, 95 % below ``p95``; the others as in ``Spread``."""
+
+    p50: float
+    p95: float
+    runs: int
+    source: str
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """The recipe's steps, without evaluations, checkpoints and failures.
+
+    Attributes:
+        hours: of all steps.
+        price: of a device for an hour; None where the recipe does not give it.
+        likely_hours: None where the accuracy of this device's seconds is not known.
+    """
+
+    steps: int
+    tokens: int
+    devices: int
+    hours: float
+    price: float | None
+    likely_hours: Interval | None
+
+    @property
+    def device_hours(self) -> float:
+        return self.devices * self.hours
+
+    @property
+    def cost(self) -> float | None:
+        """In the currency of the price."""
+        return None if self.price is None else self.device_hours * self.price
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The nearest strategy with another value of one setting, or why none was predicted.
+
+    Attributes:
+        setting: the key, with the chosen value and the other one.
+        candidate: None where none was predicted.
+        also: further settings that differ, with both values.
+    """
+
+    setting: str
+    chosen: str
+    other: str
+    candidate: Candidate | None
+    reason: str
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryPrice:
+    """A faster strategy, and the memory that it lacks.
+
+    Attributes:
+        bytes: more memory of a device, at least.
+        change: settings that would change, in words.
+        time: of a step, relative: -0.09 is 9 % less.
+    """
+
+    bytes: int
+    change: str
+    time: float
+    candidate: Candidate
+
+    def sentence(self) -> str:
+        about = "at least " if self.candidate.peak_is == "at least" else ""
+        return f"{about}+{format_bytes(self.bytes)} would allow {self.change}: {percent(self.time)} step time"
+
+
+@dataclass(frozen=True)
+class DeviceTry:
+    """A number of devices that was planned for ``plan --for devices``.
+
+    Attributes:
+        hours: of all steps; 0 where there is no plan.
+        verdict: enough | takes longer | does not fit | not possible, with the reason.
+    """
+
+    devices: int
+    hours: float
+    cost: float | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a plan answers.
+
+    Attributes:
+        peak: of the worst rank's memory; None where no run of such a device was compared.
+        binding: what keeps the step from being faster.
+        prices: what more memory would allow, the least first; each gives more than those before it.
+        front: predicted strategies, fitting or not, that no other is better than in both memory and time; by memory.
+        devices: numbers of devices that were tried, where the fewest are asked for.
+    """
+
+    run: RunCost
+    peak: Interval | None
+    nearest: tuple[Alternative, ...]
+    binding: str
+    prices: tuple[MemoryPrice, ...]
+    front: tuple[Candidate, ...]
+    devices: tuple[DeviceTry, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The objects that ``plan --json`` adds to the plan."""
+        written = plain(self)
+        written["run"] |= {"device_hours": self.run.device_hours, "cost": self.run.cost}
+        interval = {"peak_bytes": written.pop("peak"), "hours": written["run"].pop("likely_hours")}
+        return written | {"interval": interval}
+
+    def sentences(self) -> Iterator[str]:
+        """The binding constraint, and its price."""
+        yield self.binding
+        yield from (price.sentence() for price in self.prices)
+
+
+def percent(change: float) -> str:
+    """A relative change: ``−9 %``, ``+11 %``; tenths where it is small."""
+    decimals = 0 if abs(change) >= 0.0995 else 1
+    return f"{100 * change:+.{decimals}f} %".replace("-", "−")

@@ -1,0 +1,94 @@
+"""The answer of a plan as text (core/answer.py): the run's hours and cost, what binds, the nearest alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from shardwise.core.answer import Alternative, Answer, DeviceTry, Interval
+from shardwise.core.errors import one_line
+from shardwise.core.units import format_bytes, format_count, format_seconds
+from shardwise.report.layout import VERDICT_STYLES, columns, section, sentences, stacked
+
+
+def answer_sections(answer: Answer, width: int) -> Iterator[RenderableType]:
+    """Sections of the terminal, at most ``width`` columns wide."""
+    yield from section("The run", "", sentences(run_sentences(answer), ""))
+    yield from section("What binds", "", sentences(answer.sentences(), ""))
+    if answer.devices:
+        yield from section("Devices", "the fewest that are enough", _devices(answer.devices))
+    if answer.nearest:
+        yield ""
+        yield _nearest(answer, width)
+
+
+def run_sentences(answer: Answer) -> Iterator[str]:
+    """Hours, tokens and cost; then how sure they and the peak are."""
+    run = answer.run
+    yield (
+        f"{format_seconds(3600 * run.hours)} for {run.steps:,} step{'s' if run.steps > 1 else ''},"
+        f" {format_count(run.tokens)} tokens; without evaluations, checkpoints and failures"
+    )
+    if run.cost is not None and run.price is not None:
+        yield (
+            f"costs {money(run.cost)}: {_hours(run.device_hours)} device-hours of {run.devices:,}"
+            f" device{'s' if run.devices > 1 else ''} at {run.price:g} each"
+        )
+    if run.likely_hours is None:
+        yield "no interval of the time: predictions of this device's seconds were compared with no runs"
+    else:
+        likely = run.likely_hours
+        yield f"time: {_interval(likely, lambda hours: format_seconds(3600 * hours))}"
+    if answer.peak is not None:
+        yield f"memory: {_interval(answer.peak, format_bytes)}"
+
+
+def _devices(tried: Sequence[DeviceTry]) -> RenderableType:
+    """Every number that was planned, with its hours and cost."""
+    table = columns("right", "right", "right", "left")
+    for each in tried:
+        took = format_seconds(3600 * each.hours) if each.hours else "–"
+        cost = "" if each.cost is None else money(each.cost)
+        style = "bold green" if each.verdict == "enough" else ""
+        table.add_row(f"{each.devices:,}", took, cost, Text(one_line(each.verdict), style))
+    return table
+
+
+def _interval(found: Interval, written: Callable[[float], str]) -> str:
+    low, high = written(found.p50), written(found.p95)
+    return f"P50 {low}, P95 {high}, as in {found.runs} {found.source}"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 99.5 else f"{hours:.3g}"
+
+
+def money(cost: float) -> str:
+    return f"{cost:,.0f}" if cost >= 99.5 else f"{cost:.2f}"
+
+
+def _nearest(answer: Answer, width: int) -> RenderableType:
+    """A row for each setting."""
+    rows = [(Text(f"  {change(each)}"), _judged(each)) for each in answer.nearest]
+    return Group(Text("Nearest alternatives", "bold"), *stacked(rows, width))
+
+
+def change(alternative: Alternative) -> str:
+    """The setting with the chosen value and the other one."""
+    arrow = f" → {one_line(alternative.other)}" if alternative.candidate else ""
+    return f"{alternative.setting} {one_line(alternative.chosen)}{arrow}"
+
+
+def reason(alternative: Alternative) -> str:
+    """Why not, with further settings that differ."""
+    also = f"; with {', '.join(alternative.also)}" if alternative.also else ""
+    return one_line(alternative.reason + also)
+
+
+def _judged(alternative: Alternative) -> Text:
+    if alternative.candidate is None:
+        return Text(reason(alternative), "dim")
+    verdict = alternative.candidate.verdict
+    return Text.assemble((verdict, VERDICT_STYLES.get(verdict, "")), f": {reason(alternative)}")

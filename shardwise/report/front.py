@@ -1,0 +1,151 @@
+"""The picture of memory against step time: every predicted strategy, those that no other beats in both, the capacity.
+
+Labels say how a strategy differs from the chosen one. The chosen one and the front are labelled first, then others as
+long as there is room: a label that would cover another one is left out, and its strategy is in the table of candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from shardwise.core.errors import one_line
+from shardwise.core.plan import Candidate, Plan
+from shardwise.report.notation import COLOURS, unit_for
+from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE
+
+FAR = 3.0
+"""Strategies with so many times the chosen one's time, or the larger of its memory and the capacity, are left out."""
+
+_LETTER, _LINE, _GAP = 0.068, 0.16, 0.08
+"""Width of a letter, height of a line and distance of a label from its point, in inches."""
+
+_COLOURS = {"fits": ACCENT, "chosen": ACCENT, "tight": COLOURS["activations"]}
+
+
+@matplotlib.rc_context(STYLE)
+def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = WIDE) -> Figure:
+    """Peak memory over step time of all candidates that have both; ``front`` is joined by a line."""
+    height = 4.2 if width >= WIDE else 4.6
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    chosen = next((each for each in plan.candidates if each.strategy == plan.strategy), None)
+    shown = list(_shown(plan))
+    unit = unit_for(max(plan.peak.bytes, plan.capacity_bytes))
+    on_front = [each for each in front if each in shown]
+    if len(on_front) > 1:
+        seconds, sizes = (
+            [each.step_seconds for each in on_front],
+            [e.peak_bytes / unit.size for e in on_front],
+        )
+        axes.plot(seconds, sizes, color=MUTED, linewidth=1, zorder=1)
+    for each in shown:
+        _draw(axes, each, each is chosen, unit.size)
+    budget = (plan.capacity_bytes - plan.reserve_bytes) / unit.size
+    axes.axhline(budget, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.margins(x=0.14, y=0.16)
+    axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
+    axes.set_xlabel("seconds of a step")
+    axes.set_ylabel(f"peak of a device, {unit.name}")
+    first = [each for each in (chosen, *on_front) if each is not None]
+    sketch = _Sketch(axes.get_xlim(), axes.get_ylim(), 0.88 * width, 0.82 * height)
+    words = "budget" if plan.reserve_bytes else "capacity"
+    sketch.take(axes, axes.get_xlim()[0], budget, f"{words} {budget:.{unit.decimals}f} {unit.name}", INK)
+    for each in dict.fromkeys([*first, *shown]):
+        text = "chosen" if each is chosen else differs(plan.line, each.line)
+        sketch.take(
+            axes, each.step_seconds, each.peak_bytes / unit.size, text, INK if each in first else MUTED
+        )
+    _legend(figure, shown)
+    return figure
+
+
+def differs(chosen: str, other: str) -> str:
+    """The parts of a strategy's line that the chosen one has not, or those that it lacks."""
+    mine, theirs = (one_line(line).split(" · ") for line in (chosen, other))
+    added = [part for part in theirs if part not in mine]
+    removed = [part for part in mine if part not in theirs]
+    lost = removed[: max(0, len(removed) - len(added))]
+    return " · ".join([*added, *(f"no {part}" for part in lost)]) or one_line(other)
+
+
+def _shown(plan: Plan) -> Iterator[Candidate]:
+    """Candidates with a time and a peak within FAR."""
+    most = max(plan.peak.bytes, plan.capacity_bytes)
+    for each in plan.candidates:
+        if 0 < each.step_seconds <= FAR * plan.step.seconds and 0 < each.peak_bytes <= FAR * most:
+            yield each
+
+
+def _draw(axes: Any, candidate: Candidate, chosen: bool, size: float) -> None:
+    colour = _COLOURS.get(candidate.verdict, COLOURS["gradients"])
+    style = {"marker": "*", "markersize": 13} if chosen else {"marker": "o", "markersize": 5}
+    hollow = {} if candidate.peak_is == "counted" else {"markerfacecolor": "none"}
+    place = candidate.step_seconds, candidate.peak_bytes / size
+    axes.plot([place[0]], [place[1]], color=colour, linestyle="", zorder=3, **style, **hollow)
+
+
+def _legend(figure: Figure, shown: Sequence[Candidate]) -> None:
+    """The verdicts that there are; hollow points are estimates."""
+    handles = []
+    for words, colour in (
+        ("fits", ACCENT),
+        ("tight", _COLOURS["tight"]),
+        ("does not fit", COLOURS["gradients"]),
+    ):
+        if any(("fits" if each.verdict == "chosen" else each.verdict) == words for each in shown):
+            handles.append(_mark(words, color=colour))
+    if any(each.peak_is != "counted" for each in shown):
+        handles.append(_mark("estimated, or a bound", color=MUTED, markerfacecolor="none"))
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=len(handles) if figure.get_figwidth() >= WIDE else 2
+    )
+
+
+def _mark(words: str, **style: Any) -> Any:
+    return matplotlib.lines.Line2D([], [], marker="o", markersize=5, linestyle="", label=words, **style)
+
+
+@dataclass
+class _Sketch:
+    """Where labels may go: data coordinates to inches, and the boxes that are taken."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    wide: float
+    high: float
+
+    def __post_init__(self) -> None:
+        self.boxes: list[tuple[float, float, float, float]] = []
+
+    def take(self, axes: Any, x: float, y: float, text: str, colour: str) -> None:
+        """Write a label next to a point, on the first side where it covers no other; nowhere if there is none."""
+        left = (x - self.x[0]) / (self.x[1] - self.x[0]) * self.wide
+        low = (y - self.y[0]) / (self.y[1] - self.y[0]) * self.high
+        length = _LETTER * len(text)
+        for right in (True, False):
+            for above in (_GAP, -_LINE - _GAP, -_LINE / 2):
+                start = left + _GAP if right else left - _GAP - length
+                box = (start, low + above, start + length, low + above + _LINE)
+                inside = box[0] >= 0 and box[2] <= self.wide and box[1] >= 0 and box[3] <= self.high
+                if inside and not any(_overlap(box, other) for other in self.boxes):
+                    self.boxes.append(box)
+                    offset = (72 * (start - left), 72 * (above + 0.04))
+                    axes.annotate(
+                        text,
+                        (x, y),
+                        offset,
+                        textcoords="offset points",
+                        color=colour,
+                        fontsize=8,
+                        va="bottom",
+                    )
+                    return
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
