@@ -205,7 +205,7 @@ def kept(rows: Sequence[Row], path: Path) -> Iterator[dict[str, Any]]:
         if row.key not in known:
             try:
                 made = predicted(row)
-            except (RecipeError, ValueError) as problem:
+            except (RecipeError, RuntimeError, ValueError) as problem:
                 made = {"left out": f"not predicted: {problem}"[:120]}
             known[row.key] = {"key": row.key, **made}
             with path.open("a", encoding="utf-8") as file:

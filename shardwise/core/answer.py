@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.core.json_file import plain
 from shardwise.core.plan import Candidate
@@ -105,7 +105,7 @@ class MemoryPrice:
     candidate: Candidate
 
     def sentence(self) -> str:
-        about = "at least " if self.candidate.peak_is == "at least" else ""
+        about = {"counted": "", "estimated": "about ", "at least": "at least "}[self.candidate.peak_is]
         return f"{about}+{format_bytes(self.bytes)} would allow {self.change}: {percent(self.time)} step time"
 
 
@@ -125,6 +125,20 @@ class DeviceTry:
 
 
 @dataclass(frozen=True)
+class FigureOrigin:
+    """Where figures come from.
+
+    Attributes:
+        figures: their keys in ``plan --json``, without the numbers of lists; a key stands for all below it.
+        source: which they are, and from where.
+    """
+
+    figures: tuple[str, ...]
+    kind: Literal["counted", "measured", "assumed"]
+    source: str
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a plan answers.
 
@@ -134,6 +148,7 @@ class Answer:
         prices: what more memory would allow, the least first; each gives more than those before it.
         front: predicted strategies, fitting or not, that no other is better than in both memory and time; by memory.
         devices: numbers of devices that were tried, where the fewest are asked for.
+        origins: of every number in ``plan --json``.
     """
 
     run: RunCost
@@ -143,6 +158,7 @@ class Answer:
     prices: tuple[MemoryPrice, ...]
     front: tuple[Candidate, ...]
     devices: tuple[DeviceTry, ...] = ()
+    origins: tuple[FigureOrigin, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The objects that ``plan --json`` adds to the plan."""
@@ -155,6 +171,12 @@ class Answer:
         """The binding constraint, and its price."""
         yield self.binding
         yield from (price.sentence() for price in self.prices)
+
+    def sources(self) -> Iterator[str]:
+        """Which figures are counted, measured and assumed, a sentence each."""
+        for kind in ("counted", "measured", "assumed"):
+            if found := [each.source for each in self.origins if each.kind == kind]:
+                yield f"{kind}: {'; '.join(found)}"
 
 
 def percent(change: float) -> str:

@@ -26,6 +26,9 @@ from shardwise.core.pipeline.schedule import (
     steps,
 )
 
+KEY = "pipeline"
+"""Of a plan's timetable in plan.json."""
+
 PARTS = 2
 """Stages on each rank of the interleaved schedule, where the plan's own has one."""
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shardwise.core.answer import Alternative, Answer, MemoryPrice, RunCost, percent
@@ -17,6 +18,7 @@ from shardwise.core.strategy import Setting, Strategy
 from shardwise.core.units import format_bytes, format_seconds
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.accuracy import spread_of
+from shardwise.plan.origins import origins
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, broken_rules, case_of
 
@@ -47,7 +49,7 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
     )
     held = spread_of("memory", device.kind)
     prices = tuple(_prices(plan))[:MOST_PRICES]
-    return Answer(
+    answer = Answer(
         run=run,
         peak=None if held is None else held.of(plan.peak.bytes),
         nearest=tuple(_nearest(recipe, cluster, plan)),
@@ -55,6 +57,7 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
         prices=prices,
         front=front(plan.candidates),
     )
+    return replace(answer, origins=tuple(origins(recipe, cluster, answer)))
 
 
 def front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -71,16 +74,23 @@ def front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _nearest(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alternative]:
-    """One per setting that the recipe leaves free, in the order of techniques."""
+    """One per setting, in the order of techniques; of those that the recipe pins, if that alone was changed."""
     others = [each for each in plan.candidates if each.verdict in _FITTING and each.strategy != plan.strategy]
     if not others:
         return
     named: set[Strategy] = set()
     for setting, values in _free(recipe, cluster, plan):
         mine = plan.strategy[setting]
-        here = [each for each in others if each.strategy[setting] != mine and each.strategy not in named]
+        pinned = setting.key in recipe.strategy
+        here = [
+            each
+            for each in others
+            if each.strategy[setting] != mine
+            and each.strategy not in named
+            and not (pinned and len(plan.strategy.differences(each.strategy)) > 1)
+        ]
         if not here:
-            if reason := _why_none(recipe, plan, setting, values):
+            if not pinned and (reason := _why_none(recipe, plan, setting, values)):
                 yield Alternative(setting.key, _word(mine), "", None, reason)
             continue
         nearest = min(here, key=lambda each: _distance(plan, each))
@@ -88,25 +98,27 @@ def _nearest(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alternati
         changed = _changes(plan, nearest)
         theirs = _word(nearest.strategy[setting])
         also = tuple(words for key, words in changed.items() if key != setting.key)
-        yield Alternative(setting.key, _word(mine), theirs, nearest, _reason(plan, nearest), also)
+        why = _reason(plan, nearest) + ("; the recipe pins it" if pinned else "")
+        yield Alternative(setting.key, _word(mine), theirs, nearest, why, also)
 
 
 def _free(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[tuple[Setting[Any], Sequence[object]]]:
-    """Settings that are not pinned, with the values that the search or the comparison may take here."""
+    """Settings with the values that the search or the comparison may take here."""
     case = case_of(plan.strategy, plan.world_size, recipe, cluster.devices_per_node)
     for technique in ORDER:
         for setting in technique.settings:
             values = dict.fromkeys(
                 (*technique.candidates(setting, case), *setting.last_resort, *setting.compared)
             )
-            if values and setting.key not in recipe.strategy:
+            if values or setting.key in recipe.strategy:
                 yield setting, tuple(values)
-    if MICRO_BATCH_SIZE.key not in recipe.strategy:
-        yield MICRO_BATCH_SIZE, ()
+    yield MICRO_BATCH_SIZE, ()
 
 
 def _why_none(recipe: Recipe, plan: Plan, setting: Setting[Any], values: Sequence[object]) -> str:
     """Why no other value of a setting was predicted; "" where there is none, or its strategy is named elsewhere."""
+    if set(values) <= {plan.strategy[setting], *setting.last_resort}:
+        return "others are tried only where nothing else fits" if plan.fits and setting.last_resort else ""
     named = any(each.strategy[setting] != plan.strategy[setting] for each in plan.candidates)
     others = [value for value in values if value != plan.strategy[setting]]
     if named or not others:
@@ -147,9 +159,10 @@ def _reason(plan: Plan, candidate: Candidate) -> str:
     said = f"{percent(time)} step time, {about}{sign}{format_bytes(abs(memory))}"
     if part := _most_changed(plan, candidate):
         said += f"; {part}"
-    if candidate.verdict == "tight":
-        said += "; fits only if the allocator empties its cache in every step"
-    return said
+    noted = candidate.reason.partition("; ")[
+        2
+    ]  # of its own prediction, after the comparison (plan/compare.py)
+    return f"{said}; {noted}" if noted else said
 
 
 def _most_changed(plan: Plan, candidate: Candidate) -> str:

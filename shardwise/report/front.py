@@ -55,7 +55,7 @@ def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = W
     sketch = _Sketch(axes.get_xlim(), axes.get_ylim(), 0.88 * width, 0.82 * height)
     words = "budget" if plan.reserve_bytes else "capacity"
     sketch.take(axes, axes.get_xlim()[0], budget, f"{words} {budget:.{unit.decimals}f} {unit.name}", INK)
-    for each in dict.fromkeys([*first, *shown]):
+    for each in [*first, *(each for each in shown if each not in first)]:
         text = "chosen" if each is chosen else differs(plan.line, each.line)
         sketch.take(
             axes, each.step_seconds, each.peak_bytes / unit.size, text, INK if each in first else MUTED

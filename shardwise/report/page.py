@@ -123,7 +123,7 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "reasons": plan.reasons,
         "standing": _standing(run),
         "batch_size": _batch_size(run),
-        "assumptions": plan.assumptions,
+        "assumptions": [*(run.answer.sources() if run.answer else ()), *plan.assumptions],
         "recipe": run.recipe,
     }
 

@@ -115,8 +115,9 @@ class PlanTable:
             yield from section("Why", "", sentences(plan.reasons, ""))
         if self.standing:
             yield from section("By the scaling law", "", sentences(self.standing, ""))
-        if plan.assumptions:
-            yield from section("Taken from tables, not counted", "", sentences(plan.assumptions, "dim"))
+        sources = [*(self.answer.sources() if self.answer else ()), *plan.assumptions]
+        if sources:
+            yield from section("Where the figures come from", "", sentences(sources, "dim"))
 
 
 # -- the parts --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.core.answer import Alternative, Answer, DeviceTry, Interval, MemoryPrice, RunCost
+from shardwise.core.answer import Alternative, Answer, DeviceTry, FigureOrigin, Interval, MemoryPrice, RunCost
 from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
 from shardwise.report.front import differs, memory_against_time
@@ -38,9 +38,9 @@ def answer(plan: Plan) -> Answer:
     binding = "memory binds: 9.70 GiB of the budget are left, and faster strategies need more"
     devices = (DeviceTry(4, 98.0, 980.0, "takes longer"), DeviceTry(8, 49.35, 987.0, "enough"))
     front = (plan.candidates[0], other)
-    return Answer(
-        run, Interval(1.02 * 70 * GiB, 1.1 * 70 * GiB, 20, "runs"), nearest, binding, (price,), front, devices
-    )
+    peak = Interval(1.02 * 70 * GiB, 1.1 * 70 * GiB, 20, "runs")
+    origins = (FigureOrigin(("ledger",), "counted", "memory by dry runs"),)
+    return Answer(run, peak, nearest, binding, (price,), front, devices, origins)
 
 
 def test_all_of_it_is_said(plan: Plan, answer: Answer) -> None:
@@ -53,6 +53,7 @@ def test_all_of_it_is_said(plan: Plan, answer: Answer) -> None:
     assert "zero_stage 3 → 2 fits: −4.7 % step time" in text
     assert "tensor_parallel 1 not predicted: the search left it out" in text
     assert "4 4 d 02 h 980 takes longer" in text and "8 2 d 01 h 987 enough" in text
+    assert "counted: memory by dry runs" in text
     assert text.index("The run") < text.index("Memory at the peak") < text.index("Considered")
 
 
