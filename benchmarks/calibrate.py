@@ -353,13 +353,18 @@ def _ranks(values: Any) -> Any:
     return order
 
 
-def left_out_in_turn(cases: Sequence[Case]) -> dict[str, Any]:
-    """Errors of each stack with constants that were fitted without it, on the runs that its factor is not from."""
+def left_out_in_turn(cases: Sequence[Case], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Errors of each stack with constants that were fitted without it, on the runs that its factor is not from.
+
+    Args:
+        known: rows of an earlier result, whose constants are taken; fitted anew where there is none.
+    """
     table: dict[str, Any] = {}
     held, left = list[Case](), list[float]()
     for stack in sorted({_software(case) for case in cases}):
         inside = [case for case in cases if _software(case) == stack]
-        values = fitted([case for case in cases if _software(case) != stack])
+        others = [case for case in cases if _software(case) != stack]
+        values = known[stack]["constants"] if stack in known else fitted(others)
         errors, keep = logs(inside, values), np.ones(len(inside), dtype=bool)
         for name in {case.run.stack for case in inside} - {OWN}:
             own = np.flatnonzero([case.run.stack == name for case in inside])
@@ -396,6 +401,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cache", type=Path, default=Path(".cache") / "calibration", help="folder of counts")
     parser.add_argument("--counted", action="store_true", help="only runs whose counts are in the folder")
+    parser.add_argument("--fitted", action="store_true", help="take the constants of the committed results")
     options = parser.parse_args()
     cases, left_out = cases_of(options.cache, counting=not options.counted)
     slower, waiting = repeated(cases), stalled(cases)
@@ -410,15 +416,16 @@ def main() -> None:
     def chosen(mask: Any) -> list[Case]:
         return [case for case, kept in zip(kept, mask, strict=True) if kept]
 
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if options.fitted else {}
     result = {
         "machine": described(),
         "runs": len(kept),
         "dropped": len(slower),
         "stalled": len(waiting),
         "left out": dict(left_out.most_common()),
-        "constants": fitted(moving, say=True),
+        "constants": known["constants"] if known else fitted(moving, say=True),
         "factors": factors,
-        "held out": left_out_in_turn(moving),
+        "held out": left_out_in_turn(moving, known.get("held out", {})),
         "by stack": by(kept, corrected, lambda run: run.stack),
         "without a factor": by(kept, plain, lambda run: run.stack),
         "by source": by(chosen(~swept), corrected[~swept], lambda run: run.family),

@@ -74,7 +74,9 @@ def command(
     ] = None,
     within: Annotated[
         float | None,
-        typer.Option(help="with --for devices: hours that the recipe's steps may take", metavar="HOURS", min=0),
+        typer.Option(
+            help="with --for devices: hours that the recipe's steps may take", metavar="HOURS", min=0
+        ),
     ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="count the memory of serving the model, not of training it")

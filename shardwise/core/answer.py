@@ -13,6 +13,9 @@ from shardwise.core.json_file import plain
 from shardwise.core.plan import Candidate
 from shardwise.core.units import format_bytes
 
+SAMPLE_STEPS = 1000
+"""Steps whose hours and cost are shown where a recipe gives epochs."""
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -49,6 +52,8 @@ class RunCost:
     """The recipe's steps, without evaluations, checkpoints and failures.
 
     Attributes:
+        steps: of the recipe; SAMPLE_STEPS where it gives epochs, whose steps are counted from the data by train.
+        epochs: that the recipe gives instead of steps.
         hours: of all steps.
         price: of a device for an hour; None where the recipe does not give it.
         likely_hours: None where the accuracy of this device's seconds is not known.
@@ -60,6 +65,7 @@ class RunCost:
     hours: float
     price: float | None
     likely_hours: Interval | None
+    epochs: float | None = None
 
     @property
     def device_hours(self) -> float:

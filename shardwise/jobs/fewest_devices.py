@@ -31,6 +31,9 @@ def fewest_devices(
     Raises:
         ResourceError: it does not fit, or takes longer, on the recipe's own cluster.
     """
+    if hours is not None and not recipe.steps:
+        why = "hours are of steps, and the steps of epochs are counted from the data by shardwise train"
+        raise RecipeError("--within needs steps", where="epochs", why=why, fix="give steps in the recipe")
     search = _Search(recipe, cluster, hours, progress)
     whole = search.plan(_size(cluster))
     refuse_unfit(whole)

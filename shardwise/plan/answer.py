@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.core.answer import Alternative, Answer, MemoryPrice, RunCost, percent
+from shardwise.core.answer import SAMPLE_STEPS, Alternative, Answer, MemoryPrice, RunCost, percent
 from shardwise.core.plan import Candidate, Plan
 from shardwise.core.strategy import Setting, Strategy
 from shardwise.core.units import format_bytes, format_seconds
@@ -38,14 +38,16 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
         device.kind != "cpu" or device.measured is not None
     )  # assumed speeds of a CPU were compared with no run
     spread = spread_of("seconds", device.kind) if known else None
-    hours = recipe.steps * plan.step.seconds / 3600
+    steps = recipe.steps or SAMPLE_STEPS
+    hours = steps * plan.step.seconds / 3600
     run = RunCost(
-        steps=recipe.steps,
-        tokens=recipe.steps * plan.step.tokens,
+        steps=steps,
+        tokens=steps * plan.step.tokens,
         devices=plan.world_size,
         hours=hours,
         price=recipe.cluster.price_per_device_hour,
         likely_hours=None if spread is None else spread.of(hours),
+        epochs=recipe.epochs,
     )
     held = spread_of("memory", device.kind)
     prices = tuple(_prices(plan))[:MOST_PRICES]

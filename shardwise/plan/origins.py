@@ -69,6 +69,7 @@ RECIPE = (
     "nearest.candidate.strategy",
     "prices.candidate.strategy",
     "run.devices",
+    "run.epochs",
     "run.steps",
     "run.tokens",
     "devices.devices",

@@ -31,6 +31,8 @@ def run_sentences(answer: Answer) -> Iterator[str]:
         f"{format_seconds(3600 * run.hours)} for {run.steps:,} step{'s' if run.steps > 1 else ''},"
         f" {format_count(run.tokens)} tokens; without evaluations, checkpoints and failures"
     )
+    if run.epochs is not None:
+        yield f"shardwise train counts the steps of {run.epochs:g} epochs from the data; here they are not read"
     if run.cost is not None and run.price is not None:
         yield (
             f"costs {money(run.cost)}: {_hours(run.device_hours)} device-hours of {run.devices:,}"

@@ -90,6 +90,12 @@ def test_hours_tokens_and_cost_are_those_of_the_recipes_steps() -> None:
     assert written["run"]["cost"] == 100.0 and written["run"]["hours"] == 5.0
 
 
+def test_epochs_show_the_hours_of_some_steps() -> None:
+    """Their steps are counted from the data, which a plan does not read."""
+    made = answered(plan(), steps=0, epochs=2.0)
+    assert (made.run.steps, made.run.epochs) == (1000, 2.0) and made.run.hours == pytest.approx(2000 / 3600)
+
+
 def test_intervals_are_the_measured_spread_times_the_prediction() -> None:
     made, asked = answered(plan()), recipe()
     for quantity, interval, predicted in (
