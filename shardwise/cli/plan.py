@@ -37,7 +37,7 @@ class _Options:
 
     Attributes:
         name: of the recipe.
-        fewest: devices, in so many hours or in any.
+        fewest: devices, `within` hours where these are given.
     """
 
     name: str

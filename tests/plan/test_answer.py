@@ -33,6 +33,8 @@ def recipe(**changed: Any) -> Recipe:
         "batch_size": 64,
         "cluster": {"preset": "8xH100-80GB"},
     }
+    if "epochs" in changed:
+        del values["steps"]
     return recipe_of({**values, **changed}, SETTINGS)
 
 
@@ -92,7 +94,7 @@ def test_hours_tokens_and_cost_are_those_of_the_recipes_steps() -> None:
 
 def test_epochs_show_the_hours_of_some_steps() -> None:
     """Their steps are counted from the data, which a plan does not read."""
-    made = answered(plan(), steps=0, epochs=2.0)
+    made = answered(plan(), epochs=2.0)
     assert (made.run.steps, made.run.epochs) == (1000, 2.0) and made.run.hours == pytest.approx(2000 / 3600)
 
 
