@@ -31,6 +31,19 @@ class Objective(StrEnum):
     devices = "devices"
 
 
+ForOption = Annotated[
+    Objective | None,
+    typer.Option(
+        "--for",
+        help="make small: seconds of a step, or memory of a device (plan.objective), or the number of devices",
+    ),
+]
+WithinOption = Annotated[
+    float | None,
+    typer.Option(help="with --for devices: hours that the recipe's steps may take", metavar="HOURS", min=0),
+]
+
+
 @dataclass(frozen=True)
 class _Options:
     """Options of the plan and of its output.
@@ -65,19 +78,8 @@ def command(
         bool, typer.Option("--explain", help="show which remedies fit, from more sharding to LoRA, and why")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="write the plan as one HTML page", metavar="FILE")] = None,
-    objective: Annotated[
-        Objective | None,
-        typer.Option(
-            "--for",
-            help="make small: seconds of a step, or memory of a device (plan.objective), or the number of devices",
-        ),
-    ] = None,
-    within: Annotated[
-        float | None,
-        typer.Option(
-            help="with --for devices: hours that the recipe's steps may take", metavar="HOURS", min=0
-        ),
-    ] = None,
+    objective: ForOption = None,
+    within: WithinOption = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="count the memory of serving the model, not of training it")
     ] = False,
@@ -113,19 +115,23 @@ def command(
         raise RecipeError("--within needs --for devices", where="command line", fix=fix)
     if objective is not None and not fewest:
         overrides = [*(overrides or ()), f"plan.objective={objective.value}"]
+    asked, cluster = _read(recipe, overrides or [], model, world)
+    _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, html))
+
+
+def _read(recipe: Path, overrides: list[str], model: str | None, world: str | None) -> tuple[Recipe, Cluster]:
+    """A recipe, or the one that another trainer's file becomes."""
     if is_foreign(recipe):
-        found = imported(recipe, model=model, world=world, overrides=overrides or ())
+        found = imported(recipe, model=model, world=world, overrides=overrides)
         typer.echo(f"{found.sentence()}; shardwise from shows all", err=True)
-        asked, cluster = read_imported(found)
-    elif model is not None or world is not None:
+        return read_imported(found)
+    if model is not None or world is not None:
         fix = "shardwise plan RECIPE model.preset=... cluster.preset=..."
         why = "this is a recipe, or no file of a known trainer"
         raise RecipeError(
             "--model and --world are for other trainers' files", where=str(recipe), why=why, fix=fix
         )
-    else:
-        asked, cluster = read(recipe, overrides or [])
-    _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, html))
+    return read(recipe, overrides)
 
 
 def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
