@@ -32,9 +32,11 @@ from shardwise.cli import (
     data,
     doctor,
     export,
+    finetune,
     fit,
     from_,
     generate,
+    init,
     merge,
     plan,
     quantize,
@@ -62,7 +64,23 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN_RECIPE = "recipes/llama-3-8b-8xh100.yaml"
 SHOWN_WIDTH = 96
 SHOWN_ROWS = 5
-VERBS = (plan, data, train, verify, generate, export, merge, quantize, report, budget, fit, from_, doctor)
+VERBS = (
+    finetune,
+    init,
+    plan,
+    data,
+    train,
+    verify,
+    generate,
+    export,
+    merge,
+    quantize,
+    report,
+    budget,
+    fit,
+    from_,
+    doctor,
+)
 
 _BLOCK = re.compile(r"(<!-- ([a-z0-9_-]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 

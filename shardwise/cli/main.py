@@ -16,9 +16,11 @@ from shardwise.cli import (
     data,
     doctor,
     export,
+    finetune,
     fit,
     from_,
     generate,
+    init,
     merge,
     plan,
     quantize,
@@ -38,6 +40,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for verb in (
+    finetune,
+    init,
     plan,
     data,
     train,

@@ -1,0 +1,95 @@
+"""``shardwise finetune``: from a model and data to a trained adapter or model, in one command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.common import Overrides, folder, run_workers
+from shardwise.cli.init import DataArgument, DeviceOption, Epochs, MethodOption, ModelArgument
+from shardwise.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from shardwise.recipe.sections import Recipe
+
+
+def command(
+    model: ModelArgument,
+    data: DataArgument,
+    overrides: Overrides = None,
+    epochs: Epochs = 3.0,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="folder of the run; resumes when it holds a checkpoint", parser=folder, metavar="DIR"
+        ),
+    ] = Path("finetuned"),
+    method: MethodOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Fine-tune a model: find the devices, choose full, LoRA or QLoRA by the plan, train, name the next commands."""
+    from rich.console import Console
+
+    from shardwise.jobs.finetuning import RECIPE, choose, draft, hardware_here
+    from shardwise.jobs.request import read
+    from shardwise.jobs.training import train
+    from shardwise.launch.placement import launched_by
+
+    file = out / RECIPE
+    if launched_by() is not None:
+        why, fix = (
+            "finetune starts its own processes",
+            f"train {file} with `shardwise train` under torchrun or srun",
+        )
+        raise RecipeError("started by another launcher", where="finetune", why=why, fix=fix)
+    with Console(stderr=True).status("reading the data") as status:
+        if file.is_file():
+            recipe, cluster = read(file, overrides or [])
+            plan = None
+            _require_same(recipe, model, data, file)
+        else:
+            asked = draft(model, data, epochs, hardware_here(device.value if device else None))
+            chosen = choose(
+                asked, method.value if method else None, overrides or (), lambda s: status.update(s)
+            )
+            text, recipe, cluster, plan = chosen
+            out.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    typer.echo(f"{file}: the recipe, {'read' if plan is None else 'written'}")
+    train(recipe, cluster, out, run_workers, plan=plan, say=typer.echo)
+    _finish(out, cluster.device.kind != "cpu")
+
+
+def _require_same(recipe: Recipe, model: str, data: str, file: Path) -> None:
+    if (recipe.model.hf, recipe.data.source) != (model, data):
+        why = f"it trains {recipe.model.hf} on {recipe.data.source}"
+        raise RecipeError("the folder is of another run", where=str(file), why=why, fix="give another --out")
+
+
+def _finish(out: Path, accelerated: bool) -> None:
+    """Write card and tokenizer, show samples, and say which commands are next."""
+    from shardwise.checkpoint.run_folder import read_job
+    from shardwise.export.model_card import finish_adapter, finish_model
+    from shardwise.jobs.finetuning import result_folder
+    from shardwise.report.record import read_run
+    from shardwise.serve.answers import answers
+
+    recipe, plan = read_job(out)
+    loss, target = read_run(out).held_out_loss, result_folder(out, recipe)
+    if recipe.adapter is not None:
+        finish_adapter(target, recipe, plan, loss)
+    else:
+        finish_model(out, target, recipe, plan, loss)
+    for sample in answers(out, "cuda" if accelerated else "cpu"):
+        typer.echo(
+            f"\nprompt    {sample.prompt!r}\nanswer    {sample.answer!r}\nexpected  {sample.expected!r}"
+        )
+    typer.echo(f"\n{target}: {'adapter' if recipe.adapter else 'model'}, tokenizer and model card. Next:")
+    if recipe.adapter is not None:
+        typer.echo(f"  shardwise generate {recipe.model.hf} --adapter {target} --prompt TEXT")
+        typer.echo(f"  shardwise merge {recipe.model.hf} {target} MERGED")
+    else:
+        typer.echo(f"  shardwise generate {target} --prompt TEXT")
+        typer.echo(f"  shardwise export {out} OUT.gguf")

@@ -1,0 +1,61 @@
+"""``shardwise init``: a recipe for fine-tuning, with comments, to edit and to train."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.core.errors import RecipeError
+
+
+class MethodName(StrEnum):
+    """What is trained."""
+
+    full = "full"
+    lora = "lora"
+    qlora = "qlora"
+
+
+class DeviceName(StrEnum):
+    """Where it is trained."""
+
+    auto = "auto"
+    cpu = "cpu"
+
+
+ModelArgument = Annotated[str, typer.Argument(help="folder or Hub id of a model", metavar="MODEL")]
+DataArgument = Annotated[
+    str,
+    typer.Argument(help="file, folder, glob or Hub id of conversations, completions or text", metavar="DATA"),
+]
+Epochs = Annotated[float, typer.Option(help="passes over the data", min=1e-6, max=1_000_000)]
+MethodOption = Annotated[
+    MethodName | None,
+    typer.Option(help="full, lora or qlora; default: the first of them whose plan fits"),
+]
+DeviceOption = Annotated[DeviceName | None, typer.Option(help="cpu leaves GPUs unused; default: auto")]
+
+
+def command(
+    model: ModelArgument = "MODEL",
+    data: DataArgument = "data.jsonl",
+    out: Annotated[Path, typer.Option(help="the file to write", metavar="FILE")] = Path("recipe.yaml"),
+    epochs: Epochs = 3.0,
+    method: MethodOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Write a commented recipe for fine-tuning on this machine's devices. Reads neither model nor data."""
+    if out.exists():
+        why, fix = "there is a file of this name", "give another --out, or remove it"
+        raise RecipeError("nothing is replaced", where=str(out), why=why, fix=fix)
+    from shardwise.core.atomic_file import write_whole
+    from shardwise.jobs.finetuning import draft, hardware_here
+
+    hardware = hardware_here(device.value if device else None)
+    asked = draft(model, data, epochs, hardware, read_data=False)
+    chosen = method.value if method else "lora"
+    write_whole(out, asked.recipe(chosen).encode("utf-8"))  # type: ignore[arg-type]
+    typer.echo(f"{out}: next, shardwise data {out}, shardwise plan {out}, shardwise train {out} --out DIR")

@@ -1,0 +1,72 @@
+"""The model card of a fine-tuned model (README.md, with the metadata that the Hub reads), and its tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from shardwise.core.atomic_file import write_whole
+from shardwise.core.plan import Plan
+from shardwise.export.export_run import export_run, tokenizer_files
+from shardwise.recipe.sections import Recipe
+from shardwise.recipe.yaml_source import written
+
+NAME = "README.md"
+
+
+def finish_adapter(folder: Path, recipe: Recipe, plan: Plan, loss: float | None) -> None:
+    """Add the tokenizer and the card to the folder of an adapter. Raises DataError, ResourceError."""
+    for name, source in tokenizer_files(recipe.data.tokenizer, required=False).items():
+        if isinstance(source, Path):
+            shutil.copyfile(source, folder / name)
+    write_whole(folder / NAME, card(recipe, plan, loss).encode("utf-8"))
+
+
+def finish_model(run: Path, folder: Path, recipe: Recipe, plan: Plan, loss: float | None) -> None:
+    """Export the run's model to ``folder``, if it is not there, with its card. Raises ShardwiseError."""
+    if not folder.exists():
+        export_run(run, folder)
+    write_whole(folder / NAME, card(recipe, plan, loss).encode("utf-8"))
+
+
+def card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
+    """The text of a card."""
+    base, adapter = recipe.model.hf or "", recipe.adapter
+    kind = "all weights" if adapter is None else f"{adapter.name} of rank {adapter.rank}"
+    if adapter is not None and adapter.quantize != "none":
+        kind += f" on a base in {adapter.quantize}"
+    head = {
+        "base_model": base,
+        "library_name": "transformers" if adapter is None else "peft",
+        "tags": ["shardwise", "text-generation", *([] if adapter is None else [adapter.name])],
+    }
+    rows = {
+        "base model": base,
+        "trained": kind,
+        "data": recipe.data.source,
+        "steps": f"{recipe.steps:,} of {recipe.batch_size} sequences of {recipe.data.sequence_length:,} tokens",
+        "learning rate": f"{recipe.optimizer.learning_rate:g}, {recipe.schedule.name}",
+        "strategy": f"{plan.line} on {plan.world_size} x {plan.device}",
+        "validation loss": "not measured" if loss is None else f"{loss:.4f} nats per token",
+    }
+    lines = ["---", *(f"{key}: {written(value)}" for key, value in head.items()), "---", ""]
+    lines += [f"# {Path(base).name}, fine-tuned", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in rows.items()]
+    return "\n".join([*lines, "", "## Use", "", "```python", *_usage(recipe), "```", ""])
+
+
+def _usage(recipe: Recipe) -> list[str]:
+    if recipe.adapter is None:
+        return [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            'model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")',
+            'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")',
+        ]
+    return [
+        "from peft import AutoPeftModelForCausalLM",
+        "from transformers import AutoTokenizer",
+        "",
+        'model = AutoPeftModelForCausalLM.from_pretrained("THIS_FOLDER")',
+        'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")',
+    ]
