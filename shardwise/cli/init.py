@@ -12,7 +12,7 @@ from shardwise.core.errors import RecipeError
 
 
 class MethodName(StrEnum):
-    """What is trained."""
+    """The trained weights: all, an adapter, or an adapter on a base in 4 bits."""
 
     full = "full"
     lora = "lora"
@@ -20,7 +20,7 @@ class MethodName(StrEnum):
 
 
 class DeviceName(StrEnum):
-    """Where it is trained."""
+    """The devices to train on."""
 
     auto = "auto"
     cpu = "cpu"
