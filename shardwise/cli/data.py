@@ -33,6 +33,7 @@ def command(
     from shardwise.core.cache_folder import default_root
     from shardwise.core.errors import RecipeError
     from shardwise.data.text import open_tokens, tokenizer_of
+    from shardwise.data.tokenizer_probe import differences
 
     asked, _ = read(recipe, overrides or [])
     if asked.model.factory is not None:
@@ -48,6 +49,8 @@ def command(
     if tokenizer.begin is not None and not opened.chats:
         first = tokenizer.shown([tokenizer.begin])
         console.print(f"every document begins with {first}, as the tokenizer asks", markup=False)
+    for sentence in differences(tokenizer, asked.data.tokenizer):
+        console.print(sentence, markup=False, soft_wrap=True, style="yellow")
     for sample in range(min(samples, opened.train.sequences)):
         console.print(f"\nsample {sample}", style="bold", markup=False)
         for document in opened.documents(sample):

@@ -76,6 +76,12 @@ def command(
     typer.echo(told_of_writing(written))
     if merged is not None:
         typer.echo(told_of_merge(merged))
+    if (target / "tokenizer.json").is_file():
+        from shardwise.data import open_tokenizer
+        from shardwise.data.tokenizer_probe import differences
+
+        for sentence in differences(open_tokenizer(str(target)), str(target)):
+            typer.echo(sentence)
 
 
 def told_of_writing(written: Written) -> str:

@@ -89,7 +89,14 @@ class ChatTemplate:
         self, turns: Sequence[Turn], place: str, opening: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         render = _renderer()
-        messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+        messages = [
+            {
+                "role": turn.role,
+                "content": turn.text,
+                **({"tool_calls": list(turn.calls)} if turn.calls else {}),
+            }
+            for turn in turns
+        ]
         try:
             texts, spans = render(
                 [messages],
@@ -118,7 +125,8 @@ class PlainTemplate:
         found: list[Part] = []
         for turn in turns:
             if turn.role == "assistant":
-                found += [("Assistant:", False), (f" {turn.text}", True), (None, True)]
+                called = "".join(f" {json.dumps(call, sort_keys=True)}" for call in turn.calls)
+                found += [("Assistant:", False), (f" {turn.text}{called}", True), (None, True)]
             else:
                 found.append((f"{turn.role.title()}: {turn.text}\n\n", False))
         return found

@@ -15,9 +15,11 @@ refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from shardwise.core.errors import DataError
 from shardwise.data.readers import Record, checked, kind_of
@@ -37,7 +39,7 @@ _SHAREGPT = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "assistant": "assistant",
 }  # fmt: skip
-_MESSAGES = {role: role for role in ("system", "user", "assistant")}
+_MESSAGES = {role: role for role in ("system", "user", "assistant", "tool")}
 
 _ALPACA = (
     "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the"
@@ -47,10 +49,11 @@ _ALPACA = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a chat; `role` is system, user or assistant."""
+    """One turn of a chat; `role` is system, user, assistant or tool. `calls` are the assistant's calls of tools."""
 
     role: str
     text: str
+    calls: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,9 @@ def _turn(item: object, keys: tuple[str, str], roles: Mapping[str, str], path: s
         why, fix = f"it is of type {kind_of(item)}", f'write {{"{role_key}": ..., "{text_key}": ...}}'
         raise DataError(f"'{path}' is not an object", where=place, why=why, fix=fix)
     said: dict[str, object] = item
+    calls = _calls(said, f"{path}.tool_calls", place)
+    if calls and said.get(text_key) is None:
+        said = {**said, text_key: ""}
     for key in keys:
         if said.get(key) is None:
             why = f"the turn has {', '.join(map(str, said)) or 'nothing'}"
@@ -158,16 +164,57 @@ def _turn(item: object, keys: tuple[str, str], roles: Mapping[str, str], path: s
         raise DataError(
             f"unknown role {role!r}", where=f"{place}: {path}.{role_key}", why=f"known are {known}"
         )
-    text = (_said if roles[role] == "assistant" else _text)(said[text_key], f"{path}.{text_key}", place)
-    return Turn(roles[role], text)
+    value = _joined(said[text_key], f"{path}.{text_key}", place)
+    needed = roles[role] == "assistant" and not calls
+    return Turn(roles[role], (_said if needed else _text)(value, f"{path}.{text_key}", place), calls)
+
+
+def _joined(value: object, key: str, place: str) -> object:
+    """Content parts as one text: ``[{"type": "text", "text": ...}, ...]``."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+            why, fix = f"a part is of type {kind}", "give parts of type text: the models read text alone"
+            raise DataError(f"'{key}' is not text", where=place, why=why, fix=fix)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls(turn: Mapping[str, object], key: str, place: str) -> tuple[Mapping[str, Any], ...]:
+    """The tool calls of a turn, as the template gets them: with arguments as an object where they are JSON text."""
+    calls = turn.get("tool_calls")
+    if not calls:
+        return ()
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"'{key}' is not a list of calls", where=place, why=f"it is of type {kind_of(calls)}")
+    return tuple(_parsed_call(call) for call in calls)
+
+
+def _parsed_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function")
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        with suppress(ValueError):
+            return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    return call
 
 
 def _check_order(turns: tuple[Turn, ...], name: str, place: str) -> None:
-    """Require an optional system turn, then alternating user and assistant turns, the assistant last."""
+    """Require an optional system turn, then alternating user and assistant turns, the assistant last.
+
+    After a turn that calls tools come the tools' turns, and the assistant again.
+    """
     first = 1 if turns[0].role == "system" else 0
+    before: Turn | None = None
     for number, turn in enumerate(turns[first:], first):
-        expected = ("user", "assistant")[(number - first) % 2]
-        if turn.role != expected:
+        expected = "assistant"
+        if before is None or before.role == "assistant":
+            expected = "tool" if before is not None and before.calls else "user"
+        again = before is not None and before.role == turn.role == "tool"
+        before = turn
+        if turn.role != expected and not again:
             raise DataError(
                 "roles do not alternate",
                 where=f"{place}: {name}[{number}]",

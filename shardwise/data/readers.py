@@ -24,11 +24,14 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from shardwise.core.errors import DataError
+from shardwise.data.tables import LARGEST_LIST_BYTES, is_list, rows_of_csv, rows_of_list
 
 PIECE_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 1 << 28
 
-SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
+SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet")
+NAMED_ONLY = (".json", ".json.gz")
+"""Suffixes that are read when a file is named or matched by a glob: in folders, such files are often settings."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_NAMES = {dict: "object", bool: "boolean", int: "number", float: "number", type(None): "null"}
@@ -50,9 +53,9 @@ class Record:
     place: str
 
 
-def is_data_file(path: Path) -> bool:
-    """Whether `read_file` reads files with this suffix."""
-    return path.name.lower().endswith(SUFFIXES)
+def is_data_file(path: Path, named: bool = True) -> bool:
+    """Whether `read_file` reads files with this suffix; a file of a folder is not ``named``."""
+    return path.name.lower().endswith((*SUFFIXES, *NAMED_ONLY) if named else SUFFIXES)
 
 
 def read_file(path: Path, text_key: str) -> Iterator[TextPiece]:
@@ -65,10 +68,11 @@ def read_file(path: Path, text_key: str) -> Iterator[TextPiece]:
         kind = _kind_of(path)
         if kind == "parquet":
             yield from _read_parquet(path, text_key)
-        elif kind == "jsonl":
-            yield from _read_jsonl(path, text_key)
-        else:
+        elif kind == "txt":
             yield from _read_text(path)
+        else:
+            for row, place in _rows_of(path, kind):
+                yield from pieces(_text_of(row, text_key, place))
 
 
 def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
@@ -81,14 +85,14 @@ def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
         kind = _kind_of(path)
         if kind == "parquet":
             yield from _records_of_parquet(path, keys)
-        elif kind == "jsonl":
-            for row, place in _rows_of_jsonl(path):
+        elif kind != "txt":
+            for row, place in _rows_of(path, kind):
                 yield Record(_object(row, place, "write one JSON object a line"), place)
         else:
             raise DataError(
                 "no records in a text file",
                 where=str(path),
-                why="only .jsonl and .parquet have records with fields",
+                why="only .jsonl, .json, .csv and .parquet have records with fields",
                 fix="name those as data.source, or write data.format: text",
             )
 
@@ -117,7 +121,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _kind_of(path: Path) -> str:
     name = path.name.lower().removesuffix(".gz")
-    return next((kind for kind in ("parquet", "jsonl") if name.endswith(f".{kind}")), "txt")
+    return next((kind for kind in ("parquet", "jsonl", "json", "csv") if name.endswith(f".{kind}")), "txt")
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -188,11 +192,6 @@ def _place(path: Path, line: int, byte: int) -> str:
 # -- JSON lines
 
 
-def _read_jsonl(path: Path, text_key: str) -> Iterator[TextPiece]:
-    for row, place in _rows_of_jsonl(path):
-        yield from pieces(_text_of(row, text_key, place))
-
-
 def _rows_of_jsonl(path: Path) -> Iterator[tuple[object, str]]:
     """(parsed line, position) of each line."""
     number, offset = 0, 0
@@ -212,6 +211,23 @@ def _rows_of_jsonl(path: Path) -> Iterator[tuple[object, str]]:
             if bare := bare.strip():
                 yield _parse(bare, place), place
             offset += len(line)
+
+
+def _rows_of(path: Path, kind: str) -> Iterator[tuple[object, str]]:
+    """(row, position) of a CSV file, of JSON lines, or of a JSON list."""
+    with _open(path) as file:
+        if kind == "jsonl" or (kind == "json" and not is_list(file.read(PIECE_BYTES))):
+            yield from _rows_of_jsonl(path)
+            return
+        file.seek(0)
+        data = file.read(LARGEST_LIST_BYTES + 1)
+    if len(data) > LARGEST_LIST_BYTES:
+        why = f"more than {LARGEST_LIST_BYTES >> 30} GiB, which would be read at once"
+        raise DataError(
+            "file too large", where=str(path), why=why, fix="write one JSON object a line, as .jsonl"
+        )
+    _check_text(data, path, 1, 0)
+    yield from rows_of_list(data, path) if kind == "json" else rows_of_csv(data, path)
 
 
 def _parse(line: bytes, place: str) -> object:

@@ -18,6 +18,7 @@ import stat
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from shardwise.core.errors import DataError
@@ -182,9 +183,9 @@ class HubDataset(Source):
 def open_source(name: str, text_key: str) -> Source:
     """The source of the recipe's `data.source`; `text_key` is the JSON key, column or feature.
 
-    `name` is `stdlib`; a file, a folder (searched recursively) or a glob of txt, jsonl (both also .gz) and
-    parquet files; a folder written by `save_to_disk`, or ID[:CONFIG] on the Hugging Face hub, either of them
-    with #SPLIT (`train` when left out).
+    `name` is `stdlib`; a file, a folder (searched recursively) or a glob of txt, jsonl, csv (also .gz) and
+    parquet files; a .json file; a folder written by `save_to_disk`, or ID[:CONFIG] on the Hugging Face hub,
+    either of them with #SPLIT (`train` when left out).
 
     Raises:
         DataError: the source does not exist, or has no readable file.
@@ -207,6 +208,11 @@ def open_source(name: str, text_key: str) -> Source:
             why="no file or folder of this name exists",
             fix="check data.source; a relative path starts at the current folder",
         )
+    if "/" in name and (parent := Path(place).parent).is_dir():
+        near = get_close_matches(Path(place).name, os.listdir(parent), n=1)
+        why = f"{parent} is a folder here, so this is no id on the Hub"
+        fix = f"did you mean {parent / near[0]}?" if near else "check data.source"
+        raise DataError("no such data source", where=name, why=why, fix=fix)
     return HubDataset(name, text_key)
 
 
@@ -242,7 +248,7 @@ def _files_in(folder: Path) -> list[Path]:
     files = [
         path
         for path in folder.rglob("*")
-        if is_data_file(path)
+        if is_data_file(path, named=False)
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
         and (path.is_file() or path.is_symlink())
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,11 @@ def folder_of(source: str, files: list[str]) -> Path:
     where = f"model.hf: {source}"
     if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise RecipeError("no such folder", where=where)
+    if "/" in source and folder.parent.is_dir():
+        near = get_close_matches(folder.name, os.listdir(folder.parent), n=1)
+        why = f"{folder.parent} is a folder here, so this is no id on the Hub"
+        fix = f"did you mean {folder.parent / near[0]}?" if near else "check the name"
+        raise RecipeError("no such folder", where=where, why=why, fix=fix)
     transformers_library()
     from huggingface_hub import snapshot_download
 

@@ -224,7 +224,7 @@ MALFORMED: list[tuple[object, str, str]] = [
     (turns("Hi"), "'messages[0]' is not an object", ""),
     (turns({"role": "user"}), "no 'messages[0].content'", ""),
     (turns({"content": "Hi"}), "no 'messages[0].role'", ""),
-    (turns({"role": "tool", "content": "Hi"}), "unknown role 'tool'", "messages[0].role"),
+    (turns({"role": "tools", "content": "Hi"}), "unknown role 'tools'", "messages[0].role"),
     (turns({"role": 3, "content": "Hi"}), "unknown role 3", "messages[0].role"),
     (turns(USER, {"role": "assistant", "content": ["Hi"]}), "'messages[1].content' is not text", ""),
     (turns(USER, {"role": "assistant", "content": "  "}), "'messages[1].content' is empty", ""),

@@ -114,7 +114,7 @@ CASES = [
     Case("glob meets other files", lambda f: folder_of_others(f) / "*.md", "notes.md", "its name ends"),
     Case("folder without data files", folder_of_others, "", "no data files in folder"),
     Case("empty folder", lambda f: f, "", "no data files in folder"),
-    Case("unknown suffix", text(b"x", "a.csv"), "a.csv", "its name ends in"),
+    Case("unknown suffix", text(b"x", "a.xml"), "a.xml", "its name ends in"),
     Case("link to nowhere in a folder", dangling_link, "b.txt", "leads nowhere"),
     Case("pipe", pipe, "a.txt", "a pipe"),
     Case("split of a plain file", lambda f: f"{text(b'x')(f)}#train", "#train", "no splits"),

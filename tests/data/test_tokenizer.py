@@ -112,3 +112,24 @@ def test_an_id_goes_through_transformers_without_remote_code(
     assert asked == [("someone/model", {"trust_remote_code": False})]
     with pytest.raises(DataError, match=r"cannot load tokenizer 'someone/gone'.*couldn't connect"):
         open_tokenizer("someone/gone")
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_autotokenizer_is_compared_on_probes(rebuilt: bool, tmp_path: Path) -> None:
+    """transformers builds Qwen2's own pre-tokenizer, which splits digits, whatever tokenizer.json says."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    from shardwise.data.tokenizer_probe import PROBES, differences
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"])
+    trained.train_from_iterator(["1234567 89 234567 1234567 " + probe for probe in PROBES] * 9, trainer)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    kind = "Qwen2Tokenizer" if rebuilt else "PreTrainedTokenizerFast"
+    config = {"tokenizer_class": kind, "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    said = list(differences(open_tokenizer(str(tmp_path)), str(tmp_path)))
+    assert [kind in sentence for sentence in said] == ([True] if rebuilt else [])
+    assert list(differences(open_tokenizer("bytes"), "bytes")) == []
