@@ -54,7 +54,7 @@ from shardwise.hardware.profiles import PROFILES
 from shardwise.recipe.load import SECTIONS, recipe_of
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import AdaptiveClipSpec, Recipe, ScalingSpec
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, RESERVED, Technique, case_of, strategy_from
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 from shardwise.technique.fit_advice import REMEDIES
 from tests import combinations as ways
@@ -187,11 +187,6 @@ def settings() -> str:
     return table(
         ("key", "values", "default", "tried by the planner, on 2 × 8 devices", "read by", "meaning"), rows()
     )
-
-
-def reserved() -> str:
-    rows = ((code(s.key), values_of(s), s.doc) for s in RESERVED)
-    return table(("key", "only value so far", "what it will say"), rows)
 
 
 def techniques() -> str:
@@ -609,7 +604,6 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "recipe-scaling": partial(keys_of, ScalingSpec),
     "recipe-adaptive-clip": partial(keys_of, AdaptiveClipSpec),
     "settings": settings,
-    "reserved": reserved,
     "techniques": techniques,
     "verbs": verbs,
     "commands": commands,

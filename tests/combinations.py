@@ -325,7 +325,7 @@ def other_rules() -> list[Rule]:
 
 
 def _parity() -> Iterator[Example]:
-    for name in ("exact", "fewer bits", "adapters"):
+    for name in ("exact", "fewer bits", "adapters", "compiled"):
         yield from map(_example, map(parity.trial_of, read(name).rows))
 
 

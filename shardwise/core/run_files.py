@@ -38,8 +38,9 @@ class StepRecord:
         step: number of the optimizer step, from 1.
         loss: in nats per token; NaN once the run has failed.
         tokens: targets that were trained on.
-        seconds: wall time since the step before.
+        seconds: wall time since the step before, without that of compiling.
         rewinds: how often the run had gone back before this step.
+        compile_seconds: of compiling kernels in this step.
     """
 
     step: Size
@@ -53,6 +54,7 @@ class StepRecord:
     held_out_loss: float | None = None
     rewinds: Size | None = None
     gradient_noise: GradientNoise | None = None
+    compile_seconds: Seconds | None = None
 
 
 @dataclass(frozen=True)

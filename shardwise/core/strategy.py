@@ -141,6 +141,7 @@ class Setting(Generic[T]):
         note: why a value outside ``choices`` is refused, appended to the error.
         units: values that need a device with units for a dtype, as device profiles call it.
         forms: values with a number or a path in them, accepted in addition to ``choices``, for settings of kind str.
+        switch: the values that ``true`` and ``false`` stand for.
     """
 
     key: str
@@ -157,6 +158,7 @@ class Setting(Generic[T]):
     note: str = ""
     units: Mapping[T, str] = field(default_factory=dict)
     forms: tuple[Form[Any] | FolderForm, ...] = ()
+    switch: Mapping[bool, T] = field(default_factory=dict)
 
     @property
     def examples(self) -> tuple[T, ...]:
@@ -168,6 +170,8 @@ class Setting(Generic[T]):
         """Return ``value`` as a T. Raises ValueError with the reason in words."""
         if self.kind is float and type(value) is int:
             value = float(value)
+        if type(value) is bool and value in self.switch:
+            value = self.switch[value]
         if type(value) is not self.kind:
             raise ValueError(f"expected {_kind_name(self.kind)}, found {value!r}")
         if self.choices and value not in self.choices:

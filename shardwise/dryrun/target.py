@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.dryrun.tracker import asked_device
+from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
 from shardwise.runtime.parallel.attention_kernels import kernels_as
 from shardwise.runtime.parallel.ring import PARTS
@@ -148,7 +149,17 @@ def cuda_kernels(device_type: str = "cuda") -> Iterator[None]:
 def _fused_rms_norm(
     x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
+    if is_traced():
+        return _rms_norm_in_parts(x, weight, eps)
     return _FusedRMSNorm.apply(x, weight)
+
+
+def _rms_norm_in_parts(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+    """What a compiler takes the norm apart into, to fuse it with its neighbours."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    least = torch.finfo(x.dtype).eps if eps is None else eps
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + least)
+    return (scaled if weight is None else scaled * weight).to(x.dtype)
 
 
 def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:

@@ -2,10 +2,6 @@
 
 ``ORDER`` is the order in which techniques are applied to a model on the meta device. To add a technique,
 write its file and add it here (docs/how-to/add-a-technique.md).
-
-``RESERVED`` are keys of the recipe's contract whose techniques are not written yet: only the neutral value
-is accepted, so that a full recipe of today stays valid and a request for tomorrow's technique is refused in
-words instead of being ignored.
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from shardwise.technique.base import Axis, Dividing
 from shardwise.technique.base import Technique as Technique
 from shardwise.technique.checkpointing import Checkpointing
 from shardwise.technique.chunked_loss import ChunkedLoss
+from shardwise.technique.compiling import Compile
 from shardwise.technique.fit_advice import REMEDIES as REMEDIES
 from shardwise.technique.fit_advice import UNSHARDED as UNSHARDED
 from shardwise.technique.float8 import Float8
@@ -44,6 +41,7 @@ ORDER: tuple[Technique, ...] = (
     PipelineParallel(),
     TensorParallel(),
     SequenceParallel(),
+    Compile(),
     Checkpointing(),
     ActivationOffload(),
     ChunkedLoss(),
@@ -76,15 +74,9 @@ BLOCKING_AXES = tuple(axis.name for axis in AXES if axis.blocking)
 STAGE_AXES = tuple(axis.name for axis in AXES if axis.stages)
 """Axes whose ranks hold different blocks, and send each other activations as a schedule says."""
 
-_LATER = "not in this version yet"
-RESERVED: tuple[Setting[Any], ...] = (
-    Setting("compile", False, "torch.compile per block", kind=bool, choices=(False,), note=_LATER),
-)
-
 SETTINGS: tuple[Setting[Any], ...] = (
     *(setting for technique in ORDER for setting in technique.settings),
     MICRO_BATCH_SIZE,
-    *RESERVED,
 )
 
 RULES: tuple[Rule, ...] = tuple(rule for technique in ORDER for rule in technique.rules)

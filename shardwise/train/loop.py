@@ -36,6 +36,7 @@ from shardwise.launch.signals import StopRequest
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
+from shardwise.runtime.compiled import seconds_compiling
 from shardwise.train.batches import RankBatches, require_vocabulary
 from shardwise.train.evaluation import evaluate
 from shardwise.train.faults.oom_restart import followed_oom, stop_on_oom
@@ -62,12 +63,16 @@ class Job:
 
 @dataclass
 class _Pending:
-    """A step that the host has issued and whose results it has not read. ``index`` counts steps from 0."""
+    """A step that the host has issued and whose results it has not read.
+
+    ``index`` counts steps from 0. ``seconds`` are those of the step without ``compiling`` kernels.
+    """
 
     index: int
     result: StepResult
     stop: Tensor
     seconds: float
+    compiling: float
 
 
 class Trainer:
@@ -175,9 +180,11 @@ class Trainer:
         """Run a step without waiting for the device."""
         recipe, run = self.job.recipe, self.run
         seed_step(recipe.seed, index, run.random_rank)
+        before = seconds_compiling()
         with self._monitored(index):
             result = step(run, batches, learning_rate(recipe, index))
-        return _Pending(index, result, self._stop_asked(index), self.log.lap())
+        compiling, stop = seconds_compiling() - before, self._stop_asked(index)
+        return _Pending(index, result, stop, self.log.lap() - compiling, compiling)
 
     @contextmanager
     def _monitored(self, index: int) -> Iterator[None]:
@@ -217,6 +224,7 @@ class Trainer:
             held_out_loss=validation_loss,
             rewinds=rewinds,
             gradient_noise=noise,
+            compile_seconds=pending.compiling or None,
         )
         self.log.step(record, self.meter.peak)
         observed = ObservedStep(pending.index, loss, norm, skipped, float(result.loss_scale))

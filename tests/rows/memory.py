@@ -56,10 +56,19 @@ ADAPTER_FACTORS: dict[str, list[Any]] = {
     "tensor": ["none 1", "none 2"],
     "accumulate": [1],
 }
+COMPILED_FACTORS: dict[str, list[Any]] = {
+    "compile": ["block"],
+    "zero_stage": [0, 2, 3],
+    "activation_checkpointing": ["none", "full"],
+    "precision": ["fp32", "bf16", "fp64"],
+    "tensor": ["none 1", "none 2"],
+    "pipeline": ["1f1b 1", "1f1b 2"],
+    "accumulate": [1, 2],
+}
 SECONDS = {"fp32": 1.0, "bf16": 2.0, "fp64": 2.0, "fp16": 2.0, "fp8": 3.0}
 """Of the products of a step on one rank."""
 
-TABLES = ("memory", *ALONE, "memory of adapters")
+TABLES = ("memory", *ALONE, "memory of adapters", "memory of compiled blocks")
 MODEL = {
     "layers": 8,
     "width": 384,
@@ -76,7 +85,10 @@ def tables() -> dict[str, Rows]:
     factors = {"memory": ALL_FACTORS, **ALONE, "memory of adapters": ADAPTER_FACTORS}
     found = {name: covering_rows(values, valid, cost=world_of) for name, values in factors.items()}
     few = few_of([row for rows in found.values() for row in rows if not known_difference(row)], cost=work_of)
-    return {name: Rows(rows, [row for row in rows if row in few]) for name, rows in found.items()}
+    tables = {name: Rows(rows, [row for row in rows if row in few]) for name, rows in found.items()}
+    return tables | {
+        "memory of compiled blocks": Rows(covering_rows(COMPILED_FACTORS, valid, cost=world_of), [])
+    }
 
 
 def world_of(row: Row) -> int:

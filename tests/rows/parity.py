@@ -52,6 +52,8 @@ for name, (method, degree, values) in METHODS.items():
 for key in ("pipeline_stages_per_rank", "pipeline_vertical_sync"):
     del FACTORS[key]
 FACTORS["optimizer"] = ["adamw", "sgd", "adamw_8bit"]
+# A compilation takes seconds, so compiled blocks have rows of their own.
+del FACTORS["compile"]
 # First of each what most goes with: rows are completed with it. The world is what the degrees and the data-parallel
 # ranks make: two of these where a ZeRO stage is to shard, and four for two copies of two shards.
 PARITY_FACTORS = {
@@ -156,7 +158,18 @@ def tables() -> dict[str, Rows]:
         "exact": Rows(exact, few_of(exact, "zero_stage", world_of)),
         "fewer bits": covering(PARITY_FACTORS, lambda p: gives_bits_up(p) and with_stages(p), gives_bits_up),
         "adapters": covering(ADAPTER_FACTORS, lambda p: with_stages(p) and has("adapter")(p)),
+        "compiled": compiled(),
     }
+
+
+def compiled() -> Rows:
+    """Blocks as generated kernels, with each value of every other setting. `make test` trains one row, on one rank."""
+    exact = {"compile": ["block"], **EXACT_FACTORS}
+    every = {name: PARITY_FACTORS.get(name, values) for name, values in exact.items()}
+    plain = {name: values[0] for name, values in exact.items()} | {"data_ranks": 1}
+    assert valid(plain)
+    rows = [plain, *covering_rows(exact, valid, has("compile"), world_of, given=[plain])]
+    return Rows([*rows, *covering_rows(every, valid, has("compile"), world_of, given=rows)], [plain])
 
 
 def has(factor: str) -> Wanted:

@@ -51,6 +51,11 @@ def kernels_as(device_type: str) -> Iterator[None]:
         _override = before
 
 
+def planned_device() -> str | None:
+    """The device type whose kernels are used in place of those of the tensors' device, if any."""
+    return _override
+
+
 class Kernels(Protocol):
     """q [b, a, s, d], k and v [b, k, t, d]; ``causal`` requires s = t."""
 

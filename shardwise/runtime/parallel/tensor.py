@@ -176,13 +176,14 @@ class _Weights:
     """Replaces a layer's weights by plain local tensors while it runs.
 
     The parameter ``without`` is hidden, for a later hook. If ``summed``, gradients of replicated parameters are
-    all-reduced.
+    all-reduced. In a block that is traced, sharded parameters are local tensors already.
     """
 
-    def __init__(self, ranks: TPGroup, summed: bool, without: str = "") -> None:
+    def __init__(self, layer: nn.Module, ranks: TPGroup, summed: bool, without: str = "") -> None:
         self._ranks = ranks
-        self._summed = summed
         self._without = without
+        own = layer._parameters.items()
+        self._summed = {name for name, value in own if summed and not isinstance(value, DTensor)}
         self._held: dict[str, nn.Parameter | None] | None = None
 
     def before(self, module: nn.Module, args: Any) -> None:
@@ -190,7 +191,7 @@ class _Weights:
         self._held = dict(module._parameters)
         for name, parameter in self._held.items():
             if parameter is not None:
-                plain = None if name == self._without else self.plain(parameter)
+                plain = None if name == self._without else self.plain(name, parameter)
                 module._parameters[name] = plain  # type: ignore[assignment]
 
     def after(self, module: nn.Module, *_: object) -> None:
@@ -198,11 +199,11 @@ class _Weights:
         for name, parameter in (held or {}).items():
             module._parameters[name] = parameter
 
-    def plain(self, parameter: nn.Parameter) -> Tensor:
+    def plain(self, name: str, parameter: nn.Parameter) -> Tensor:
         if isinstance(parameter, DTensor):
             part: Tensor = parameter.to_local()
             return part
-        return copied(parameter, self._ranks) if self._summed else parameter
+        return copied(parameter, self._ranks) if name in self._summed else parameter
 
 
 # ---- hooks of a layer -------------------------------------------------------------------------------------
@@ -217,7 +218,8 @@ def _register_hooks(
     column_input: _ColumnInput | None,
 ) -> None:
     """Register a layer's hooks: outermost first before the layer, innermost first after it."""
-    weights = _Weights(ranks, how == "summed" or sequence_parallel, "bias" if how == "row" else "")
+    summed_gradients = how == "summed" or sequence_parallel
+    weights = _Weights(layer, ranks, summed_gradients, "bias" if how == "row" else "")
     embedding = _Embedding(ranks, sequence_parallel)
     if how in _ENTERED and column_input is not None:
         layer.register_forward_pre_hook(column_input.before)
@@ -279,7 +281,7 @@ class _Row:
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
         out = (scattered if self._sequence_parallel else summed)(result, self._ranks)
         bias = module._parameters.get("bias")
-        return out if bias is None else out + self._weights.plain(bias)
+        return out if bias is None else out + self._weights.plain("bias", bias)
 
 
 class _Embedding:

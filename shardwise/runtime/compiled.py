@@ -1,0 +1,291 @@
+"""Compiled blocks: the forward method of a block, and its backward pass, as kernels that inductor generates.
+
+A block is traced at its first call with arguments of each kind; its weights are inputs of the graph, so blocks of one
+structure share one compilation. AOTAutograd traces both passes into a joint graph, the min-cut partitioner chooses the
+tensors to save, and inductor fuses what lies between matrix products.
+
+The method is replaced, not the module: names stay, and hooks of the block itself (FSDP2 gathers weights in them) run
+outside of the graph. Hooks of layers within it are traced. Weights that are DTensors enter as their local tensors.
+
+A dry run compiles the same graphs down to the generated Python code, and runs that on fake tensors: its allocations,
+reuses and frees are those of the real code, and ``shardwise::fused`` stands for each generated kernel. Without
+gradients the block runs as it is, so evaluation compiles nothing.
+
+Refused: ``torch.compile``. Dynamo does not take the dry run's fake tensors, and its guards would run in every call.
+The price is that a block must not branch on a tensor's value, nor change its own attributes while it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.core.errors import RecipeError
+from shardwise.runtime.parallel.attention_kernels import planned_device
+from shardwise.runtime.torch_private import FakeTensor, TreeSpec, tree_flatten, tree_unflatten
+from shardwise.runtime.torch_private_compiler import Function, compiled
+
+MOST_KEPT = 64
+"""Compilations that a process keeps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compilation:
+    """Both passes of a block, for arguments of one kind.
+
+    ``result``: the structure of what the block returns.
+    """
+
+    run: Function
+    result: TreeSpec
+
+
+_kept: OrderedDict[Any, _Compilation] = OrderedDict()
+_seconds = 0.0
+_tracing = False
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Replace the forward methods of blocks by compiled ones."""
+    for block in blocks:
+        block.forward = CompiledForward(block)  # type: ignore[method-assign, assignment]
+
+
+def seconds_compiling() -> float:
+    """Seconds that this process has spent compiling."""
+    return _seconds
+
+
+def is_traced() -> bool:
+    """Whether a block is being traced, so that operations run only to be noted."""
+    return _tracing
+
+
+class CompiledForward:
+    """The forward method of one block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._eager = block.forward
+        self._own = frozenset(vars(block))  # FSDP2 will add its state
+        self._weights: list[tuple[dict[str, Any], str]] | None = None
+        self._kin: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._eager(*args, **kwargs)
+        if self._weights is None:
+            self._weights = list(_slots(self._block))
+            self._kin = _kin_of(self._block, self._own)
+        weights = [_local(held[name]) for held, name in self._weights]
+        call, tensors = _taken_apart(args, kwargs)
+        inputs = [*weights, *tensors]
+        key = (self._kin, call, planned_device(), *map(_kind, inputs))
+        if (compilation := _kept.get(key)) is None:
+            compilation = self._compiled(key, inputs, call)
+        return tree_unflatten(list(compilation.run(*inputs)), compilation.result)
+
+    def _compiled(self, key: Any, inputs: Sequence[Tensor], call: _Call) -> _Compilation:
+        global _seconds
+        began = time.perf_counter()
+        results: list[TreeSpec] = []
+
+        def traced(*tensors: Tensor) -> tuple[Any, ...]:
+            with self._holding(tensors[: len(self._weights or ())]), _as_traced():
+                args, kwargs = call.with_tensors(tensors[len(self._weights or ()) :])
+                leaves, spec = tree_flatten(self._eager(*args, **kwargs))
+            results.append(spec)
+            return tuple(leaves)
+
+        fake = isinstance(inputs[0], FakeTensor)
+        try:
+            run = compiled(traced, inputs, _fused if fake else None)
+        except Exception as error:
+            raise _refusal(self._block, error) from error
+        compilation = _kept[key] = _Compilation(run, results[-1])
+        while len(_kept) > MOST_KEPT:
+            _kept.popitem(last=False)
+        if not fake:
+            gc.collect()  # graphs refer to themselves
+            _seconds += time.perf_counter() - began
+        return compilation
+
+    @contextmanager
+    def _holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """In this block the weights and buffers are ``tensors``."""
+        slots = self._weights or []
+        before = [held[name] for held, name in slots]
+        for (held, name), tensor in zip(slots, tensors, strict=True):
+            held[name] = tensor
+        try:
+            yield
+        finally:
+            for (held, name), value in zip(slots, before, strict=True):
+                held[name] = value
+
+
+@contextmanager
+def _as_traced() -> Iterator[None]:
+    global _tracing
+    before, _tracing = _tracing, True
+    try:
+        yield
+    finally:
+        _tracing = before
+
+
+# -- what a block and its arguments are --------------------------------------------------------------
+
+
+def _slots(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the weights and buffers of a block are held, by dictionary and name."""
+    for module in block.modules():
+        held: dict[str, Any]
+        for held in (module._parameters, module._buffers):
+            yield from ((held, name) for name, value in held.items() if value is not None)
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _kind(tensor: Tensor) -> Any:
+    """What a compilation depends on. Fake tensors have compilations of their own, without kernels."""
+    fake = isinstance(tensor, FakeTensor)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, fake
+
+
+_TENSOR = object()
+"""The place of a tensor in the arguments of a call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fields:
+    """A dataclass argument that may hold tensors, such as the documents of a packed batch."""
+
+    kind: type
+    values: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of a call without its tensors."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        left = iter(tensors)
+        leaves = [_put_together(leaf, left) for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+def _taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, list[Tensor]]:
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors: list[Tensor] = []
+    forms = []
+    for leaf in leaves:
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            values = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+            tensors += (value for value in values if isinstance(value, Tensor))
+            forms.append(_Fields(type(leaf), tuple(map(_form, values))))
+        else:
+            tensors += [leaf] if isinstance(leaf, Tensor) else []
+            forms.append(_form(leaf))
+    return _Call(tuple(forms), spec), tensors
+
+
+def _put_together(form: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(form, _Fields):
+        return form.kind(*(_put_together(value, tensors) for value in form.values))
+    return next(tensors) if form is _TENSOR else form
+
+
+def _form(value: Any) -> Any:
+    return _TENSOR if isinstance(value, Tensor) else value
+
+
+_PLAIN = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def _kin(value: Any) -> Any:
+    """Equal for modules that compute the same from the same weights and arguments.
+
+    Objects of unknown kinds are the same only if they are one object.
+    """
+    if isinstance(value, nn.Module):
+        return _kin_of(value, vars(value), _HOOKS)
+    if isinstance(value, CompiledForward):
+        return CompiledForward
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, dict):
+        return tuple((_kin(key), _kin(each)) for key, each in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value), tuple(map(_kin, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple(_kin(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return _Same(value)
+
+
+def _kin_of(module: nn.Module, named: Collection[str], hooks: Sequence[str] = ()) -> Any:
+    """Of a module's attributes only those ``named``, and its ``hooks``; those of a block run outside of the graph."""
+    own = {name: value for name, value in vars(module).items() if name in named and name not in _OF_MODULES}
+    called = [hook for name in hooks for hook in vars(module)[name].values()]
+    held = (*module._parameters, *module._buffers)
+    return type(module), held, _kin(own), _kin(dict(module.named_children())), _kin(called)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+
+
+class _Same:
+    """Equal only to another of one object, which it does not keep alive."""
+
+    def __init__(self, value: Any) -> None:
+        self._number = id(value)
+        try:
+            self._value: Any = weakref.ref(value)
+        except TypeError:
+            self._value = lambda: value
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value() is not None and self._value() is other._value()
+
+
+def _refusal(block: nn.Module, error: Exception) -> RecipeError:
+    first = (str(error) or type(error).__name__).strip().splitlines()[0]
+    return RecipeError(
+        f"{type(block).__name__} cannot be compiled",
+        where="strategy.compile: block",
+        why=first,
+        fix="the nearest that works is compile: none",
+    )
+
+
+# -- kernels in a dry run ----------------------------------------------------------------------------
+
+
+def _fused(*arguments: Any) -> None:
+    """In the place of a generated kernel: the dry run counts the bytes of its inputs and outputs."""
+    torch.ops.shardwise.fused([each for each in arguments if isinstance(each, Tensor)])
+
+
+_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
+_LIBRARY.define("fused(Tensor[] tensors) -> ()")
+_LIBRARY.impl("fused", lambda tensors: None, "CompositeExplicitAutograd")

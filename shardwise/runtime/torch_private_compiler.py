@@ -1,0 +1,127 @@
+"""Private names of PyTorch's compiler (AOTAutograd and inductor); torch_private.py has all others.
+
+``torch.compile`` itself does not do: Dynamo refuses fake tensors of another mode, so a dry run could not compile the
+step that a trainer runs. Below Dynamo both compile the same joint graph with the same partitioner and scheduler. All
+names were checked on torch 2.13.0 (``torch_private.CHECKED``).
+
+The compiler takes seconds and 100 MB to import. So every function here imports what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.runtime.torch_private import FakeTensorMode
+
+Function = Callable[..., tuple[Any, ...]]
+"""From tensors to tensors."""
+
+
+class _Traced(nn.Module):
+    """A function as the compiler takes it."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function: Function | None = function
+
+    def forward(self, *inputs: Tensor) -> tuple[Any, ...]:
+        assert self.function is not None, "a function is traced once"
+        return self.function(*inputs)
+
+
+def compiled(function: Function, like: Sequence[Tensor], kernel: Callable[..., None] | None) -> Function:
+    """Both passes of ``function``, compiled by AOTAutograd and inductor.
+
+    The joint graph is traced on fake tensors with the shapes, strides, dtypes and devices of ``like``, and is cut by
+    the min-cut partitioner. Nothing of ``function`` is needed afterwards.
+
+    Args:
+        kernel: called with the tensors of every generated kernel in its place. Then no kernel is compiled, and the
+            result runs on fake tensors; its allocations, frees, library calls and kernels are those of the real code.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    traced = _Traced(function)
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_options(caches=kernel is None))
+        inputs = _fakes(like)
+        if kernel is not None:
+            stack.enter_context(_without_kernels(kernel))
+        made: Any = compile_fx(traced, inputs)  # type: ignore[arg-type]
+    traced.function = None
+    return made  # type: ignore[no-any-return]
+
+
+def _fakes(like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these in a fake mode of their own, without symbolic shapes."""
+    with FakeTensorMode():
+        return [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).requires_grad_(
+                t.requires_grad
+            )
+            for t in like
+        ]
+
+
+@contextmanager
+def _options(caches: bool) -> Iterator[None]:
+    """How every graph is compiled: in this process, one kernel at a time, for static shapes."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    with (
+        inductor.patch(compile_threads=1, fx_graph_cache=caches),
+        functorch.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+    ):
+        yield
+
+
+@contextmanager
+def _without_kernels(kernel: Callable[..., None]) -> Iterator[None]:
+    """In this block generated code calls ``kernel`` in the place of each generated kernel."""
+    from torch._inductor.graph import GraphLowering
+
+    with mock.patch.object(GraphLowering, "compile_to_module", lambda graph: _loaded(graph, kernel)):
+        yield
+
+
+def _loaded(graph: Any, kernel: Callable[..., None]) -> Any:
+    """The generated code of a graph as a module on fake tensors."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import PyCodeCache
+
+    code, _ = graph.codegen()
+    key, path = PyCodeCache.write(code.value)
+    graph.cache_key, graph.cache_path, graph.cache_linemap = key, path, []
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *_: kernel):
+        # With attributes of its own the module is not taken for that of the real code.
+        module = PyCodeCache.load_by_key_path(
+            key, path, attrs={**_ON_FAKES, **graph.constants}, set_sys_modules=False
+        )
+    return SimpleNamespace(call=module.call)
+
+
+def _strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def _no_check(*_: object) -> None:
+    """Fake tensors have no addresses."""
+
+
+_ON_FAKES: Mapping[str, Any] = {
+    "empty_strided_cpu": _strided,
+    "reinterpret_tensor": torch.as_strided,
+    "assert_alignment": _no_check,
+}
+"""What generated code calls past the dispatcher, where no dispatch mode would see it."""

@@ -1,0 +1,125 @@
+"""Compiled blocks: each transformer block as kernels that inductor generates, compiled once for all equal blocks.
+
+    none     PyTorch's own kernels, one for each operation
+    block    both passes of a block from one joint graph: what lies between matrix products is fused, and the min-cut
+             partitioner chooses which tensors the backward pass recomputes (runtime/compiled.py)
+
+The dry run takes the same graph through the same partitioner and scheduler and runs the generated code on fake tensors.
+So saved activations and the buffers of fused kernels are counted. A fused kernel moves its inputs and outputs once.
+
+It comes before checkpointing, which recomputes a compiled block as a whole, and before sharding: FSDP2 gathers weights
+outside of the compiled code. Refused: the whole model in one graph, which takes longer to compile with each layer and
+hides the blocks from FSDP2 and from pipelines; selective checkpointing and budgets of blocks, because the compiler
+chooses what a compiled block saves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.recipe.sections import Recipe
+from shardwise.technique.base import Wrapping
+from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
+from shardwise.technique.pipeline.technique import PIPELINE_PARALLEL, PIPELINE_SCHEDULE
+from shardwise.technique.precision import PRECISION
+from shardwise.technique.rules import Case, Rule
+from shardwise.technique.site import Site
+from shardwise.technique.tensor import TENSOR_SEQUENCE_PARALLEL
+
+COMPILE: Setting[str] = Setting(
+    "compile",
+    default="none",
+    doc="torch.compile's kernels, fused by inductor: of every block (block), or nowhere (none)",
+    choices=("none", "block"),
+    switch={False: "none", True: "block"},
+)
+
+COMPILERS = ("g++", "clang++", "c++")
+
+
+def has_cpp_compiler() -> bool:
+    """Whether there is a compiler for kernels of the CPU. ``CXX`` names one, as inductor reads it."""
+    named = os.environ.get("CXX")
+    return any(shutil.which(name) is not None for name in ([named] if named else COMPILERS))
+
+
+def _on_this_machine(recipe: Recipe) -> bool:
+    return recipe.cluster.device in (None, "cpu") and recipe.cluster.preset is None
+
+
+def _chosen_by_two(case: Case) -> bool:
+    kind = case.strategy[ACTIVATION_CHECKPOINTING]
+    return _compiles(case) and (kind == "selective" or BUDGET.number(kind) is not None)
+
+
+def _compiles(case: Case) -> bool:
+    return case.strategy[COMPILE] == "block"
+
+
+def _compiled_pipeline(case: Case, *schedules: str) -> bool:
+    chosen = case.strategy[PIPELINE_PARALLEL] > 1 and case.strategy[PIPELINE_SCHEDULE] in schedules
+    return chosen and _compiles(case)
+
+
+def _not_compiled(case: Case) -> dict[str, object]:
+    return {COMPILE.key: "none"}
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        key="compile",
+        reason="no C++ compiler was found (g++, clang++, or the one that CXX names)",
+        broken=lambda case: _compiles(case) and _on_this_machine(case.recipe) and not has_cpp_compiler(),
+        nearest=_not_compiled,
+    ),
+    Rule(
+        key="compile",
+        reason="the compiler chooses what a compiled block saves, and so do selective checkpointing and budgets",
+        broken=_chosen_by_two,
+        nearest=_not_compiled,
+    ),
+    Rule(
+        key="compile",
+        reason="the compiler does not know the operators of 8-bit casts",
+        broken=lambda case: _compiles(case) and case.strategy[PRECISION] == "fp8",
+        nearest=_not_compiled,
+    ),
+    Rule(
+        key="compile",
+        reason="zero_bubble splits the backward pass in two, and that of a compiled block is one",
+        broken=lambda case: _compiled_pipeline(case, "zero_bubble"),
+        nearest=_not_compiled,
+    ),
+    Rule(
+        key="compile",
+        reason="pipedream computes with earlier versions of the weights, which compiled blocks were not tested with",
+        broken=lambda case: _compiled_pipeline(case, "pipedream"),
+        nearest=_not_compiled,
+    ),
+    Rule(
+        key="compile",
+        reason="the compiler merges the second all-gather of regathered inputs with the first, and saves its result",
+        broken=lambda case: _compiles(case) and case.strategy[TENSOR_SEQUENCE_PARALLEL] == "regathered",
+        nearest=lambda case: {TENSOR_SEQUENCE_PARALLEL.key: "gathered"},
+    ),
+)
+
+
+class Compile(Wrapping):
+    """Compiles the forward method of every block."""
+
+    name = "compile"
+    settings = (COMPILE,)
+    rules = RULES
+
+    def label(self, strategy: Strategy, layout: Layout) -> str:
+        return "compiled" if strategy[COMPILE] == "block" else ""
+
+    def apply(self, site: Site) -> None:
+        if site.strategy[COMPILE] != "block":
+            return
+        from shardwise.runtime.compiled import compile_blocks
+
+        compile_blocks(site.view.blocks)

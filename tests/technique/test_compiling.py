@@ -1,0 +1,114 @@
+"""Compiled blocks: one compilation for equal blocks, counted in the plan, refused where it cannot work."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shardwise.core.errors import RecipeError
+from shardwise.core.strategy import Strategy
+from shardwise.dryrun.run import DryRun, dry_run
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
+from shardwise.runtime import compiled
+from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, strategy_from
+from shardwise.technique.compiling import COMPILE
+
+WIDTH, FFN, BATCH, LENGTH, LAYERS = 64, 192, 2, 64, 3
+MODEL = {"layers": LAYERS, "width": WIDTH, "heads": 4, "kv_heads": 4, "ffn": FFN, "vocab": 256}
+
+
+def planned(**settings: Any) -> DryRun:
+    values = {"model": MODEL, "data": {"sequence_length": LENGTH}, "steps": 2, "batch_size": BATCH}
+    recipe = recipe_of(values, SETTINGS)
+    strategy = strategy_from({"micro_batch_size": BATCH, **settings})
+    return dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """One entry for each compilation of the test."""
+    made: list[object] = []
+
+    def counted(*args: Any) -> Any:
+        made.append(args)
+        return original(*args)
+
+    original = compiled.compiled
+    monkeypatch.setattr(compiled, "compiled", counted)
+    yield made
+
+
+def test_equal_blocks_share_one_compilation_and_the_plan_counts_its_kernels(
+    compilations: list[object],
+) -> None:
+    """PyTorch's kernels save gate, silu(gate), up and their product; a fused one needs no silu(gate)."""
+    eager, fused = planned(), planned(compile="block")
+    assert len(compilations) == 1
+    kernels = [kernel for kernel in fused.cost.kernels if kernel.operation == "shardwise::fused"]
+    assert sum(kernel.calls for kernel in kernels) % LAYERS == 0
+    products = {run.cost.flops for run in (eager, fused)}
+    assert len(products) == 1, "the same matrix products run"
+    saved = LAYERS * BATCH * LENGTH * FFN * 4
+    assert fused.peak.ledger.activations <= eager.peak.ledger.activations - saved
+
+
+def test_a_compiled_block_is_one_word_of_the_strategy() -> None:
+    strategy = strategy_from({"compile": "block"})
+    assert "compiled" in one_line(strategy, layout_of(strategy, 1), 1)
+
+
+@pytest.mark.parametrize(("written", "meant"), [(True, "block"), (False, "none"), ("block", "block")])
+def test_true_and_false_stand_for_words(written: object, meant: str) -> None:
+    assert COMPILE.parse(written) == meant
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "budget:0.4"},
+        {"precision": "fp8"},
+        {"pipeline_parallel": 2, "pipeline_schedule": "zero_bubble"},
+        {"pipeline_parallel": 2, "pipeline_schedule": "pipedream"},
+        {"tensor_parallel": 2, "tensor_sequence_parallel": "regathered"},
+    ],
+)
+def test_what_it_cannot_be_combined_with_is_refused_by_one_rule(settings: dict[str, Any]) -> None:
+    assert reasons(strategy_from({"compile": "block", **settings})) != []
+    assert reasons(strategy_from(settings)) == []
+
+
+def test_without_a_cpp_compiler_it_is_refused_on_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    strategy = strategy_from({"compile": "block"})
+    assert any("C++ compiler" in reason for reason in reasons(strategy))
+    assert reasons(strategy, cluster={"preset": "2xH100-80GB"}) == []
+
+
+def reasons(strategy: Strategy, **sections: Any) -> list[str]:
+    recipe = recipe_of({"model": MODEL, "steps": 2, "batch_size": 2, **sections}, SETTINGS)
+    return [each.rule.reason for each in broken_rules(strategy, 2, recipe) if each.rule.key == "compile"]
+
+
+def test_a_block_that_branches_on_a_value_is_refused_in_one_line() -> None:
+    import torch
+    from torch import nn
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if x.sum() > 0 else x
+
+    block = Branching()
+    compiled.compile_blocks([block])
+    with pytest.raises(RecipeError, match="Branching cannot be compiled") as refused:
+        block(torch.ones(2, 4))
+    assert "\n" not in refused.value.line()
