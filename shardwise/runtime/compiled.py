@@ -2,7 +2,7 @@
 
 A block is traced at its first call with arguments of each kind; its weights are inputs of the graph, so blocks of one
 structure share one compilation. AOTAutograd traces both passes into a joint graph, the min-cut partitioner chooses the
-tensors to save, and inductor fuses what lies between matrix products.
+tensors to save, and inductor fuses the operations between matrix products.
 
 The method is replaced, not the module: names stay, and hooks of the block itself (FSDP2 gathers weights in them) run
 outside of the graph. Hooks of layers within it are traced. Weights that are DTensors enter as their local tensors.
@@ -43,7 +43,7 @@ MOST_KEPT = 64
 class _Compilation:
     """Both passes of a block, for arguments of one kind.
 
-    ``result``: the structure of what the block returns.
+    ``result``: the structure of the block's result.
     """
 
     run: Function
@@ -95,7 +95,7 @@ class CompiledForward:
             compilation = self._compiled(key, inputs, call)
         return tree_unflatten(list(compilation.run(*inputs)), compilation.result)
 
-    def _compiled(self, key: Any, inputs: Sequence[Tensor], call: _Call) -> _Compilation:
+    def _compiled(self, key: Any, inputs: Sequence[Tensor], call: _CallForm) -> _Compilation:
         global _seconds
         began = time.perf_counter()
         results: list[TreeSpec] = []
@@ -178,7 +178,7 @@ class _Fields:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _CallForm:
     """The arguments of a call without its tensors."""
 
     leaves: tuple[Any, ...]
@@ -191,7 +191,7 @@ class _Call:
         return args, kwargs
 
 
-def _taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, list[Tensor]]:
+def _taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_CallForm, list[Tensor]]:
     leaves, spec = tree_flatten((args, kwargs))
     tensors: list[Tensor] = []
     forms = []
@@ -203,7 +203,7 @@ def _taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, 
         else:
             tensors += [leaf] if isinstance(leaf, Tensor) else []
             forms.append(_form(leaf))
-    return _Call(tuple(forms), spec), tensors
+    return _CallForm(tuple(forms), spec), tensors
 
 
 def _put_together(form: Any, tensors: Iterator[Tensor]) -> Any:

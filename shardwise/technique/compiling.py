@@ -1,7 +1,7 @@
 """Compiled blocks: each transformer block as kernels that inductor generates, compiled once for all equal blocks.
 
     none     PyTorch's own kernels, one for each operation
-    block    both passes of a block from one joint graph: what lies between matrix products is fused, and the min-cut
+    block    both passes of a block from one joint graph: operations between matrix products are fused; the min-cut
              partitioner chooses which tensors the backward pass recomputes (runtime/compiled.py)
 
 The dry run takes the same graph through the same partitioner and scheduler and runs the generated code on fake tensors.
@@ -9,7 +9,7 @@ So saved activations and the buffers of fused kernels are counted. A fused kerne
 
 It comes before checkpointing, which recomputes a compiled block as a whole, and before sharding: FSDP2 gathers weights
 outside of the compiled code. Refused: the whole model in one graph, which takes longer to compile with each layer and
-hides the blocks from FSDP2 and from pipelines; selective checkpointing and budgets of blocks, because the compiler
+hides the blocks from FSDP2 and from stages; selective checkpointing and budgets of blocks, because the compiler
 chooses what a compiled block saves.
 """
 
@@ -22,7 +22,6 @@ from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.recipe.sections import Recipe
 from shardwise.technique.base import Wrapping
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
-from shardwise.technique.pipeline.technique import PIPELINE_PARALLEL, PIPELINE_SCHEDULE
 from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
@@ -58,11 +57,6 @@ def _compiles(case: Case) -> bool:
     return case.strategy[COMPILE] == "block"
 
 
-def _compiled_pipeline(case: Case, *schedules: str) -> bool:
-    chosen = case.strategy[PIPELINE_PARALLEL] > 1 and case.strategy[PIPELINE_SCHEDULE] in schedules
-    return chosen and _compiles(case)
-
-
 def _not_compiled(case: Case) -> dict[str, object]:
     return {COMPILE.key: "none"}
 
@@ -84,18 +78,6 @@ RULES: tuple[Rule, ...] = (
         key="compile",
         reason="the compiler does not know the operators of 8-bit casts",
         broken=lambda case: _compiles(case) and case.strategy[PRECISION] == "fp8",
-        nearest=_not_compiled,
-    ),
-    Rule(
-        key="compile",
-        reason="zero_bubble splits the backward pass in two, and that of a compiled block is one",
-        broken=lambda case: _compiled_pipeline(case, "zero_bubble"),
-        nearest=_not_compiled,
-    ),
-    Rule(
-        key="compile",
-        reason="pipedream computes with earlier versions of the weights, which compiled blocks were not tested with",
-        broken=lambda case: _compiled_pipeline(case, "pipedream"),
         nearest=_not_compiled,
     ),
     Rule(

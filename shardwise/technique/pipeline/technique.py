@@ -44,6 +44,7 @@ from shardwise.technique.chunked_loss import LOSS
 from shardwise.technique.in_backward import OPTIMIZER_IN_BACKWARD
 from shardwise.technique.offload import OFFLOAD
 from shardwise.technique.offload import parts as offloaded
+from shardwise.technique.pipeline.compiled import COMPILED_RULES
 from shardwise.technique.pipeline.place import Channel, Pipeline
 from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule
@@ -257,7 +258,7 @@ class PipelineParallel(Dividing):
     name = "pipeline"
     axes = (Axis("pipeline", position=0, stages=True),)
     settings = (PIPELINE_PARALLEL, PIPELINE_SCHEDULE, PIPELINE_STAGES_PER_RANK, PIPELINE_VERTICAL_SYNC)
-    rules = RULES
+    rules = (*RULES, *COMPILED_RULES)
 
     def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
         """Naive and gpipe take longer than 1f1b or hold more; pipedream computes another training."""
