@@ -167,8 +167,12 @@ def compiled() -> Rows:
     exact = {"compile": ["block"], **EXACT_FACTORS}
     every = {name: PARITY_FACTORS.get(name, values) for name, values in exact.items()}
     plain = {name: values[0] for name, values in exact.items()} | {"data_ranks": 1}
-    assert valid(plain)
-    rows = [plain, *covering_rows(exact, valid, has("compile"), world_of, given=[plain])]
+    given = [
+        plain,
+        plain | {"data_ranks": 4, "zero_stage": 2, "replicate": 2},
+    ]  # hybrid sharding takes three values
+    assert all(map(valid, given))
+    rows = [*given, *covering_rows(exact, valid, has("compile"), world_of, given=given)]
     return Rows([*rows, *covering_rows(every, valid, has("compile"), world_of, given=rows)], [plain])
 
 
