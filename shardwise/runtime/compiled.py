@@ -58,7 +58,7 @@ _tracing = False
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """Replace the forward methods of blocks by compiled ones."""
     for block in blocks:
-        block.forward = CompiledForward(block)  # type: ignore[method-assign, assignment]
+        block.forward = CompiledForward(block)
 
 
 def seconds_compiling() -> float:

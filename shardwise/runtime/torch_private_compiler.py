@@ -57,7 +57,7 @@ def compiled(function: Function, like: Sequence[Tensor], kernel: Callable[..., N
         inputs = _fakes(like)
         if kernel is not None:
             stack.enter_context(_without_kernels(kernel))
-        made: Any = compile_fx(traced, inputs)  # type: ignore[arg-type]
+        made: Any = compile_fx(traced, inputs)
     traced.function = None
     return made  # type: ignore[no-any-return]
 

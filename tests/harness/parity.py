@@ -28,8 +28,8 @@ from tests.harness.ranks import Job, plain_rank, reference_rank, strategy_rank, 
 
 BATCH = 8
 """Most strategies that one fork trains: process groups of all of them stay open."""
-_SECONDS = 60.0
-"""Time limit of one strategy."""
+_SECONDS, _COMPILING = 60.0, 400.0
+"""Time limits of one strategy, and of one whose blocks are compiled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,8 @@ class Parity:
     def _trained(self, trials: Sequence[Trial]) -> dict[Trial, Verdict | Exception]:
         try:
             jobs = self._jobs(trials)
-            ranks = self._pool.run(trials[0].world, strategy_rank, jobs, timeout=_SECONDS * len(jobs))
+            seconds = sum(_COMPILING if "compile" in trial.settings else _SECONDS for trial in trials)
+            ranks = self._pool.run(trials[0].world, strategy_rank, jobs, timeout=seconds)
         except Exception as error:
             if len(trials) == 1:
                 return {trials[0]: error}
