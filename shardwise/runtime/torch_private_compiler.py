@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -57,9 +57,9 @@ def compiled(function: Function, like: Sequence[Tensor], kernel: Callable[..., N
         inputs = _fakes(like)
         if kernel is not None:
             stack.enter_context(_without_kernels(kernel))
-        made: Any = compile_fx(traced, inputs)
+        made = compile_fx(cast("Any", traced), inputs)
     traced.function = None
-    return made  # type: ignore[no-any-return]
+    return cast("Function", made)
 
 
 def _fakes(like: Sequence[Tensor]) -> list[Tensor]:
