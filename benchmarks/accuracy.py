@@ -77,6 +77,60 @@ def _percent(value: float) -> str:
     return f"{value:.0%}" if value >= 0.095 else f"{value:.1%}"
 
 
+MEMORY_GOALS = (("FSDP2", 0.08),)
+VERDICT_GOAL = 0.95
+
+
 def memory_tables(result: Mapping[str, Any]) -> str:
     """The tables of benchmarks/memory.py in Markdown."""
-    return ""
+    stacks, fits = result["by stack"], result["fits"]
+    head = "| stack | runs | median | 90 % | bias | published / predicted, 5 to 95 % |\n|---|---:|---:|---:|---:|---:|"
+    lines = [head]
+    for name, row in stacks.items():
+        spread = row["published over predicted"]
+        lines.append(
+            f"| {name} | {row['runs']} | {_percent(row['median'])} | {_percent(row['p90'])} | {row['bias']:+.0%}"
+            f" | {spread['p5']:.2f} to {spread['p95']:.2f} |"
+        )
+    verdicts = ["| stack | runs | out of memory | predicted not to fit | precision | recall |"]
+    verdicts.append("|---|---:|---:|---:|---:|---:|")
+    for name, row in fits.items():
+        if row["failed"] or row["refused"]:
+            found = (_share(row["precision"]), _share(row["recall"]))
+            verdicts.append(
+                f"| {name} | {row['runs']} | {row['failed']} | {row['refused']} | {' | '.join(found)} |"
+            )
+    missed = [f"- {each}" for each in memory_misses(stacks, fits)] or ["- none"]
+    reasons = _columns(("reason", "runs"), ((each, str(count)) for each, count in result["left out"].items()))
+    parts = [
+        "### Peak",
+        "\n".join(lines),
+        "### Does not fit",
+        "\n".join(verdicts),
+        "Missed goals:",
+        "\n".join(missed),
+    ]
+    return "\n\n".join([*parts, "### Rows that are left out", reasons])
+
+
+def memory_misses(
+    stacks: Mapping[str, Mapping[str, Any]], fits: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """What misses its goal, in words."""
+    found = []
+    for name, limit in MEMORY_GOALS:
+        if stacks[name]["median"] > limit:
+            found.append(
+                f"{name}: the median error is {_percent(stacks[name]['median'])}, more than {limit:.0%}"
+            )
+    for name, row in fits.items():
+        for kind in ("precision", "recall"):
+            if row[kind] is not None and row[kind] < VERDICT_GOAL:
+                found.append(
+                    f'{name}: {kind} of "does not fit" is {row[kind]:.0%}, less than {VERDICT_GOAL:.0%}'
+                )
+    return found
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"

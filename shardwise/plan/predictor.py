@@ -143,7 +143,7 @@ class Predictor:
         layout = layout_of(strategy, self.cluster.world_size)
         line = one_line(strategy, layout, self.recipe.batch_size)
         now = f"{'' if quick else 'dry run of '}{line}"
-        self.progress("; ".join([f"{len(self.candidates)} strategies predicted", *self._best_so_far(), now]))
+        self.progress("; ".join([*self._best_so_far(), f"{len(self.candidates)} strategies predicted", now]))
         found = self.worst(strategy, quick=quick, budget=budget, ranks=ranks)
         over = found.peak.bytes - budget
         verdict, reason = "fits", found.in_words()

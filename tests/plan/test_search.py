@@ -240,3 +240,15 @@ def test_a_batch_of_any_size_takes_few_predictions(monkeypatch: pytest.MonkeyPat
     predicted.clear()
     assert planned(recipe(batch_size=10**7, zero_stage=0, activation_checkpointing="none")).fits
     assert len(predicted) <= 8
+
+
+def test_the_search_says_the_best_so_far() -> None:
+    """A line before every prediction; the best is the fastest of those that fit, as they are known by then."""
+    from shardwise.core.plan import Candidate
+
+    predictor = Predictor(recipe(), blueprint_of(recipe()), cluster_of(recipe().cluster))
+    assert list(predictor._best_so_far()) == []
+    for stage, seconds, verdict in ((0, 1.0, "does not fit"), (1, 3.0, "fits"), (2, 2.0, "fits")):
+        of = strategy_from({"zero_stage": stage})
+        predictor.candidates[of] = Candidate(of, f"zero{stage}", (9 - stage) << 30, seconds, verdict, "")
+    assert list(predictor._best_so_far()) == ["best so far zero2, 2.00 s, 7.00 GiB"]
