@@ -122,6 +122,9 @@ def _add(
     except Inexpressible as reason:
         left_out[str(reason)] += 1
         return
+    if "hf" in run.model and run.tensor > 1:
+        left_out["blocks of transformers have no sequence parallelism with tensor parallelism"] += 1
+        return
     notes, sharding = line["notes"], line["zero_stage_or_sharding"]
     stack = run.stack
     if stack == "torchtitan":
