@@ -53,7 +53,7 @@ from shardwise.hardware.device import DTYPES
 from shardwise.hardware.profiles import PROFILES
 from shardwise.recipe.load import SECTIONS, recipe_of
 from shardwise.recipe.presets import PRESETS
-from shardwise.recipe.sections import AdaptiveClipSpec, Recipe, ScalingSpec
+from shardwise.recipe.sections import AdaptiveClipSpec, MixtureSpec, Recipe, ScalingSpec
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 from shardwise.technique.fit_advice import REMEDIES
@@ -603,6 +603,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "recipe-top": partial(keys_of, Recipe),
     "recipe-scaling": partial(keys_of, ScalingSpec),
     "recipe-adaptive-clip": partial(keys_of, AdaptiveClipSpec),
+    "recipe-mixture": partial(keys_of, MixtureSpec),
     "settings": settings,
     "techniques": techniques,
     "verbs": verbs,

@@ -16,10 +16,12 @@ from shardwise.cli.common import Overrides, RecipeArgument
 from shardwise.jobs.request import read
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.text import Text as Shown
 
-    from shardwise.data.text import Document
+    from shardwise.data.text import Document, Opened
     from shardwise.data.tokenizer import Tokenizer
+    from shardwise.recipe.sections import DataSpec
 
 
 def command(
@@ -40,17 +42,23 @@ def command(
         what, why = "a factory's data cannot be shown", "it may bring its own, in tensors of its own"
         raise RecipeError(what, where="model.factory", why=why)
     tokenizer = tokenizer_of(asked.data)
-    opened = open_tokens(asked.data, tokenizer, default_root(), objective=asked.model.objective)
     console = Console(highlight=False)
+    for part in asked.data.parts:
+        opened = open_tokens(part, tokenizer, default_root(), objective=asked.model.objective)
+        _show(console, opened, part, tokenizer, samples)
+    for sentence in differences(tokenizer, asked.data.tokenizer):
+        console.print(sentence, markup=False, soft_wrap=True, style="yellow")
+
+
+def _show(console: Console, opened: Opened, spec: DataSpec, tokenizer: Tokenizer, samples: int) -> None:
+    """The description of one source, and its first samples."""
     # A terminal shows no colour where it is dumb, or where NO_COLOR forbids it.
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
-    for sentence in opened.sentences(asked.data):
+    for sentence in opened.sentences(spec):
         console.print(sentence, markup=False, soft_wrap=True)
     if tokenizer.begin is not None and not opened.chats:
         first = tokenizer.shown([tokenizer.begin])
         console.print(f"every document begins with {first}, as the tokenizer asks", markup=False)
-    for sentence in differences(tokenizer, asked.data.tokenizer):
-        console.print(sentence, markup=False, soft_wrap=True, style="yellow")
     for sample in range(min(samples, opened.train.sequences)):
         console.print(f"\nsample {sample}", style="bold", markup=False)
         for document in opened.documents(sample):

@@ -14,6 +14,7 @@ because slicing a memory-mapped file takes microseconds. User datasets with slow
 from __future__ import annotations
 
 from shardwise.data.masking import Masking
+from shardwise.data.mixing import MixedOrder
 from shardwise.data.samples import Batch, Samples
 from shardwise.data.shuffle import samples_of_step
 from shardwise.data.tokenizer import Tokenizer
@@ -42,12 +43,14 @@ class Data:
         seed: int,
         evaluation_sequences: int,
         masking: Masking | None = None,
+        order: MixedOrder | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
         self.vocab = tokenizer.vocab if tokenizer else None
         self._train, self._held_out = train, held_out
         self._batch_size, self._seed, self._masking = batch_size, seed, masking
+        self._order = order
         self._evaluation = min(evaluation_sequences, len(held_out))
 
     @property
@@ -62,6 +65,8 @@ class Data:
 
     def samples(self, step: int) -> list[int]:
         """The `batch_size` sample numbers of optimizer step `step`, which counts from 0."""
+        if self._order is not None:
+            return self._order.samples(step, self._batch_size)
         return samples_of_step(step, self._batch_size, len(self._train), self._seed)
 
     def micro_batches(self, step: int, rank: int, degree: int, micro_batch_size: int) -> list[Batch]:

@@ -31,8 +31,11 @@ def with_steps(recipe: Recipe) -> Recipe:
     if recipe.epochs is None:
         return recipe
     tokenizer = tokenizer_of(recipe.data)
-    opened = open_tokens(recipe.data, tokenizer, default_root(), objective=recipe.model.objective)
-    steps = steps_of_epochs(recipe.epochs, opened.train.sequences, recipe.batch_size)
+    sequences = 0
+    for spec in recipe.data.parts:
+        opened = open_tokens(spec, tokenizer, default_root(), objective=recipe.model.objective)
+        sequences += opened.train.sequences
+    steps = steps_of_epochs(recipe.epochs, sequences, recipe.batch_size)
     counted = recipe.model_copy(update={"steps": steps, "epochs": None})
     for fault in schedule_faults(counted.schedule, steps):
         where = f"epochs: {recipe.epochs:g}"

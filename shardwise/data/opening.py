@@ -14,6 +14,7 @@ from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError
 from shardwise.data.batches import Data
 from shardwise.data.masking import Masking
+from shardwise.data.mixing import MixedOrder, MixedSamples
 from shardwise.data.samples import (
     DatasetSamples,
     ExampleSamples,
@@ -24,7 +25,7 @@ from shardwise.data.samples import (
 )
 from shardwise.data.text import Examples, Opened, PairExamples, open_tokens, tokenizer_of
 from shardwise.data.tokenizer import Tokenizer, mask_token
-from shardwise.recipe.sections import Recipe
+from shardwise.recipe.sections import DataSpec, Recipe
 
 
 def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path | None = None) -> Data:
@@ -41,11 +42,21 @@ def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path |
     """
     tokenizer: Tokenizer | None = None
     masking: Masking | None = None
+    order: MixedOrder | None = None
     if dataset is not None:
         train, held_out, fingerprint = _of_dataset(dataset, recipe.data.held_out)
     else:
         tokenizer = tokenizer_of(recipe.data)
-        train, held_out, fingerprint = _of_text(recipe, tokenizer, cache or default_root())
+        root = cache or default_root()
+        sides = [_of_text(recipe, spec, tokenizer, root) for spec in recipe.data.parts]
+        train, held_out, fingerprint = sides[0]
+        if recipe.data.mixture is not None:
+            train = MixedSamples([side[0] for side in sides])
+            held_out = MixedSamples([side[1] for side in sides])
+            weights = [part.weight for part in recipe.data.mixture]
+            order = MixedOrder([len(side[0]) for side in sides], weights, recipe.seed)
+            parts = [[side[2] for side in sides], order.counts]
+            fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
         if recipe.model.objective == "masked":
             never = (tokenizer.separator, tokenizer.begin)
             masking = Masking(mask_token(tokenizer), never, tokenizer.vocab)
@@ -58,11 +69,13 @@ def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path |
         seed=recipe.seed,
         evaluation_sequences=recipe.evaluation.sequences,
         masking=masking,
+        order=order,
     )
 
 
-def _of_text(recipe: Recipe, tokenizer: Tokenizer, root: Path) -> tuple[Samples, Samples, str]:
-    spec = recipe.data
+def _of_text(
+    recipe: Recipe, spec: DataSpec, tokenizer: Tokenizer, root: Path
+) -> tuple[Samples, Samples, str]:
     opened = open_tokens(spec, tokenizer, root, objective=recipe.model.objective)
     # The fingerprint leaves out the tokenizer: equal tokens are equal data.
     parts: list[object] = [opened.cache.header.digest, spec.sequence_length, spec.held_out]

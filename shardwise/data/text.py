@@ -253,5 +253,8 @@ def check_data(recipe: Recipe) -> list[str]:
     if recipe.model.factory is not None:
         return []
     tokenizer, objective = tokenizer_of(recipe.data), recipe.model.objective
-    opened = open_tokens(recipe.data, tokenizer, default_root(), verify=True, objective=objective)
-    return [] if isinstance(opened, Text) else opened.sentences(recipe.data)
+    said: list[str] = []
+    for spec in recipe.data.parts:
+        opened = open_tokens(spec, tokenizer, default_root(), verify=True, objective=objective)
+        said += [] if isinstance(opened, Text) and not recipe.data.mixture else opened.sentences(spec)
+    return said

@@ -15,7 +15,7 @@ from shardwise.data.tokenizer import Tokenizer
 
 PROBES = (
     "Hello, world!",
-    "What is 3 plus 4?",
+    "How much is 3 plus 4?",
     "1234567 89.5%",
     "def f(x):\n\treturn  x  # ok",
     "naïve café, Привет, 你好",

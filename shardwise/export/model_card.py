@@ -43,7 +43,7 @@ def card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
     rows = {
         "base model": base,
         "trained": kind,
-        "data": recipe.data.source,
+        "data": ", ".join(part.source for part in recipe.data.parts),
         "steps": f"{recipe.steps:,} of {recipe.batch_size} sequences of {recipe.data.sequence_length:,} tokens",
         "learning rate": f"{recipe.optimizer.learning_rate:g}, {recipe.schedule.name}",
         "strategy": f"{plan.line} on {plan.world_size} x {plan.device}",

@@ -181,6 +181,9 @@ def _micro_batch(recipe: Recipe, document: Document) -> Iterator[Complaint]:
 def _records(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     """Settings that need records with completions."""
     data = recipe.data
+    if data.mixture is not None:
+        yield from _mixture(recipe, document)
+        return
     plain = data.format == "text" or (data.format == "auto" and data.source == "stdlib")
     because = _last_written(document, ("data", "format"), ("data", "source"))
     if data.source == "stdlib" and data.format not in ("auto", "text"):
@@ -196,6 +199,25 @@ def _records(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         path = _last_written(document, ("data", "packing"), ("model", "factory"))
         why = "a factory's model might attend across documents"
         yield Complaint(path, "packing cannot be true here", why, "write packing: false")
+
+
+def _mixture(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    """A mixture takes the place of ``data.source``, and is of one kind of model."""
+    data, path = recipe.data, ("data", "mixture")
+    fields = {"source": data.source != "stdlib", "format": data.format != "auto"}
+    for key in (key for key, given in fields.items() if given):
+        last = _last_written(document, path, ("data", key))
+        why = f"mixture and {key} are both given"
+        yield Complaint(last, "the data is specified twice", why, f"give {key} in the items of mixture")
+    if not data.mixture:
+        yield Complaint(path, "the mixture is empty", "", "write [{source: ..., weight: ...}, ...]")
+    if recipe.model.objective != "causal" or recipe.model.factory is not None:
+        why = (
+            "a factory opens its own data"
+            if recipe.model.factory
+            else f"objective is {recipe.model.objective}"
+        )
+        yield Complaint(path, "a mixture needs a causal model", why, "give data.source")
 
 
 def _hardware(recipe: Recipe, document: Document) -> Iterator[Complaint]:

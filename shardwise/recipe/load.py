@@ -57,6 +57,8 @@ REPLACES: Mapping[KeyPath, Sequence[str]] = {
     ("model", "factory"): ("preset", "hf", *_DIMENSIONS),
     ("cluster", "preset"): ("device", "nodes", "devices_per_node", "memory_gib", "host_memory_gib"),
     ("cluster", "device"): ("preset",),
+    ("data", "source"): ("mixture",),
+    ("data", "mixture"): ("source", "format", "text_key"),
     ("steps",): ("epochs",),
     ("epochs",): ("steps",),
 }
@@ -122,7 +124,14 @@ def _said(section: Section) -> list[tuple[str, Any]]:
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
     brief = getattr(section, "preset", None) is not None
     said = [(k, v) for k, v in section if v != defaults[k] or not (brief or defaults[k] in (None, {}))]
-    return [(k, dict(_said(v)) if isinstance(v, Section) else v) for k, v in said]
+    return [(k, _plain(v)) for k, v in said]
+
+
+def _plain(value: Any) -> Any:
+    """Sections as mappings, also in lists."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return dict(_said(value)) if isinstance(value, Section) else value
 
 
 def _checked(document: Document, settings: Sequence[Setting[Any]]) -> Recipe:
@@ -192,10 +201,12 @@ def _complaints(error: ValidationError, settings: Sequence[Setting[Any]]) -> Ite
 def _section_at(path: KeyPath) -> type[Section]:
     """The section with the last key of `path`."""
     section: type[Section] = Recipe
-    for key in path[:-1]:
+    for key in (key for key in path[:-1] if isinstance(key, str)):
+        annotation = section.model_fields[key].annotation
         kinds = (
-            section.model_fields[str(key)].annotation,
-            *get_args(section.model_fields[str(key)].annotation),
+            annotation,
+            *get_args(annotation),
+            *(k for each in get_args(annotation) for k in get_args(each)),
         )
         section = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
     return section

@@ -3,8 +3,16 @@
 import ast
 import inspect
 from itertools import pairwise
+from typing import Annotated, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+Text: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+def words(value: object) -> object:
+    """A list as a tuple."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 class Section(BaseModel):

@@ -10,14 +10,15 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
-from shardwise.recipe.section import Section
+from shardwise.recipe.data_sections import DataSpec as DataSpec
+from shardwise.recipe.data_sections import MixtureSpec as MixtureSpec
+from shardwise.recipe.section import Section, Text, words
 
 Quantize: TypeAlias = Literal["none", "nf4", "int8"]
 Scalar: TypeAlias = str | int | float | bool | None
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Dimension: TypeAlias = Annotated[int, Field(ge=1, le=10_000_000)]
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
-Text: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 def _pair(value: object) -> object:
@@ -38,11 +39,6 @@ def _share(value: object) -> object:
 def _clip(value: object) -> object:
     """A number as the z of adaptive clipping."""
     return {"z": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-def _words(value: object) -> object:
-    """A list as a tuple."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _targets(value: object) -> object:
@@ -107,41 +103,6 @@ class ModelSpec(Section):
     """whether the output head shares the embedding's weight"""
     rope_theta: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """base of the rotary position embedding (RoPE)"""
-
-
-class DataSpec(Section):
-    """The training data, and how it becomes token sequences."""
-
-    source: Text = "stdlib"
-    """stdlib (the source code of Python's standard library); a file, folder or glob of txt, jsonl or parquet; or
-    the id of a Hugging Face dataset"""
-    tokenizer: Text = "bytes"
-    """bytes (byte-level), or the path or id of a Hugging Face tokenizer"""
-    begin: Literal["auto", "none"] = "auto"
-    """beginning-of-sequence token (BOS) before every document and prompt: auto adds it if the tokenizer itself does;
-    none adds none. A chat template writes its own"""
-    sequence_length: Annotated[int, Field(ge=1, le=100_000_000)] = 256
-    """tokens per sequence; of the encoder's sequence under model.objective seq2seq"""
-    completion_length: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
-    """tokens of the decoder's sequence under model.objective seq2seq; null is sequence_length"""
-    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """fraction of the documents held out for the validation loss"""
-    text_key: Text = "text"
-    """field of a jsonl or parquet record with the text"""
-    format: Literal["auto", "text", "prompt", "messages", "sharegpt", "alpaca"] = "auto"
-    """format of a record: text; prompt and completion; chat messages; ShareGPT conversations; Alpaca's
-    instruction, input and output. auto decides by the fields of the first record"""
-    train_on: Literal["completion", "all"] | None = None
-    """tokens of a record that the loss counts: completion (of a chat, the assistant's turns) or all; null is all for
-    text and completion for other formats"""
-    packing: bool = False
-    """sequence packing: put several records into a sequence, with attention masked between them; false pads each
-    record to a sequence. Plain text is concatenated either way; true masks attention between its documents"""
-
-    @property
-    def decoder_length(self) -> int:
-        """Tokens of the decoder's sequence."""
-        return self.completion_length or self.sequence_length
 
 
 class ScalingSpec(Section):
@@ -316,7 +277,7 @@ class PlanSpec(Section):
     objective: Literal["seconds", "memory"] = "seconds"
     """what the planner makes small among strategies that fit: the seconds of a step, or the memory of a device;
     shardwise plan --for sets it too"""
-    allow: Annotated[tuple[Literal["fp8", "pipedream"], ...], BeforeValidator(_words)] = ()
+    allow: Annotated[tuple[Literal["fp8", "pipedream"], ...], BeforeValidator(words)] = ()
     """what the planner may choose although it changes the mathematics: fp8 (8-bit products, where precision is not
     pinned to another), pipedream (stale weights)"""
 

@@ -36,7 +36,7 @@ def answers(folder: Path, device: str = "cpu") -> list[AnswerSample]:
     """
     recipe, _ = read_job(folder)
     tokenizer = tokenizer_of(recipe.data)
-    opened = open_tokens(recipe.data, tokenizer, default_root(), objective=recipe.model.objective)
+    opened = open_tokens(recipe.data.parts[0], tokenizer, default_root(), objective=recipe.model.objective)
     if isinstance(opened, Examples):
         side = opened.divided.held_out if opened.divided.held_out.sequences else opened.train
         records = [

@@ -83,7 +83,7 @@ def test_json_files_of_a_folder_are_settings(tmp_path: Path) -> None:
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CHAT: list[dict[str, Any]] = [
-    {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 1?"}]},
+    {"role": "user", "content": [{"type": "text", "text": "Compute "}, {"type": "text", "text": "1 + 1?"}]},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "content": "2", "tool_call_id": "1"},
     {"role": "tool", "content": "two"},
@@ -98,11 +98,11 @@ TEMPLATE = (
 
 def test_tool_calls_and_content_parts_reach_the_template() -> None:
     turns = example_of(Record({"messages": CHAT}, "a.jsonl:1"), "messages")
-    assert isinstance(turns, tuple) and turns[0] == Turn("user", "What is 1 + 1?")
+    assert isinstance(turns, tuple) and turns[0] == Turn("user", "Compute 1 + 1?")
     assert turns[1].calls[0]["function"]["arguments"] == {"a": 1}  # templates of today take an object
     parts = ChatTemplate(TEMPLATE, {}).parts(turns, "a.jsonl:1")
     assert "".join(text or "" for text, _ in parts) == (
-        "<user>What is 1 + 1?<assistant>[add 1]</s><tool>2<tool>two<assistant>2</s>"
+        "<user>Compute 1 + 1?<assistant>[add 1]</s><tool>2<tool>two<assistant>2</s>"
     )
     assert [text for text, trained in parts if trained] == ["[add 1]</s>", "2</s>"]
     assert any('"add"' in (text or "") for text, trained in PlainTemplate().parts(turns, "") if trained)

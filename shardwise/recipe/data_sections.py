@@ -1,0 +1,72 @@
+"""The `data:` section of a recipe, and the items of its mixture."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from shardwise.recipe.section import Section, Text, words
+
+
+class MixtureSpec(Section):
+    """One source of a mixture."""
+
+    source: Text
+    """as data.source"""
+    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    """share of the sequences of every 1,024, relative to the other weights"""
+    format: Literal["auto", "text", "prompt", "messages", "sharegpt", "alpaca"] = "auto"
+    """as data.format"""
+    text_key: Text | None = None
+    """as data.text_key; null is that"""
+
+
+class DataSpec(Section):
+    """The training data, and how it becomes token sequences."""
+
+    source: Text = "stdlib"
+    """stdlib (the source code of Python's standard library); a file, folder or glob of txt, jsonl or parquet; or
+    the id of a Hugging Face dataset"""
+    mixture: Annotated[tuple[MixtureSpec, ...] | None, BeforeValidator(words)] = None
+    """several sources instead of one, with weights: [{source, weight, format, text_key}, ...]"""
+    tokenizer: Text = "bytes"
+    """bytes (byte-level), or the path or id of a Hugging Face tokenizer"""
+    begin: Literal["auto", "none"] = "auto"
+    """beginning-of-sequence token (BOS) before every document and prompt: auto adds it if the tokenizer itself does;
+    none adds none. A chat template writes its own"""
+    sequence_length: Annotated[int, Field(ge=1, le=100_000_000)] = 256
+    """tokens per sequence; of the encoder's sequence under model.objective seq2seq"""
+    completion_length: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
+    """tokens of the decoder's sequence under model.objective seq2seq; null is sequence_length"""
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """fraction of the documents held out for the validation loss"""
+    text_key: Text = "text"
+    """field of a jsonl or parquet record with the text"""
+    format: Literal["auto", "text", "prompt", "messages", "sharegpt", "alpaca"] = "auto"
+    """format of a record: text; prompt and completion; chat messages; ShareGPT conversations; Alpaca's
+    instruction, input and output. auto decides by the fields of the first record"""
+    train_on: Literal["completion", "all"] | None = None
+    """tokens of a record that the loss counts: completion (of a chat, the assistant's turns) or all; null is all for
+    text and completion for other formats"""
+    packing: bool = False
+    """sequence packing: put several records into a sequence, with attention masked between them; false pads each
+    record to a sequence. Plain text is concatenated either way; true masks attention between its documents"""
+
+    @property
+    def decoder_length(self) -> int:
+        """Tokens of the decoder's sequence."""
+        return self.completion_length or self.sequence_length
+
+    @property
+    def parts(self) -> tuple["DataSpec", ...]:
+        """One section per source: this one, or those of the mixture."""
+        return tuple(
+            self.model_copy(
+                update={
+                    "mixture": None,
+                    "source": part.source,
+                    "format": part.format,
+                    "text_key": part.text_key or self.text_key,
+                }
+            )
+            for part in self.mixture or ()
+        ) or (self,)
