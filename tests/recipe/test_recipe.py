@@ -171,6 +171,7 @@ class TestOverrides:
             "memory_gib": None,
             "host_memory_gib": None,
             "hours_between_failures": 50_000.0,
+            "price_per_device_hour": None,
         }
         on_preset = CONTRACT.replace("{device: cpu, nodes: 1, devices_per_node: 2}", "{preset: 8xH100-80GB}")
         assert load(tmp_path, on_preset, "cluster.device=cpu").cluster.preset is None
