@@ -329,6 +329,7 @@ evaluation: {sequences: 4}
 """
 
 
+@pytest.mark.long
 def test_the_command_branches_a_stable_run(shell: Shell, tmp_path: Path) -> None:
     """`train` with wsd, whole, and as a branch of a constant run: the same losses and rates from there on."""
     (tmp_path / "corpus.txt").write_text(Path(__file__).read_text(encoding="utf-8") * 3, encoding="utf-8")

@@ -100,6 +100,7 @@ def _check_files(out: Path) -> None:
     assert sum(report["ledger"].values()) == json.loads((out / "plan.json").read_text())["peak"]["bytes"]
 
 
+@pytest.mark.long  # test_out_of_memory.py has a run under torchrun in `make test`
 def test_under_torchrun(shell: Shell, recipe: Path, tmp_path: Path) -> None:
     """Two ranks that torchrun started: planned by one, trained by both, generated from."""
     out = tmp_path / "run"
@@ -116,6 +117,7 @@ def test_under_torchrun(shell: Shell, recipe: Path, tmp_path: Path) -> None:
     assert len(texts) == 1 and next(iter(texts)).startswith("def ")
 
 
+@pytest.mark.long  # tests/launch/test_process.py loses a rank in `make test`
 def test_a_lost_rank_is_named_and_the_run_goes_on_afterwards(
     shell: Shell, recipe: Path, tmp_path: Path
 ) -> None:

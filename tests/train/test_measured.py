@@ -11,7 +11,7 @@ import yaml
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_words
 
-MODEL = {"layers": 8, "width": 384, "heads": 6, "kv_heads": 2, "ffn": 1024, "vocab": 2048, "context": 512}
+MODEL = {"layers": 4, "width": 384, "heads": 6, "kv_heads": 2, "ffn": 1024, "vocab": 2048, "context": 512}
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_padded_records_train_on_two_ranks_as_on_one(parity: Parity, tmp_path: P
     agree(parity, small(tmp_path, False, SMALL), "fp64", "tensor in shares", "pipeline")
 
 
+@pytest.mark.long
 def test_learned_positions_in_shares(parity: Parity, tmp_path: Path) -> None:
     """Each rank looks up the positions of its share, of which every sequence has its own."""
     model = {**{k: v for k, v in SMALL.items() if k != "kv_heads"}, "family": "gpt2"}

@@ -311,7 +311,8 @@ def test_metrics_keep_what_was_undone_and_readers_do_not_show_it(
     assert [step.loss.hex() for step in steps] == [loss for _, loss, _ in curve(folder)]
 
 
-@pytest.mark.parametrize("stop_after", [26, pytest.param(34, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stop_after", [26, 34])
 def test_resumed_in_the_middle_of_it_all_it_is_the_same_run(
     stop_after: int, rewound: tuple[Path, list[dict[str, Any]]], trained: Trained, tmp_path: Path
 ) -> None:
