@@ -11,6 +11,7 @@ import pytest
 from shardwise.core.plan import Plan
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs.plan_cache import FOLDER, remembered
+from shardwise.jobs.request import read
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
@@ -75,12 +76,15 @@ def test_a_folder_that_cannot_be_written_changes_nothing(monkeypatch: pytest.Mon
     assert [made(recipe()), made(recipe())] == [1, 1]
 
 
-@pytest.mark.long
-def test_a_repeated_plan_loads_no_torch() -> None:
-    assert made(recipe()) == 1
+def test_a_repeated_plan_loads_no_torch(tmp_path: Path) -> None:
+    """The command of a recipe whose plan is stored: `--json` and the table of it."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe().model_dump_json(exclude_defaults=True))
+    asked, cluster = read(path, [])
+    remembered(asked, cluster, True, small_plan)
     code = (
-        "import sys; from tests.test_plan_cache import recipe, cluster_of;"
-        "from shardwise.jobs.planning import make_plan;"
-        "asked = recipe(); make_plan(asked, cluster_of(asked.cluster)); assert 'torch' not in sys.modules"
+        "import sys; from shardwise.cli.main import run;"
+        f"code = run(['plan', {str(path)!r}]);"
+        "assert code == 0 and not {'torch', 'numpy'} & set(sys.modules), code"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

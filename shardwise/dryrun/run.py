@@ -161,6 +161,14 @@ def dry_run(
     )
 
 
+def place_of(
+    recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int
+) -> Place | None:
+    """The place of ``rank`` on an axis whose ranks hold different blocks. Runs nothing."""
+    with fake_world(rank, cluster.world_size):
+        return assemble(recipe, blueprint, strategy, cluster.world_size, "cpu", 1).options.place
+
+
 def _tracker(site: Site, target: Target, modules: RunningModule) -> Tracker:
     """One that knows the mesh axis of every group."""
     mesh = site.context.mesh

@@ -6,7 +6,7 @@ world size:
 
 - FSDP2 splits every parameter into one tensor per rank and keeps one of them. At 16,384 ranks that takes a minute per
   hundred layers. The patch creates only the chunks that are read.
-- A mesh creates the process groups of all ranks. The patch creates only the groups of this rank, one per axis.
+- Meshes and pipelines create the process groups of all ranks. The patch creates only the groups of this rank.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ class _Chunks(Sequence[Tensor]):
         return self._tensor.narrow(self._dim, start, length)
 
 
-def _own_group(ranks: list[int], **how: Any) -> Any:
+_new_group = dist.new_group
+
+
+def _own_group(ranks: list[int] | None = None, **how: Any) -> Any:
     """A new process group if this rank is a member. In a fake world no other rank waits for this call."""
-    return dist.new_group(ranks, **how) if dist.get_rank() in ranks else dist.GroupMember.NON_GROUP_MEMBER
+    member = ranks is None or dist.get_rank() in ranks
+    return _new_group(ranks, **how) if member else dist.GroupMember.NON_GROUP_MEMBER
 
 
 @contextmanager
@@ -64,7 +68,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         raise RuntimeError("cannot plan while a process group is initialised")
     hook = sys.excepthook  # init_process_group wraps it to print the rank, which would be wrong here
     mesh: Any = device_mesh
-    new_group = mesh.new_group
+    package: Any = dist
     with warnings.catch_warnings():
         # FSDP2 itself uses names that newer torch releases deprecate.
         warnings.simplefilter("ignore", FutureWarning)
@@ -72,12 +76,12 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
         sys.excepthook = hook
-        mesh.new_group = _own_group
+        mesh.new_group = package.new_group = _own_group
         try:
             with fsdp_chunking(_Chunks):
                 yield
         finally:
-            mesh.new_group = new_group
+            mesh.new_group = package.new_group = _new_group
             dist.destroy_process_group()
             # DTensor caches results by mesh. Without this, the next fake rank would get this rank's shapes.
             forget_sharding()

@@ -20,17 +20,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from shardwise.core.cost import StepCost
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Strategy
+from shardwise.plan.compose_align import NotComposable
 from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import Predictor
+from shardwise.plan.quick import Quick, figures_of_stages, quick_figures
 from shardwise.plan.space import Mesh, Space, children
-from shardwise.plan.timing import step_time
-from shardwise.technique import MICRO_BATCH_SIZE, data_degree, has_stages, layout_of, micro_batches, stages_of
+from shardwise.technique import (
+    MICRO_BATCH_SIZE,
+    data_degree,
+    has_stages,
+    layout_of,
+    micro_batches,
+    stages_of,
+    without_stages,
+)
 
 TELLS = 0.03
 """Relative differences of time that the model does not tell apart: within them, the plainer strategy is chosen."""
@@ -39,7 +47,16 @@ MOST_MESHES = 24
 """Meshes that are visited."""
 
 _WORTH = 0.1
-"""A mesh is visited if its bound promises at least so much: collectives of model axes are never all hidden."""
+"""A mesh is visited, or stages are cut, if a bound promises at least so much: it leaves out what model axes send."""
+
+MOST_STAGED = 6
+"""Strategies with stages whose ranks get predictions of their own."""
+
+PROMISING = 2
+"""Meshes, the best by their trials, all of whose completions are considered."""
+
+BASES = 3
+"""Meshes without stages, the best ones, that are also cut into stages."""
 
 _FAR = 1.25
 """Where even the smallest strategy of a mesh takes so many times the budget, none of the mesh is tried."""
@@ -79,17 +96,21 @@ class _Visit:
     """One walk through a space.
 
     Attributes:
-        found: quick predictions that may fit, plainest first.
+        found: figures of strategies that may fit, plainest first.
         failed: strategies that do not fit by their full predictions, or are tight.
-        reference: what the first strategy computes, for how many sequences of each rank.
+        reference: seconds of the kernels of the first strategy's passes, for how many sequences of each rank.
+        promising: origins of which a trial was faster than all before.
+        composed: origins without stages all of whose completions were considered.
         refused: the first error of a strategy that cannot be built here.
     """
 
     predictor: Predictor
     space: Space
-    found: list[Prediction] = field(default_factory=list)
+    found: list[Quick] = field(default_factory=list)
+    promising: dict[Strategy, Quick] = field(default_factory=dict)
+    composed: list[Strategy] = field(default_factory=list)
     failed: set[Strategy] = field(default_factory=set)
-    reference: tuple[StepCost, float] | None = None
+    reference: tuple[float, float] | None = None
     refused: RecipeError | None = None
 
     @property
@@ -100,8 +121,16 @@ class _Visit:
     def meshes(self) -> Mapping[Mesh, Sequence[Strategy]]:
         return self.space.meshes()
 
+    @cached_property
+    def walked(self) -> Mapping[Mesh, Sequence[Strategy]]:
+        """Meshes without stages, where there are any: strategies with stages are composed from those without."""
+        if self.predictor.composer is None:
+            return self.meshes
+        flat = {mesh: own for mesh, own in self.meshes.items() if not self._staged(own[0])}
+        return flat or self.meshes
+
     def confirmed(self) -> Iterator[Prediction]:
-        """Full predictions that fit, best first by their quick ones."""
+        """Full predictions that fit, best first by their quick figures."""
         self._walk()
         while self.found:
             quick = self._best()
@@ -110,21 +139,25 @@ class _Visit:
                 yield full
             self.failed.add(quick.strategy)
             self.found.clear()
-            self._walk()  # quick predictions are remembered
+            self.promising.clear()
+            self._walk()  # figures are remembered
 
-    def _value(self, found: Prediction) -> float:
-        return float(found.sum_bytes) if self.by_memory else found.step.seconds
+    def _value(self, found: Quick) -> float:
+        return float(found.bytes) if self.by_memory else found.seconds
 
-    def _best(self) -> Prediction:
+    def _least(self) -> float:
+        return min(map(self._value, self.found), default=math.inf)
+
+    def _best(self) -> Quick:
         """The first of those that differ from the best by less than can be told."""
-        least = min(map(self._value, self.found))
+        least = self._least()
         return next(found for found in self.found if self._value(found) <= least * (1 + TELLS))
 
     # -- meshes -------------------------------------------------------------------------------------
 
     def _walk(self) -> None:
-        """Visit meshes, those with the fewest model ranks first."""
-        meshes = self.meshes
+        """Visit meshes, those with the fewest model ranks first; then stages of what was found best."""
+        meshes = self.walked
         if not meshes:
             return
         queue, seen = [min(meshes, key=_size)], set[Mesh]()
@@ -132,33 +165,107 @@ class _Visit:
             mesh = min(queue, key=_size)
             queue.remove(mesh)
             seen.add(mesh)
-            before = min(map(self._value, self.found), default=None)
-            if before is not None and not self._may_beat(meshes[mesh][0], before):
+            before = self._least()
+            if self.found and not self._may_beat(meshes[mesh][0], before):
                 continue
             self._within_mesh(meshes[mesh], all_of_them=len(seen) == 1 or len(meshes) == 1)
-            after = min(map(self._value, self.found), default=None)
-            if self.predictor.cluster.device.kind == "cpu" and after is not None:
+            if self.predictor.cluster.device.kind == "cpu" and self.found:
                 return
-            if before is None or (after is not None and after < before * (1 - TELLS)):
+            if not self.found or self._least() < before * (1 - TELLS):
                 queue += [
                     child for child in children(mesh, meshes) if child not in seen and child not in queue
                 ]
+        promising = self.promising
+        for origin in sorted(promising, key=lambda each: self._value(promising[each]))[:PROMISING]:
+            self._compose(origin)
+        if len(meshes) < len(self.meshes):
+            self._add_stages()
 
     def _within_mesh(self, origins: Sequence[Strategy], all_of_them: bool) -> None:
-        """Add strategies of a mesh that may fit: of all completions, or of few that show whether it is worth more.
+        """Add strategies of a mesh that may fit: all of the first mesh, else those that a trial shows to be faster.
 
         With stages, further schedules are tried only where the first is the best so far.
         """
         for origin in origins:
-            known, before = len(self.found), min(map(self._value, self.found), default=math.inf)
+            known = len(self.found)
             every = list(self.space.completions(origin))
-            self._within(origin, every if all_of_them else self._few(origin, every))
-            better = min(map(self._value, self.found), default=math.inf) < before
-            if has_stages(self._layout(origin)):
+            if not every:
+                continue
+            if self._staged(origin):
+                self._within(origin, every if all_of_them else self._few(origin, every))
                 if self.found and self._best() not in self.found[known:]:
                     return
-            elif better and not all_of_them:
-                self._within(origin, every)
+            elif all_of_them:
+                self._compose(origin)
+            elif (trial := self._trial(origin, every)) is not None:
+                self.found.append(trial)
+                self.promising[origin] = trial
+
+    def _compose(self, origin: Strategy) -> None:
+        """Consider all completions of an origin."""
+        if self._flat(origin) not in self.composed:
+            self.composed.append(self._flat(origin))
+        self._within(origin, list(self.space.completions(origin)))
+
+    def _trial(self, origin: Strategy, every: Sequence[Strategy]) -> Quick | None:
+        """The figures of one completion, from its own dry runs, if it fits and is faster than the best so far."""
+        for trial in self._few(origin, every):
+            size = self._best().strategy[MICRO_BATCH_SIZE] if self.found else 1
+            sizes = self._sizes(trial)
+            size = next((each for each in sizes if each <= size), sizes[-1])
+            tried = trial.with_values(micro_batch_size=size)
+            if tried in self.failed or not self.predictor.may_fit(tried):
+                continue
+            try:
+                figures = quick_figures(self.predictor, tried, once=True)
+            except RecipeError as error:
+                self.refused = self.refused or error
+                continue
+            if figures.fits:
+                return figures if self._value(figures) < self._least() * (1 + TELLS) else None
+        return None
+
+    def _add_stages(self) -> None:
+        """Add strategies with stages, those that promise most first, until no other may be the best."""
+        tried, bytes_, time = 0, 1.0, 1.0
+        for estimate in self._estimates():
+            promised = float(estimate.bytes) * bytes_ if self.by_memory else estimate.seconds * time
+            if tried == MOST_STAGED or promised > self._least() * (1 - _WORTH):
+                return
+            if estimate.bytes * bytes_ > self.predictor.budget_bytes:
+                continue
+            tried += 1
+            try:
+                found = quick_figures(self.predictor, estimate.strategy)
+            except RecipeError as error:
+                self.refused = self.refused or error
+                continue
+            bytes_, time = found.bytes / estimate.bytes, found.seconds / estimate.seconds
+            if found.fits:
+                self.found.append(found)
+
+    def _estimates(self) -> list[Quick]:
+        """Estimates of strategies with stages, best first, on the best of the meshes that were walked."""
+        bases = list(dict.fromkeys(self._flat(each.strategy) for each in sorted(self.found, key=self._value)))
+        bases = (bases or self.composed)[:BASES]
+        staged = (every for mesh, every in self.meshes.items() if mesh not in self.walked)
+        origins = [origin for every in staged for origin in every if self._flat(origin) in bases]
+        estimates = []
+        for origin in origins:
+            for strategy in self.space.completions(origin):
+                for size in self.predictor.micro_batch_sizes(strategy):
+                    trial = strategy.with_values(micro_batch_size=size)
+                    if trial in self.failed or not self.predictor.may_fit(trial):
+                        continue
+                    try:
+                        estimates.append(figures_of_stages(self.predictor, trial))
+                    except (NotComposable, RecipeError):
+                        break
+        return sorted((each for each in estimates if each.fits), key=self._value)
+
+    def _flat(self, strategy: Strategy) -> Strategy:
+        """The origin of a strategy without its stages."""
+        return self.space.origin_of(without_stages(strategy))
 
     def _may_beat(self, origin: Strategy, best: float) -> bool:
         """Whether an origin's computation, perfectly divided, without a collective, is faster than the best.
@@ -167,24 +274,16 @@ class _Visit:
         """
         if self.by_memory or self.reference is None:
             return True
-        cost, per_sequence = self.reference
-        share, layout = self._sequences(origin) / per_sequence, self._layout(origin)
-        passes = self._alone(cost, ("forward", "backward"), layout, share)
-        updates = min(self._alone(found.cost, ("optimizer",), found.layout, 1.0) for found in self.found)
-        return passes + updates < best * (1 - _WORTH)
-
-    def _alone(self, cost: StepCost, phases: Sequence[str], layout: Layout, share: float) -> float:
-        """Seconds of the kernels of some phases, each scaled, without communication."""
-        kernels = tuple(
-            replace(kernel, flops=int(kernel.flops * share), bytes=int(kernel.bytes * share))
-            for kernel in cost.kernels
-            if kernel.phase in phases
-        )
-        alone = replace(cost, kernels=kernels, collectives=(), transfers=())
-        return step_time(alone, layout, self.predictor.cluster).seconds
+        computing, per_sequence = self.reference
+        share = self._sequences(origin) / per_sequence
+        updating = min((found.updating for found in self.found if found.updating), default=0.0)
+        return computing * share + updating < best * (1 - _WORTH)
 
     def _layout(self, strategy: Strategy) -> Layout:
         return layout_of(strategy, self.predictor.cluster.world_size)
+
+    def _staged(self, strategy: Strategy) -> bool:
+        return has_stages(self._layout(strategy))
 
     def _sequences(self, strategy: Strategy) -> float:
         """Sequences of a step for each rank, were each divided over the ranks that compute it."""
@@ -197,7 +296,7 @@ class _Visit:
 
     def _within(self, origin: Strategy, completions: Sequence[Strategy]) -> None:
         """Add an origin's completions that may fit."""
-        stages = has_stages(self._layout(origin))
+        stages = self._staged(origin)
         first_will_do = (stages or self.predictor.cluster.device.kind == "cpu") and not self.by_memory
         fitting: list[Strategy] = []
         for strategy in completions:
@@ -228,7 +327,7 @@ class _Visit:
         if not predictor.may_fit(trial):
             return True
         try:
-            return predictor.predict(trial, quick=True).sum_bytes > _FAR * predictor.budget_bytes
+            return quick_figures(predictor, trial).bytes > _FAR * predictor.budget_bytes
         except RecipeError:
             return False
 
@@ -254,8 +353,8 @@ class _Visit:
         ]
         return filling or sizes[-1:]
 
-    def _largest(self, strategy: Strategy, above: int) -> Prediction | None:
-        """A quick prediction with the largest micro-batch that may fit, of those ``above``."""
+    def _largest(self, strategy: Strategy, above: int) -> Quick | None:
+        """The figures with the largest micro-batch that may fit, of those ``above``."""
         predictor, sizes = self.predictor, self._sizes(strategy)
         if sizes[0] <= above or not predictor.may_fit(strategy.with_values(micro_batch_size=sizes[-1])):
             return None
@@ -264,24 +363,24 @@ class _Visit:
             trial = strategy.with_values(micro_batch_size=size)
             if not above < size <= largest or trial in self.failed:
                 continue
-            quick = predictor.predict(trial, quick=True)
-            if self.reference is None:
-                self.reference = quick.cost, self._sequences(trial)
+            quick = quick_figures(predictor, trial)
+            if self.reference is None and quick.computing:
+                self.reference = quick.computing, self._sequences(trial)
             # Memory is a constant and a part that grows at most in proportion: a larger size than this cannot fit.
-            largest = size * _MARGIN * predictor.budget_bytes / quick.sum_bytes
-            if predictor.might_fit(quick):
+            largest = size * _MARGIN * predictor.budget_bytes / quick.bytes
+            if quick.fits:
                 return quick
         return None
 
-    def _waiting_least(self, quick: Prediction) -> Prediction:
+    def _waiting_least(self, quick: Quick) -> Quick:
         """The same strategy with a smaller micro-batch, while predictions get faster."""
         best = quick
         for size in self._sizes(quick.strategy):
             trial = quick.strategy.with_values(micro_batch_size=size)
             if size >= best.strategy[MICRO_BATCH_SIZE] or trial in self.failed:
                 continue
-            smaller = self.predictor.predict(trial, quick=True)
-            if not self.predictor.might_fit(smaller) or smaller.step.seconds >= best.step.seconds:
+            smaller = quick_figures(self.predictor, trial)
+            if not smaller.fits or smaller.seconds >= best.seconds:
                 break
             best = smaller
         return best

@@ -29,7 +29,7 @@ def predict_neighbours(predictor: Predictor, chosen: Prediction) -> None:
         try:
             if predictor.may_fit(neighbour):
                 ranks = _worst_of(predictor, neighbour, chosen)
-                predictor.predict(neighbour, quick=True, ranks=ranks)
+                predictor.predict(neighbour, quick=True, ranks=ranks, once=True)
         except RecipeError:
             continue
         except Exception as error:  # of the model or a kernel, in a strategy that is only compared

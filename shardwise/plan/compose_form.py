@@ -29,13 +29,13 @@ class NotLinear(Exception):
     """The calls or moments of two micro-batches are not the same."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LinearForm:
-    """One strategy at its points.
+    """One strategy at its points. Two are equal if they are the same object.
 
     Attributes:
         depth, size: blocks of the base, sequences of its micro-batch.
-        deeper: with ``repeat`` blocks more; None where the base is as deep as the model.
+        deeper: with ``repeat`` blocks more; None where no other depth is asked for.
         larger: with a micro-batch twice as large; None where only the base's size is asked for.
     """
 
@@ -48,6 +48,17 @@ class LinearForm:
     _bytes: dict[tuple[int, int], Bytes] = field(default_factory=dict)
     _totals: dict[tuple[int, int], Bytes] = field(default_factory=dict)
     _calls: dict[tuple[int, int], Calls] = field(default_factory=dict)
+
+    def with_corners(self, deeper: Corner | None = None, larger: Corner | None = None) -> LinearForm:
+        """The same with further corners."""
+        return LinearForm(
+            self.base,
+            self.depth,
+            self.size,
+            deeper=deeper or self.deeper,
+            repeat=self.repeat,
+            larger=larger or self.larger,
+        )
 
     def indices(self, role: int) -> Mapping[str, int]:
         """Row by name, of the moments of one kind of micro-batch; of the only one where the form has one."""

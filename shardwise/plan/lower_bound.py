@@ -18,7 +18,7 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import AdapterSpec, OptimizerSpec, Quantize, Recipe
-from shardwise.technique import ORDER, strategy_from
+from shardwise.technique import ORDER, STATES, strategy_from, within
 
 _MARGIN = 0.97
 _PROBE = {
@@ -49,14 +49,14 @@ def least_state_bytes(
 
 
 def _undivided(strategy: Strategy) -> Strategy:
-    """The strategy with the settings of all mesh axes at their defaults."""
+    """The strategy's settings that change weights and optimizer state, and no mesh axis; defaults of all others."""
     kept = {
         setting.key: strategy[setting]
         for technique in ORDER
         if not technique.degrees(strategy, 1)
         for setting in technique.settings
     }
-    return strategy_from(kept)
+    return within(strategy_from(kept), STATES)
 
 
 @functools.cache

@@ -31,11 +31,12 @@ from shardwise.core.timetable import Timetable
 from shardwise.core.units import format_bytes
 from shardwise.dryrun.model_flops import model_flops
 from shardwise.dryrun.replay import Replay
-from shardwise.dryrun.run import WHOLE_STEP, DryRun, dry_run
+from shardwise.dryrun.run import WHOLE_STEP, DryRun, dry_run, place_of
 from shardwise.hardware.allocator_options import VARIABLES, AllocatorOptions, options_in
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
-from shardwise.plan.compose import CountComposer, NotComposable
+from shardwise.plan.compose import CountComposer
+from shardwise.plan.compose_align import NotComposable
 from shardwise.plan.phase_times import phase_times
 from shardwise.plan.timing import mfu, step_time
 from shardwise.recipe.sections import Recipe
@@ -262,7 +263,8 @@ def _quick(
             recipe, blueprint, strategy, cluster, rank=rank, depth=blocks, reduced=reduced, history=False
         )
 
-    place = run(1, Reduced(micro_batches=1)).place if has_stages(layout) and depth is not None else None
+    staged = has_stages(layout) and depth is not None
+    place = place_of(recipe, blueprint, strategy, cluster, rank) if staged else None
     if place is not None:
         depth = place.depth
     repeat = 1

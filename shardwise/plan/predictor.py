@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -25,6 +26,7 @@ from shardwise.plan.compose_cache import remembered
 from shardwise.plan.compose_corner import counted
 from shardwise.plan.lower_bound import least_state_bytes
 from shardwise.plan.predict import Prediction
+from shardwise.plan.sketch import Share, Sketch, Sketcher
 from shardwise.plan.worst_rank import predict_worst
 from shardwise.recipe.checks import MOST_TOKENS
 from shardwise.recipe.sections import Recipe
@@ -71,6 +73,11 @@ class Predictor:
         count = remembered(counted(self.recipe, self.blueprint, self.cluster), self.recipe, self.cluster)
         return CountComposer(count, self.blueprint.depth, self._bytes_of_sample())
 
+    @cached_property
+    def sketcher(self) -> Sketcher | None:
+        """Sketches composed strategies; None where none can be composed."""
+        return None if self.composer is None else Sketcher(self.composer, self.cluster)
+
     @property
     def reserve(self) -> float:
         """Share of the capacity that is left free."""
@@ -106,6 +113,11 @@ class Predictor:
         """Bytes of a rank's samples, which lie on the device for a whole step."""
         return self._share(layout) * self._bytes_of_sample()
 
+    @cached_property
+    def parameter_counts(self) -> tuple[int, int]:
+        """Trained and frozen parameters of the model, which is built to count them."""
+        return self.blueprint.parameter_counts()
+
     def _bytes_of_sample(self) -> int:
         shapes = batch_shapes(self.blueprint, self.recipe.data).values()
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
@@ -126,7 +138,7 @@ class Predictor:
 
     def may_fit(self, strategy: Strategy) -> bool:
         """Whether the lower bound is within the budget. Records the candidate when it is not."""
-        layout, counts = layout_of(strategy, self.cluster.world_size), self.blueprint.parameter_counts()
+        layout, counts = layout_of(strategy, self.cluster.world_size), self.parameter_counts
         samples = self._sample_bytes(layout)
         if sum(counts) * MOST_PER_PARAMETER + samples <= self.budget_bytes:
             return True
@@ -137,14 +149,20 @@ class Predictor:
         self._record(strategy, least, 0.0, "does not fit", reason, "at least")
         return False
 
-    def predict(self, strategy: Strategy, *, quick: bool, ranks: Sequence[int] | None = None) -> Prediction:
-        """Predict the worst rank, or the worst of ``ranks``, and record the candidate with its verdict."""
+    def predict(
+        self, strategy: Strategy, *, quick: bool, ranks: Sequence[int] | None = None, once: bool = False
+    ) -> Prediction:
+        """Predict the worst rank, or the worst of ``ranks``, and record the candidate with its verdict.
+
+        ``once``: no other strategy is expected to share its origin (plan/compose.py), whose dry runs are then in vain.
+        """
         budget = self.budget_bytes
         layout = layout_of(strategy, self.cluster.world_size)
         line = one_line(strategy, layout, self.recipe.batch_size)
         now = f"{'' if quick else 'dry run of '}{line}"
         self.progress("; ".join([*self._best_so_far(), f"{len(self.candidates)} strategies predicted", now]))
-        found = self.worst(strategy, quick=quick, budget=budget, ranks=ranks)
+        composing = not once or (self.composer is not None and self.composer.knows(strategy))
+        found = self.worst(strategy, quick=quick, budget=budget, ranks=ranks, composing=composing)
         over = found.peak.bytes - budget
         verdict, reason = "fits", found.in_words()
         if over > 0:
@@ -170,12 +188,13 @@ class Predictor:
         quick: bool,
         budget: int | None = None,
         ranks: Sequence[int] | None = None,
+        composing: bool = True,
     ) -> Prediction:
         """Predict the worst rank without a verdict; against the device's capacity unless a budget is given.
 
         Raises RecipeError for tensors of more bytes than a 64-bit integer counts.
         """
-        try:
+        with self._counting(strategy):
             return predict_worst(
                 self.recipe,
                 self.blueprint,
@@ -185,8 +204,19 @@ class Predictor:
                 budget=budget,
                 ranks=ranks,
                 seen=self._quick,
-                composer=self.composer,
+                composer=self.composer if composing else None,
             )
+
+    def sketched(self, strategy: Strategy, count: int, share: Share | None = None) -> Sketch:
+        """Figures of a composed strategy with ``count`` micro-batches. Raises NotComposable."""
+        assert self.sketcher is not None
+        with self._counting(strategy):
+            return self.sketcher.sketch(strategy, count, share)
+
+    @contextmanager
+    def _counting(self, strategy: Strategy) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             if "overflow" not in str(error):
                 raise
@@ -208,6 +238,16 @@ class Predictor:
     def replayed(self, strategy: Strategy) -> bool:
         """Whether the last prediction of a strategy has its fragmentation, if its device's allocator has any."""
         return self._replayed[strategy]
+
+    def record_quick(self, strategy: Strategy, size: int, seconds: float, over: int, excess: int) -> None:
+        """Record a composed candidate of ``size`` bytes, so many over the budget and the host's share."""
+        reason = f"{format_bytes(over)} too much" if over > 0 else ""
+        if over <= 0 < excess:
+            reason = f"{format_bytes(excess)} too much in host memory"
+        verdict, caches = "does not fit" if reason else "fits", TARGETS[self.cluster.device.kind].caches
+        self._replayed[strategy] = not caches
+        peak_is: PeakIs = "counted" if not caches else "at least" if reason else "estimated"
+        self._record(strategy, size, seconds, verdict, reason, peak_is)
 
     def record_failure(self, strategy: Strategy, error: Exception) -> None:
         """Record a candidate whose dry run raised an error."""

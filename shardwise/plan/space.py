@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from shardwise.core.strategy import Setting, Strategy
@@ -61,6 +62,12 @@ class Space:
             if not any(broken_rules(strategy, self.cluster.world_size, self.recipe)):
                 yield strategy
 
+    def origin_of(self, strategy: Strategy) -> Strategy:
+        """The strategy with the settings of parts at their defaults, but for those that the recipe pins."""
+        return strategy.with_values(
+            **{s.key: s.default for s in (*self._free(of_parts=True), MICRO_BATCH_SIZE)}
+        )
+
     def mesh_of(self, strategy: Strategy) -> Mesh:
         layout = layout_of(strategy, self.cluster.world_size)
         return tuple(layout.degree(axis.name) for axis in AXES if not axis.samples)
@@ -105,14 +112,17 @@ class Space:
         return not any(broken.rule.key == setting.key for broken in broken_rules(strategy, size, self.recipe))
 
     def _free(self, of_parts: bool) -> Sequence[Setting[Any]]:
-        pinned = self.recipe.strategy
-        return [
-            setting
-            for technique in ORDER
-            for setting in technique.settings
-            if setting.key not in pinned and setting is not MICRO_BATCH_SIZE
-            if _of_a_part(technique, setting) == of_parts
-        ]
+        return self._free_settings[of_parts]
+
+    @cached_property
+    def _free_settings(self) -> Mapping[bool, Sequence[Setting[Any]]]:
+        """Settings that the recipe does not pin: those of parts, and the others."""
+        found: dict[bool, list[Setting[Any]]] = {True: [], False: []}
+        for technique in ORDER:
+            for setting in technique.settings:
+                if setting.key not in self.recipe.strategy and setting is not MICRO_BATCH_SIZE:
+                    found[_of_a_part(technique, setting)].append(setting)
+        return found
 
     def _listed(self, setting: Setting[Any]) -> Sequence[object]:
         return tuple(dict.fromkeys((setting.default, *setting.candidates, *setting.last_resort)))

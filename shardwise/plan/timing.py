@@ -19,10 +19,10 @@ over its layers is therefore predicted too fast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
-from shardwise.core.cost import Collective, StepCost, Transfer
+from shardwise.core.cost import Collective, Kernel, StepCost, Transfer
 from shardwise.core.strategy import Layout
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.kernel_time import kernel_seconds, launched_together
@@ -38,6 +38,12 @@ OVERLAPS: Mapping[str, bool] = {"cpu": False, "cuda": True, "rocm": True}
 
 PASSES = ("forward", "backward")
 """Phases that every micro-batch goes through."""
+
+PRODUCTS, MEMORY, LAUNCHES = range(3)
+LANES: tuple[str, ...] = ("to_host", "to_device", "disk_read", "disk_write", "processor")
+COLUMNS = 3 + len(LANES)
+"""What adds up over the calls of a phase: seconds of matrix products, of memory-bound kernels, of the host that
+launches them; then of each lane that works concurrently with the device."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +62,29 @@ class StepTime:
     sending: float = 0.0
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """All calls of one collective in a step: their number, the micro-batches in which they are, seconds of each."""
+
+    collective: Collective
+    calls: float
+    passes: float
+    seconds: float
+
+
 @dataclass
 class _Phase:
     """Seconds of one phase.
 
     Attributes:
+        sums: by column.
         blocking: collectives on the critical path.
-        host: launches.
         hidden, once: collectives that overlap: those of every micro-batch, and those that are called once a step.
         first: the longest call of each of these, once for each pass in which there is one.
     """
 
-    products: float = 0.0
-    memory: float = 0.0
+    sums: list[float]
     blocking: float = 0.0
-    host: float = 0.0
     hidden: float = 0.0
     first: float = 0.0
     once: float = 0.0
@@ -78,40 +92,74 @@ class _Phase:
 
     @property
     def device(self) -> float:
-        return self.products + self.memory
+        return self.sums[PRODUCTS] + self.sums[MEMORY]
 
     @property
     def waits(self) -> float:
         """Seconds that the device waits for launches."""
-        return max(0.0, self.host - self.device - self.blocking)
-
-    @property
-    def busy(self) -> float:
-        """Device or host, whichever takes longer."""
-        return self.device + self.blocking + self.waits
+        return max(0.0, self.sums[LAUNCHES] - self.device - self.blocking)
 
 
 def step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> StepTime:
     """Predicted time of one optimizer step of one rank."""
-    phases, sending = _phases(cost, layout, cluster)
+    exchanges = [
+        Exchange(each, each.calls, each.passes, collective_seconds(replace(each, calls=1), layout, cluster))
+        for each in cost.collectives
+    ]
+    return combined_time(_sums(cost, cluster), exchanges, cost.micro_batches, cluster)
+
+
+def combined_time(
+    sums: Mapping[str, list[float]], exchanges: Iterable[Exchange], micro_batches: float, cluster: Cluster
+) -> StepTime:
+    """The time of a step from its sums by phase, which it changes, and its collectives."""
+    phases, sending = {name: _Phase(row) for name, row in sums.items()}, 0.0
+    for each in exchanges:
+        collective, spent = each.collective, each.calls * each.seconds
+        if collective.kind == "send" and collective.axis in STAGE_AXES:
+            sending = max(sending, each.seconds)
+            continue
+        phase = phases.get(collective.phase)
+        if phase is None:
+            phase = phases[collective.phase] = _Phase([0.0] * COLUMNS)
+        phase.sums[LAUNCHES] += each.calls * cluster.device.launch.collective
+        if _awaited(collective):
+            phase.blocking += spent
+        elif each.passes < micro_batches:
+            phase.once += spent
+            phase.first_once = max(phase.first_once, each.seconds)
+        else:
+            phase.hidden += spent
+            phase.first = max(phase.first, each.seconds * each.passes)
+    return _played(phases, sending, micro_batches, cluster)
+
+
+def _played(phases: Mapping[str, _Phase], sending: float, micro_batches: float, cluster: Cluster) -> StepTime:
     overlaps, lost = OVERLAPS[cluster.device.kind], cluster.device.interference
-    exposed, passes = 0.0, dict[str, float]()
+    products = memory = exposed = waits = offloaded = 0.0
+    passes, lanes = dict[str, float](), False
     for name, phase in phases.items():
-        every = _exposed(phase.hidden, phase.first, phase.busy, lost) if overlaps else phase.hidden
-        window = phase.busy / cost.micro_batches if name in PASSES else phase.busy
-        once = _exposed(phase.once, phase.first_once, window, lost) if overlaps else phase.once
+        waiting, device = phase.waits, phase.device
+        busy = device + phase.blocking + waiting
+        every, once = phase.hidden, phase.once
+        if overlaps:
+            window = busy / micro_batches if name in PASSES else busy
+            every = _exposed(every, min(phase.first, every), busy, lost)
+            once = _exposed(once, phase.first_once, window, lost)
+        products += phase.sums[PRODUCTS]
+        memory += phase.sums[MEMORY]
+        waits += waiting
         exposed += phase.blocking + every + once
         if name in PASSES:
-            passes[name] = phase.busy + every
-    split = {
-        "matrix products": sum(phase.products for phase in phases.values()),
-        "memory-bound": sum(phase.memory for phase in phases.values()),
-        "exposed communication": exposed,
-    }
-    if waits := sum(phase.waits for phase in phases.values()):
+            passes[name] = busy + every
+        longest = max(phase.sums[3:])
+        lanes |= longest > 0
+        offloaded += max(0.0, longest - device) if longest > 0 else 0.0
+    split = {"matrix products": products, "memory-bound": memory, "exposed communication": exposed}
+    if waits:
         split["waiting for the host"] = waits
-    if offloaded := offload_phases(cost, cluster):
-        split["exposed offload"] = sum(phase.exposed for phase in offloaded)
+    if lanes:
+        split["exposed offload"] = offloaded
     return StepTime(sum(split.values()), split, passes, sending)
 
 
@@ -124,39 +172,28 @@ def _exposed(hidden: float, first: float, window: float, lost: float) -> float:
     return first + max(0.0, behind - window) + lost * min(behind, window)
 
 
-def _phases(cost: StepCost, layout: Layout, cluster: Cluster) -> tuple[dict[str, _Phase], float]:
-    """Every phase, and the seconds of the longest message between stages."""
-    phases, device = dict[str, _Phase](), cluster.device
-    launch, sending = device.launch, 0.0
-    for kernel in cost.kernels:
-        if kernel.on_host:
-            continue
-        phase = phases.setdefault(kernel.phase, _Phase())
-        spent = kernel.calls * kernel_seconds(kernel, device)
-        if kernel.flops:
-            phase.products += spent
-        else:
-            phase.memory += spent
-        phase.host += 0.0 if launched_together(kernel) else kernel.calls * launch.kernel
-    for collective in cost.collectives:
-        spent = collective_seconds(collective, layout, cluster)
-        each = spent / collective.calls
-        if collective.kind == "send" and collective.axis in STAGE_AXES:
-            sending = max(sending, each)
-            continue
-        phase = phases.setdefault(collective.phase, _Phase())
-        phase.host += collective.calls * launch.collective
-        if _awaited(collective):
-            phase.blocking += spent
-        elif collective.passes < cost.micro_batches:
-            phase.once += spent
-            phase.first_once = max(phase.first_once, each)
-        else:
-            phase.hidden += spent
-            phase.first = max(phase.first, each * collective.passes)
-    for phase in phases.values():
-        phase.first = min(phase.first, phase.hidden)
-    return phases, sending
+def _sums(cost: StepCost, cluster: Cluster) -> dict[str, list[float]]:
+    sums: dict[str, list[float]] = {}
+    for call in (*cost.kernels, *cost.transfers):
+        add_call(sums, call, call.calls, cluster)
+    return sums
+
+
+def add_call(sums: dict[str, list[float]], call: Kernel | Transfer, calls: float, cluster: Cluster) -> None:
+    """Add the seconds of so many calls of a kernel or a copy to the sums of its phase."""
+    row = sums.get(call.phase)
+    if row is None:
+        row = sums[call.phase] = [0.0] * COLUMNS
+    if isinstance(call, Transfer):
+        row[3 + LANES.index(call.way)] += calls * transfer_seconds(replace(call, calls=1), cluster)
+        return
+    spent = calls * kernel_seconds(call, cluster.device)
+    if call.on_host:
+        row[3 + LANES.index("processor")] += spent
+        return
+    row[PRODUCTS if call.flops else MEMORY] += spent
+    if not launched_together(call):
+        row[LAUNCHES] += calls * cluster.device.launch.kernel
 
 
 @dataclass(frozen=True)
@@ -179,21 +216,12 @@ class OffloadPhase:
 
 def offload_phases(cost: StepCost, cluster: Cluster) -> list[OffloadPhase]:
     """The phases with copies to or from the host or a disk, or with CPU kernels."""
-    if not cost.transfers and not any(kernel.on_host for kernel in cost.kernels):
-        return []
-    device: dict[str, float] = {}
-    concurrent: dict[str, dict[str, float]] = {}
-    for kernel in cost.kernels:
-        spent = kernel.calls * kernel_seconds(kernel, cluster.device)
-        if kernel.on_host:
-            lane = concurrent.setdefault(kernel.phase, {})
-            lane["processor"] = lane.get("processor", 0.0) + spent
-        else:
-            device[kernel.phase] = device.get(kernel.phase, 0.0) + spent
-    for transfer in cost.transfers:
-        lane = concurrent.setdefault(transfer.phase, {})
-        lane[transfer.way] = lane.get(transfer.way, 0.0) + transfer_seconds(transfer, cluster)
-    return [OffloadPhase(phase, device.get(phase, 0.0), lanes) for phase, lanes in concurrent.items()]
+    found = []
+    for phase, row in _sums(cost, cluster).items():
+        lanes = {lane: spent for lane, spent in zip(LANES, row[3:], strict=True) if spent > 0}
+        if lanes:
+            found.append(OffloadPhase(phase, row[PRODUCTS] + row[MEMORY], lanes))
+    return found
 
 
 def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:

@@ -17,6 +17,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.technique.activation_offload import ActivationOffload
 from shardwise.technique.adapter import Adapter
 from shardwise.technique.base import MICRO_BATCH_SIZE as MICRO_BATCH_SIZE
+from shardwise.technique.base import OF_BLOCKS as OF_BLOCKS
 from shardwise.technique.base import PARTS as PARTS
 from shardwise.technique.base import STATES as STATES
 from shardwise.technique.base import Axis, Dividing
@@ -29,6 +30,7 @@ from shardwise.technique.fit_advice import UNSHARDED as UNSHARDED
 from shardwise.technique.float8 import Float8
 from shardwise.technique.in_backward import InBackward
 from shardwise.technique.pipeline.technique import PIPELINE_PARALLEL, PipelineParallel, stages_per_rank
+from shardwise.technique.place import Stretch
 from shardwise.technique.precision import PRECISION, Precision
 from shardwise.technique.rules import Case, Rule, Violation, violations
 from shardwise.technique.sequence import SequenceParallel
@@ -182,6 +184,18 @@ def in_fp64(strategy: Strategy) -> Strategy:
 def stages_of(strategy: Strategy) -> int:
     """The number of stages into which the blocks of a model are cut."""
     return strategy[PIPELINE_PARALLEL] * stages_per_rank(strategy)
+
+
+def without_stages(strategy: Strategy) -> Strategy:
+    """The strategy with all blocks on every rank."""
+    divide = (each for each in ORDER if isinstance(each, Dividing) and any(axis.stages for axis in each.axes))
+    return strategy.with_values(**{s.key: s.default for each in divide for s in each.settings})
+
+
+def stretch(strategy: Strategy, micro_batches: int) -> Stretch:
+    """What stages make of a step, before any is looked at."""
+    divide = (each for each in ORDER if isinstance(each, Dividing) and any(axis.stages for axis in each.axes))
+    return next(divide).stretch(strategy, micro_batches)
 
 
 def layout_of(strategy: Strategy, world_size: int) -> Layout:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.hardware.cluster import MOST_DEVICES
+from shardwise.technique.place import Stretch
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
 
@@ -42,6 +43,8 @@ STATES, KEPT, LOSS_PART = "states", "activations", "loss"
 PARTS: tuple[str, ...] = (STATES, KEPT, LOSS_PART)
 """Parts of a step: where weights, gradients and optimizer state are; what a block keeps for the backward pass; the
 loss. What techniques of two parts change adds up, so the planner counts each part alone (plan/compose.py)."""
+OF_BLOCKS: tuple[str, ...] = (STATES, KEPT)
+"""Parts that each block has. A model of few blocks shows all that the others change."""
 
 
 class Technique(ABC):
@@ -118,6 +121,10 @@ class Dividing(Technique):
 
     @abstractmethod
     def degrees(self, strategy: Strategy, left: int) -> Mapping[str, int]: ...
+
+    def stretch(self, strategy: Strategy, micro_batches: int) -> Stretch:
+        """What its stages make of a step."""
+        return Stretch()
 
 
 def divisors(number: int, most: int | None = None) -> Sequence[int]:

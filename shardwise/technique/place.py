@@ -41,6 +41,19 @@ class Shortcut:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """What stages of equal work and equal size make of a step, before any is looked at.
+
+    Attributes:
+        longer: by how much passes take longer than a rank's work, because ranks wait for each other.
+        kept: activations that the fullest rank holds, as a share of those of one micro-batch in the whole model.
+    """
+
+    longer: float = 1.0
+    kept: float = 1.0
+
+
+@dataclass(frozen=True)
 class RankTime:
     """Seconds of one rank's step by itself, of its passes forward and backward in it, and of a message."""
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from shardwise.core.strategy import Layout, Setting, Strategy
@@ -170,11 +171,17 @@ class TensorParallel(Dividing):
     rules = RULES
 
     def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
-        """Degrees within a node, whose links are the fastest; shares of the sequence save memory at no traffic."""
+        """Degrees within a node, whose links are the fastest; shares of the sequence save memory at no traffic, so they
+        are taken wherever they can be."""
         if setting is TENSOR_PARALLEL and case.dimensions is not None:
             return divisors(math.gcd(case.world_size, case.devices_per_node))
         if setting is TENSOR_SEQUENCE_PARALLEL and case.strategy[TENSOR_PARALLEL] > 1:
-            return ("none", "gathered")
+            shared = replace(case, strategy=case.strategy.with_values(tensor_sequence_parallel="gathered"))
+            return (
+                ()
+                if any(rule.key == setting.key and rule.broken(shared) for rule in RULES)
+                else ("gathered",)
+            )
         return ()
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:

@@ -14,7 +14,8 @@ from shardwise.dryrun.run import dry_run
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.plan import compose_corner
-from shardwise.plan.compose import Composed, NotComposable
+from shardwise.plan.compose_align import NotComposable
+from shardwise.plan.compose_sum import Composed
 from shardwise.plan.predictor import Predictor
 from shardwise.plan.timing import step_time
 from shardwise.recipe.load import recipe_of
@@ -72,7 +73,18 @@ def differs(predictor: Predictor, strategy: Strategy) -> tuple[float, float]:
     layout = layout_of(strategy, predictor.cluster.world_size)
     times = [step_time(each.cost, layout, predictor.cluster).seconds for each in (found, full)]
     assert found.cost.flops == full.cost.flops
+    assert_sketched(predictor, strategy, found, times[0])
     return found.peak.bytes / full.peak.bytes - 1, times[0] / times[1] - 1
+
+
+def assert_sketched(predictor: Predictor, strategy: Strategy, found: Composed, seconds: float) -> None:
+    """A sketch has the figures of the composition that it stands for; a call that two parts take away counts twice."""
+    layout = layout_of(strategy, predictor.cluster.world_size)
+    assert predictor.sketcher is not None
+    sketch = predictor.sketcher.sketch(strategy, micro_batches(strategy, layout, predictor.recipe.batch_size))
+    assert sketch.bytes == pytest.approx(found.peak.bytes, rel=1e-6)
+    assert sketch.host_bytes == found.host.total
+    assert sketch.seconds == pytest.approx(seconds, rel=0.01)
 
 
 def drawn(seed: int, asked: Recipe) -> Iterator[Strategy]:
@@ -140,6 +152,9 @@ def test_strategies_share_their_dry_runs(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for size in (1, 2, 3):
         composed(asked, strategy_from({"zero_stage": 3, "micro_batch_size": size}))
     assert sorted(made) == [4, 4, 4, 5, 5], "origin: two depths, two sizes; stage 3: two depths"
+    made.clear()
+    composed(asked, strategy_from({"zero_stage": 3, "loss": "chunked", "micro_batch_size": 1}))
+    assert made == [4], "a loss is the same in a deeper model"
 
 
 def test_what_depends_on_the_depth_is_not_composed() -> None:

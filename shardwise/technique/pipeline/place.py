@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardwise.core.pipeline.schedule import Order, in_flight, orders
+from shardwise.core.pipeline.schedule import Order, in_flight, orders, step_time
 from shardwise.core.timetable import Timetable
-from shardwise.technique.place import Place, RankTime, Reduced, Shortcut, WholeStep
+from shardwise.technique.place import Place, RankTime, Reduced, Shortcut, Stretch, WholeStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardwise.model.stage import Stage
+
+_FULL = 4
+"""Micro-batches for each rank after which every further one takes a schedule as long as its passes take."""
+
+
+@functools.lru_cache(maxsize=1024)
+def stretch_of(schedule: str, ranks: int, each: int, count: int) -> Stretch:
+    """The schedule played with passes forward that take half as long as those backward."""
+    played = min(count, _FULL * ranks)
+    lengths = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    spent = step_time(schedule, ranks, each, played, lambda action: lengths[action.kind] / each)
+    longer = (spent + 3.0 * (count - played)) / (3.0 * count)
+    flying = in_flight(orders(schedule, ranks, each, played)[0])
+    return Stretch(longer, flying / (ranks * each))
+
 
 Channel = tuple[bool, bool]
 """Whether messages go forward, and whether from the last rank round to the first or back."""

@@ -45,7 +45,8 @@ from shardwise.technique.in_backward import OPTIMIZER_IN_BACKWARD
 from shardwise.technique.offload import OFFLOAD
 from shardwise.technique.offload import parts as offloaded
 from shardwise.technique.pipeline.compiled import COMPILED_RULES
-from shardwise.technique.pipeline.place import Channel, Pipeline
+from shardwise.technique.pipeline.place import Channel, Pipeline, stretch_of
+from shardwise.technique.place import Stretch
 from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Context, Site, StageView
@@ -271,6 +272,10 @@ class PipelineParallel(Dividing):
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
         return {"pipeline": strategy[PIPELINE_PARALLEL]}
+
+    def stretch(self, strategy: Strategy, micro_batches: int) -> Stretch:
+        ranks, each = strategy[PIPELINE_PARALLEL], stages_per_rank(strategy)
+        return stretch_of(strategy[PIPELINE_SCHEDULE], ranks, each, micro_batches)
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         if strategy[PIPELINE_PARALLEL] == 1:
