@@ -70,6 +70,7 @@ def planned(case: Case) -> dict[str, Any]:
             "batch_size": case.batch,
             "steps": 1000,
             "cluster": {"preset": case.cluster},
+            "strategy": {"precision": "bf16"},
         }
     )
     cluster = cluster_of(recipe.cluster)

@@ -311,7 +311,7 @@ class _Visit:
             except RecipeError as error:  # a package is missing, or the model refuses
                 self.refused = self.refused or error
                 continue
-            if found is None and strategy is completions[0] and self._hopeless(completions[-1]):
+            if found is None and strategy is completions[0] and self._hopeless(completions):
                 return
             if found is not None:
                 if all(found.strategy != other.strategy for other in self.found):
@@ -320,9 +320,13 @@ class _Visit:
                 if first_will_do:
                     return
 
-    def _hopeless(self, smallest: Strategy) -> bool:
+    def _smallest(self, completions: Sequence[Strategy]) -> Strategy:
+        """The last of those whose weights and states take least: it recomputes most."""
+        return min(reversed(completions), key=self.predictor.least_bytes)
+
+    def _hopeless(self, completions: Sequence[Strategy]) -> bool:
         """Whether the completion that takes the least memory is far from fitting."""
-        predictor = self.predictor
+        predictor, smallest = self.predictor, self._smallest(completions)
         trial = smallest.with_values(micro_batch_size=predictor.micro_batch_sizes(smallest)[-1])
         if not predictor.may_fit(trial):
             return True
@@ -334,9 +338,8 @@ class _Visit:
     def _few(self, origin: Strategy, every: Sequence[Strategy]) -> Sequence[Strategy]:
         """Of an origin's completions, the best one so far in other meshes, else the plainest; and the smallest."""
         best = self.space.moved(self._best().strategy, origin) if self.found else None
-        return [
-            each for each in every if each == best or each is every[-1] or (best is None and each is every[0])
-        ]
+        few = [best if best in every else every[0], self._smallest(every)]
+        return list(dict.fromkeys(few))
 
     def _sizes(self, strategy: Strategy) -> Sequence[int]:
         """Micro-batch sizes, largest first; of stages among other meshes, those that fill them."""

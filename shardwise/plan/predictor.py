@@ -138,16 +138,21 @@ class Predictor:
 
     def may_fit(self, strategy: Strategy) -> bool:
         """Whether the lower bound is within the budget. Records the candidate when it is not."""
-        layout, counts = layout_of(strategy, self.cluster.world_size), self.parameter_counts
-        samples = self._sample_bytes(layout)
-        if sum(counts) * MOST_PER_PARAMETER + samples <= self.budget_bytes:
+        layout = layout_of(strategy, self.cluster.world_size)
+        if sum(self.parameter_counts) * MOST_PER_PARAMETER + self._sample_bytes(layout) <= self.budget_bytes:
             return True
-        least = least_state_bytes(counts, strategy, layout, self.recipe, self.cluster) + samples
+        least = self.least_bytes(strategy)
         if least <= self.budget_bytes:
             return True
         reason = f"weights, optimizer state and a step's samples alone take at least {format_bytes(least)}"
         self._record(strategy, least, 0.0, "does not fit", reason, "at least")
         return False
+
+    def least_bytes(self, strategy: Strategy) -> int:
+        """A lower bound of a strategy's memory: weights, optimizer state, and a step's samples."""
+        layout = layout_of(strategy, self.cluster.world_size)
+        states = least_state_bytes(self.parameter_counts, strategy, layout, self.recipe, self.cluster)
+        return states + self._sample_bytes(layout)
 
     def predict(
         self, strategy: Strategy, *, quick: bool, ranks: Sequence[int] | None = None, once: bool = False
