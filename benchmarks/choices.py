@@ -18,6 +18,7 @@ from shardwise.core.units import format_bytes
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs.planning import make_plan
 from shardwise.recipe.load import recipe_of
+from shardwise.technique import SETTINGS
 
 RESULTS = Path(__file__).parent / "results" / "choices.json"
 
@@ -71,7 +72,8 @@ def planned(case: Case) -> dict[str, Any]:
             "steps": 1000,
             "cluster": {"preset": case.cluster},
             "strategy": {"precision": "bf16"},
-        }
+        },
+        SETTINGS,
     )
     cluster = cluster_of(recipe.cluster)
     began = time.perf_counter()

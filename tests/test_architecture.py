@@ -195,7 +195,7 @@ def test_every_key_is_one_settings() -> None:
     assert len(keys) == len(set(keys))
 
 
-TORCH_PRIVATE = {PACKAGE / "runtime" / name for name in ("torch_private.py", "torch_private_compiler.py")}
+TORCH_PRIVATE = set((PACKAGE / "runtime").glob("torch_private*.py"))
 OTHERS_PRIVATE = {
     "_parameters": "torch.nn.Module's own dictionaries: torch's documentation of modules names them",
     "_buffers": "as _parameters",

@@ -39,7 +39,8 @@ from shardwise.model.blueprint import Batch, Blueprint, batch_shapes
 from shardwise.model.lora import weights_in
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload.host import separate_host_memory
-from shardwise.runtime.torch_private import StaticFakeMode, default_group
+from shardwise.runtime.torch_private import default_group
+from shardwise.runtime.torch_private_fake import StaticFakeMode
 from shardwise.technique import MICRO_BATCH_SIZE, layout_of, micro_batches
 from shardwise.technique.place import Place, Reduced
 from shardwise.technique.site import PlanHints, Site

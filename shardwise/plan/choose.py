@@ -156,7 +156,7 @@ class _Visit:
     # -- meshes -------------------------------------------------------------------------------------
 
     def _walk(self) -> None:
-        """Visit meshes, those with the fewest model ranks first; then stages of what was found best."""
+        """Visit meshes, those with the fewest model ranks first; then stages of the best strategies."""
         meshes = self.walked
         if not meshes:
             return
@@ -338,7 +338,7 @@ class _Visit:
     def _few(self, origin: Strategy, every: Sequence[Strategy]) -> Sequence[Strategy]:
         """Of an origin's completions, the best one so far in other meshes, else the plainest; and the smallest."""
         best = self.space.moved(self._best().strategy, origin) if self.found else None
-        few = [best if best in every else every[0], self._smallest(every)]
+        few = [best if best is not None and best in every else every[0], self._smallest(every)]
         return list(dict.fromkeys(few))
 
     def _sizes(self, strategy: Strategy) -> Sequence[int]:

@@ -9,7 +9,7 @@ then decide.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.core.strategy import Strategy
 from shardwise.plan.compose_align import NotComposable
@@ -62,11 +62,11 @@ def figures_of_stages(predictor: Predictor, strategy: Strategy) -> Quick:
     waits, flat = stretch(strategy, count), without_stages(strategy)
     share = Share(1 / ranks, 1 / ranks, waits.kept, waits.longer)
     found = predictor.sketched(flat, count, share)
-    # What is sharded is divided among as many ranks with and without stages.
+    # Sharded states are divided among as many ranks with and without stages.
     counts = predictor.parameter_counts
     sharded = least_state_bytes(counts, strategy, layout, predictor.recipe, predictor.cluster)
     more = int(sharded * (1 - 1 / ranks))
-    return _judged(predictor, strategy, found._replace(bytes=found.bytes + more), record=False)
+    return _judged(predictor, strategy, replace(found, bytes=found.bytes + more), record=False)
 
 
 def _judged(predictor: Predictor, strategy: Strategy, found: Sketch, record: bool) -> Quick:

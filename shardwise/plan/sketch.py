@@ -25,7 +25,7 @@ from shardwise.plan.compose_sum import Sum, calls_of
 from shardwise.plan.timing import (
     COLUMNS,
     PASSES,
-    Exchange,
+    CollectiveCalls,
     StepTime,
     add_call,
     collective_seconds,
@@ -50,7 +50,7 @@ class Share(NamedTuple):
 
     Attributes:
         work: the share of the passes.
-        states, activations: the share of weights and what belongs to them, and of what is kept for the backward pass.
+        states, activations: the share of weights, gradients and optimizer state, and of the activations.
         longer: by how much the passes take longer because ranks wait for each other.
     """
 
@@ -60,7 +60,8 @@ class Share(NamedTuple):
     longer: float = 1.0
 
 
-class Sketch(NamedTuple):
+@dataclass(frozen=True)
+class Sketch:
     """What the device and the host must have without fragmentation and the profile's overhead, and the step's time.
 
     Attributes:
@@ -132,7 +133,7 @@ class Sketcher:
 
     def _exchanges(
         self, calls: Mapping[int, Floats], layout: Layout, weights: Floats, share: Share
-    ) -> Sequence[Exchange]:
+    ) -> Sequence[CollectiveCalls]:
         found, collectives = [], list(self._numbers)
         for number, each in calls.items():
             total = float(each @ weights)
@@ -142,7 +143,7 @@ class Sketcher:
             passes = float((each[1:] > 0) @ weights[1:]) or 1.0
             if collective.phase in PASSES:
                 total *= share.work
-            found.append(Exchange(collective, total, passes, self._each(number, collective, layout)))
+            found.append(CollectiveCalls(collective, total, passes, self._each(number, collective, layout)))
         return found
 
     def _each(self, number: int, collective: Collective, layout: Layout) -> float:

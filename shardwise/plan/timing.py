@@ -63,7 +63,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CollectiveCalls:
     """All calls of one collective in a step: their number, the micro-batches in which they are, seconds of each."""
 
     collective: Collective
@@ -103,14 +103,19 @@ class _Phase:
 def step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> StepTime:
     """Predicted time of one optimizer step of one rank."""
     exchanges = [
-        Exchange(each, each.calls, each.passes, collective_seconds(replace(each, calls=1), layout, cluster))
+        CollectiveCalls(
+            each, each.calls, each.passes, collective_seconds(replace(each, calls=1), layout, cluster)
+        )
         for each in cost.collectives
     ]
     return combined_time(_sums(cost, cluster), exchanges, cost.micro_batches, cluster)
 
 
 def combined_time(
-    sums: Mapping[str, list[float]], exchanges: Iterable[Exchange], micro_batches: float, cluster: Cluster
+    sums: Mapping[str, list[float]],
+    exchanges: Iterable[CollectiveCalls],
+    micro_batches: float,
+    cluster: Cluster,
 ) -> StepTime:
     """The time of a step from its sums by phase, which it changes, and its collectives."""
     phases, sending = {name: _Phase(row) for name, row in sums.items()}, 0.0
@@ -174,13 +179,14 @@ def _exposed(hidden: float, first: float, window: float, lost: float) -> float:
 
 def _sums(cost: StepCost, cluster: Cluster) -> dict[str, list[float]]:
     sums: dict[str, list[float]] = {}
-    for call in (*cost.kernels, *cost.transfers):
+    calls: tuple[Kernel | Transfer, ...] = (*cost.kernels, *cost.transfers)
+    for call in calls:
         add_call(sums, call, call.calls, cluster)
     return sums
 
 
 def add_call(sums: dict[str, list[float]], call: Kernel | Transfer, calls: float, cluster: Cluster) -> None:
-    """Add the seconds of so many calls of a kernel or a copy to the sums of its phase."""
+    """Add the seconds of ``calls`` calls of a kernel or a copy to the sums of its phase."""
     row = sums.get(call.phase)
     if row is None:
         row = sums[call.phase] = [0.0] * COLUMNS

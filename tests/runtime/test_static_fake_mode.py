@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.runtime.torch_private import FakeTensorMode, StaticFakeMode
+from shardwise.runtime.torch_private import FakeTensorMode
+from shardwise.runtime.torch_private_fake import StaticFakeMode
 
 Call = Callable[[], Tensor]
 CALLS: dict[str, tuple[Call, ...]] = {

@@ -5,8 +5,7 @@ not depend on the stages (model/stage.py, model/balance.py). The order of passes
 core/pipeline/schedule.py; engine/pipeline/ executes it. Other techniques see a model of fewer blocks: ZeRO shards a
 stage over the ranks that hold it, checkpointing wraps its blocks, and the last stage computes the loss.
 
-The micro-batches are those of gradient accumulation. With fewer micro-batches than stages, the plan says how long the
-ranks wait.
+Micro-batches are those of gradient accumulation. With fewer than stages, the plan says how long ranks wait.
 
     schedule      in flight on rank s of p, of M     weights between passes
     naive         1                                  as with ZeRO
