@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from shardwise.serve.requests import Request
     from shardwise.serve.serving import ServedModel
 
+_RESERVED = {"base": "base is the model without any", "own": "own is the adapter that the run trained"}
+"""Names that are no folders, with what they mean."""
+
 _NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 
 
@@ -29,7 +32,7 @@ def command(
         list[str] | None,
         typer.Option(
             help="folder of an adapter, or of a run that trained one; may be repeated. Every prompt is continued"
-            " with each adapter; base is the model without adapters",
+            " with each adapter; base is the model without adapters, own the adapter that the run trained",
             metavar="[NAME=]DIR …",
         ),
     ] = None,
@@ -91,12 +94,10 @@ def _adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
     for value in given:
         match = _NAMED.fullmatch(value)
         name, folder = (match[1], Path(match[2])) if match else (_name_of(Path(value)), Path(value))
-        if value != "base":
-            if name in folders or name == "base":
+        if value not in _RESERVED:
+            if name in folders or name in _RESERVED:
                 raise RecipeError(
-                    f"two adapters are named {name!r}"
-                    if name in folders
-                    else "base is the model without any",
+                    f"two adapters are named {name!r}" if name in folders else _RESERVED[name],
                     where=f"--adapter {value}",
                     fix="name it: NAME=FOLDER",
                 )

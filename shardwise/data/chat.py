@@ -29,6 +29,9 @@ from typing import Any
 from shardwise.core.errors import DataError
 from shardwise.data.formats import Turn
 
+Tools = list[object] | None
+"""JSON schemas of the functions that a chat may call."""
+
 Part = tuple[str | None, bool]
 """(text, or None for the end-of-text token; whether the loss counts it)."""
 
@@ -58,27 +61,31 @@ class ChatTemplate:
         """The method that finds the assistant's answers, in words."""
         return "{% generation %}" if self.marked else "comparing prefixes"
 
-    def parts(self, turns: Sequence[Turn], place: str) -> list[Part]:
+    def parts(self, turns: Sequence[Turn], place: str, tools: Tools = None) -> list[Part]:
         """The chat's text, split at the boundaries of the trained spans."""
-        cuts = self._marked_spans(turns, place) if self.marked else self._compared_spans(turns, place)
-        text, spans = cuts
+        find = self._marked_spans if self.marked else self._compared_spans
+        text, spans = find(turns, place, tools)
         answers = [turn.text.strip() for turn in turns if turn.role == "assistant"]
         found = [text[start:end] for start, end in spans]
         if len(found) != len(answers) or any(a not in part for a, part in zip(answers, found, strict=True)):
             raise _lost(place, f"{len(found)} spans do not contain the {len(answers)} answers")
         return list(_cut(text, spans))
 
-    def _marked_spans(self, turns: Sequence[Turn], place: str) -> tuple[str, list[tuple[int, int]]]:
-        text, spans = self._render(turns, place, marks=True)
+    def _marked_spans(
+        self, turns: Sequence[Turn], place: str, tools: Tools
+    ) -> tuple[str, list[tuple[int, int]]]:
+        text, spans = self._render(turns, place, tools, marks=True)
         return text, [(start, end) for start, end in spans if end > start]
 
-    def _compared_spans(self, turns: Sequence[Turn], place: str) -> tuple[str, list[tuple[int, int]]]:
+    def _compared_spans(
+        self, turns: Sequence[Turn], place: str, tools: Tools
+    ) -> tuple[str, list[tuple[int, int]]]:
         text, spans = "", []
         for number, turn in enumerate(turns):
             if turn.role != "assistant":
                 continue
-            opened, _ = self._render(turns[:number], place, opening=True)
-            closed, _ = self._render(turns[: number + 1], place)
+            opened, _ = self._render(turns[:number], place, tools, opening=True)
+            closed, _ = self._render(turns[: number + 1], place, tools)
             if not opened.startswith(text) or not closed.startswith(opened):
                 raise _lost(place, f"rendering turn {number} changes the text before it")
             text = closed
@@ -86,20 +93,14 @@ class ChatTemplate:
         return text, spans
 
     def _render(
-        self, turns: Sequence[Turn], place: str, opening: bool = False, marks: bool = False
+        self, turns: Sequence[Turn], place: str, tools: Tools, opening: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         render = _renderer()
-        messages = [
-            {
-                "role": turn.role,
-                "content": turn.text,
-                **({"tool_calls": list(turn.calls)} if turn.calls else {}),
-            }
-            for turn in turns
-        ]
+        messages = [_message(turn) for turn in turns]
         try:
             texts, spans = render(
                 [messages],
+                tools=tools,
                 chat_template=self.source,
                 add_generation_prompt=opening,
                 return_assistant_tokens_mask=marks,
@@ -121,15 +122,22 @@ class PlainTemplate:
     fingerprint = "plain 1"
     way = "its own plain words"
 
-    def parts(self, turns: Sequence[Turn], place: str) -> list[Part]:
-        found: list[Part] = []
+    def parts(self, turns: Sequence[Turn], place: str, tools: Tools = None) -> list[Part]:
+        found: list[Part] = [(f"Tools: {json.dumps(tools)}\n\n", False)] if tools else []
         for turn in turns:
             if turn.role == "assistant":
-                called = "".join(f" {json.dumps(call, sort_keys=True)}" for call in turn.calls)
-                found += [("Assistant:", False), (f" {turn.text}{called}", True), (None, True)]
+                calls = "".join(f" {json.dumps(call['function'])}" for call in turn.calls)
+                said = f" {turn.text}" if turn.text else ""
+                found += [("Assistant:", False), (f"{said}{calls}", True), (None, True)]
             else:
                 found.append((f"{turn.role.title()}: {turn.text}\n\n", False))
         return found
+
+
+def _message(turn: Turn) -> dict[str, object]:
+    """A turn as templates read it."""
+    calls = {"tool_calls": list(turn.calls)} if turn.calls else {}
+    return {"role": turn.role, "content": turn.text, **calls}
 
 
 def template_next_to(path: Path) -> ChatTemplate | None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from shardwise.core.errors import DataError
 from shardwise.data.chat import ChatTemplate, Part, PlainTemplate
-from shardwise.data.formats import Completed, example_of
+from shardwise.data.formats import Completed, example_of, tools_of
 from shardwise.data.readers import Record
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.recipe.sections import DataSpec
@@ -74,7 +74,7 @@ class Encoder:
         if isinstance(example, Completed):
             return [(example.prompt, False), (example.completion, True), (None, True)]
         assert self.template is not None
-        return self.template.parts(example, record.place)
+        return self.template.parts(example, record.place, tools_of(record))
 
 
 def encoded(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[list[int], list[bool]]:

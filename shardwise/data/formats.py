@@ -9,8 +9,9 @@
 
 `auto` checks the fields of the source's first record in this order. A record with the text key is text. Every record
 must have this format; the first one that differs ends the run with its position. A chat has an optional system turn,
-then user and assistant turns that alternate, and ends with the assistant. Tool calls and content other than text are
-refused.
+then user and assistant turns that alternate, and ends with the assistant. Messages are those of OpenAI's API: an
+assistant's turn may call tools (`tool_calls`, with null as content), whose answers follow as tool turns; content may be
+a list of text parts; a record may list its `tools`. Images and audio are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
 }
-KEYS = tuple(dict.fromkeys(key for keys in (*_NEEDED.values(), ("input",)) for key in keys))
+KEYS = tuple(dict.fromkeys(key for keys in (*_NEEDED.values(), ("input", "tools")) for key in keys))
 """All fields that some format reads."""
 
 _SHAREGPT = {
@@ -49,7 +50,7 @@ _ALPACA = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a chat; `role` is system, user, assistant or tool. `calls` are the assistant's calls of tools."""
+    """One turn of a chat; `role` is system, user, assistant or tool. `calls` are the tool calls of an assistant."""
 
     role: str
     text: str
@@ -149,10 +150,8 @@ def _turn(item: object, keys: tuple[str, str], roles: Mapping[str, str], path: s
         why, fix = f"it is of type {kind_of(item)}", f'write {{"{role_key}": ..., "{text_key}": ...}}'
         raise DataError(f"'{path}' is not an object", where=place, why=why, fix=fix)
     said: dict[str, object] = item
-    calls = _calls(said, f"{path}.tool_calls", place)
-    if calls and said.get(text_key) is None:
-        said = {**said, text_key: ""}
-    for key in keys:
+    calls = _calls(said.get("tool_calls"), f"{path}.tool_calls", place) if text_key == "content" else ()
+    for key in keys[: 1 if calls else 2]:
         if said.get(key) is None:
             why = f"the turn has {', '.join(map(str, said)) or 'nothing'}"
             raise DataError(
@@ -164,62 +163,75 @@ def _turn(item: object, keys: tuple[str, str], roles: Mapping[str, str], path: s
         raise DataError(
             f"unknown role {role!r}", where=f"{place}: {path}.{role_key}", why=f"known are {known}"
         )
-    value = _joined(said[text_key], f"{path}.{text_key}", place)
-    needed = roles[role] == "assistant" and not calls
-    return Turn(roles[role], (_said if needed else _text)(value, f"{path}.{text_key}", place), calls)
+    needed = _said if roles[role] == "assistant" and not calls else _text
+    content = _joined(said.get(text_key), f"{path}.{text_key}", place)
+    text = "" if calls and content is None else needed(content, f"{path}.{text_key}", place)
+    return Turn(roles[role], text, calls)
 
 
-def _joined(value: object, key: str, place: str) -> object:
-    """Content parts as one text: ``[{"type": "text", "text": ...}, ...]``."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-            why, fix = f"a part is of type {kind}", "give parts of type text: the models read text alone"
-            raise DataError(f"'{key}' is not text", where=place, why=why, fix=fix)
-        texts.append(part["text"])
-    return "".join(texts)
+def _joined(content: object, path: str, place: str) -> object:
+    """A list of OpenAI's text parts as one text; other content as it is."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content
+    for number, part in enumerate(content):
+        if part.get("type") != "text":
+            what, why = f"'{path}[{number}]' is not text", f"its type is {part.get('type')}"
+            raise DataError(what, where=place, why=why, fix="leave it out; only text can be trained on")
+    return "".join(_text(part.get("text"), f"{path}[{n}].text", place) for n, part in enumerate(content))
 
 
-def _calls(turn: Mapping[str, object], key: str, place: str) -> tuple[Mapping[str, Any], ...]:
-    """The tool calls of a turn, as the template gets them: with arguments as an object where they are JSON text."""
-    calls = turn.get("tool_calls")
-    if not calls:
+def _calls(value: object, path: str, place: str) -> tuple[Mapping[str, Any], ...]:
+    """Tool calls as chat templates read them: {"type": "function", "function": {"name": ..., "arguments": {...}}}."""
+    if value is None or value == []:
         return ()
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise DataError(f"'{key}' is not a list of calls", where=place, why=f"it is of type {kind_of(calls)}")
-    return tuple(_parsed_call(call) for call in calls)
+    fix = 'write [{"type": "function", "function": {"name": ..., "arguments": {...}}}, ...]'
+    found: list[Mapping[str, Any]] = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"'{path}' is not a list of tool calls", where=place, fix=fix)
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):  # as OpenAI's API writes them
+            with suppress(ValueError):
+                arguments = json.loads(arguments)
+        named = {"id": call["id"]} if "id" in call else {}
+        found.append({**named, "type": "function", "function": {**function, "arguments": arguments}})
+    return tuple(found)
 
 
-def _parsed_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+def tools_of(record: Record) -> list[object] | None:
+    """The tools that a record of messages offers, as JSON schemas; None if it has none. Raises DataError."""
+    tools = record.fields.get("tools")
+    if isinstance(tools, str):
         with suppress(ValueError):
-            return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    return call
+            tools = json.loads(tools)
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list):
+        fix = "write the list of the functions' JSON schemas"
+        raise DataError("'tools' is not a list", where=record.place, fix=fix)
+    return tools
+
+
+_AFTER = {"": "user", "system": "user", "user": "assistant", "assistant": "user", "tool": "assistant"}
 
 
 def _check_order(turns: tuple[Turn, ...], name: str, place: str) -> None:
     """Require an optional system turn, then alternating user and assistant turns, the assistant last.
 
-    After a turn that calls tools come the tools' turns, and the assistant again.
+    The answers of tools stand between an assistant's calls and its next turn.
     """
-    first = 1 if turns[0].role == "system" else 0
-    before: Turn | None = None
-    for number, turn in enumerate(turns[first:], first):
-        expected = "assistant"
-        if before is None or before.role == "assistant":
-            expected = "tool" if before is not None and before.calls else "user"
-        again = before is not None and before.role == turn.role == "tool"
+    before = Turn("", "")
+    for number, turn in enumerate(turns):
+        expected = "tool" if before.calls else _AFTER[before.role]
+        free = turn.role == "system" if number == 0 else turn.role == before.role == "tool"
         before = turn
-        if turn.role != expected and not again:
+        if turn.role != expected and not free:
             raise DataError(
                 "roles do not alternate",
                 where=f"{place}: {name}[{number}]",
                 why=f"found {turn.role}, expected {expected}",
-                fix="write an optional system turn, then alternate user and assistant",
+                fix="write an optional system turn, then alternate user and assistant, with tools after their calls",
             )
     if turns[-1].role != "assistant":
         raise DataError(

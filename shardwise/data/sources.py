@@ -11,6 +11,7 @@ files (a README, a licence) and hidden files are ignored. A file that is named, 
 
 from __future__ import annotations
 
+import difflib
 import glob
 import os
 import re
@@ -18,7 +19,6 @@ import stat
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 from shardwise.core.errors import DataError
@@ -201,19 +201,25 @@ def open_source(name: str, text_key: str) -> Source:
         return _local(name, path, split, text_key)
     if _GLOB.search(name):
         return FileSource(name, _files_of_glob(name), text_key)
-    if is_data_file(path) or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+    misspelled = len(path.parts) > 1 and path.parent.is_dir()  # the hub would be asked for half a minute
+    if is_data_file(path) or name.startswith((".", "/", "~")) or misspelled or not _HUB_ID.fullmatch(name):
+        near = difflib.get_close_matches(path.name, _names_next_to(path), 1)
         raise DataError(
             "no such data source",
             where=name or "data.source",
             why="no file or folder of this name exists",
-            fix="check data.source; a relative path starts at the current folder",
+            fix=f"did you mean {path.parent / near[0]}?"
+            if near
+            else "check data.source; a relative path starts at the current folder",
         )
-    if "/" in name and (parent := Path(place).parent).is_dir():
-        near = get_close_matches(Path(place).name, os.listdir(parent), n=1)
-        why = f"{parent} is a folder here, so this is no id on the Hub"
-        fix = f"did you mean {parent / near[0]}?" if near else "check data.source"
-        raise DataError("no such data source", where=name, why=why, fix=fix)
     return HubDataset(name, text_key)
+
+
+def _names_next_to(path: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(path.parent))
+    except OSError:
+        return []
 
 
 def _local(name: str, path: Path, split: str | None, text_key: str) -> Source:

@@ -27,6 +27,7 @@ from pathlib import Path
 from shardwise.core import heartbeat
 from shardwise.core.errors import ResourceError
 from shardwise.core.heartbeat import Heartbeat
+from shardwise.launch.log_lines import LogLines
 from shardwise.launch.placement import LAUNCHER, LOOPBACK, STORE_SOCKET
 from shardwise.launch.ranks import Command, Process, Rank
 from shardwise.launch.stops import forwarding
@@ -219,14 +220,18 @@ def _dying_with_parent() -> Callable[[], None]:
 
 
 def _pass_through(descriptor: int, log: Path) -> None:
-    """Copy rank 0's output to its log and to standard output.
+    """Copy rank 0's output to standard output, and as plain lines to its log.
 
     It reads on when neither can be written any more, because a rank whose pipe is full waits for ever.
     """
+    lines = LogLines()
     with log.open("ab", buffering=0) as file, os.fdopen(descriptor):
-        outputs = [file.fileno(), 1]
+        shown = logged = True
         while block := os.read(descriptor, 1 << 16):
-            outputs = [output for output in outputs if _written(output, block)]
+            shown = shown and _written(1, block)
+            logged = logged and _written(file.fileno(), lines.take(block))
+        if logged:
+            _written(file.fileno(), lines.rest())
 
 
 def _written(descriptor: int, block: bytes) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.cli.generate import _adapters
 from shardwise.cli.main import run
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.files.peft import TENSORS, write_adapter
@@ -90,10 +91,17 @@ def test_a_file_of_requests(folder: Path, tmp_path: Path, capfd: pytest.CaptureF
     assert alone[0]["text"] == found[1]["text"]
 
 
+def test_the_runs_own_adapter_is_named_like_base() -> None:
+    """As docs/how-to/serve-adapters.md says, and as a file of requests takes it."""
+    assert _adapters(["own", "base", "x=runs/x"]) == ({"x": Path("runs/x")}, ["own", "base", "x"])
+
+
 CASES: list[tuple[list[str], str, int, str]] = [
     (["--adapter", "{}/no"], "", 4, "no such adapter"),
     (["--adapter", "{}/cut"], "", 4, "damaged"),
     (["--adapter", "base={}/one"], "", 2, "base is the model without any"),
+    (["--adapter", "own={}/one"], "", 2, "own is the adapter that the run trained"),
+    (["--adapter", "own"], "", 2, "no adapter is named 'own'"),
     (["--adapter", "{}/one", "--adapter", "one={}/two"], "", 2, "two adapters are named 'one'"),
     (["--prompt", "y" * 33], "", 2, "it has 33 tokens, and the context has 32"),
     (["--top-p", "0"], "", 2, "top_p"),

@@ -25,6 +25,9 @@ from shardwise.recipe.sections import DataSpec
 Opener = Callable[..., Data]
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}
+CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+"""A call as OpenAI's API writes it: null as content, the arguments as text."""
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -206,6 +209,36 @@ def test_plain_text_stays_what_it_was(tmp_path: Path, opened: Opener) -> None:
     assert set(data.micro_batches(0, 0, 1, 4)[0]) == {"input_ids", "labels"}
 
 
+WITH_TOOLS = (
+    "{% if tools %}{{ '[' + tools[0]['name'] + ']' }}{% endif %}{% for m in messages %}{{ '<' + m['role'] + '>' }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function']['arguments']['zone'] }}{% endfor %}"
+    "{{ m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["bytes", "template"])
+def test_tool_calls_and_content_parts_are_read_as_openais_api_writes_them(
+    name: str, tmp_path: Path, opened: Opener
+) -> None:
+    parts = [{"type": "text", "text": "What time"}, {"type": "text", "text": " is it?"}]
+    record = {
+        "messages": [{"role": "user", "content": parts}, CALLS, {"role": "tool", "content": "12:00"}, ANSWER],
+        "tools": json.dumps([{"name": "now"}]),
+    }
+    spec = {} if name == "bytes" else {"tokenizer": str(tokenizer_folder(tmp_path / "t", WITH_TOOLS))}
+    tokenizer = open_tokenizer(spec.get("tokenizer", "bytes"))
+    encoder = Encoder(DataSpec(**spec), "messages", tokenizer)
+    tokens, trained = encoder.encode(Record(record, "here"))
+    said = tokenizer.shown([token for token, chosen in zip(tokens, trained, strict=True) if chosen])
+    whole = tokenizer.shown(tokens)
+    if name == "bytes":
+        assert "User: What time is it?" in whole and "Tool: 12:00" in whole and '[{"name": "now"}]' in whole
+        assert '{"name": "now", "arguments": {"zone": "UTC"}}' in said and " Yes." in said
+    else:
+        assert whole == "[now]<user>What time is it?\n<assistant>UTC\n<tool>12:00\n<assistant>Yes.\n"
+        assert said == "UTC\nYes.\n"
+
+
 # ---- malformed records ------------------------------------------------------------------------------------
 
 
@@ -224,7 +257,13 @@ MALFORMED: list[tuple[object, str, str]] = [
     (turns("Hi"), "'messages[0]' is not an object", ""),
     (turns({"role": "user"}), "no 'messages[0].content'", ""),
     (turns({"content": "Hi"}), "no 'messages[0].role'", ""),
-    (turns({"role": "tools", "content": "Hi"}), "unknown role 'tools'", "messages[0].role"),
+    (turns({"role": "robot", "content": "Hi"}), "unknown role 'robot'", "messages[0].role"),
+    (turns({"role": "tool", "content": "Hi"}), "found tool, expected user", "messages[0]"),
+    (turns(USER, CALLS, USER), "found user, expected tool", "messages[2]"),
+    (turns(USER, {"role": "assistant", "content": None}), "no 'messages[1].content'", ""),
+    (turns(USER, {**CALLS, "tool_calls": [{"name": 3}]}), "'messages[1].tool_calls' is not a list", ""),
+    (turns({"role": "user", "content": [{"type": "image_url"}]}, ANSWER), "its type is image_url", ""),
+    ({**turns(USER, ANSWER), "tools": 3}, "'tools' is not a list", ""),
     (turns({"role": 3, "content": "Hi"}), "unknown role 3", "messages[0].role"),
     (turns(USER, {"role": "assistant", "content": ["Hi"]}), "'messages[1].content' is not text", ""),
     (turns(USER, {"role": "assistant", "content": "  "}), "'messages[1].content' is empty", ""),

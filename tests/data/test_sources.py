@@ -64,6 +64,17 @@ def test_a_folder_is_searched_in_the_order_of_paths_past_other_and_hidden_files(
     assert texts(tmp_path) == ["B.txt", "sub.txt", "sub/a.txt", "z.txt"]
 
 
+def test_a_misspelled_path_is_not_looked_up_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks like the id of a dataset; the hub would be asked again and again for half a minute."""
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardwise.data.sources.HubDataset", None)
+    with pytest.raises(DataError, match=r"did you mean data/train\?"):
+        open_source("data/trian", "text")
+
+
 def test_text_key_names_the_json_key(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines("x", key="body"))
     assert texts(tmp_path / "a.jsonl", "body") == ["x"]

@@ -113,11 +113,11 @@ def test_tool_calls_and_content_parts_reach_the_template() -> None:
     [
         (
             {0: {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}},
-            "a part is of type image_url",
+            "its type is image_url",
         ),
         ({1: {"role": "assistant", "content": None}}, r"no 'messages\[1\].content'"),
         ({1: {"role": "assistant", "content": "hm"}}, "found tool, expected user"),
-        ({1: {"role": "assistant", "content": None, "tool_calls": "add"}}, "is not a list of calls"),
+        ({1: {"role": "assistant", "content": None, "tool_calls": "add"}}, "is not a list of tool calls"),
     ],
 )
 def test_other_parts_and_orders_are_refused(changed: dict[int, dict[str, Any]], said: str) -> None:

@@ -1,0 +1,52 @@
+"""What a terminal shows, as lines of a log: a progress bar that is redrawn becomes one line in a while.
+
+Rank 0's output goes to the terminal and to its log. Control sequences and redrawn frames would fill the log with
+megabytes that no reader can use.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+EVERY = 5.0
+"""Least seconds between two frames of a bar in the log."""
+
+_CONTROL = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
+
+
+class LogLines:
+    """Filters a stream of bytes. Output without control sequences or redrawn lines passes unchanged."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._written = clock, -EVERY
+        self._line = b""
+
+    def take(self, block: bytes) -> bytes:
+        """What the log gets of the next block."""
+        if not self._line and b"\x1b" not in block and b"\r" not in block:
+            return block
+        *lines, self._line = (self._line + block).split(b"\n")
+        kept = b"".join(self._frame(line) + _shown(line) for line in lines)
+        kept += self._frame(self._line)
+        self._line = self._line[max(0, self._line.rfind(b"\r")) :]
+        return kept
+
+    def rest(self) -> bytes:
+        """The last line, which no newline ended."""
+        return _shown(self._line)
+
+    def _frame(self, line: bytes) -> bytes:
+        """The last redrawn frame of a line, if one is due."""
+        frames = [frame for part in line.split(b"\r")[:-1] if (frame := _shown(part))]
+        if not frames or self._clock() - self._written < EVERY:
+            return b""
+        self._written = self._clock()
+        return frames[-1]
+
+
+def _shown(line: bytes) -> bytes:
+    """The last frame of a line, without control sequences and with a newline; b"" if nothing is visible."""
+    text = _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2]).rstrip()
+    return text + b"\n" if text else b""
