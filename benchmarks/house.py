@@ -26,7 +26,7 @@ PIPELINE_ROOMS = ("technique/pipeline", "engine/pipeline", "core/pipeline", "rep
 STEP = {
     "train/loop.py": "Trainer._steps Trainer._issue seed_step",
     "engine/schedule.py": "learning_rate multiplier",
-    "engine/step.py": "step",
+    "engine/step.py": "step end_step",
     "engine/forward_backward.py": "Sequential.forward_backward",
     "engine/run.py": "LiveModel.local_batch LiveModel.count_targets LiveModel.own_parameters LiveModel.stage_ranks"
     " LiveModel.verdict_group LiveModel.random_rank",
@@ -43,7 +43,8 @@ Not in the list: MONITORS, the model and the data. tests/train/test_loop.py trac
 """
 
 MONITORS = {
-    "train/loop.py": "Trainer._monitored Trainer._stop_asked",
+    "train/loop.py": "Trainer._monitored Trainer._agreed",
+    "train/hooks.py": "Hooks.asked",
     "train/run_log.py": "RunLog.lap",
     "train/pass_stopwatch.py": "Stopwatch.over",
     "train/phase_stopwatch.py": "PhaseStopwatch.over",

@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import shardwise
+import shardwise.api
 from benchmarks import house
 from shardwise.cli import (
     budget,
@@ -41,9 +43,11 @@ from shardwise.cli import (
     plan,
     quantize,
     report,
+    schema,
     train,
     verify,
 )
+from shardwise.cli import eval as eval_verb
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.fit_advice import Remedy
 from shardwise.core.ledger import Ledger
@@ -80,6 +84,8 @@ VERBS = (
     fit,
     from_,
     doctor,
+    eval_verb,
+    schema,
 )
 
 _BLOCK = re.compile(r"(<!-- ([a-z0-9_-]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
@@ -598,7 +604,60 @@ def further_rules() -> str:
     return table(("key", "reason"), rows)
 
 
+# -- Python ---------------------------------------------------------------------------------------------------
+
+
+def public_names() -> str:
+    """Every public name with its signature and its docstring."""
+    return "\n\n".join(
+        _public(name, getattr(shardwise.api, name)) for name in sorted(shardwise.__all__, key=str.lower)
+    )
+
+
+def _public(name: str, found: Any) -> str:
+    parts = [f"### {name}", f"```text\n{_signature(name, found)}\n```", _prose(found)]
+    if isinstance(found, type):
+        methods = [
+            (each, member)
+            for each, member in vars(found).items()
+            if not each.startswith("_") and inspect.isfunction(member) and member.__doc__
+        ]
+        parts += [f"`{_signature(each, member)}`\n\n{_prose(member)}" for each, member in methods]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _signature(name: str, found: Any) -> str:
+    try:
+        told = str(inspect.signature(found))
+    except ValueError:
+        return name
+    told = re.sub(r"(?<![\w'])(\w+\.)+(?=\w)", "", told)
+    return f"{name}{told}".replace("'", "").replace("(self, ", "(").replace("(self)", "()")
+
+
+_HEADINGS = ("Args:", "Returns:", "Raises:", "Attributes:")
+
+
+def _prose(found: Any) -> str:
+    """A docstring as Markdown: paragraphs, examples as code, and lists of arguments and errors."""
+    lines = list[str]()
+    for line in (inspect.getdoc(found) or "").replace("``", "`").split("\n"):
+        indented = len(line) - len(line.lstrip())
+        if line in _HEADINGS:
+            lines += [f"**{line.removesuffix(':')}**", ""]
+        elif indented == 4 and lines and lines[-1].startswith(("**", "- ", "  ")) | (lines[-1] == ""):
+            name, colon, rest = line.strip().partition(": ")
+            named = colon and re.fullmatch(r"[\w, ]+", name)
+            lines.append(f"- `{name}`: {rest}" if named else f"    {line.strip()}")
+        elif indented > 4:
+            lines.append(f"  {line.strip()}")
+        else:
+            lines.append(line)
+    return "\n".join(lines).strip()
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "api": public_names,
     **{f"recipe-{name}": partial(keys_of, model) for name, model in SECTIONS.items()},
     "recipe-top": partial(keys_of, Recipe),
     "recipe-scaling": partial(keys_of, ScalingSpec),

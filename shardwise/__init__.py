@@ -6,6 +6,8 @@ The public interface is small. Names are loaded when first used, so that ``impor
     plan = shardwise.plan(recipe)
     shardwise.train(recipe, plan, "runs/one")
     verdict = shardwise.verify(recipe, plan, steps=20)
+    shardwise.fit(module, loss, dataset, out="runs/own", steps=1000, batch_size=64)
+    with shardwise.session(recipe) as run: ...
     model = shardwise.load_model("runs/one", {"name": "runs/two/adapter"})
     texts = model.complete([shardwise.Request("def ", "name")])
     found = shardwise.quantize("runs/one", "models/one-4bit", scheme="w4a16-g128", method="gptq")
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.api import *
 
 __all__ = [
+    "Callback",
     "Cluster",
     "Piece",
     "Plan",
@@ -29,12 +32,15 @@ __all__ = [
     "Request",
     "Sampling",
     "ServedModel",
+    "Session",
     "export",
+    "fit",
     "load",
     "load_model",
     "merge",
     "plan",
     "quantize",
+    "session",
     "train",
     "verify",
 ]

@@ -7,16 +7,26 @@ public; everything else may change between versions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from shardwise.core.errors import Preempted, RankError
+from torch import nn
+
+from shardwise.core.errors import Preempted, RankError, RecipeError
 from shardwise.core.plan import Plan as Plan
+from shardwise.core.user_objects import giving, here
 from shardwise.export.export_run import export_run
 from shardwise.hardware.cluster import Cluster as Cluster
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs import quantizing, training, verifying
+from shardwise.jobs.objects import Given, recipe_from, with_callbacks
 from shardwise.jobs.planning import make_plan
+from shardwise.jobs.session import Session as Session
+from shardwise.jobs.session import open_session
 from shardwise.launch.launcher import run_ranks
 from shardwise.quantize.report import Quantized
 from shardwise.quantize.settings import Settings
@@ -29,7 +39,10 @@ from shardwise.serve.serving import Piece as Piece
 from shardwise.serve.serving import ServedModel as ServedModel
 from shardwise.serve.serving import load_model as load_model
 from shardwise.technique import SETTINGS
+from shardwise.train.hooks import Callback as Callback
 from shardwise.verify.verdict import Verdict
+
+_OPTIONS = ("steps", "batch_size", "optimizer", "schedule", "cluster", "callbacks")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -58,7 +71,14 @@ def plan(recipe: Recipe, cluster: Cluster | None = None) -> Plan:
     return make_plan(recipe, cluster or cluster_of(recipe.cluster), compare=True)
 
 
-def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = False) -> RunRecord:
+def train(
+    recipe: Recipe,
+    plan: Plan,
+    out: str | Path,
+    *,
+    exact_memory: bool = False,
+    callbacks: Sequence[object] = (),
+) -> RunRecord:
     """Train exactly ``plan`` on this machine; resumes when ``out`` holds a checkpoint.
 
     After an OOM the run goes on with half the micro-batch, now or when it is resumed. A finished run is left as it is.
@@ -66,6 +86,7 @@ def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = F
     Args:
         out: the folder of the run.
         exact_memory: measure memory over the whole run (slower on the CPU).
+        callbacks: objects or classes like ``Callback``, after those of the recipe.
 
     Raises:
         DataError: the data cannot be read.
@@ -73,10 +94,111 @@ def train(recipe: Recipe, plan: Plan, out: str | Path, *, exact_memory: bool = F
         CheckpointError: the folder holds a checkpoint of another run.
         RankError: the run failed or was stopped, with the reason; ``out``/logs has more.
     """
-    training.train(
-        recipe, cluster_of(recipe.cluster), Path(out), _run_workers, plan=plan, exact_memory=exact_memory
-    )
-    return read_run(Path(out))
+    return _trained(with_callbacks(Given(recipe, {}), callbacks), plan, Path(out), exact_memory)
+
+
+def fit(
+    module: nn.Module,
+    loss: Callable[..., Any],
+    dataset: Any,
+    *,
+    out: str | Path,
+    steps: int,
+    batch_size: int,
+    optimizer: Any = None,
+    schedule: Any = None,
+    cluster: str | Mapping[str, Any] = "auto",
+    callbacks: Sequence[object] = (),
+    **sections: Any,
+) -> RunRecord:
+    """Plan and train a module of your own; resumes when ``out`` holds a checkpoint.
+
+    The processes of the run get the objects by cloudpickle, so those of a script or of a notebook work too. Training
+    starts from the module's values; the trained ones are in the run's checkpoints, and ``module`` is unchanged.
+
+    Args:
+        module: any ``nn.Module``. Its method ``units()``, if there is one, returns the blocks to wrap one by one.
+        loss: ``loss(module, batch)`` returns (sum over the valid targets, number of valid targets).
+        dataset: map-style dataset of dicts of tensors with the key ``labels``, or a function that makes one.
+        out: the folder of the run.
+        batch_size: samples per step over all devices.
+        optimizer: a name of ``optimizer.name``; any ``torch.optim.Optimizer`` class or a ``functools.partial`` of one;
+            or a function of (name, parameter) pairs that returns one or several. None is AdamW.
+        schedule: a name of ``schedule.name``, or a function of the step (from 0), and perhaps the number of steps, that
+            returns the fraction of the peak learning rate. None is constant.
+        cluster: auto is this machine; else a preset, or the recipe's section.
+        callbacks: objects or classes like ``Callback``.
+        sections: further keys of a recipe, such as ``strategy={"zero_stage": 3}`` or ``trackers=["csv"]``.
+
+    Raises:
+        RecipeError: an object or a key is wrong.
+        ResourceError, DataError, CheckpointError, RankError: as ``train``.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        given = recipe_from(
+            module,
+            loss,
+            dataset,
+            Path(folder),
+            steps=steps,
+            batch_size=batch_size,
+            optimizer=optimizer,
+            schedule=schedule,
+            cluster=cluster,
+            callbacks=callbacks,
+            sections=sections,
+        )
+        return _trained(given, None, Path(out), False)
+
+
+@contextmanager
+def session(
+    recipe: Recipe | None = None,
+    plan: Plan | None = None,
+    *,
+    module: nn.Module | None = None,
+    loss: Callable[..., Any] | None = None,
+    dataset: Any = None,
+    **options: Any,
+) -> Iterator[Session]:
+    """A run for a training loop of your own: the recipe's, or that of objects as in ``fit``.
+
+        with shardwise.session(recipe) as run:
+            for batch in run.batches():
+                loss = run.forward(batch)
+                run.step()
+
+    It runs in this process: alone, as a rank that torchrun or srun started, or in the process group that exists.
+
+    Args:
+        plan: None plans the recipe, on rank 0.
+        module, loss, dataset, options: instead of a recipe, as in ``fit``; all ranks give the same.
+
+    Raises:
+        RecipeError: the recipe, an object or the number of processes is wrong.
+        ResourceError: the plan does not fit.
+    """
+    if recipe is not None:
+        with open_session(recipe, plan) as opened:
+            yield opened
+        return
+    if module is None or loss is None:
+        raise RecipeError(
+            "there is nothing to train", where="session", fix="give a recipe, or module and loss"
+        )
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        known = {name: options.pop(name) for name in _OPTIONS if name in options}
+        given = recipe_from(module, loss, dataset, Path(folder), **known, sections=options)
+        with here(given.objects), open_session(given.recipe, plan) as opened:
+            yield opened
+
+
+def _trained(given: Given, plan: Plan | None, out: Path, exact_memory: bool) -> RunRecord:
+    with giving(given.objects) as environment:
+        workers = partial(_run_workers, environment=environment)
+        cluster = cluster_of(given.recipe.cluster)
+        training.train(given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory)
+    return read_run(out)
 
 
 def export(run: str | Path, out: str | Path, *, dtype: str | None = None, base: bool = False) -> Path:
@@ -162,8 +284,15 @@ def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:
     return verifying.verify(recipe, cluster_of(recipe.cluster), _run_workers, plan=plan, steps=steps)[1]
 
 
-def _run_workers(processes: int, arguments: Sequence[str], logs: Path, *, saves: bool = True) -> None:
-    code, line = run_ranks(processes, arguments, logs, saves=saves)
+def _run_workers(
+    processes: int,
+    arguments: Sequence[str],
+    logs: Path,
+    *,
+    saves: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    code, line = run_ranks(processes, arguments, logs, environment, saves=saves)
     if code == Preempted.exit_code:
         why = "it was asked to stop, and has saved: the same call goes on from there"
         raise RankError("the run stopped", where=str(logs), why=why)

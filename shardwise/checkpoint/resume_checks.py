@@ -153,6 +153,7 @@ def _model_of(recipe: Recipe) -> dict[str, Any]:
     """The recipe's settings that define the trained function and its optimizer, without the path of its weights."""
     found = {f"model.{key}": value for key, value in recipe.model.model_dump(exclude={"hf"}).items()}
     found["optimizer.name"] = recipe.optimizer.name
+    found["optimizer.factory"] = recipe.optimizer.factory
     if recipe.adapter is not None:
         said = {"name", "rank", "alpha", "targets", "rank_stabilized", "quantize", "init"}
         found |= {f"adapter.{key}": value for key, value in recipe.adapter.model_dump(include=said).items()}

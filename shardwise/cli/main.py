@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from shardwise import __version__
 from shardwise.cli import (
     budget,
     data,
     doctor,
+    eval,
     export,
     finetune,
     fit,
@@ -25,6 +28,7 @@ from shardwise.cli import (
     plan,
     quantize,
     report,
+    schema,
     train,
     verify,
 )
@@ -55,8 +59,25 @@ for verb in (
     fit,
     from_,
     doctor,
+    eval,
+    schema,
 ):
     app.command(name=verb.__name__.rpartition(".")[2].rstrip("_"))(verb.command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"shardwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version and exit", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None: ...
 
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]

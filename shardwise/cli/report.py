@@ -1,4 +1,4 @@
-"""``shardwise report``: write the page of a run again, finished or still running."""
+"""``shardwise report``: write the page of a run again, finished or still running, or compare several runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,35 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.common import folder
+from shardwise.core.errors import RecipeError
 
-def command(folder: Annotated[Path, typer.Argument(help="folder of a run", metavar="DIR")]) -> None:
-    """Write one self-contained HTML page and its pictures into the run's folder."""
+
+def command(
+    folders: Annotated[
+        list[Path], typer.Argument(help="folder of a run; of several to compare", metavar="DIR…")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="the page that compares runs; default: compare.html", parser=folder, metavar="FILE"
+        ),
+    ] = None,
+) -> None:
+    """Write one self-contained HTML page and its pictures into the run's folder; of several runs, a comparison."""
+    from shardwise.report.compare import write_comparison
     from shardwise.report.record import read_run
     from shardwise.report.run import write_report
     from shardwise.report.step_times import step_sentences
 
-    page, run = write_report(folder), read_run(folder)
+    if len(folders) > 1:
+        page = out or Path("compare.html")
+        write_comparison(folders, page)
+        typer.echo(f"comparison: {page}")
+        return
+    if out is not None:
+        raise RecipeError("--out is for several runs", where="command line", fix="leave it out")
+    page, run = write_report(folders[0]), read_run(folders[0])
     for sentence in step_sentences(run.plan, run.outcome):
         typer.echo(sentence)
     typer.echo(f"report: {page}")

@@ -40,6 +40,10 @@ class StepRecord:
         tokens: targets that were trained on.
         seconds: wall time since the step before, without that of compiling.
         rewinds: how often the run had gone back before this step.
+        processed_per_second: positions that the model computed, padding and prompts included, as the plan counts them.
+        rewinds: how often the run had gone back before this step.
+        loss_scale: the factor of fp16's loss; None without one.
+        peak_bytes: highest memory of rank 0 so far, as far as it was measured.
         compile_seconds: of compiling kernels in this step.
     """
 
@@ -55,6 +59,9 @@ class StepRecord:
     rewinds: Size | None = None
     gradient_noise: GradientNoise | None = None
     compile_seconds: Seconds | None = None
+    processed_per_second: float | None = None
+    loss_scale: float | None = None
+    peak_bytes: Size | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,7 @@ class Outcome:
     Attributes:
         measured_step_seconds: None when no step was made.
         ledger: the plan's, at the peak.
+        trained_parameters: those that are not frozen; None in reports of earlier versions.
         tokens: targets trained on, earlier runs of a resumed run included.
         seconds: of this run's training, evaluation and saving.
         sample: text from the model.
@@ -127,6 +135,7 @@ class Outcome:
     ledger: Ledger
     held_out_loss: float | None = None
     parameters: Size = 0
+    trained_parameters: Size | None = None
     tokens: Size = 0
     seconds: Seconds = 0.0
     sample: str | None = None

@@ -86,11 +86,12 @@ def _of_text(
     elif spec.packing:
         parts += ["packed"]
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
-    train, held_out = _samples(opened, tokenizer, spec.packing)
+    train, held_out = samples_of(opened, tokenizer, spec.packing)
     return train, held_out, fingerprint
 
 
-def _samples(opened: Opened, tokenizer: Tokenizer, packing: bool) -> tuple[Samples, Samples]:
+def samples_of(opened: Opened, tokenizer: Tokenizer, packing: bool) -> tuple[Samples, Samples]:
+    """Training and held-out samples of opened tokens."""
     if isinstance(opened, PairExamples):
         return PairSamples(opened.train, tokenizer), PairSamples(opened.held_out, tokenizer)
     if isinstance(opened, Examples):

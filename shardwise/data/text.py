@@ -99,6 +99,12 @@ class Examples:
             for tokens, chosen in self.divided.train.records(sample)
         ]
 
+    def prompts(self, most: int) -> list[list[int]]:
+        """The tokens of the first held-out records up to their first trained token; of training records without any."""
+        side = self.divided.held_out if self.divided.held_out.sequences else self.divided.train
+        found = [side.records(index)[0] for index in range(min(most, side.sequences))]
+        return [tokens[: trained.index(True)] for tokens, trained in found]
+
     @property
     def train(self) -> Sequences:
         return self.divided.train

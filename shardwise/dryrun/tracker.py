@@ -37,6 +37,7 @@ from shardwise.runtime.torch_private import (
     DispatchMode,
     FakeTensor,
     local_tensor,
+    reading_a_value,
     sharding_propagation_in,
     storage_key,
 )
@@ -55,6 +56,14 @@ TAGS: tuple[str, ...] = (
 
 EXCHANGED = "exchanged"
 """Tag of tensors that functional collectives read and return. The model owns them and may save them."""
+
+READ: Mapping[bool, float | int] = {True: 1.0, False: 1}
+"""What the host reads of a tensor whose values are not known, by whether it is of floating point.
+
+Optimizers of libraries read step counts, norms, and whether to update at all.
+"""
+_READING = ("setup", "optimizer")
+"""The phases in which it reads. A model must not: its step would wait for the device."""
 
 _TEMPLATED = ("aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_")
 """Operations that read only the shape of their argument."""
@@ -227,6 +236,8 @@ class Tracker(DispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
+        if func is reading_a_value() and current_phase() in _READING:
+            return READ[args[0].dtype.is_floating_point]
         name = func.name()
         if name == "_c10d_functional::wait_tensor":
             return args[0]  # as on a device; the fake kernel returns a new tensor

@@ -32,11 +32,12 @@ class AfterBackward(OptimizerStep):
     def finish(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         live = self._live
         with phase("clip"):
-            norm, skip = self.clip(loss)
+            norm, faulty = self.clip(loss)
+        skip = faulty if self.skip is None else faulty.maximum(self.skip)
         with phase("optimizer"):
             live.optimizer.step(skip)
             live.optimizer.zero_grad(set_to_none=True)
-            live.loss_scale.update(skip)
+            live.loss_scale.update(faulty)
         return norm, skip
 
     def clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,6 +82,8 @@ class WithinBackward(OptimizerStep):
         if self._last:
             self._skip = 1 - total.isfinite().to(torch.float32)
             dist.all_reduce(self._skip, dist.ReduceOp.MAX)
+            if self.skip is not None:
+                self._skip = self._skip.maximum(self.skip)
             self._square = torch.zeros((), dtype=torch.float64, device=self._live.device)
 
     def _consume(self, parameter: Tensor) -> None:

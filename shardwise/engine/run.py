@@ -120,7 +120,13 @@ class LiveModel:
 
 
 class OptimizerStep(ABC):
-    """When gradients become updates: after the backward pass, or within it."""
+    """When gradients become updates: after the backward pass, or within it.
+
+    Attributes:
+        skip: 1 leaves the next update out whatever its gradients are, 0 or None does not.
+    """
+
+    skip: Tensor | None = None
 
     def __init__(self, live: LiveModel) -> None:
         self._live = live

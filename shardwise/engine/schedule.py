@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import math
 
+from shardwise.core.errors import RecipeError
+from shardwise.core.user_objects import resolve
 from shardwise.recipe.lr_scaling import scaled
 from shardwise.recipe.sections import Recipe, ScheduleSpec
 
@@ -26,13 +28,33 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
-    """The factor on the peak learning rate for the update number ``step`` (0-based) of ``steps``."""
+    """The factor on the peak learning rate for the update number ``step`` (0-based) of ``steps``.
+
+    Raises RecipeError if the recipe's function cannot be imported or fails.
+    """
+    if schedule.factory is not None:
+        return _given(schedule.factory, step, steps)
     warmup = schedule.warmup_steps(steps)
     if step < warmup:
         return (step + 1) / warmup
     start = steps - schedule.decay_steps(steps) if schedule.name == "wsd" else warmup
     done = min(1.0, max(0, step - start) / max(1, steps - start))
     return schedule.floor + (1 - schedule.floor) * _SHAPES[schedule.name](done)
+
+
+def _given(target: str, step: int, steps: int) -> float:
+    """The factor by a user's function."""
+    function = resolve(target, "schedule.factory")
+    try:
+        return float(function(step, steps))
+    except Exception as error:  # the user's code
+        why = f"{type(error).__name__}: {error}"
+        raise RecipeError(
+            f"the schedule failed at step {step}",
+            where=f"schedule.factory: {target}",
+            why=why,
+            fix="it is called with the step, from 0, and the number of steps, and returns a number",
+        ) from error
 
 
 _SHAPES = {

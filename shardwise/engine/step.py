@@ -33,14 +33,20 @@ class StepResult:
     loss_scale: Tensor
 
 
-def step(run: Run, steps: Steps, learning_rate: float) -> StepResult:
+def step(run: Run, steps: Steps, learning_rate: float, skip: Tensor | None = None) -> StepResult:
     """One optimizer step over this rank's next micro-batches. Every rank must have the same number.
 
     Args:
         steps: an iterator over the micro-batches of every step. ``[batches]`` is a run of one step.
+        skip: 1 on all ranks leaves the update out, 0 does not.
     """
     run.optimizer.learning_rate = learning_rate
+    run.update.skip = skip
+    return end_step(run, *run.passes.forward_backward(steps))
+
+
+def end_step(run: Run, tokens: Tensor, loss: Tensor) -> StepResult:
+    """From the gradients of a step, its valid targets and its mean loss to the update."""
     scale = run.loss_scale.value.clone()
-    tokens, loss = run.passes.forward_backward(steps)
     grad_norm, skipped = run.update.finish(loss)
     return StepResult(loss, grad_norm, tokens, skipped, scale)

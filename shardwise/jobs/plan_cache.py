@@ -27,6 +27,8 @@ _READ_BY_NO_PLAN: Mapping[str, Any] = {
     "seed": True,
     "data": {"source"},
     "cluster": {"price_per_device_hour"},
+    "callbacks": True,
+    "trackers": True,
 }
 log = logging.getLogger(__name__)
 

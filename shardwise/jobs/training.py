@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.checkpoint.resume_checks import check_start, finished
 from shardwise.checkpoint.run_folder import claim, lacks_page, write_job
 from shardwise.core.attempts import Attempts
-from shardwise.core.errors import OutOfMemory
+from shardwise.core.errors import OutOfMemory, RecipeError
+from shardwise.core.identity import Start, append
 from shardwise.core.plan import Plan
 from shardwise.data import check_data
 from shardwise.data.epochs import epoch_sentences, with_steps
@@ -49,9 +51,8 @@ def train(
             _train(recipe, cluster, folder, run_workers, planned, flags, say)
         if planned is not None or lacks_page(folder):
             page = finish(folder)
-            for sentence in step_times_of(folder):
+            for sentence in last_words(folder, page, recipe):
                 say(sentence)
-            say(f"report: {page}")
 
 
 def _train(
@@ -90,6 +91,7 @@ def prepare(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None, s
         DataError, CheckpointError, RecipeError: the data or the folder cannot be used with this recipe.
         ResourceError: the plan does not fit, or the folder cannot be written.
     """
+    require_trackers(recipe)
     found = check_data(recipe)
     asked, recipe = recipe, with_steps(recipe)
     check_start(recipe, folder)
@@ -99,19 +101,35 @@ def prepare(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None, s
     planned, reasons = plan_remembering(recipe, cluster, folder, plan)
     refuse_unfit(planned)
     write_job(folder, recipe, planned)
+    append(folder, Start.now())
     found += epoch_sentences(asked, recipe)
     for sentence in [f"{planned.line}  →  {folder}", *found, *reasons, *sentences(recipe)]:
         say(sentence)
     return planned
 
 
-def step_times_of(folder: Path) -> list[str]:
-    """Predicted against measured step time of a finished run, in sentences."""
+def require_trackers(recipe: Recipe) -> None:
+    """Raise RecipeError if the library of a tracker is not installed."""
+    for name in recipe.trackers:
+        if importlib.util.find_spec(name) is None:
+            why = f"the package {name} is not installed"
+            fix = f"pip install 'shardwise[{name}]'"
+            raise RecipeError("cannot track this run", where=f"trackers: {name}", why=why, fix=fix)
+
+
+def last_words(folder: Path, page: Path, recipe: Recipe) -> list[str]:
+    """Predicted against measured memory and step time of a finished run, its page, and what can be done next."""
     from shardwise.report.record import read_run
-    from shardwise.report.step_times import step_sentences
+    from shardwise.report.step_times import peak_sentences, step_sentences
 
     run = read_run(folder)
-    return list(step_sentences(run.plan, run.outcome))
+    said = [*peak_sentences(run.outcome), *step_sentences(run.plan, run.outcome), f"report: {page}"]
+    if recipe.model.factory is None:
+        generate = (
+            f"shardwise generate {folder} --prompt TEXT, " if recipe.model.objective == "causal" else ""
+        )
+        said.append(f"next: {generate}shardwise export {folder} OUT")
+    return said
 
 
 def finish(folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """Stopping on request: a signal to any rank makes all ranks save after the same step and exit with 75.
 
-Each step all-reduces a flag. The host reads the flag one step late, like the step's results, so it does not wait. A
-second signal is the launcher's business (``stops.py``).
+Each step all-reduces a few flags: this one, and what callbacks ask for (train/hooks.py). The host reads them one step
+late, like the step's results, so it does not wait. A second signal is the launcher's business (``stops.py``).
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ class StopRequest:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
 
-    def agreed(self) -> Tensor:
-        """1 on all ranks if any rank was asked to stop, else 0. Collective; does not wait for the device."""
-        flag = torch.full((), float(self._asked), device=self._device)  # torch.tensor waits for the device
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return flag
+    def agreed(self, *others: bool) -> Tensor:
+        """[1 + n] flags, 1 on all ranks if any rank was asked to stop, and if any has each of the n ``others``.
+
+        Collective; does not wait for the device.
+        """
+        flags = torch.zeros(1 + len(others), device=self._device)  # torch.tensor waits for the device
+        for place, asked in enumerate((self._asked, *others)):
+            if asked:
+                flags[place].fill_(1.0)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return flags

@@ -8,8 +8,8 @@
              names to splits (runtime/parallel/tensor.py), e.g. ``{"blocks.*.query": "column:12"}`` for 12 heads.
              ``*`` matches one part of a name.
     loss     called as loss(module, batch); returns (sum over the valid targets, int64 number of valid targets),
-             both scalar tensors, without waiting for the device. Under context parallelism (sequence_parallel) it
-             must use batch["positions"].
+             both scalar tensors, or the number as an int, without waiting for the device.
+             Under context parallelism (sequence_parallel) it must use batch["positions"].
     dataset  map-style dataset of dicts of tensors, or a function without arguments that returns one; the function is
              called outside the meta device. It needs a key ``labels``; -100 there is not a target. Without a
              dataset, the recipe's text is read as for a language model.
@@ -22,16 +22,14 @@ depend on the sharding, and memory is that of one module.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.user_objects import resolve
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
 from shardwise.model.initial import seed_of
 from shardwise.runtime.parallel.shard_slices import (
@@ -85,10 +83,11 @@ class FactoryModel(Blueprint):
             raise self._error("tensor_plan() must map layer names to splits", why=str(error)) from error
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        """Raises RecipeError if the function does not return (sum, count)."""
         if "positions" not in batch:
-            return self._loss(model, batch)
+            return self._summed(self._loss(model, batch))
         recorded = _RecordingBatch(batch)
-        result = self._loss(model, recorded)
+        result = self._summed(self._loss(model, recorded))
         if not recorded.positions_read:
             raise self._error(
                 "the loss does not read batch['positions']",
@@ -96,6 +95,19 @@ class FactoryModel(Blueprint):
                 fix="pass the positions to the model, or set sequence_parallel to 1",
             )
         return result
+
+    def _summed(self, made: object) -> LossSum:
+        """What the user's loss returned, as two scalar tensors on the device of the sum; a count may be a number."""
+        total, count = made if isinstance(made, tuple) and len(made) == 2 else (None, None)
+        if not isinstance(total, Tensor) or total.ndim or not isinstance(count, Tensor | int):
+            raise self._error(
+                "the loss must return (sum over the valid targets, number of valid targets)",
+                why=f"it returned {_described(made)}",
+                fix="sum instead of averaging (reduction='sum'), and count: (labels != -100).sum()",
+            )
+        if not isinstance(count, Tensor):
+            return total, torch.full((), count, dtype=torch.int64, device=total.device)
+        return total, count
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         if self._sample is None:
@@ -211,30 +223,23 @@ class _RecordingBatch(dict[str, Tensor]):
         return super().get(key, default)
 
 
+def _described(value: object) -> str:
+    """The type of a value that a user's function returned, with the shapes of tensors."""
+    if isinstance(value, tuple):
+        return f"({', '.join(_described(each) for each in value)})"
+    if isinstance(value, Tensor):
+        return "one number" if value.ndim == 0 else f"a tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
 def _reset_function(module: nn.Module) -> Callable[[], object] | None:
     """The module's reset function. ``_reset_parameters`` is the name in PyTorch's own attention."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def _import(target: str) -> Callable[..., Any]:
-    where = f"model.factory: {target}"
-    module_name, _, function_name = target.partition(":")
-    if not module_name or not function_name:
-        raise RecipeError("a factory is written package.module:function", where=where)
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # not found, or an error during import
-        raise RecipeError(
-            "the factory cannot be imported",
-            where=where,
-            why=f"{type(error).__name__}: {error}",
-            fix="it must be importable from the working directory",
-        ) from error
+    function: Any = resolve(target, "model.factory")
     if not callable(function):
-        raise RecipeError(
-            "the factory is not a function", where=where, why=f"it is a {type(function).__name__}"
-        )
+        why = f"it is a {type(function).__name__}"
+        raise RecipeError("the factory is not a function", where=f"model.factory: {target}", why=why)
     return function

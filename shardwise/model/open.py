@@ -7,6 +7,7 @@ user code.
 from __future__ import annotations
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.user_objects import GIVEN
 from shardwise.model.blueprint import Blueprint
 from shardwise.recipe.sections import Recipe
 
@@ -45,8 +46,10 @@ def base_of(recipe: Recipe) -> Blueprint:
         return made
     if spec.factory is not None:
         from shardwise.model.factory import FactoryModel
+        from shardwise.model.given import ObjectModel
 
-        return FactoryModel(spec.factory, spec.arguments)
+        kind = ObjectModel if spec.factory.startswith(f"{GIVEN}:") else FactoryModel
+        return kind(spec.factory, spec.arguments)
     from shardwise.model.native import NativeModel
 
     return NativeModel.from_spec(spec, length)

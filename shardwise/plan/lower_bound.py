@@ -39,13 +39,19 @@ def least_state_bytes(
     """
     device = replace(cluster, nodes=1, devices_per_node=1)
     undivided = _undivided(strategy)
-    held = parameters[0] * _bytes_per_parameter(undivided, recipe.optimizer, device)
+    optimizer = _stateless(recipe.optimizer)
+    held = parameters[0] * _bytes_per_parameter(undivided, optimizer, device)
     if parameters[1] and recipe.adapter is not None:
-        held += parameters[1] * _bytes_per_frozen(
-            undivided, recipe.optimizer, recipe.adapter.quantize, device
-        )
+        held += parameters[1] * _bytes_per_frozen(undivided, optimizer, recipe.adapter.quantize, device)
     # Replicas are counted; other copies of a layout are known only to the dry run.
     return int(_MARGIN * held * layout.degree("replicate") / layout.world_size)
+
+
+def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:
+    """The optimizer; for one of a library, whose state is known only to the dry run, one without state."""
+    if optimizer.factory is None:
+        return optimizer
+    return OptimizerSpec(name="sgd", momentum=0.0)
 
 
 def _undivided(strategy: Strategy) -> Strategy:

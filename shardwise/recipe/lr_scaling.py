@@ -83,7 +83,7 @@ def _advice(recipe: Recipe) -> Iterator[str]:
 
 def _adaptive(spec: OptimizerSpec) -> bool:
     """Whether the update is normalised by the gradient's magnitude."""
-    return spec.name.startswith("adam")
+    return spec.factory is None and spec.name.startswith("adam")
 
 
 def _beta(beta: float, recipe: Recipe) -> float:

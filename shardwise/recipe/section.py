@@ -3,11 +3,24 @@
 import ast
 import inspect
 from itertools import pairwise
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shardwise.core.user_objects import PATTERN
+
 Text: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
+Target: TypeAlias = Annotated[str, Field(pattern=PATTERN, max_length=4096)]
+"""A user's object, as package.module:name."""
+
+TrackerName: TypeAlias = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class Arguments(dict[str, Any]):
+    """Keyword arguments that can be a part of a cache's key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(sorted(self.items())))
 
 
 def words(value: object) -> object:

@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, SkipValidation, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, model_validator
 
 from shardwise.recipe.data_sections import DataSpec as DataSpec
 from shardwise.recipe.data_sections import MixtureSpec as MixtureSpec
-from shardwise.recipe.section import Section, Text, words
+from shardwise.recipe.section import Arguments, Section, Target, Text, TrackerName, words
 
 Quantize: TypeAlias = Literal["none", "nf4", "int8"]
 Scalar: TypeAlias = str | int | float | bool | None
@@ -79,7 +79,7 @@ class ModelSpec(Section):
     objective: Literal["causal", "masked", "seq2seq"] = "causal"
     """training objective of a model of hf: causal (the next token), masked (BERT: 15 % of the tokens are hidden) or
     seq2seq (T5: a completion, from the prompt in the encoder)"""
-    factory: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=4096)] | None = None
+    factory: Target | None = None
     """package.module:function that returns an nn.Module and its loss"""
     arguments: Mapping[str, Annotated[Scalar, SkipValidation]] = Field(default_factory=dict)
     """keyword arguments of the factory"""
@@ -128,6 +128,12 @@ class OptimizerSpec(Section):
 
     name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
     """update rule; adamw_8bit stores its moments in 8 bits, sgd has momentum"""
+    factory: Target | None = None
+    """package.module:Class of any torch.optim.Optimizer instead, such as torch.optim:Adafactor, or a function of
+    (name, parameter) pairs that returns one or several; learning_rate becomes its lr, weight decay and the like are
+    arguments"""
+    arguments: Annotated[Mapping[str, Any], AfterValidator(Arguments)] = Field(default_factory=Arguments)
+    """keyword arguments of the factory"""
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 3e-4
     """peak learning rate"""
     scale_learning_rate: ScalingSpec | None = None
@@ -151,6 +157,9 @@ class ScheduleSpec(Section):
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """shape after the warmup; wsd is warmup, stable, decay"""
+    factory: Target | None = None
+    """package.module:function of the step (from 0) and the number of steps that returns the fraction of the peak,
+    instead of name, warmup, floor and decay"""
     warmup: Annotated[int | float, BeforeValidator(_share)] = 0.03
     """warmup from 0: steps (a whole number) or a fraction of all steps (below 1)"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -335,6 +344,10 @@ class Recipe(Section):
     """checkpoints"""
     evaluation: EvaluationSpec = EvaluationSpec()
     """validation loss"""
+    callbacks: Annotated[tuple[Target, ...], BeforeValidator(_words)] = ()
+    """a list of package.module:Class, called after steps, evaluations, checkpoints and events"""
+    trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(_words)] = ()
+    """experiment trackers that get every metric and event: a list of csv, tensorboard, wandb, mlflow, trackio"""
 
     @model_validator(mode="before")
     @classmethod

@@ -82,6 +82,14 @@ def deviation(predicted: float, measured: float) -> str:
     return f"{100 * (predicted / measured - 1):+.1f} %".replace("-", "−") if measured > 0 else "–"
 
 
+def in_words(predicted: float, measured: float) -> str:
+    """The error of a prediction as words: `1.8 % too high`."""
+    if measured <= 0:
+        return "–"
+    percent = 100 * (predicted / measured - 1)
+    return f"{abs(percent):.1f} % too {'high' if percent >= 0 else 'low'}"
+
+
 def seconds(value: float) -> str:
     """A duration; `–` if it was not measured."""
     return format_seconds(value) if value > 0 else "–"

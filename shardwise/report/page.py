@@ -19,6 +19,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.identity import starts
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
@@ -29,6 +30,7 @@ from shardwise.report.notation import (
     COLOURS,
     by_size,
     deviation,
+    in_words,
     label,
     of_capacity,
     seconds,
@@ -40,8 +42,9 @@ from shardwise.report.page_parts import Bar, Card, picture
 from shardwise.report.pictures import ledger_bar, loss_curve, memory_timeline, peaks_by_rank
 from shardwise.report.pipeline.pictures import section
 from shardwise.report.record import RunRecord
+from shardwise.report.series import MOST_MARKS, marks, series_picture
 from shardwise.report.standing import standing_of, standing_sentences
-from shardwise.report.step_times import phase_times, step_sentences
+from shardwise.report.step_times import calibration_offer, phase_times, step_sentences
 from shardwise.report.tables import peak_of, verdict
 from shardwise.scaling.noise import batch_sentences, noise_scale
 from shardwise.technique import SETTINGS
@@ -79,14 +82,19 @@ def tight(text: str) -> str:
 def _values(run: RunRecord) -> dict[str, Any]:
     """Everything that the template reads."""
     plan, outcome = run.plan, run.outcome
-    ranks = outcome.ranks if outcome else ()
+    ranks, events = outcome.ranks if outcome else (), [] if run.planned_only else marks(run.folder)
     return {
         "name": run.name,
         "line": plan.line,
         "facts": list(_facts(run)),
         "unfinished": None if outcome else _progress(run),
         "planned_only": run.planned_only,
-        "cards": [_peak_card(run), _speed_card(run), run_card(run.answer) or _loss_card(run), _mfu_card(run)],
+        "cards": [
+            _peak_card(run),
+            _speed_card(run),
+            run_card(run.answer) or _loss_card(run),
+            *_mfu_card(run),
+        ],
         "answer": answer_values(run.plan, run.answer, run.advice),
         "peaks": picture("Predicted and measured peak of every rank", lambda w: peaks_by_rank(ranks, w))
         if ranks
@@ -115,6 +123,11 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "traffic": _traffic_rows(plan),
         "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w)),
         "sample": outcome.sample if outcome else None,
+        "series": picture("Series of the run", lambda w: series_picture(run.steps, events, w))
+        if run.steps
+        else None,
+        "events": events[-MOST_MARKS:],
+        "starts": [start.sentences() for start in starts(run.folder)],
         "interruptions": _interruption_rows(run),
         # A run is planned without comparing candidates.
         "candidates": [
@@ -154,7 +167,11 @@ def _batch_size(run: RunRecord) -> list[str]:
 
 
 def _facts(run: RunRecord) -> Iterator[str]:
-    yield f"{format_count(run.plan.parameters)} parameters"
+    trained = run.outcome.trained_parameters if run.outcome else None
+    partly = trained is not None and trained < run.plan.parameters
+    yield f"{format_count(run.plan.parameters)} parameters" + (
+        f", {format_count(trained or 0)} trained" if partly else ""
+    )
     yield run.plan.cluster
     if run.planned_only:
         tokens = f" of {format_count(run.plan.step.tokens)} tokens"
@@ -196,7 +213,7 @@ def _peak_card(run: RunRecord) -> Card:
     if outcome is None:
         return Card("Predicted peak", format_bytes(plan.predicted_allocated(plan.peak.rank)), "of a rank")
     worst = outcome.worst
-    error = deviation(worst.predicted_peak_bytes, worst.measured_peak_bytes)
+    error = in_words(worst.predicted_peak_bytes, worst.measured_peak_bytes)
     note = f"of rank {worst.rank}\npredicted {format_bytes(worst.predicted_peak_bytes)}, {error}"
     return Card("Measured peak", format_bytes(worst.measured_peak_bytes), note)
 
@@ -205,11 +222,12 @@ def _speed_card(run: RunRecord) -> Card:
     step, measured = run.plan.step, run.step_seconds
     if not measured:
         return Card("Throughput", tokens_rate(step.tokens_per_second), "predicted")
-    error = deviation(step.seconds, measured)
+    error = in_words(step.seconds, measured)
     note = f"{seconds(measured)} per step\npredicted {seconds(step.seconds)}, {error}"
-    # Use measured tokens: the plan's tokens include padding.
-    rate = run.tokens_per_second
-    return Card("Throughput", "–" if rate is None else tokens_rate(rate), note)
+    trained, processed = run.tokens_per_second, step.tokens / measured
+    if trained is not None and trained < 0.95 * processed:
+        note += f"\n{tokens_rate(trained)} trained on"
+    return Card("Throughput", tokens_rate(processed), note)
 
 
 def _loss_card(run: RunRecord) -> Card:
@@ -230,16 +248,13 @@ def _perplexity(loss: float) -> str:
     return "nats per token" + (f"\nperplexity {math.exp(loss):.3g}" if loss < 12 else "")
 
 
-def _mfu_card(run: RunRecord) -> Card:
-    """Measured MFU: the planned FLOPs over the measured time."""
+def _mfu_card(run: RunRecord) -> Iterator[Card]:
+    """Measured MFU: the planned FLOPs over the measured time. None where the peak of the CPU is only assumed."""
     step, measured = run.plan.step, run.step_seconds
     if not measured:
-        return Card("MFU", share(step.mfu, 1), "predicted")
-    return Card(
-        "MFU",
-        share(step.mfu * step.seconds / measured, 1),
-        f"predicted {share(step.mfu, 1)}",
-    )
+        yield Card("MFU", share(step.mfu, 1), "predicted")
+    elif run.plan.device != "cpu" or not calibration_offer(run.plan):
+        yield Card("MFU", share(step.mfu * step.seconds / measured, 1), f"predicted {share(step.mfu, 1)}")
 
 
 def _interruption_rows(run: RunRecord) -> list[tuple[str, str, str, str, str]]:

@@ -39,7 +39,6 @@ WIDE, NARROW = 9.6, 3.9
 
 STACK = (
     "overhead",
-    "fragmentation",
     "parameters",
     "master_weights",
     "optimizer_state",
@@ -47,6 +46,7 @@ STACK = (
     "activations",
     "communication",
     "temporaries",
+    "fragmentation",
 )
 """Ledger rows from the bottom of the timeline up: constant rows below changing rows."""
 
@@ -158,7 +158,7 @@ def loss_curve(steps: Sequence[StepRecord], width: float = WIDE) -> Figure:
     _mark(above, [s.step for s in steps if not math.isfinite(s.loss)], "not a number", "x")
     above.legend(loc="upper right")
     rates = np.array([step.learning_rate for step in steps])
-    below.plot(*_thinned(number, rates), color=MUTED, linewidth=1.2)
+    below.plot(*thinned(number, rates), color=MUTED, linewidth=1.2)
     below.set_ylim(0, 1.15 * max(rates.max(), 1e-12))
     below.set_yticks([0, rates.max()], ["0", f"{rates.max():.1e}".replace("e-0", "e-").replace("-", "−")])
     return figure
@@ -170,8 +170,8 @@ def _draw_training(axes: Any, number: np.ndarray[Any, Any], loss: np.ndarray[Any
         marker = "o" if len(loss) < 3 else ""
         axes.plot(number, loss, color=INK, linewidth=1.6, label="training", marker=marker, markersize=3)
         return
-    axes.plot(*_thinned(number, loss), color=INK, linewidth=0.6, alpha=0.4)
-    axes.plot(*_thinned(number, _smoothed(loss, window)), color=INK, linewidth=1.6, label="training")
+    axes.plot(*thinned(number, loss), color=INK, linewidth=0.6, alpha=0.4)
+    axes.plot(*thinned(number, _smoothed(loss, window)), color=INK, linewidth=1.6, label="training")
 
 
 def _smoothed(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:
@@ -183,7 +183,7 @@ def _smoothed(values: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]
     return np.where(valid, sums / np.maximum(counts, 1), np.nan)
 
 
-def _thinned(
+def thinned(
     x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """About `MOST_POINTS` of the points or fewer: the lowest and the highest of each group of neighbours."""

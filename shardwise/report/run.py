@@ -6,6 +6,7 @@ web server, is always complete.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from shardwise.core.answer import Answer
@@ -17,6 +18,7 @@ from shardwise.report.mesh import mesh
 from shardwise.report.page import render_page
 from shardwise.report.pictures import loss_curve, memory_timeline, png
 from shardwise.report.pipeline.pictures import figures
+from shardwise.report.pipeline.trace import trace_of
 from shardwise.report.record import RunRecord, read_run
 
 __all__ = ["Outcome", "RankMemory", "RunRecord", "StepRecord", "read_run", "write_plan_page", "write_report"]
@@ -39,6 +41,8 @@ def write_report(folder: Path) -> Path:
         write_whole(run.folder / "mesh.png", png(mesh(run.plan.layout, run.plan.devices_per_node)))
     for name, figure in figures(run.plan, run.outcome.passes if run.outcome else None).items():
         write_whole(run.folder / name, png(figure))
+    trace = trace_of(run.plan, run.outcome)
+    write_whole(run.folder / "trace.json", json.dumps(trace, separators=(",", ":")).encode())
     write_whole(page, render_page(run).encode("utf-8"))
     return page
 

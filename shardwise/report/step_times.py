@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome
-from shardwise.report.notation import deviation, seconds
+from shardwise.core.units import format_bytes
+from shardwise.report.notation import deviation, in_words, seconds
 
 NAMES = ("forward", "backward", "communication", "optimizer")
 """Phases in the order of a step."""
@@ -43,12 +44,21 @@ def phase_times(plan: Plan, outcome: Outcome | None) -> list[PhaseTime]:
     ]
 
 
+def peak_sentences(outcome: Outcome | None) -> Iterator[str]:
+    """One line with the peak memory of the rank that needed most."""
+    if outcome is None or not outcome.worst.measured_peak_bytes:
+        return
+    planned, held = outcome.worst.predicted_peak_bytes, outcome.worst.measured_peak_bytes
+    sizes = f"{format_bytes(planned)} predicted, {format_bytes(held)} measured"
+    yield f"peak memory: {sizes} (predicted {in_words(planned, held)})"
+
+
 def step_sentences(plan: Plan, outcome: Outcome | None) -> Iterator[str]:
     """One line with the step's seconds; one with the phases; one that offers a calibration where the error is large."""
     if outcome is None or not outcome.measured_step_seconds:
         return
     spent, planned = outcome.measured_step_seconds, outcome.predicted_step_seconds
-    yield f"step: {seconds(planned)} predicted, {seconds(spent)} measured ({deviation(planned, spent)})"
+    yield f"step: {seconds(planned)} predicted, {seconds(spent)} measured (predicted {in_words(planned, spent)})"
     if phases := phase_times(plan, outcome):
         yield "phases, predicted/measured: " + ", ".join(
             f"{each.name} {seconds(each.predicted or 0.0)}/{seconds(each.measured or 0.0)}" for each in phases

@@ -10,6 +10,7 @@ Modules that take long to import (DTensor, FSDP2, pipelining) are imported insid
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -122,6 +123,12 @@ def eigenvectors_of(matrix: Tensor, uplo: str, vectors: bool) -> tuple[Tensor, T
     """The operation behind ``torch.linalg.eigh``: eigenvalues, ascending, and eigenvectors."""
     found: tuple[Tensor, Tensor] = torch.ops.aten._linalg_eigh(matrix, uplo, vectors)
     return found
+
+
+def state_maker(optimizer: Any) -> Callable[[dict[str, Any]], None] | None:
+    """Makes the state of a group's parameters, as torch's optimizers can; None elsewhere. ``step`` also updates."""
+    made: Any = getattr(optimizer, "_init_group", None)
+    return made and (lambda group: made(group, *([] for _ in list(inspect.signature(made).parameters)[1:])))
 
 
 # -- autograd ----------------------------------------------------------------------------------------
@@ -331,14 +338,12 @@ def default_group() -> dist.ProcessGroup:
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that a functional collective is told by name. RuntimeError when there is none."""
-    resolve: Any = torch._C._distributed_c10d._resolve_process_group
-    return cast("dist.ProcessGroup", resolve(name))
+    return cast("dist.ProcessGroup", cast(Any, torch._C._distributed_c10d)._resolve_process_group(name))
 
 
 def copy_of_store() -> Store:
     """The store that the ranks met in, over a connection of its own. The annotations lack ``clone``."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    return cast("Store", store.clone())
+    return cast("Store", cast(Any, dist.distributed_c10d._get_default_store()).clone())
 
 
 def set_timeouts(timeout: timedelta) -> None:

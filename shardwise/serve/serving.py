@@ -228,9 +228,15 @@ def load_model(
         raise RecipeError(
             f"precision is {precision!r}", where="precision", fix=f"take one of {', '.join(DTYPES)}"
         )
+    place = device_named(device)
+    return ServedModel(open_model(Path(folder), tokenizer, DTYPES[precision], place), adapters)
+
+
+def device_named(name: str) -> torch.device:
+    """The device. Raises RecipeError if there is none of this name here."""
     try:
-        place = torch.device(device)
+        place = torch.device(name)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
-        raise RecipeError(f"no device {device!r}", where="device", why=str(error).splitlines()[0]) from error
-    return ServedModel(open_model(Path(folder), tokenizer, DTYPES[precision], place), adapters)
+        raise RecipeError(f"no device {name!r}", where="device", why=str(error).splitlines()[0]) from error
+    return place

@@ -36,6 +36,14 @@ def _clips(case: Case) -> bool:
 RULES: tuple[Rule, ...] = (
     Rule(
         key="optimizer_in_backward",
+        reason="an optimizer of a library updates all of its parameters at once",
+        broken=lambda case: (
+            case.strategy[OPTIMIZER_IN_BACKWARD] and case.recipe.optimizer.factory is not None
+        ),
+        nearest=lambda case: {"optimizer_in_backward": False},
+    ),
+    Rule(
+        key="optimizer_in_backward",
         reason="the norm to clip by is known only when every parameter has been updated",
         broken=_clips,
         fix="set optimizer.clip_norm and optimizer.adaptive_clip to null",

@@ -45,6 +45,14 @@ def _copies_of_files(case: Case) -> bool:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        key="offload",
+        reason="an optimizer of a library updates its parameters where they are",
+        broken=lambda case: (
+            case.recipe.optimizer.factory is not None and bool(parts(case.strategy) - {"activations"})
+        ),
+        fix="set offload to none or activations, or optimizer.factory to null",
+    ),
+    Rule(
         key="offload_fraction",
         reason="only an optimizer's state that is offloaded without the parameters can be divided",
         broken=_nothing_to_divide,

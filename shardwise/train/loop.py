@@ -7,12 +7,14 @@ stops, and the launcher starts all ranks again with half the micro-batch (oom_re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.adapter import leave
@@ -21,7 +23,8 @@ from shardwise.checkpoint.resume_checks import left_to_write
 from shardwise.checkpoint.run_folder import ADAPTER, CHECKPOINTS, REPORT
 from shardwise.checkpoint.saver import Saver
 from shardwise.core import heartbeat
-from shardwise.core.errors import Preempted
+from shardwise.core.errors import Preempted, RecipeError
+from shardwise.core.json_file import plain
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import GradientNoise, StepRecord
 from shardwise.data import Data, open_data
@@ -41,12 +44,14 @@ from shardwise.train.batches import RankBatches, require_vocabulary
 from shardwise.train.evaluation import evaluate
 from shardwise.train.faults.oom_restart import followed_oom, stop_on_oom
 from shardwise.train.faults.recovery import ObservedStep, Recovery, Rewound
+from shardwise.train.hooks import ASKS, EVALUATE, PREEMPT, SAVE, SKIP, STOP, Hooks, open_callbacks, read
 from shardwise.train.meter import MemoryMeter
 from shardwise.train.noise import gradient_noise, refuse_noise
 from shardwise.train.pass_stopwatch import Stopwatch
 from shardwise.train.pauses import Pauses
 from shardwise.train.phase_stopwatch import PhaseStopwatch
-from shardwise.train.run_log import RunLog, say, warn
+from shardwise.train.run_log import RunLog, say, trained_sentence, warn
+from shardwise.train.trackers import Tracking
 from shardwise.train.warm_up import warm_kernels
 
 
@@ -70,7 +75,7 @@ class _Pending:
 
     index: int
     result: StepResult
-    stop: Tensor
+    flags: Tensor
     seconds: float
     compiling: float
 
@@ -90,21 +95,30 @@ class Trainer:
         self.blueprint: Blueprint = blueprint_of(recipe)
         self.data: Data = open_data(recipe, self.blueprint.dataset)
         require_vocabulary(self.blueprint, self.data)
+        callbacks = open_callbacks(recipe.callbacks)
+        named = recipe.trackers if dist.get_rank() == 0 else ()
+        tracking = Tracking(named, job.folder, warn) if named else None
         warm_kernels(job.device, strategy)
-        self.blueprint.parameter_count()  # imports the model's code before the level of memory is taken
+        # This imports the model's code before the level of memory is taken.
+        self._trained, self._frozen = self.blueprint.parameter_counts()
         self.meter = MemoryMeter(job.device, job.exact_memory)
         self.run = build(recipe, self.blueprint, strategy, job.device)
         self.state = self._restored()
         self.index = self.state.step
         self.batches = RankBatches(self.data, self.run)
         self.saver = Saver(self.run, job.folder, self.data.fingerprint)
-        self.recovery = Recovery(self.run, self.data, job.folder, self.batches.at, self.saver.wait, warn)
+        self.hooks = Hooks(callbacks, dist.get_rank(), [] if tracking is None else [("trackers", tracking)])
+        heard = (lambda event: self.hooks.call("on_event", event)) if self.hooks.listening else None
+        self.recovery = Recovery(
+            self.run, self.data, job.folder, self.batches.at, self.saver.wait, warn, heard
+        )
         self.pauses = Pauses(recipe)
         self.stopwatch = Stopwatch(self.run, self.state.step)
         self.phases = PhaseStopwatch(self.run, self.state.step)
         self.log = RunLog(job.folder, job.plan, recipe.steps, self.state.step)
         self._pending: _Pending | None = None
-        self._watched = False
+        self._watched = self._ended = False
+        self._skip: Tensor | None = None
         if recipe.evaluation.noise_scale:
             refuse_noise(self.run, job.plan.micro_batches)
 
@@ -132,15 +146,50 @@ class Trainer:
         if self.state.step >= steps:
             self._end_again()
             return
-        self.log.begin()
+        if self._frozen:
+            say(trained_sentence(self._trained, self._frozen))
+        self.log.begin(self._trained)
         self.recovery.begin(self.state, followed_oom(job.folder, job.plan))
-        with listening(lambda phase: heartbeat.mark()):
+        with listening(lambda phase: heartbeat.mark()), self._telling():
+            self._rehearse()
             stop_on_oom(
                 self._train, job.folder, job.plan, lambda: (self.index + 1, self.meter.reached().allocated)
             )
             self.saver.wait()
         self.recovery.close()
         self.log.end(self.meter.peak, self.state.tokens, self.stopwatch.collect(), self.phases.collect())
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the callbacks of the start and of the end of the block."""
+        job, before = self.job, self.state.step
+        about = {"folder": str(job.folder), "recipe": job.recipe.model_dump(mode="json")}
+        where = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        plan = job.plan.as_dict() if self.hooks.listening else {}
+        self.hooks.call(
+            "on_start", {**about, **where, "plan": plan, "step": before, "steps": job.recipe.steps}
+        )
+        try:
+            yield
+        except BaseException as error:
+            reason = "preempted" if isinstance(error, Preempted) else "failed"
+            with suppress(RecipeError):  # the first error is the one to report
+                self._tell_end(reason, str(error))
+            raise
+        self._tell_end("stopped" if self._ended else "finished")
+
+    def _tell_end(self, reason: str, error: str = "") -> None:
+        end = {"step": self.state.step, "tokens": self.state.tokens, "reason": reason, "error": error}
+        self.hooks.call("on_end", end)
+
+    def _rehearse(self) -> None:
+        """Evaluate one micro-batch of a user's own model before the first step.
+
+        The dry run runs the loss in training mode only, so a fault in evaluation would be found after the last step.
+        """
+        if self.blueprint.objective is None and self.state.step == 0:
+            evaluate(self.run, self.batches.validation()[:1])
+            self.meter.forget()
 
     def _end_again(self) -> None:
         """All steps are done: write what an earlier process was killed before it wrote."""
@@ -158,7 +207,7 @@ class Trainer:
 
     def _train(self) -> None:
         """Step to the end of the run; after a rewind, again from the restored state."""
-        while self.state.step < self.job.recipe.steps:
+        while self.state.step < self.job.recipe.steps and not self._ended:
             try:
                 self._steps()
             except Rewound as rewound:
@@ -171,10 +220,12 @@ class Trainer:
         batches = (self.batches.at(self.state.position(index)) for index in steps)
         for index in steps:
             before, self._pending = self._pending, self._issue(index, batches)
-            stop = before is not None and self._finish(before)
+            asked = frozenset[str]() if before is None else self._finish(before)
             self.meter.after_step()
-            if stop or self.pauses.after(index):
-                self._pause(self._pending, stop)
+            if asked - {SKIP} or self.pauses.after(index):
+                self._pause(self._pending, asked)
+            if self._ended:
+                return
 
     def _issue(self, index: int, batches: Steps) -> _Pending:
         """Run a step without waiting for the device."""
@@ -182,9 +233,10 @@ class Trainer:
         seed_step(recipe.seed, index, run.random_rank)
         before = seconds_compiling()
         with self._monitored(index):
-            result = step(run, batches, learning_rate(recipe, index))
-        compiling, stop = seconds_compiling() - before, self._stop_asked(index)
-        return _Pending(index, result, stop, self.log.lap() - compiling, compiling)
+            result = step(run, batches, learning_rate(recipe, index), self._skip)
+        compiling, flags = seconds_compiling() - before, self._agreed(index)
+        self._skip = flags[-1] if self.hooks.may_ask and run.synchronous else None
+        return _Pending(index, result, flags, self.log.lap() - compiling, compiling)
 
     @contextmanager
     def _monitored(self, index: int) -> Iterator[None]:
@@ -194,23 +246,23 @@ class Trainer:
         with self.stopwatch.over(index), self.phases.over(index):
             yield
 
-    def _stop_asked(self, index: int) -> Tensor:
-        """1 if a rank was asked to stop, else 0; on all ranks, without waiting for the device."""
-        # Ranks that are not in the same step can agree to stop only where the run pauses.
+    def _agreed(self, index: int) -> Tensor:
+        """What any rank was asked for, on all ranks, without waiting for the device: PREEMPT, then ASKS."""
+        # Ranks that are not in the same step can agree only where the run pauses.
         if self.run.synchronous or self.pauses.after(index):
-            return self.stopping.agreed()
-        return torch.zeros(())
+            return self.stopping.agreed(*self.hooks.asked())
+        return torch.zeros(1 + len(ASKS))
 
     def _finish(
         self, pending: _Pending, validation_loss: float | None = None, noise: GradientNoise | None = None
-    ) -> bool:
-        """Read, log and judge the results of a step. Returns whether a rank was asked to stop.
+    ) -> frozenset[str]:
+        """Read, log and judge the results of a step. Returns the flags that are set.
 
         Raises Rewound or NumericsError.
         """
         result, seconds = pending.result, pending.seconds
         loss, norm, tokens = float(result.loss), float(result.grad_norm), int(result.tokens)
-        skipped, rewinds = bool(result.skipped), self.state.rewinds or None
+        skipped, rewinds, scale = bool(result.skipped), self.state.rewinds or None, float(result.loss_scale)
         self.state = replace(self.state, step=pending.index + 1, tokens=self.state.tokens + tokens)
         record = StepRecord(
             step=self.state.step,
@@ -220,34 +272,48 @@ class Trainer:
             tokens=tokens,
             seconds=seconds,
             tokens_per_second=tokens / seconds,
+            processed_per_second=self.job.plan.step.tokens / seconds,
+            loss_scale=scale if self.run.loss_scale.active else None,
+            peak_bytes=self.meter.peak.allocated,
             skipped=skipped,
             held_out_loss=validation_loss,
             rewinds=rewinds,
             gradient_noise=noise,
             compile_seconds=pending.compiling or None,
         )
-        self.log.step(record, self.meter.peak)
-        observed = ObservedStep(pending.index, loss, norm, skipped, float(result.loss_scale))
+        self.log.step(record)
+        if self.hooks.listening:
+            self.hooks.step(plain(record))
+        if validation_loss is not None:
+            self.hooks.call("on_evaluate", {"step": self.state.step, "held_out_loss": validation_loss})
+        faulty = skipped and not (math.isfinite(loss) and math.isfinite(norm))  # else a callback asked for it
+        observed = ObservedStep(pending.index, loss, norm, faulty, scale)
         self.state = self.recovery.see(self.state, observed)
         if not self._watched:
             watch(self.job.recipe.watchdog)
             self._watched = True
-        return bool(pending.stop)
+        return read(pending.flags)
 
-    def _pause(self, pending: _Pending, stop: bool) -> None:
+    def _pause(self, pending: _Pending, asked: frozenset[str]) -> None:
         """Between two steps: evaluate, save, and stop if asked to. The time of a step does not include it."""
         index, recipe, validation_loss, noise = pending.index, self.job.recipe, None, None
         float(pending.result.loss)  # waits for the device
         pending.seconds += self.log.lap()
-        if self.pauses.evaluates(index) and not stop and (batches := self.batches.validation()):
+        asked |= read(pending.flags)
+        stop, last = PREEMPT in asked, STOP in asked
+        evaluates = (self.pauses.evaluates(index) or last or EVALUATE in asked) and not stop
+        if evaluates and (batches := self.batches.validation()):
             validation_loss = evaluate(self.run, batches)
-        if self.pauses.evaluates(index) and not stop and recipe.evaluation.noise_scale:
+        if evaluates and recipe.evaluation.noise_scale:
             noise = gradient_noise(self.run, self.batches.at(self.state.position(index + 1)))
-        stop = self._finish(pending, validation_loss, noise) or stop
+        self._finish(pending, validation_loss, noise)
         self._pending = None
-        if self.pauses.saves(index, stop, suspicious=self.state.guard.burst is not None):
-            self.log.sync()
-            self.saver.save(self.state)
+        suspicious = self.state.guard.burst is not None
+        if self.pauses.saves(index, stop or last, suspicious) or SAVE in asked:
+            self._save()
+        if last and not stop:
+            say(f"a callback ended the run after step {index + 1}")
+            self._ended = True
         if stop and index + 1 < recipe.steps:
             self.saver.wait()
             again = "run the same command to go on"
@@ -257,6 +323,13 @@ class Trainer:
             self.recovery.snapshot(self.state)
         self.meter.forget()
         self.log.lap()
+
+    def _save(self) -> None:
+        self.log.sync()
+        self.saver.save(self.state)
+        path = self._checkpoints / f"step-{self.state.step}"
+        committed = not self.job.recipe.checkpoint.background
+        self.hooks.call("on_save", {"step": self.state.step, "path": str(path), "committed": committed})
 
 
 def seed_step(seed: int, index: int, rank: int) -> None:

@@ -33,12 +33,9 @@ class Progressing:
             self._task = self._bar.add_task("", total=steps, completed=resumed)
             self._bar.start()
 
-    def show(self, metrics: StepRecord, peak_bytes: int) -> None:
+    def show(self, metrics: StepRecord) -> None:
         held_out = "" if metrics.held_out_loss is None else f"  validation loss {metrics.held_out_loss:.4f}"
-        text = (
-            f"loss {metrics.loss:.4f}{held_out}  {metrics.tokens_per_second:,.0f} tokens/s"
-            f"  peak {format_bytes(peak_bytes)}"
-        )
+        text = f"loss {metrics.loss:.4f}{held_out}  {_rates(metrics)}  peak {format_bytes(metrics.peak_bytes or 0)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=metrics.step, description=text)
             return
@@ -54,3 +51,11 @@ class Progressing:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _rates(metrics: StepRecord) -> str:
+    """Tokens per second; where padding and prompts are computed too, those that are trained on apart."""
+    trained, processed = metrics.tokens_per_second, metrics.processed_per_second
+    if processed is None or trained > 0.95 * processed:
+        return f"{trained:,.0f} tokens/s"
+    return f"{processed:,.0f} tokens/s, {trained:,.0f} trained"

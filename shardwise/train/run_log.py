@@ -11,6 +11,7 @@ from shardwise.checkpoint.run_folder import forget_report, write_outcome
 from shardwise.core.attempts import Attempts
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome, PassesRecord, PhasesRecord, RankMemory, StepRecord
+from shardwise.core.units import format_count
 from shardwise.train.meter import EXACT_STEPS, Measured
 from shardwise.train.metrics import MetricsFile, typical_seconds
 from shardwise.train.progress import Progressing
@@ -28,14 +29,16 @@ class RunLog:
         self._writes = dist.get_rank() == 0
         self._started = self._lap_began = time.perf_counter()
         self.validation_loss: float | None = None
+        self._trained: int | None = None
         if self._writes:
             self._metrics = MetricsFile(folder / "metrics.jsonl", resumed, warn)
             losses = [record.held_out_loss for record in self._metrics.before]
             self.validation_loss = next((loss for loss in reversed(losses) if loss is not None), None)
             self._progress = Progressing(steps, resumed)
 
-    def begin(self) -> None:
-        """Training begins: delete the report of an earlier training."""
+    def begin(self, trained: int) -> None:
+        """Training of ``trained`` parameters begins: delete the report of an earlier training."""
+        self._trained = trained
         if self._writes:
             forget_report(self._folder)
             Attempts(self._folder).training(self._resumed)
@@ -45,13 +48,13 @@ class RunLog:
         before, self._lap_began = self._lap_began, time.perf_counter()
         return self._lap_began - before
 
-    def step(self, record: StepRecord, peak: Measured) -> None:
-        """Log a step, and the peak memory of this rank so far."""
+    def step(self, record: StepRecord) -> None:
+        """Log a step."""
         if record.held_out_loss is not None:
             self.validation_loss = record.held_out_loss
         if self._writes:
             self._metrics.write(record)
-            self._progress.show(record, peak.allocated)
+            self._progress.show(record)
 
     def sync(self) -> None:
         """A checkpoint will be saved: write the steps before it to the disk."""
@@ -91,6 +94,7 @@ class RunLog:
             ledger=plan.ledger,
             held_out_loss=self.validation_loss,
             parameters=plan.parameters,
+            trained_parameters=self._trained,
             tokens=tokens,
             seconds=time.perf_counter() - self._started,
             device=plan.device,
@@ -99,6 +103,12 @@ class RunLog:
             phases=phases,
         )
         write_outcome(self._folder, outcome)
+
+
+def trained_sentence(trained: int, frozen: int) -> str:
+    """How many of the parameters are trained."""
+    whole = trained + frozen
+    return f"training {format_count(trained)} of {format_count(whole)} parameters ({trained / whole:.2%})"
 
 
 def say(text: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.loss_scale import norm_limit_of
+from shardwise.engine.optim.library import made_by
 from shardwise.engine.schedule import learning_rate
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.recipe.lr_scaling import scaled
@@ -53,7 +54,8 @@ def train_reference(
     """Train ``model`` in place on one list of micro-batches per optimizer step; yield the result of each step."""
     spec = scaled(recipe)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = _optimizer(_groups(blueprint, model, spec), spec)
+    optimizers = _optimizers(blueprint, model, spec)
+    ratios = [[group["lr"] for group in each.param_groups] for each in optimizers]
     limit = norm_limit_of(spec.clip_norm, spec.adaptive_clip, torch.device("cpu"))
     for index, batches in enumerate(batches_of):
         total, count = 0.0, 0
@@ -69,10 +71,11 @@ def train_reference(
         norm = torch.nn.utils.get_total_norm(grads, foreach=False)
         torch.nn.utils.clip_grads_with_norm_(parameters, float(limit.value(norm)), norm, foreach=False)
         limit.update(norm, torch.zeros(()))
-        for group in optimizer.param_groups:
-            group["lr"] = group["rate_ratio"] * learning_rate(recipe, index)
-        optimizer.step()
-        optimizer.zero_grad()
+        for each, rates in zip(optimizers, ratios, strict=True):
+            for group, rate in zip(each.param_groups, rates, strict=True):
+                group["lr"] = rate * learning_rate(recipe, index)
+            each.step()
+            each.zero_grad()
         yield ReferenceStep(total / max(1, count), float(norm))
 
 
@@ -104,11 +107,22 @@ def _groups(blueprint: Blueprint, model: nn.Module, spec: OptimizerSpec) -> list
         {
             "params": [parameter],
             "weight_decay": spec.weight_decay if parameter.ndim >= 2 else 0.0,
-            "rate_ratio": blueprint.rate_ratio(name),
+            "lr": blueprint.rate_ratio(name),
         }
         for name, parameter in named_parameters(model)
         if parameter.requires_grad
     ]
+
+
+def _optimizers(blueprint: Blueprint, model: nn.Module, spec: OptimizerSpec) -> list[torch.optim.Optimizer]:
+    """The optimizers, with each group's ratio to the learning rate as its rate."""
+    if spec.factory is None:
+        return [_optimizer(_groups(blueprint, model, spec), spec)]
+    made = made_by({name: p for name, p in named_parameters(model) if p.requires_grad}, spec)
+    for each in made:
+        for group in each.param_groups:
+            group["lr"] = group.get("lr", spec.learning_rate) / spec.learning_rate
+    return made
 
 
 def _optimizer(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:

@@ -127,6 +127,22 @@ def no_labels():
     return Classifier(10, 2), loss, lambda: [{"x": torch.zeros(8)}]
 
 
+def number():
+    return Classifier(10, 2), lambda model, batch: (loss(model, batch)[0], len(batch["labels"])), Spirals
+
+
+def mean():
+    return Classifier(10, 2), lambda model, batch: loss(model, batch)[0] / 4, Spirals
+
+
+def vector():
+    return Classifier(10, 2), lambda model, batch: (model(batch["x"])[:, 0], 4), Spirals
+
+
+def fraction():
+    return Classifier(10, 2), lambda model, batch: (loss(model, batch)[0], 4.0), Spirals
+
+
 def one():
     return Classifier(10, 2)
 
@@ -252,6 +268,33 @@ def test_mistakes_are_told_in_a_line(function: str, arguments: dict[str, Any], s
         make(function, **arguments)
     assert caught.value.where == f"model.factory: spirals:{function}"
     assert "\n" not in caught.value.line()
+
+
+def batch_of(blueprint: FactoryModel) -> dict[str, torch.Tensor]:
+    samples: list[dict[str, torch.Tensor]] = [blueprint.dataset[index] for index in range(4)]  # type: ignore[index]
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def test_a_count_may_be_a_number(make: Any, whole: Any) -> None:
+    blueprint = make("number")
+    total, count = blueprint.loss(whole(blueprint), batch_of(blueprint))
+    assert (count.dtype, count.item(), total.ndim) == (torch.int64, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "returned"),
+    [
+        ("mean", "it returned one number"),
+        ("vector", r"it returned \(a tensor of shape \[4\], a int\)"),
+        ("fraction", r"it returned \(one number, a float\)"),
+    ],
+)
+def test_a_loss_that_is_no_sum_and_count_is_told_in_a_line(
+    function: str, returned: str, make: Any, whole: Any
+) -> None:
+    blueprint = make(function)
+    with pytest.raises(RecipeError, match=rf"must return \(sum.*{returned}.*reduction='sum'"):
+        blueprint.loss(whole(blueprint), batch_of(blueprint))
 
 
 def test_modules_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,8 @@ def test_says_what_was_predicted_and_what_was_seen(run: RunRecord) -> None:
         "example bf16 · zero3×8 · mb1×ga2 8.03B parameters · 8xH100-80GB · 30 steps · 1 skipped update"
         " · 3.93M tokens · 54.00 s in steps Measured peak" in text
     )
-    assert "Measured peak 70.38 GiB of rank 7 predicted 66.86 GiB, −5.0 %" in text
-    assert "Throughput 72.8 k tokens/s 1.79 s per step predicted 1.65 s, −8.1 %" in text
+    assert "Measured peak 70.38 GiB of rank 7 predicted 66.86 GiB, 5.0 % too low" in text
+    assert "Throughput 73.2 k tokens/s 1.79 s per step predicted 1.65 s, 8.1 % too low Held" in text
     assert "Held-out loss 1.5213 nats per token perplexity 4.58" in text
     assert "MFU 54 % predicted 58 %" in text
     assert "predicted 1.65 s measured 1.79 s −8.1 %" in text
@@ -173,19 +173,43 @@ def test_a_run_before_its_first_step(plan: Plan, make_run: MakeRun) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_throughput_is_of_the_targets_that_were_trained_on(run: RunRecord) -> None:
-    """Not of those that sequences are padded with, which the plan counts; and not of the first, slower steps."""
+def test_throughput_is_of_all_that_is_computed_and_of_what_is_trained_on(run: RunRecord) -> None:
+    """The first compares with the plan, which counts padding and prompts; neither counts the first, slower steps."""
     rates = (200.0, 200.0, 200.0, 7322.0, 7322.0)
     steps = tuple(
         replace(step, tokens=13_106, tokens_per_second=rate)
         for step, rate in zip(run.steps, rates, strict=False)
     )
     finished = Reader(render_page(replace(run, steps=steps))).text
-    assert "Throughput 7.32 k tokens/s 1.79 s per step predicted 1.65 s, −8.1 %" in finished
+    both = "1.79 s per step predicted 1.65 s, 8.1 % too low 7.32 k tokens/s trained on"
+    assert f"Throughput 73.2 k tokens/s {both}" in finished
     training = Reader(render_page(replace(run, steps=steps, outcome=None))).text
-    assert "Throughput 7.32 k tokens/s 1.80 s per step" in training
+    assert "Throughput 72.8 k tokens/s 1.80 s per step" in training and "7.32 k tokens/s trained" in training
     without = Reader(render_page(replace(run, steps=()))).text
-    assert "Throughput – 1.79 s per step" in without, "the number of targets is unknown"
+    assert "Throughput 73.2 k tokens/s 1.79 s per step" in without
+    assert "trained on Held" not in without, "the number of targets is unknown"
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_no_mfu_of_an_assumed_cpu(run: RunRecord) -> None:
+    """The assumed peak is low on purpose: MFU would be above 100 %."""
+    assumed = replace(run, plan=replace(run.plan, device="cpu"))
+    assert "MFU" not in page_text(assumed)
+    measured = replace(assumed.plan, assumptions=("seconds come from kernels measured on 2026-11-23",))
+    assert "MFU 54 %" in page_text(replace(assumed, plan=measured))
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_frozen_parameters_are_told_apart(run: RunRecord) -> None:
+    assert run.outcome is not None
+    adapter = replace(run, outcome=replace(run.outcome, trained_parameters=41_900_000))
+    assert "8.03B parameters, 41.90M trained · 8xH100" in page_text(adapter)
+    everything = replace(run.outcome, trained_parameters=run.plan.parameters)
+    assert "trained ·" not in page_text(replace(run, outcome=everything))
+
+
+def page_text(run: RunRecord) -> str:
+    return Reader(render_page(run)).text
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -273,7 +297,7 @@ def test_writes_page_and_pictures_and_nothing_else(plan: Plan, make_run: MakeRun
     before = {path.name for path in folder.iterdir()}
     for _ in range(2):
         assert write_report(folder) == folder / "report.html"
-        pictures = {"loss.png", "memory.png", "mesh.png"}
+        pictures = {"loss.png", "memory.png", "mesh.png", "trace.json"}
         assert {path.name for path in folder.iterdir()} - before == {"report.html", *pictures}
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import Plan, TimelinePoint
 from shardwise.core.run_files import RankMemory, StepRecord
+from shardwise.core.units import GiB
 from shardwise.report.notation import COLOURS
 from shardwise.report.pictures import (
     MOST_POINTS,
@@ -31,6 +32,7 @@ from shardwise.report.pictures import (
     png,
     svg,
 )
+from tests.harness.plans import with_rows
 
 
 def step(number: int, loss: float = 2.0, **values: object) -> StepRecord:
@@ -235,3 +237,12 @@ def test_words_from_outside_are_words(plan: Plan) -> None:
     strange = replace(plan, timeline=points, peak=replace(plan.peak, phase=words, where=words))
     root = parsed(svg(memory_timeline(strange), json.dumps(words)))
     assert "<b>$x_{$ &" in " ".join(root.itertext())
+
+
+def test_fragmentation_lies_above_what_is_held(plan: Plan) -> None:
+    """It is known at the peak only. Below the weights it lifted them there, like a spike of weights."""
+    lost = with_rows(plan, parameters=4 * GiB, activations=2 * GiB, fragmentation=8 * GiB)
+    points = [replace(point, ledger=replace(lost.ledger, fragmentation=0)) for point in plan.timeline]
+    figure = memory_timeline(replace(lost, timeline=tuple(points)))
+    weights = figure.axes[0].collections[0].get_paths()[0].vertices
+    assert weights[:, 1].max() == pytest.approx(4.0)

@@ -36,7 +36,7 @@ def test_every_phase_has_both_figures_and_the_error(plan: Plan) -> None:
 def test_a_large_error_offers_a_calibration_once(plan: Plan) -> None:
     planned = on_cpu(plan)
     said = list(step_sentences(planned, outcome(planned, 2.0)))
-    assert said[0] == "step: 1.70 s predicted, 2.00 s measured (−15.0 %)"
+    assert said[0] == "step: 1.70 s predicted, 2.00 s measured (predicted 15.0 % too low)"
     assert "forward 400.0 ms/500.0 ms" in said[1] and "doctor --calibrate" in said[2]
     assert len(list(step_sentences(planned, outcome(planned, 1.7)))) == 2
     calibrated = on_cpu(plan, "seconds come from kernels measured on 2026-11-23")

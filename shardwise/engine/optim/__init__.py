@@ -5,7 +5,8 @@ the device. 16-bit weights and 8-bit moments have no such kernel; their rules go
 (``chunked.py``). Both take any number of parameters, so the same object updates after the backward pass or, parameter
 by parameter, within it. Offloaded state uses the same rules on the CPU (``offloaded.py``).
 
-Library optimizers cannot skip an update without a host sync, which the guard and loss scaling need.
+Library optimizers cannot skip an update without a host sync, which the guard and loss scaling need. ``library.py`` runs
+them nevertheless, where the recipe names one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 
 from shardwise.engine.optim.chunked import ChunkedRule
 from shardwise.engine.optim.fused import FusedAdamW, FusedSGD
+from shardwise.engine.optim.library import library_optimizer
 from shardwise.engine.optim.moment_storage import EightBit, Wide
 from shardwise.engine.optim.offloaded import HostOptimizer, OffloadedOptimizer, share_of
 from shardwise.engine.optim.optimizer import Optimizer, UpdateRule
@@ -42,6 +44,8 @@ def build_optimizer(
     rate, by name, relative to the schedule's.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if spec.factory is not None:
+        return library_optimizer({n: p for n, p in named_parameters(model) if p.requires_grad}, spec)
     groups = groups_of(model, spec.weight_decay, rate_ratio)
     rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in trainable)
     device = trainable[0].device if trainable else torch.device("cpu")

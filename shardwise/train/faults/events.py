@@ -25,21 +25,23 @@ EXCERPT = 160
 class EventFile:
     """Appends events; ``fresh`` empties the file first."""
 
-    def __init__(self, folder: Path, data: Data, fresh: bool) -> None:
-        self._data = data
+    def __init__(self, folder: Path, fresh: bool) -> None:
         self._file = (folder / NAME).open("w" if fresh else "a", encoding="utf-8", buffering=1)
 
-    def write(self, event: str, step: int, positions: Iterable[int], values: Mapping[str, Any]) -> None:
-        """Append an event of a step, counted from 1, with the samples at ``positions`` in the order of the data."""
-        places = list(positions)
-        samples = [sample for place in places for sample in self._data.samples(place)]
-        line = {"event": event, "step": step, "positions": places, **values, "samples": samples}
-        if self._data.tokenizer is not None:
-            line["text"] = [self._excerpt(sample) for sample in samples[:TEXTS]]
+    def write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-    def _excerpt(self, sample: int) -> str:
-        return shorten(one_line(self._data.text(sample)), EXCERPT)
 
     def close(self) -> None:
         self._file.close()
+
+
+def event_line(
+    data: Data, event: str, step: int, positions: Iterable[int], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An event of a step, counted from 1, with the samples at ``positions`` in the order of the data."""
+    places = list(positions)
+    samples = [sample for place in places for sample in data.samples(place)]
+    line = {"event": event, "step": step, "positions": places, **values, "samples": samples}
+    if data.tokenizer is not None:
+        line["text"] = [shorten(one_line(data.text(sample)), EXCERPT) for sample in samples[:TEXTS]]
+    return line

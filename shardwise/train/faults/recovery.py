@@ -28,7 +28,7 @@ from shardwise.engine.run import Run
 from shardwise.engine.snapshot import Snapshots, snapshots_of
 from shardwise.engine.train_state import TrainState, merged
 from shardwise.model.blueprint import Batch
-from shardwise.train.faults.events import EventFile
+from shardwise.train.faults.events import EventFile, event_line
 from shardwise.train.faults.find_non_finite import Finding, first_non_finite
 from shardwise.train.faults.oom_record import OomRecord
 
@@ -69,9 +69,10 @@ class Recovery:
         batches_at: BatchesAt,
         saved: Callable[[], None],
         warn: Callable[[str], None],
+        heard: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._run, self._data, self._folder = run, data, folder
-        self._batches_at, self._saved, self._warn = batches_at, saved, warn
+        self._batches_at, self._saved, self._warn, self._heard = batches_at, saved, warn, heard
         self._spec = run.recipe.guard
         self._snapshots: Snapshots[TrainState] | None = snapshots_of(run)
         self._events: EventFile | None = None
@@ -79,7 +80,7 @@ class Recovery:
     def begin(self, state: TrainState, oom: OomRecord | None = None) -> None:
         """Open the event file and take the first snapshots. ``oom``: the OOM that this start follows, if any."""
         if dist.get_rank() == 0:
-            self._events = EventFile(self._folder, self._data, fresh=state.step == 0 and oom is None)
+            self._events = EventFile(self._folder, fresh=state.step == 0 and oom is None)
         if oom is not None and oom.step > state.step:
             sizes = {"micro_batch_size": oom.next_micro_batch_size, "to_step": state.step}
             self.log("out of memory", oom.step - 1, [state.position(oom.step - 1)], rank=oom.rank, **sizes)
@@ -187,9 +188,14 @@ class Recovery:
         )
 
     def log(self, event: str, index: int, positions: Iterable[int], **values: Any) -> None:
-        """Append a line to ``events.jsonl``, on rank 0. ``index`` counts steps from 0."""
+        """Append a line to ``events.jsonl``, on rank 0, and call ``heard``. ``index`` counts steps from 0."""
+        if self._events is None and self._heard is None:
+            return
+        line = event_line(self._data, event, index + 1, positions, values)
         if self._events is not None:
-            self._events.write(event, index + 1, positions, values)
+            self._events.write(line)
+        if self._heard is not None:
+            self._heard(line)
 
     def close(self) -> None:
         if self._events is not None:

@@ -1,0 +1,114 @@
+"""A user's own objects: named in a recipe as ``package.module:name``, or given in Python.
+
+An object that was given in Python has the name ``python:NAME``. Worker processes get these objects in a file that only
+this user can read (cloudpickle, so classes and functions of a notebook travel too); the launching process deletes it.
+Nothing is unpickled from the folder of a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import RecipeError
+
+PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+GIVEN = "python"
+"""The module in the name of an object that was given in Python."""
+
+_FILE = "SHARDWISE_OBJECTS"
+_given: dict[str, object] = {}
+
+
+def resolve(target: str, where: str) -> Any:
+    """The object that ``target`` names; the working directory is importable.
+
+    Args:
+        where: the key of the recipe, for errors.
+
+    Raises:
+        RecipeError: it cannot be imported, or was given in another process.
+    """
+    module, _, name = target.partition(":")
+    where = f"{where}: {target}"
+    if not module or not name:
+        raise RecipeError("an object is named package.module:name", where=where)
+    if module == GIVEN:
+        return _of_python(name, where)
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # not found, or an error during import
+        raise RecipeError(
+            "cannot be imported",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+            fix="it must be importable from the working directory",
+        ) from error
+
+
+def _of_python(name: str, where: str) -> Any:
+    if name not in _given and _FILE in os.environ:
+        import cloudpickle
+
+        _given.update(cloudpickle.loads(Path(os.environ[_FILE]).read_bytes()))
+    if name not in _given:
+        raise RecipeError(
+            "this object is not here",
+            where=where,
+            why="it was given to a function of Python, and is not in any file",
+            fix="call that function again with the same objects",
+        )
+    return _given[name]
+
+
+@contextmanager
+def here(objects: Mapping[str, object]) -> Iterator[None]:
+    """Within it ``python:NAME`` names these objects in this process."""
+    before = dict(_given)
+    _given.update(objects)
+    try:
+        yield
+    finally:
+        _given.clear()
+        _given.update(before)
+
+
+@contextmanager
+def giving(objects: Mapping[str, object]) -> Iterator[dict[str, str]]:
+    """Within it ``python:NAME`` names these objects here, and in processes with the environment that it yields.
+
+    Raises:
+        RecipeError: an object cannot be pickled.
+    """
+    if not objects:
+        yield {}
+        return
+    import cloudpickle
+
+    with here(objects), tempfile.TemporaryDirectory(prefix="shardwise-") as folder:  # for this user alone
+        path = Path(folder) / "objects"
+        path.write_bytes(_pickled(objects, cloudpickle.dumps))
+        yield {_FILE: str(path)}
+
+
+def _pickled(objects: Mapping[str, object], dumps: Any) -> bytes:
+    for name, value in objects.items():
+        try:
+            dumps(value)
+        except Exception as error:  # whatever the object's own code raises
+            raise RecipeError(
+                f"{name} cannot be sent to the processes of the run",
+                where=f"{type(value).__name__} in Python",
+                why=f"{type(error).__name__}: {error}",
+                fix="leave out what belongs to this process: open files, locks, generators",
+            ) from error
+    return bytes(dumps(dict(objects)))

@@ -1,0 +1,90 @@
+"""A module that Python gives to a run: its structure, and its weights in a file of which each rank reads its slices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shardwise.core.errors import RecipeError
+from shardwise.model.factory import FactoryModel
+from shardwise.runtime.parallel.shard_slices import (
+    canonical_name,
+    local_part,
+    local_slices,
+    named_parameters,
+    share,
+    shared_names,
+)
+
+
+class GivenModel:
+    """What ``model.factory: python:model`` calls: returns (module on the meta device, loss, dataset).
+
+    Attributes:
+        weights: the file of the module's values; None for a module on the meta device, which is filled by its
+            ``reset_parameters``.
+    """
+
+    def __init__(self, module: nn.Module, loss: Any, dataset: Any, folder: Path) -> None:
+        """Write the values of ``module`` into ``folder``. Raises RecipeError if only some are on the meta device."""
+        tensors = _tensors(module)
+        real = {name for name, tensor in tensors.items() if not tensor.is_meta}
+        if real and len(real) < len(tensors):
+            missing = min(tensors.keys() - real)
+            raise RecipeError("a part of the module is on the meta device", where=f"module: {missing}")
+        self._module, self._loss, self._dataset = _on_meta(module), loss, dataset
+        self.weights = folder / "weights.safetensors" if real else None
+        if self.weights is not None:
+            save_file(
+                {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, self.weights
+            )
+
+    def __call__(self) -> tuple[nn.Module, Any, Any]:
+        return copy.deepcopy(self._module), self._loss, self._dataset
+
+
+class ObjectModel(FactoryModel):
+    """The model of a ``GivenModel``: starts from the values that the module had."""
+
+    def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
+        super().__init__(target, arguments)
+        given: Any = self._function
+        self.name = type(given()[0]).__name__
+        self._weights: Path | None = given.weights
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, seed: int) -> None:
+        if self._weights is None:
+            super().fill(model, seed)
+            return
+        with torch.device("meta"):
+            share(model, shared_names(self.build()))
+        with safe_open(str(self._weights), framework="pt") as file:
+            for name, held in _tensors(model).items():
+                whole = file.get_slice(name)
+                value = whole[local_slices(held)] if whole.get_shape() else file.get_tensor(name)
+                local_part(held).copy_(value)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by canonical name; a shared one once."""
+    held: dict[str, Tensor] = dict(named_parameters(module))
+    held.update((canonical_name(name), buffer) for name, buffer in module.named_buffers())
+    return held
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A copy without values; shared tensors stay shared."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(module, memo)

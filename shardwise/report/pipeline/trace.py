@@ -1,0 +1,88 @@
+"""One step as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open: planned, and measured.
+
+The format is Chrome's "Trace Event Format" (JSON object form): complete events (``X``) with times in microseconds,
+a process for the planned and one for the measured step, and a thread for each rank. The ledger of the planned step is a
+counter (``C``). A dry run knows the order of allocations and the seconds of a phase, but not the time of each
+allocation, so the points of a phase are spread evenly over its seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from shardwise.core.pipeline.schedule import Played
+from shardwise.core.plan import Plan
+from shardwise.core.run_files import Outcome
+from shardwise.core.units import MiB
+from shardwise.report.step_times import NAMES
+
+PLANNED, MEASURED = 1, 2
+_PASSES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+
+Event = dict[str, Any]
+
+
+def trace_of(plan: Plan, outcome: Outcome | None) -> dict[str, Any]:
+    """The trace of one step, to be written as JSON."""
+    events = list(_named(PLANNED, f"planned: {plan.line}"))
+    if plan.pipeline is not None:
+        played = plan.pipeline.played(plan.pipeline.schedule, plan.pipeline.micro_batches)
+        events += _passes(PLANNED, played)
+    else:
+        events += _phases(PLANNED, plan.step.phases or {"step": plan.step.seconds})
+    events += _ledger(plan)
+    if outcome is not None and (outcome.passes or outcome.phases):
+        step = (outcome.passes or outcome.phases).step  # type: ignore[union-attr]
+        events += _named(MEASURED, f"measured: step {step}")
+        if outcome.passes is not None:
+            events += _passes(MEASURED, outcome.passes.played())
+        elif outcome.phases is not None:
+            events += _phases(MEASURED, outcome.phases.seconds)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"cluster": plan.cluster}}
+
+
+def _named(process: int, name: str) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+
+
+def _complete(process: int, rank: int, name: str, begin: float, end: float, **about: object) -> Event:
+    times = {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
+    return {"ph": "X", "name": name, "cat": "step", "pid": process, "tid": rank, **times, "args": about}
+
+
+def _passes(process: int, played: Played) -> Iterator[Event]:
+    for rank, spans in enumerate(played.spans):
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": process,
+            "tid": rank,
+            "args": {"name": f"rank {rank}"},
+        }
+        for action, begin, end in spans:
+            name = f"{_PASSES.get(action.kind, action.kind)} {action.micro_batch}"
+            yield _complete(process, rank, name, begin, end, stage=action.stage)
+
+
+def _phases(process: int, seconds: Mapping[str, float]) -> Iterator[Event]:
+    """The phases of rank 0, one after the other."""
+    begin = 0.0
+    for name in (*NAMES, *(name for name in seconds if name not in NAMES)):
+        if seconds.get(name):
+            yield _complete(process, 0, name, begin, begin + seconds[name])
+            begin += seconds[name]
+
+
+def _ledger(plan: Plan) -> Iterator[Event]:
+    """The planned memory of the worst rank by row, in MiB."""
+    begin, whole = 0.0, len(plan.timeline)
+    for phase, members in groupby(plan.timeline, key=lambda point: point.phase):
+        points: Sequence[Any] = list(members)
+        length = plan.step.phases.get(phase, plan.step.seconds * len(points) / whole)
+        for index, point in enumerate(points):
+            rows = {row: round(size / MiB, 3) for row, size in point.ledger.as_dict().items()}
+            at = (begin + length * index / len(points)) * 1e6
+            yield {"ph": "C", "name": "memory, MiB", "pid": PLANNED, "tid": 0, "ts": at, "args": rows}
+        begin += length

@@ -1,0 +1,159 @@
+"""The series of ``metrics.jsonl`` over steps, with the events of the run as marks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from shardwise.core.run_files import StepRecord
+from shardwise.report.notation import COLOURS, unit_for
+from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE, thinned
+
+EVENTS = "events.jsonl"
+MARKED = ("spike", "skipped", "torn", "rewind", "no way back", "gave up", "out of memory")
+"""Events that are shown; overflows and single odd steps are ordinary."""
+
+MOST_MARKS = 50
+"""Most events in the table of a page, the last ones."""
+
+LINES = (
+    INK,
+    ACCENT,
+    *(COLOURS[row] for row in ("gradients", "optimizer_state", "activations", "temporaries")),
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One row of the picture.
+
+    Attributes:
+        title: with its unit.
+        values: by name, one for each step; None where there is none.
+        logarithmic: whether the axis is.
+    """
+
+    title: str
+    values: Mapping[str, Sequence[float | None]]
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event of a run: its step, its name, and what caused it in words."""
+
+    step: int
+    event: str
+    words: str
+
+
+def series_of(steps: Sequence[StepRecord]) -> list[Series]:
+    """The series of ``steps``, without those that have no value."""
+    unit = unit_for(max((step.peak_bytes or 0 for step in steps), default=1) or 1)
+    rows = [
+        Series("gradient norm", {"": [step.grad_norm for step in steps]}, logarithmic=True),
+        Series("learning rate", {"": [step.learning_rate for step in steps]}),
+        Series(
+            "tokens per second",
+            {
+                "processed": [step.processed_per_second for step in steps],
+                "trained on": [step.tokens_per_second for step in steps],
+            },
+        ),
+        Series(
+            f"peak memory of rank 0, {unit.name}",
+            {"": [None if step.peak_bytes is None else step.peak_bytes / unit.size for step in steps]},
+        ),
+        Series("loss scale", {"": [step.loss_scale for step in steps]}, logarithmic=True),
+    ]
+    return [row for row in rows if any(value is not None for line in row.values.values() for value in line)]
+
+
+def marks(folder: Path) -> list[Mark]:
+    """The events of a run that stand out, in order; () where the file cannot be read."""
+    found = []
+    with suppress(OSError):
+        for line in (folder / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                event = json.loads(line)
+                if event["event"] in MARKED:
+                    found.append(Mark(int(event["step"]), str(event["event"]), _words(event)))
+    return found
+
+
+def _words(event: Mapping[str, Any]) -> str:
+    """What caused an event: figures, the reason, and the text of its samples."""
+    said = [
+        f"{name.replace('_', ' ')} {_figure(event[name])}" for name in ("loss", "grad_norm") if name in event
+    ]
+    said += [str(event[name]) for name in ("why", "blame") if event.get(name)]
+    if "to_step" in event:
+        said.append(f"back to step {event['to_step']}")
+    said += [f"“{text}”" for text in event.get("text", [])[:3]]
+    return " · ".join(said)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
+@matplotlib.rc_context(STYLE)
+def series_picture(steps: Sequence[StepRecord], events: Sequence[Mark], width: float = WIDE) -> Figure:
+    """A row for each series, with a line at every event."""
+    return _picture({"": steps}, series_of(steps), events, width)
+
+
+@matplotlib.rc_context(STYLE)
+def compared_picture(runs: Mapping[str, Sequence[StepRecord]], width: float = WIDE) -> Figure:
+    """A row for each series, with a line for each run by name."""
+    rows: dict[str, Series] = {}
+    for name, steps in runs.items():
+        for each in [Series("loss, nats per token", {"": [step.loss for step in steps]}), *series_of(steps)]:
+            line = next(iter(each.values.values()))
+            before = rows.get(each.title, Series(each.title, {}, each.logarithmic))
+            rows[each.title] = Series(each.title, {**before.values, name: line}, each.logarithmic)
+    return _picture(runs, list(rows.values()), [], width)
+
+
+def _picture(
+    runs: Mapping[str, Sequence[StepRecord]], rows: Sequence[Series], events: Sequence[Mark], width: float
+) -> Figure:
+    figure = Figure(figsize=(width, 0.4 + 1.25 * max(1, len(rows))), layout="constrained")
+    if not rows:
+        figure.text(0.5, 0.5, "no step has finished yet", ha="center", color=MUTED)
+        return figure
+    every = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, row in zip(every, rows, strict=True):
+        _draw(axes, row, runs)
+        for step in sorted({event.step for event in events}):
+            axes.axvline(step, color=COLOURS["gradients"], linewidth=0.8, linestyle=(0, (2, 2)))
+    every[-1].set_xlabel("optimizer step")
+    every[-1].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if width >= WIDE else 4))
+    return figure
+
+
+def _draw(axes: Any, row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> None:
+    axes.set_title(row.title, loc="left", color=MUTED, fontsize=9)
+    for place, (name, line) in enumerate(row.values.items()):
+        steps = runs.get(name) or next(iter(runs.values()))
+        values = np.array([math.nan if v is None or not math.isfinite(v) else v for v in line], dtype=float)
+        marker = "o" if len(values) < 3 else ""
+        x, y = thinned(np.array([step.step for step in steps]), values)
+        axes.plot(
+            x, y, color=LINES[place % len(LINES)], linewidth=1.2, label=name, marker=marker, markersize=3
+        )
+    positive = [v for line in row.values.values() for v in line if v is not None and v > 0]
+    if row.logarithmic and positive and max(positive) > 10 * min(positive):
+        axes.set_yscale("log")
+    if len(row.values) > 1:
+        axes.legend(loc="best", ncols=len(row.values))

@@ -1,0 +1,52 @@
+"""What every tracker does."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class RunTracker(ABC):
+    """One tracker of one run. Its methods may raise anything; it is then left out."""
+
+    @abstractmethod
+    def __init__(self, folder: Path, run: Mapping[str, Any]) -> None:
+        """Begin, or go on after ``run["step"]`` steps.
+
+        Args:
+            folder: for its files; need not exist.
+            run: what ``Callback.on_start`` gets.
+        """
+
+    @abstractmethod
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The numbers of a step, by name."""
+
+    @abstractmethod
+    def mark(self, step: int, name: str, text: str) -> None:
+        """An event at a step."""
+
+    @abstractmethod
+    def close(self, reason: str) -> None:
+        """The end: finished, stopped, preempted or failed."""
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a recipe by path, as ``optimizer.learning_rate``; empty ones are left out."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", value
+
+
+def project() -> str:
+    """The project under which runs are listed."""
+    return "shardwise"
+
+
+def name_of(run: Mapping[str, Any]) -> str:
+    """The run's name: that of its folder."""
+    return Path(run["folder"]).resolve().name
