@@ -75,7 +75,8 @@ def muon_and_adamw(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Op
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
     "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01),
+    # with its own eps of 1e-8, the first gradients of rounding's size move a parameter by the whole rate
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01, eps=1e-3),
     "Adafactor": functools.partial(torch.optim.Adafactor, lr=0.05),
     "Muon": muon_and_adamw,
 }
@@ -100,7 +101,7 @@ def plain_loop(optimizer: Any, order: list[list[int]]) -> tuple[list[float], dic
         for each in optimizers:
             each.step()
             each.zero_grad()
-        losses.append(float(mean))
+        losses.append(mean.item())
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 

@@ -39,7 +39,6 @@ class StepRecord:
         loss: in nats per token; NaN once the run has failed.
         tokens: targets that were trained on.
         seconds: wall time since the step before, without that of compiling.
-        rewinds: how often the run had gone back before this step.
         processed_per_second: positions that the model computed, padding and prompts included, as the plan counts them.
         rewinds: how often the run had gone back before this step.
         loss_scale: the factor of fp16's loss; None without one.

@@ -186,15 +186,16 @@ def _calls(value: object, path: str, place: str) -> tuple[Mapping[str, Any], ...
         return ()
     fix = 'write [{"type": "function", "function": {"name": ..., "arguments": {...}}}, ...]'
     found: list[Mapping[str, Any]] = []
-    for call in value if isinstance(value, list) else [value]:
-        function = call.get("function", call) if isinstance(call, dict) else None
+    for item in value if isinstance(value, list) else [value]:
+        call: Mapping[str, Any] = item if isinstance(item, dict) else {}
+        function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"'{path}' is not a list of tool calls", where=place, fix=fix)
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):  # as OpenAI's API writes them
             with suppress(ValueError):
                 arguments = json.loads(arguments)
-        named = {"id": call["id"]} if "id" in call else {}
+        named = {key: call[key] for key in ("id",) if key in call}
         found.append({**named, "type": "function", "function": {**function, "arguments": arguments}})
     return tuple(found)
 

@@ -344,9 +344,9 @@ class Recipe(Section):
     """checkpoints"""
     evaluation: EvaluationSpec = EvaluationSpec()
     """validation loss"""
-    callbacks: Annotated[tuple[Target, ...], BeforeValidator(_words)] = ()
+    callbacks: Annotated[tuple[Target, ...], BeforeValidator(words)] = ()
     """a list of package.module:Class, called after steps, evaluations, checkpoints and events"""
-    trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(_words)] = ()
+    trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(words)] = ()
     """experiment trackers that get every metric and event: a list of csv, tensorboard, wandb, mlflow, trackio"""
 
     @model_validator(mode="before")

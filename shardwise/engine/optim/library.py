@@ -42,7 +42,8 @@ class LibraryOptimizer(Optimizer):
         for each in self._made:
             if not isinstance(each, GatheredOptimizer):
                 _begin(each)
-            self.state.update(each.state)
+            held: Mapping[Any, Any] = each.state
+            self.state.update(held)
 
     def step(self, skip: Tensor) -> None:  # type: ignore[override]
         updated = 1 - skip

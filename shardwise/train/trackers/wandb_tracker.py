@@ -16,7 +16,7 @@ class WandbTracker(RunTracker):
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)
-        online = "WANDB_API_KEY" in os.environ
+        mode: Any = os.environ.get("WANDB_MODE", "online" if "WANDB_API_KEY" in os.environ else "offline")
         settings = wandb.Settings(silent=True, console="off")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", project()),
@@ -25,7 +25,7 @@ class WandbTracker(RunTracker):
             resume="allow",
             dir=str(folder),
             config=dict(run["recipe"]),
-            mode=os.environ.get("WANDB_MODE", "online" if online else "offline"),
+            mode=mode,
             settings=settings,
         )
         self._run.define_metric("*", step_metric="step")  # a rewind goes back, which wandb's own step cannot
