@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 import shardwise
 import shardwise.api
 from benchmarks import house
@@ -627,11 +629,13 @@ def _public(name: str, found: Any) -> str:
 
 
 def _signature(name: str, found: Any) -> str:
+    if isinstance(found, type) and issubclass(found, BaseModel):
+        return f"{name}({', '.join(found.model_fields)})"
     try:
         told = str(inspect.signature(found))
     except ValueError:
         return name
-    told = re.sub(r"(?<![\w'])(\w+\.)+(?=\w)", "", told)
+    told = re.sub(r"(?<![\w'.])([A-Za-z_]\w*\.)+(?=\w)", "", told)
     return f"{name}{told}".replace("'", "").replace("(self, ", "(").replace("(self)", "()")
 
 

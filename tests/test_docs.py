@@ -338,17 +338,23 @@ RUN_PAGES = [
         "docs/reference/recipes.md",
         "docs/how-to/train-your-own-model.md",
         "docs/how-to/fine-tune-on-conversations.md",
+        "docs/how-to/watch-and-steer-a-run.md",
         "docs/concepts/allocator.md",
         "docs/concepts/tensor-parallelism.md",
     )
 ]
+OBJECTS_PAGE = ROOT / "docs" / "how-to" / "use-your-own-objects.md"
+"""It trains in processes of its own."""
 
 
-@pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
+@pytest.mark.parametrize(
+    "page", [*RUN_PAGES, pytest.param(OBJECTS_PAGE, marks=pytest.mark.long)], ids=name_of
+)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks with a file's name are written; the others are executed; recipes that name a module are planned."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     written = [block for block in blocks(page) if block.file]
     for block in written:
         (tmp_path / block.file).write_text(block.text, encoding="utf-8")
@@ -397,7 +403,12 @@ def _learns(recipe: Recipe) -> bool:
 
 def test_python_is_nowhere_else() -> None:
     """Every Python block is run by one of the tests here."""
-    assert {block.page for block in all_blocks("python")} == {*RUN_PAGES, TECHNIQUE_PAGE, SERVING_PAGE}
+    assert {block.page for block in all_blocks("python")} == {
+        *RUN_PAGES,
+        OBJECTS_PAGE,
+        TECHNIQUE_PAGE,
+        SERVING_PAGE,
+    }
 
 
 def test_the_worked_technique_works(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.core.strategy import Setting
-from shardwise.recipe.load import SECTIONS
 from shardwise.recipe.section import Section
-from shardwise.recipe.sections import AdaptiveClipSpec, Recipe, ScalingSpec
+from shardwise.recipe.sections import Recipe
 
 _TYPES: Mapping[type, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
@@ -23,8 +22,7 @@ def recipe_schema(settings: Sequence[Setting[Any]]) -> dict[str, Any]:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "Shardwise recipe"
     _document(schema, Recipe)
-    sections: Sequence[type[Section]] = (*SECTIONS.values(), ScalingSpec, AdaptiveClipSpec)
-    for section in sections:
+    for section in Section.__subclasses__():
         if section.__name__ in schema["$defs"]:
             _document(schema["$defs"][section.__name__], section)
     schema["properties"]["strategy"] = {
