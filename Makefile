@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Tests start hundreds of processes; without byte code each of them compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-unit test-all torture rows check lint types docs benchmark benchmark-gpu clean
+.PHONY: quickstart test test-unit test-all torture rows check lint types docs benchmark benchmark-gpu benchmark-peers clean
 
 quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
 	$(BIN)/shardwise plan recipes/quickstart.yaml
@@ -47,6 +47,11 @@ benchmark: $(READY)  ## predicted against measured memory on real runs (about 25
 
 benchmark-gpu: $(READY)  ## check and measure one CUDA device: parity, memory, speed (9 minutes)
 	$(BIN)/python benchmarks/gpu.py
+
+benchmark-peers: $(READY)  ## speed and memory against other trainers, which it installs (about half an hour)
+	for peer in accelerate lightning deepspeed; do \
+	  $(BIN)/python -m pip install --quiet $$peer "torch>=2.11,<2.14" || echo "$$peer does not install"; done
+	$(BIN)/python benchmarks/peers.py
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -50,7 +50,7 @@ MODULES = {
     "Lightning": "lightning",
     "DeepSpeed": "deepspeed",
 }
-"""Packages that peers need beside torch and transformers."""
+"""Packages that peers need, in addition to torch and transformers."""
 OWN = {"Shardwise": "none", "Shardwise, compile: block": "block"}
 LENGTH, BATCH, STEPS, WARM_UP = 256, 8, 14, 4
 CONFIG = {

@@ -687,6 +687,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "activation-memory": partial(measured, "activation-memory-cpu"),
     "loss": partial(measured, "loss-cpu"),
     "clock": partial(measured, "clock-cpu"),
+    "peers": partial(measured, "peers-cpu"),
     "pipelines": partial(measured, "pipelines-cpu"),
     "updates": partial(measured, "updates-cpu"),
     "largest-model": partial(measured, "largest-model-cpu"),
