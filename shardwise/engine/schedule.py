@@ -6,10 +6,13 @@ From the end of the warmup on, cosine (Loshchilov & Hutter 2017) and linear deca
 
 Warmup-stable-decay (``wsd``; Hu et al. 2024, MiniCPM, arXiv 2404.06395) stays at the peak and falls towards
 ``floor`` over its last ``decay`` steps. Before those, its rate does not depend on how long the run is, so one
-stable run can be branched into runs of any length (``checkpoint.start_from``). Chosen: the decay by
-1 - sqrt, which Hägele et al. 2024 (arXiv 2405.18392) found better than a linear one, and than a cosine, at
-every length and size they tried. Refused: a key that chooses among shapes; what remains between good ones is
-less than what ``decay`` and ``floor`` decide.
+stable run can be branched into runs of any length (``checkpoint.start_from``). After the part t of the decay,
+the share of the way that is left is, by ``decay_shape``:
+
+    sqrt    1 - sqrt(t)           Hägele et al. 2024 (arXiv 2405.18392): better than the others at every
+                                  length and size they tried, so it is the default
+    linear  1 - t                 the same paper's baseline; Bergsma et al. 2025 (arXiv 2502.15938) for decays to 0
+    cosine  (1 + cos(pi t)) / 2   half a cosine, as in ``transformers.get_wsd_schedule``
 """
 
 from __future__ import annotations
@@ -37,9 +40,11 @@ def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
     warmup = schedule.warmup_steps(steps)
     if step < warmup:
         return (step + 1) / warmup
-    start = steps - schedule.decay_steps(steps) if schedule.name == "wsd" else warmup
+    wsd = schedule.name == "wsd"
+    start = steps - schedule.decay_steps(steps) if wsd else warmup
     done = min(1.0, max(0, step - start) / max(1, steps - start))
-    return schedule.floor + (1 - schedule.floor) * _SHAPES[schedule.name](done)
+    shape = schedule.shape if wsd else schedule.name
+    return schedule.floor + (1 - schedule.floor) * _SHAPES[shape](done)
 
 
 def _given(target: str, step: int, steps: int) -> float:
@@ -61,6 +66,6 @@ _SHAPES = {
     "constant": lambda done: 1.0,
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-    "wsd": lambda done: 1 - math.sqrt(done),
+    "sqrt": lambda done: 1 - math.sqrt(done),
 }
 """Fraction of the range from floor to peak after the part ``done`` of the decay: from 1 to 0."""

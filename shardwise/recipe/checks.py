@@ -239,10 +239,11 @@ def _hardware(recipe: Recipe, document: Document) -> Iterator[Complaint]:
 
 def _schedule(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     schedule = recipe.schedule
-    if schedule.name != "wsd" and schedule.decay is not None:
-        path = _last_written(document, ("schedule", "decay"), ("schedule", "name"))
-        why = f"schedule.name is {schedule.name}, and only wsd uses decay"
-        yield Complaint(path, "decay without wsd", why, "write name: wsd, or remove decay")
+    for key in ("decay", "decay_shape"):
+        if schedule.name != "wsd" and getattr(schedule, key) is not None:
+            path = _last_written(document, ("schedule", key), ("schedule", "name"))
+            why = f"schedule.name is {schedule.name}, and only wsd uses {key}"
+            yield Complaint(path, f"{key} without wsd", why, f"write name: wsd, or remove {key}")
     if recipe.steps:  # epochs are counted from the data, and the schedule is checked then
         for fault in schedule_faults(schedule, recipe.steps):
             yield replace(fault, path=_last_written(document, fault.path, ("schedule", "warmup"), ("steps",)))

@@ -166,6 +166,8 @@ class ScheduleSpec(Section):
     """end of the decay as a fraction of the peak: the step after the last would have this learning rate"""
     decay: Annotated[int | float, BeforeValidator(_share)] | None = None
     """length of wsd's decay to the floor: steps or a fraction of all steps; null is 0.1"""
+    decay_shape: Literal["sqrt", "linear", "cosine"] | None = None
+    """shape of wsd's decay: 1 - sqrt(t), 1 - t, or half a cosine; null is sqrt"""
 
     def warmup_steps(self, steps: int) -> int:
         """Warmup steps of a run of ``steps`` steps."""
@@ -174,6 +176,11 @@ class ScheduleSpec(Section):
     def decay_steps(self, steps: int) -> int:
         """Decay steps of a wsd run of ``steps`` steps."""
         return steps_of(0.1 if self.decay is None else self.decay, steps)
+
+    @property
+    def shape(self) -> str:
+        """The shape of a wsd run's decay."""
+        return self.decay_shape or "sqrt"
 
 
 class LossScaleSpec(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -22,29 +23,43 @@ def rates(**values: object) -> list[float]:
     return [multiplier(schedule, step, STEPS) for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+SHAPES = ("sqrt", "linear", "cosine")
+FALLING = [
+    {"name": "cosine"},
+    {"name": "linear"},
+    *({"name": "wsd", "decay_shape": shape} for shape in SHAPES),
+]
+
+
+@pytest.mark.parametrize("asked", FALLING)
 @pytest.mark.parametrize("floor", [0.0, 0.1])
-def test_the_step_after_the_last_would_reach_the_floor(name: str, floor: float) -> None:
+def test_the_step_after_the_last_would_reach_the_floor(asked: dict[str, Any], floor: float) -> None:
     """So that the last update has a rate above 0 even where the floor is 0."""
-    schedule = ScheduleSpec.model_validate({"name": name, "warmup": 10, "floor": floor})
+    schedule = ScheduleSpec.model_validate({**asked, "warmup": 10, "floor": floor})
     curve = [multiplier(schedule, step, STEPS) for step in range(STEPS + 1)]
     assert curve[9] == 1.0
     assert curve[-1] == pytest.approx(floor, abs=1e-12) and curve[-2] > floor
     assert all(a >= b for a, b in itertools.pairwise(curve[9:]))
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
-def test_decays_are_those_of_transformers(name: str) -> None:
+@pytest.mark.parametrize("asked", [*FALLING, {"name": "wsd"}])
+def test_decays_are_those_of_transformers(asked: dict[str, Any]) -> None:
     """From the end of the warmup on; a warmup of transformers begins with a rate of 0."""
+    name, shape = asked["name"], asked.get("decay_shape", "sqrt")
     optimization = pytest.importorskip("transformers.optimization")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     if name == "wsd":
         theirs = optimization.get_wsd_schedule(
-            optimizer, 10, 30, num_stable_steps=60, min_lr_ratio=0.0, decay_type="1-sqrt"
+            optimizer,
+            10,
+            30,
+            num_stable_steps=60,
+            min_lr_ratio=0.0,
+            decay_type=shape.replace("sqrt", "1-sqrt"),
         )
     else:
         theirs = getattr(optimization, f"get_{name}_schedule_with_warmup")(optimizer, 10, STEPS)
-    ours = rates(name=name, warmup=10, floor=0.0, **({"decay": 30} if name == "wsd" else {}))
+    ours = rates(**asked, warmup=10, floor=0.0, **({"decay": 30} if name == "wsd" else {}))
     [rate] = theirs.lr_lambdas
     assert ours[10:] == pytest.approx([rate(step) for step in range(10, STEPS)])
 
@@ -82,6 +97,19 @@ def test_wsd_warms_up_stays_and_falls_by_one_minus_sqrt() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "quarter", "half"),
+    [
+        ("sqrt", 1 / 2, 1 - math.sqrt(1 / 2)),
+        ("linear", 3 / 4, 1 / 2),
+        ("cosine", (2 + math.sqrt(2)) / 4, 1 / 2),
+    ],
+)
+def test_shapes_of_the_decay_in_closed_form(shape: str, quarter: float, half: float) -> None:
+    curve = rates(name="wsd", warmup=10, decay=20, floor=0.0, decay_shape=shape)
+    assert (curve[80], curve[85], curve[90]) == (1.0, pytest.approx(quarter), pytest.approx(half))
+
+
+@pytest.mark.parametrize(
     ("decay", "steps", "expected"),
     [
         (None, 100, 10),
@@ -106,6 +134,7 @@ schedules = st.builds(
     name=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
     warmup=st.integers(0, 40) | st.floats(0, 0.5, exclude_max=True),
     decay=st.none() | st.integers(0, 40) | st.floats(0, 0.5, exclude_max=True),
+    decay_shape=st.none() | st.sampled_from(SHAPES),
     floor=st.floats(0, 1),
 )
 

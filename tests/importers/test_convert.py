@@ -82,6 +82,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "data": {"source": "wikitext:wikitext-103-v1", "sequence_length": 1024, "held_out": 0.02},
         "steps": 4000,
         "optimizer": {"name": "adamw", "learning_rate": 1e-4},  # the DeepSpeed file's optimizer has priority
+        "schedule": {"name": "wsd", "decay": 400, "decay_shape": "cosine"},  # transformers' default shape
         "strategy": {"zero_stage": 3, "micro_batch_size": 2, "offload": "optimizer+parameters"},
     },
     "trainer_sft.json": {

@@ -322,6 +322,10 @@ TOGETHER = [
     ),
     edit("decay without wsd", "warmup: 0.03", "decay: 5", ":11: schedule.decay", "only wsd uses", "name: wsd"),
     edit(
+        "shape without wsd", "warmup: 0.03", "decay_shape: linear", ":11: schedule.decay_shape",
+        "only wsd uses decay_shape", "name: wsd",
+    ),
+    edit(
         "schedule too long", "cosine, warmup: 0.03", "wsd, warmup: 40, decay: 61", ":11: schedule.decay",
         "longer than the run", "40 steps of warmup and 61 of decay are more than 100",
     ),
