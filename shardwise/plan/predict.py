@@ -61,6 +61,7 @@ class Prediction:
         disk_bytes: what it holds on a disk.
         limited: the replay under the budget, where the unlimited one does not stay within it.
         expanded: the same with expandable segments, where it fails without them.
+        peaks: by phase, without overhead and fragmentation.
         timetable: what the report draws a step of all ranks from, where they hold different blocks.
         allocated_by_rank: ``allocated_bytes`` of all ranks that were looked at, where that was more than one.
     """
@@ -81,6 +82,7 @@ class Prediction:
     expanded: Replay | None = None
     allocated_by_rank: Mapping[int, int] = field(default_factory=dict)
     timetable: Timetable | None = None
+    peaks: Mapping[str, Peak] = field(default_factory=dict)
 
     @property
     def sum_bytes(self) -> int:
@@ -169,6 +171,7 @@ def predict(
         whole=counts.whole,
         limited=limited,
         expanded=expanded,
+        peaks=counts.peaks,
     )
 
 

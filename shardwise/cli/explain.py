@@ -1,0 +1,90 @@
+"""``shardwise explain``: the arithmetic of ZeRO and of training memory beside what a dry run counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.common import AsJson
+from shardwise.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from shardwise.plan.model_state import CountedState
+
+
+class Subject(StrEnum):
+    """What is explained."""
+
+    zero = "zero"
+    memory = "memory"
+
+
+def command(
+    subject: Annotated[Subject, typer.Argument(help="zero: stages and ranks; memory: one device")],
+    model: Annotated[str | None, typer.Argument(help="preset, folder or Hub id", metavar="[MODEL]")] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(help="numbers of ranks; default: 1 to 1,024 as in the paper", metavar="N,N,…"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="tokens of a sequence, for memory", min=1)] = 2048,
+    as_json: AsJson = False,
+) -> None:
+    """Show where training memory goes: the ZeRO paper's 16 bytes per parameter, beside what a dry run counts."""
+    from rich.console import Console
+
+    from shardwise.plan.model_state import SIZES, counted, parameters_of
+    from shardwise.recipe.presets import PRESETS
+    from shardwise.report.explained import memory_table, paper_table, values_of, zero_table
+
+    numbers = _numbers(ranks)
+    if model is None:
+        if subject is Subject.memory or as_json:
+            raise RecipeError("no MODEL", where="command line", fix="name a preset, a folder or a Hub id")
+        _show(Console(), paper_table(SIZES, numbers))
+        return
+    cells = [(0, 1)]
+    if subject is Subject.zero:
+        cells = [(0, numbers[-1]), *((stage, number) for stage in (1, 2, 3) for number in numbers)]
+        tokens = min(tokens, 128)
+    shape = PRESETS.get(model)
+    tokens = min(tokens, shape.context if shape else tokens)
+    parameters = parameters_of(model)
+    states = _with_progress(counted, model, cells, tokens)
+    if as_json:
+        rows = [values_of(parameters, state) for state in states]
+        print(json.dumps({"model": model, "parameters": parameters, "counted": rows}, indent=1))
+    elif subject is Subject.zero:
+        _show(Console(), paper_table([parameters], numbers))
+        _show(Console(), zero_table(model, parameters, states))
+    else:
+        _show(Console(), memory_table(model, parameters, tokens, states[0], shape))
+
+
+def _numbers(text: str | None) -> list[int]:
+    """Numbers of ranks, ascending. Raises RecipeError."""
+    from shardwise.plan.model_state import RANKS
+
+    if text is None:
+        return list(RANKS)
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) <= 10**6 for part in parts):
+        raise RecipeError(f"{text!r} is no list of numbers", where="--ranks", fix="write --ranks 1,8,64")
+    return sorted({int(part) for part in parts})
+
+
+def _with_progress(count: Any, *asked: Any) -> list[CountedState]:
+    from shardwise.cli.spinner import planning
+
+    with planning() as said:
+        return list(count(*asked, progress=said))
+
+
+def _show(console: Any, parts: Iterator[RenderableType]) -> None:
+    for part in parts:
+        console.print(part)

@@ -1,0 +1,123 @@
+"""``shardwise explain`` as tables: the ZeRO paper's bytes, and those that dry runs count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from shardwise.core.units import format_count
+from shardwise.plan.model_state import PAPER, CountedState, paper_bytes, state_bytes
+from shardwise.recipe.presets import Dimensions
+from shardwise.report.layout import columns, section, sentences
+
+GB = 10**9
+"""The paper's unit."""
+
+
+def paper_table(sizes: Sequence[float], ranks: Sequence[int]) -> Iterator[RenderableType]:
+    """GB of model state per rank: a row per model and stage, a column per number of ranks."""
+    table = columns("left", "left", *["right"] * (len(ranks) + 1), titles=_titles("parameters", ranks))
+    for size in sizes:
+        for stage in (1, 2, 3):
+            cells = [_short(size * paper_bytes(stage, each) / GB) for each in ranks]
+            table.add_row(format_count(size), str(stage), formula(stage), *cells)
+    note = "GB of model state per rank in 16-bit training with Adam (arXiv 1910.02054, table 1)"
+    yield from section("The paper", note, table)
+
+
+def formula(stage: int) -> str:
+    """Bytes per parameter of a stage, such as 4 + 12/N."""
+    whole, divided = PAPER[stage]
+    return " + ".join(([f"{whole}"] if whole else []) + ([f"{divided}/N"] if divided else []))
+
+
+def zero_table(model: str, parameters: int, states: Sequence[CountedState]) -> Iterator[RenderableType]:
+    """A row per stage and number of ranks: the paper's GB, the counted ones, bytes per parameter."""
+    titles = ("stage", "ranks", "paper", "counted", "", "at most", "")
+    table = columns("left", *["right"] * 6, titles=titles)
+    for state in states:
+        paper = paper_bytes(state.stage, state.ranks)
+        update = state_bytes(state.update)
+        row = (_gb(paper * parameters), _gb(update), _each(update, parameters))
+        table.add_row(
+            str(state.stage), f"{state.ranks:,}", *row, _gb(state.most), _each(state.most, parameters)
+        )
+    note = f"{format_count(parameters)} parameters (Ψ), bf16 with Adam, one micro-batch"
+    yield from section(model, note, table)
+    reasons = (
+        "the paper counts fp16 weights and gradients, 2 + 2 bytes, beside 12 of fp32 weights and moments",
+        "counted before the update: fp32 gradients (4 bytes); bf16 weights exist only while they are all-gathered",
+        "at most: with the weights that are all-gathered at that time, which the paper leaves out for stage 3",
+    )
+    yield from section("Differences", "docs/concepts/zero.md", sentences(reasons, ""))
+
+
+PARTS = (("parameters", 2), ("gradients", 2), ("master_weights", 4), ("optimizer_state", 8))
+"""Categories of the ledger, and the paper's bytes per parameter."""
+
+
+def memory_table(
+    model: str, parameters: int, tokens: int, state: CountedState, shape: Dimensions | None
+) -> Iterator[RenderableType]:
+    """A row per part of model state on one device, and the activations of one sequence."""
+    table = columns("left", "right", "right", "right", "right", titles=("", "rule", "", "counted", ""))
+    for name, rule in PARTS:
+        held = getattr(state.update, name)
+        table.add_row(
+            name.replace("_", " "), f"{rule}Ψ", _gb(rule * parameters), _gb(held), _each(held, parameters)
+        )
+    held = state_bytes(state.update)
+    table.add_row("model state", "16Ψ", _gb(16 * parameters), _gb(held), _each(held, parameters))
+    _add_activations(table, tokens, state, shape)
+    note = f"{format_count(parameters)} parameters (Ψ), bf16 with Adam, one device, one sequence of {tokens:,} tokens"
+    yield from section(model, note, table)
+    reasons = (
+        "counted before the update; master weights are the only stored weights, bf16 copies are made for use",
+        "activations by rule: s·h·L·(34 + 5·a·s/h) bytes, without fused attention (arXiv 2205.05198, equation 1)",
+        "counted activations keep no scores where attention is fused, and include the logits of the loss",
+        f"the whole step peaks at {_gb(state.total)}",
+    )
+    yield from section("Differences", "", sentences(reasons, ""))
+
+
+def _add_activations(table: Table, tokens: int, state: CountedState, shape: Dimensions | None) -> None:
+    rule = "" if shape is None else _gb(activation_rule(shape, tokens))
+    table.add_row("activations", "sbh(34 + 5as/h)L" if rule else "", rule, _gb(state.activations), "")
+
+
+def activation_rule(shape: Dimensions, tokens: int) -> float:
+    """Bytes of one sequence's activations in 16 bits (Korthikanti et al. 2022, arXiv 2205.05198, equation 1)."""
+    return tokens * shape.width * shape.layers * (34 + 5 * shape.heads * tokens / shape.width)
+
+
+def values_of(parameters: int, state: CountedState) -> dict[str, Any]:
+    """One object of ``explain --json``."""
+    return {
+        "zero_stage": state.stage,
+        "ranks": state.ranks,
+        "paper_bytes": paper_bytes(state.stage, state.ranks) * parameters,
+        "counted_bytes": state_bytes(state.update),
+        "most_bytes": state.most,
+        "ledger": state.update.as_dict(),
+        "activation_bytes": state.activations,
+        "peak_bytes": state.total,
+    }
+
+
+def _titles(first: str, ranks: Sequence[int]) -> tuple[str, ...]:
+    return (first, "stage", "bytes", *(f"N = {each:,}" for each in ranks))
+
+
+def _short(gigabytes: float) -> str:
+    return f"{gigabytes:.3g}" if gigabytes < 1000 else f"{gigabytes:,.0f}"
+
+
+def _gb(held: float) -> str:
+    return f"{_short(held / GB)} GB"
+
+
+def _each(held: int, parameters: int) -> str:
+    return f"{held / parameters:.2f}Ψ"

@@ -1,0 +1,63 @@
+"""``shardwise explain``: the ZeRO paper's 54 cells as it prints them, and its 16 bytes beside counted ones."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+
+import pytest
+
+from shardwise.cli.main import run
+from shardwise.plan.model_state import RANKS, SIZES, paper_bytes
+from tests.plan.test_zero_paper import CELLS, bytes_per_parameter
+
+
+def test_the_54_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the paper prints them, but for the last digit, which it rounds in some cells and cuts in others."""
+    assert run(["explain", "zero"]) == 0
+    rows = [
+        line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if "N" in line and line.strip()[0].isdigit()
+    ]
+    shown = {}
+    for size, row in zip([size for size in SIZES for _ in range(3)], rows, strict=True):
+        values = [float(word.replace(",", "")) for word in row[-6:]]
+        shown |= {(size, int(row[-6 - _words(row)]), n): v for n, v in zip(RANKS, values, strict=True)}
+    assert len(shown) == len(CELLS) == 54
+    for parameters, stage, ranks, printed in CELLS:
+        last_digit = 10.0 ** Decimal(printed).as_tuple().exponent
+        assert abs(shown[parameters, stage, ranks] - float(printed)) <= last_digit * 1.001
+        assert paper_bytes(stage, ranks) == float(bytes_per_parameter(stage, ranks))
+
+
+def _words(row: list[str]) -> int:
+    """Words of the formula and the stage before it."""
+    return 2 if "+" not in row else 4
+
+
+def test_a_model_on_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the update every stage above 0 holds 16 bytes per parameter, divided; stage 0 holds 16."""
+    assert run(["explain", "zero", "tiny", "--ranks", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    counted = {(row["zero_stage"], row["ranks"]): row for row in found["counted"]}
+    assert set(counted) == {(stage, 4) for stage in range(4)}
+    for (stage, ranks), row in counted.items():
+        divided = ranks if stage else 1
+        assert row["counted_bytes"] == pytest.approx(16 * found["parameters"] / divided, rel=0.02)
+        assert row["paper_bytes"] == found["parameters"] * paper_bytes(stage, ranks)
+    assert counted[0, 4]["paper_bytes"] == 16 * found["parameters"]
+
+
+def test_memory_of_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "memory", "tiny", "--tokens", "64"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "16Ψ" in out and "16.00Ψ" in out and "sbh(34 + 5as/h)L" in out and "64 tokens" in out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["memory"], ["zero", "tiny", "--ranks", "1,x"], ["zero", "tiny", "--ranks", "0"]]
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
