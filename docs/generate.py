@@ -60,6 +60,7 @@ from shardwise.hardware.profiles import PROFILES
 from shardwise.recipe.load import SECTIONS, recipe_of
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import AdaptiveClipSpec, MixtureSpec, Recipe, ScalingSpec
+from shardwise.runtime.recompute.chain import passes
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 from shardwise.technique.fit_advice import REMEDIES
@@ -533,6 +534,14 @@ def recomputation(kinds: Sequence[str] = ACTIVATION_CHECKPOINTING.examples) -> s
     return table(columns, rows(), "lrrrr")
 
 
+def binomial(blocks: int = 32) -> str:
+    """Passes of the binomial schedule for numbers of kept inputs."""
+    rows = (
+        (kept, count := passes(blocks, kept), f"{count / blocks:.1f}") for kept in (1, 2, 3, 5, 8, blocks)
+    )
+    return table(("S", f"passes t({blocks}, S)", "per block"), rows, "rrr")
+
+
 def activation_offload() -> str:
     """What moving activations to host memory holds and costs, for the recipe that the README shows."""
     from shardwise.jobs.request import read
@@ -693,6 +702,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "largest-model": partial(measured, "largest-model-cpu"),
     "plan": shown_plan,
     "recomputation": recomputation,
+    "binomial": binomial,
     "activation-offload": activation_offload,
     "combinations": combinations,
     "exclusions": exclusions,

@@ -77,8 +77,8 @@ FAULTS = (
     ),
     Fault(
         "activation checkpointing: a segment runs again with another dropout mask",
-        "runtime/recompute/segments.py",
-        "call.restore_generators()",
+        "runtime/recompute/calls.py",
+        "        self.restore_generators()",
         "pass",
         ("tests/technique/test_checkpointing.py::test_gradients_are_bit_identical_with_dropout",),
     ),

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import device_mesh
 
-from shardwise.runtime.torch_private import fake_store, forget_sharding, fsdp_chunking
+from shardwise.runtime.torch_private import fake_store, forget_sharding
+from shardwise.runtime.torch_private_fsdp import fsdp_chunking
 
 
 class _Chunks(Sequence[Tensor]):

@@ -28,7 +28,8 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.recipe.lr_scaling import scaled
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload.host import has_separate_host_memory, host_memory
-from shardwise.runtime.torch_private import flattened, fsdp_initialise
+from shardwise.runtime.torch_private import flattened
+from shardwise.runtime.torch_private_fsdp import fsdp_initialise
 from shardwise.technique import DATA_AXES, ORDER, TOKEN_AXES, layout_of, micro_batches
 from shardwise.technique.site import Context, Dtypes, EngineOptions, ModelView, Site, StageView
 

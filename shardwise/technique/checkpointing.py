@@ -7,6 +7,9 @@
                pass of the blocks, less the last product of each: up to a third more FLOPs
     sqrt       recomputes segments of about sqrt(n) blocks, each from its first input (Chen et al.'s own schedule). The
                FLOPs of full, fewer kept inputs, more live blocks (runtime/recompute/segments.py)
+    recursive:S  keeps at most S inputs at a time, and runs blocks as often as that takes: the binomial schedule of
+               Griewank & Walther 2000 (runtime/recompute/chain.py). recursive:1 keeps the input of the model's blocks
+               alone, for n^2 / 2 runs ("memory-poor")
     budget:F   keeps at most the share F of a block's activations, and its input: those that save the most recomputation
                (runtime/recompute/budget.py). 0 is full, 1 is none
 
@@ -32,16 +35,17 @@ if TYPE_CHECKING:
 
 EVERY = Form("every", "K", minimum=2, example=2)
 BUDGET = Form("budget", "F", minimum=0.0, example=0.4, maximum=1.0, kind=float)
+RECURSIVE = Form("recursive", "S", minimum=1, example=2)
 ACTIVATION_CHECKPOINTING: Setting[str] = Setting(
     "activation_checkpointing",
     default="none",
     doc="activation checkpointing (gradient checkpointing), what the backward pass recomputes: nothing (none); all of a"
     " block except matmuls and attention (selective); every K-th block (every:K); every block (full); segments of about"
-    " √layers blocks (sqrt); or the cheapest operations, so that each block keeps at most the fraction F of its"
-    " activations (budget:F)",
+    " √layers blocks (sqrt); blocks as often as S kept inputs make necessary (recursive:S); or the cheapest"
+    " operations, so that each block keeps at most the fraction F of its activations (budget:F)",
     choices=("none", "selective", "full", "sqrt"),
     candidates=("none", "selective", "full"),
-    forms=(EVERY, BUDGET),
+    forms=(EVERY, BUDGET, RECURSIVE),
 )
 
 
@@ -60,23 +64,27 @@ class Checkpointing(Wrapping):
         kind = site.strategy[ACTIVATION_CHECKPOINTING]
         if kind == "none":
             return
+        joint = kind == "sqrt" or RECURSIVE.number(kind) is not None
         # Segments end where a stage does: the next pass there is of another micro-batch.
-        segments = [stage.blocks for stage in site.view.stages] if kind == "sqrt" else [site.view.blocks]
+        segments = [stage.blocks for stage in site.view.stages] if joint else [site.view.blocks]
         wrapped = [block for blocks in segments for block in _wrapped(kind, blocks)]
         pairs = zip(site.view.blocks, wrapped, strict=True)
         site.view.replace({block: new for block, new in pairs if new is not block})
-        site.hints.repeats(0 if kind == "sqrt" else EVERY.number(kind) or 1)
+        site.hints.repeats(0 if joint else EVERY.number(kind) or 1)
 
 
 def _wrapped(kind: str, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The module in the place of each block: its wrapper, or the block itself."""
     from shardwise.runtime.recompute.budget import within_budget
+    from shardwise.runtime.recompute.chain import in_chain
     from shardwise.runtime.recompute.segments import in_segments
     from shardwise.runtime.recompute.selective import selective_contexts
     from shardwise.runtime.torch_private import checkpoint_wrapper
 
     if kind == "sqrt":
         return in_segments(blocks)
+    if (inputs := RECURSIVE.number(kind)) is not None:
+        return in_chain(blocks, inputs)
     if (share := BUDGET.number(kind)) is not None:
         return within_budget(blocks, share)
     if kind == "selective":

@@ -95,6 +95,17 @@ def test_sqrt_of_64_blocks() -> None:
     assert 0.25 < extra_flops(sqrt, none) <= 0.334
 
 
+def test_recursive_costs_what_its_runs_cost() -> None:
+    """Of 6 blocks with 1 input, t = 15: 5 passes are the first forward pass, 10 are more than the runs of `full`."""
+    full, poor = counted("full"), counted("recursive:1")
+    one_block = forward_flops(counted("none")) - forward_flops(counted("none", 5))
+    assert poor.cost.flops - full.cost.flops == 10 * one_block
+    one_input = 4 * 32 * 64 * 4
+    assert (at_the_loss(full) - at_the_loss(poor) + 4) / one_input == 4, (
+        "all but two; a count of 4 bytes differs"
+    )
+
+
 @pytest.mark.parametrize("layers", [1, 5, *(pytest.param(n, marks=LONG) for n in (2, 3, 8, 12))])
 def test_sqrt_keeps_at_most_twice_the_square_root_of_inputs(layers: int) -> None:
     """Between the passes: inputs of segments, and what a model of no blocks to speak of keeps."""

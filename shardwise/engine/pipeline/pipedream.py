@@ -32,7 +32,7 @@ from shardwise.engine.pipeline.p2p import wait
 from shardwise.engine.pipeline.weight_stash import Stash
 from shardwise.engine.run import LiveModel, OptimizerStep, SeesLoss, Steps
 from shardwise.model.blueprint import Batch
-from shardwise.runtime.torch_private import fsdp_gather_streams
+from shardwise.runtime.torch_private_fsdp import fsdp_gather_streams
 from shardwise.technique.pipeline.place import Pipeline
 
 

@@ -19,7 +19,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.runtime.torch_private import backward_of_input, backward_of_weights, fsdp_after_backward
+from shardwise.runtime.torch_private import backward_of_input, backward_of_weights
+from shardwise.runtime.torch_private_fsdp import fsdp_after_backward
 
 
 @contextmanager

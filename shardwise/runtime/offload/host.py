@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardwise.runtime.torch_private import fsdp_copies
+from shardwise.runtime.torch_private_fsdp import fsdp_copies
 
 _depth = 0
 _pinned = False

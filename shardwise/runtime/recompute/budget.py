@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.runtime.flops import bytes_of, flops_of
+from shardwise.runtime.recompute.calls import Saving
 from shardwise.runtime.recompute.knapsack import Item, best
-from shardwise.runtime.recompute.segments import Saving, Segment
+from shardwise.runtime.recompute.segments import Segment
 from shardwise.runtime.recompute.selective import (
     Call,
     Keeping,
