@@ -1,4 +1,4 @@
-"""``shardwise explain``: the arithmetic of ZeRO and of training memory beside what a dry run counts."""
+"""``shardwise explain``: the arithmetic of ZeRO and of training memory, compared with dry runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardwise.core.errors import RecipeError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from shardwise.plan.model_state import CountedState
+    from shardwise.core.model_state import CountedState
 
 
 class Subject(StrEnum):
-    """What is explained."""
+    """The subject of an explanation."""
 
     zero = "zero"
     memory = "memory"
@@ -35,10 +35,11 @@ def command(
     tokens: Annotated[int, typer.Option(help="tokens of a sequence, for memory", min=1)] = 2048,
     as_json: AsJson = False,
 ) -> None:
-    """Show where training memory goes: the ZeRO paper's 16 bytes per parameter, beside what a dry run counts."""
+    """Show where training memory goes: the ZeRO paper's 16 bytes per parameter, and a dry run's counts."""
     from rich.console import Console
 
-    from shardwise.plan.model_state import SIZES, counted, parameters_of
+    from shardwise.core.model_state import SIZES
+    from shardwise.jobs.explaining import counted, parameters_of
     from shardwise.recipe.presets import PRESETS
     from shardwise.report.explained import memory_table, paper_table, values_of, zero_table
 
@@ -68,7 +69,7 @@ def command(
 
 def _numbers(text: str | None) -> list[int]:
     """Numbers of ranks, ascending. Raises RecipeError."""
-    from shardwise.plan.model_state import RANKS
+    from shardwise.core.model_state import RANKS
 
     if text is None:
         return list(RANKS)

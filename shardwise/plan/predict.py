@@ -141,8 +141,8 @@ def predict(
     reserved, limited, expanded = _reserved(counts, worst.bytes + seen, room, options_in(cluster.device.kind))
     fragmentation = max(0, reserved - worst.bytes - seen)
     time = step_time(cost, layout, cluster)
-    kind, dtype = cluster.device.kind, run.compute_dtype
-    useful = model_flops(blueprint, recipe.data, recipe.batch_size, dtype, kind)
+    dtype = run.compute_dtype
+    useful = model_flops(blueprint, recipe.data, recipe.batch_size, dtype, cluster.device.kind)
     estimate = StepEstimate(
         seconds=time.seconds,
         tokens=recipe.batch_size * _targets(recipe, blueprint),
@@ -157,9 +157,7 @@ def predict(
         strategy=strategy,
         layout=layout,
         rank=rank,
-        peak=Peak(
-            worst.ledger.plus(fragmentation=fragmentation, overhead=seen + unseen), worst.phase, worst.where
-        ),
+        peak=replace(worst, ledger=worst.ledger.plus(fragmentation=fragmentation, overhead=seen + unseen)),
         # Blocks, with what rounding adds, where there is an allocator to hand them out.
         allocated_bytes=run.replay.allocated if run.replay else worst.bytes + seen,
         host=counts.host,

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
+from shardwise.core.model_state import PAPER, CountedState, paper_bytes, state_bytes
 from shardwise.core.units import format_count
-from shardwise.plan.model_state import PAPER, CountedState, paper_bytes, state_bytes
 from shardwise.recipe.presets import Dimensions
 from shardwise.report.layout import columns, section, sentences
 
@@ -48,7 +48,7 @@ def zero_table(model: str, parameters: int, states: Sequence[CountedState]) -> I
     note = f"{format_count(parameters)} parameters (Ψ), bf16 with Adam, one micro-batch"
     yield from section(model, note, table)
     reasons = (
-        "the paper counts fp16 weights and gradients, 2 + 2 bytes, beside 12 of fp32 weights and moments",
+        "the paper counts fp16 weights and gradients, 2 + 2 bytes, and 12 of fp32 weights and moments",
         "counted before the update: fp32 gradients (4 bytes); bf16 weights exist only while they are all-gathered",
         "at most: with the weights that are all-gathered at that time, which the paper leaves out for stage 3",
     )

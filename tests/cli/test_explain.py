@@ -1,4 +1,4 @@
-"""``shardwise explain``: the ZeRO paper's 54 cells as it prints them, and its 16 bytes beside counted ones."""
+"""``shardwise explain``: the ZeRO paper's 54 cells as it prints them, and its 16 bytes as dry runs count them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decimal import Decimal
 import pytest
 
 from shardwise.cli.main import run
-from shardwise.plan.model_state import RANKS, SIZES, paper_bytes
+from shardwise.core.model_state import RANKS, SIZES, paper_bytes
 from tests.plan.test_zero_paper import CELLS, bytes_per_parameter
 
 

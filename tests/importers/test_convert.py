@@ -82,7 +82,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "data": {"source": "wikitext:wikitext-103-v1", "sequence_length": 1024, "held_out": 0.02},
         "steps": 4000,
         "optimizer": {"name": "adamw", "learning_rate": 1e-4},  # the DeepSpeed file's optimizer has priority
-        "schedule": {"name": "wsd", "decay": 400, "decay_shape": "cosine"},  # transformers' default shape
         "strategy": {"zero_stage": 3, "micro_batch_size": 2, "offload": "optimizer+parameters"},
     },
     "trainer_sft.json": {
@@ -179,6 +178,19 @@ def test_devices_of_the_command_line_replace_those_of_the_file() -> None:
     assert recipe.model.preset == "llama-3-8b" and recipe.strategy["replicate"] == 4
     with pytest.raises(RecipeError, match="train_batch_size is not micro-batch x accumulation x devices"):
         imported(FILES / "ds_zero1_fp16.json", world="4")
+
+
+@pytest.mark.parametrize(("asked", "shape"), [({}, "cosine"), ({"decay_type": "1-sqrt"}, "sqrt")])
+def test_the_decay_of_wsd_has_the_shape_of_transformers(
+    asked: dict[str, str], shape: str, tmp_path: Path
+) -> None:
+    """Whose default is half a cosine (``get_wsd_schedule``)."""
+    kwargs = {"num_decay_steps": 400, **asked}
+    values = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs, "max_steps": 4000}
+    (tmp_path / "args.json").write_text(json.dumps({"output_dir": "out", "num_train_epochs": 3.0, **values}))
+    recipe, _ = read_imported(imported(tmp_path / "args.json", model="gpt2-124m"))
+    schedule = recipe.schedule
+    assert (schedule.name, schedule.decay, schedule.decay_shape) == ("wsd", 400, shape)
 
 
 def test_an_override_replaces_an_assumed_value() -> None:

@@ -5,7 +5,7 @@ in reverse order: it goes forward from the nearest kept input, keeps the inputs 
 runs the block itself once more for the tensors that autograd saves. Which inputs are kept is the binomial schedule
 (Griewank & Walther 2000, "Algorithm 799: revolve", ACM TOMS 26(1)), with the fewest runs for S inputs. The activations
 of one block live at a time. The input of the last block, where the schedule's first forward sweep ends, waits for the
-backward pass beside the S.
+backward pass in addition.
 
     S = 1        keeps the input of the chain alone: O(1) memory, O(n^2) runs ("memory-poor")
     S ~ log2 n   O(log n) memory, O(n log n) runs
