@@ -56,7 +56,7 @@ def _judged(predictor: Predictor, candidate: Candidate, chosen: Prediction) -> C
         return replace(candidate, verdict="chosen" if predictor.fits(chosen) else "does not fit")
     if candidate.verdict == "fits" and not predictor.replayed(candidate.strategy):
         candidate = _fragmented(predictor, candidate, chosen)
-    if candidate.verdict != "fits":
+    if candidate.verdict not in ("fits", "tight"):
         return candidate
     time = candidate.step_seconds / chosen.step.seconds - 1
     memory = candidate.peak_bytes - chosen.peak.bytes

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.fit_advice import FitAdvice, Remedy, RemedyOutcome
@@ -65,7 +64,10 @@ def _candidate(predictor: Predictor, strategy: Strategy, quick: bool) -> Candida
         return Candidate(strategy, "", 0, 0.0, "invalid", f"{violation.rule.key}: {violation.rule.reason}")
     try:
         found = _largest_that_fits(predictor, strategy)
-        return found if quick or found.verdict != "fits" else _confirmed(predictor, found)
+        if quick or found.verdict != "fits":
+            return found
+        predictor.predict(found.strategy, quick=False)
+        return predictor.candidates[found.strategy]
     except RecipeError as error:
         return Candidate(strategy, "", 0, 0.0, "invalid", error.what)
 
@@ -83,13 +85,6 @@ def _largest_that_fits(predictor: Predictor, strategy: Strategy) -> Candidate:
     index = min(bisect_left(trials, True, key=fits), len(trials) - 1)
     fits(trials[index])
     return predictor.candidates[trials[index]]
-
-
-def _confirmed(predictor: Predictor, candidate: Candidate) -> Candidate:
-    """The candidate by a full dry run with fragmentation; tight if the allocator empties its cache in every step."""
-    found = predictor.predict(candidate.strategy, quick=False)
-    confirmed = predictor.candidates[candidate.strategy]
-    return replace(confirmed, verdict="tight") if confirmed.verdict == "fits" and found.retries else confirmed
 
 
 def _overrides(recipe: Recipe, asked: Recipe, values: Mapping[str, object]) -> tuple[str, ...]:

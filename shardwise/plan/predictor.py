@@ -176,10 +176,12 @@ class Predictor:
                 reason = f"{format_bytes(found.sum_bytes - budget)} too much in the {found.peak.phase} phase{where}"
         elif (excess := self._host_excess(found)) > 0:
             verdict, reason = "does not fit", f"{format_bytes(excess)} too much in host memory"
+        elif found.retries:
+            verdict = "tight"
         replayed = found.run.replay is not None or not TARGETS[self.cluster.device.kind].caches
         self._replayed[strategy] = replayed
         peak_is: PeakIs = "counted" if replayed and ranks is None else "estimated"
-        if verdict != "fits" and not replayed:
+        if verdict == "does not fit" and not replayed:
             peak_is = "at least"
         self._record(
             strategy, found.peak.bytes, found.step.seconds, verdict, reason, peak_is, found.step.split

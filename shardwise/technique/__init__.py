@@ -7,7 +7,7 @@ write its file and add it here (docs/how-to/add-a-technique.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shardwise.core.errors import RecipeError
@@ -143,9 +143,12 @@ def refuse_unsupported(
             )
 
 
-def native(strategy: Strategy, device: DeviceProfile, pinned: Collection[str] = ()) -> bool:
-    """Whether this device has units for every dtype that the strategy asks for, except by ``pinned`` keys."""
-    return all(setting.key in pinned for setting, _, _ in _beyond(strategy, device))
+def native(strategy: Strategy, device: DeviceProfile, pinned: Mapping[str, object]) -> bool:
+    """Whether this device has units for every dtype that the strategy asks for, except by its ``pinned`` values."""
+    return all(
+        setting.key in pinned and strategy_from(pinned)[setting] == value
+        for setting, value, _ in _beyond(strategy, device)
+    )
 
 
 def emulated(strategy: Strategy, device: DeviceProfile) -> Iterator[str]:

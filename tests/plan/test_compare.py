@@ -69,3 +69,20 @@ def test_of_one_rank_that_need_not_be_the_worst_it_is_marked(ranks: list[int] | 
     strategy = strategy_from({"pipeline_parallel": 2})
     predictor.predict(strategy, quick=True, ranks=ranks)
     assert predictor.candidates[strategy].peak_is == ("counted" if ranks is None else "estimated")
+
+
+def test_a_pinned_precision_is_compared_with_what_the_device_has() -> None:
+    """An A100 has no units for 8 bits. A recipe may pin their emulation, but that of bf16 does not ask for it."""
+    values = {"model": MODEL, "data": {"sequence_length": 64}, "steps": 2, "batch_size": 8}
+    narrow = strategy_from({"precision": "fp8"})
+    for pinned, expected in (("bf16", []), ("fp8", [narrow])):
+        cluster = {"preset": "1xA100-80GB"}
+        asked = recipe_of({**values, "cluster": cluster, "strategy": {"precision": pinned}}, SETTINGS)
+        predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+        assert list(predictor.possible([narrow])) == expected
+
+
+def test_what_fits_only_by_emptying_the_cache_is_tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Prediction, "retries", property(lambda found: 1))
+    candidate, _ = compared({"device": "cpu"})
+    assert candidate.verdict == "tight" and "step time" in candidate.reason
