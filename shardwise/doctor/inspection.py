@@ -8,7 +8,9 @@ driver faults that torch does not see are not reported.
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import shutil
 import socket
 import threading
@@ -115,6 +117,15 @@ class Measuring:
 
 
 @dataclass(frozen=True)
+class HostAllocator:
+    """The C library of this process, with its version, and an allocator that LD_PRELOAD puts before it, or empty."""
+
+    library: str
+    version: str
+    preloaded: str
+
+
+@dataclass(frozen=True)
 class Facts:
     """All facts.
 
@@ -130,6 +141,7 @@ class Facts:
     torch: Torch
     network: Network
     measuring: Measuring
+    allocator: HostAllocator
     driver: bool
     calibrated: bool
     packages: Mapping[str, str | None] = field(default_factory=dict)
@@ -153,6 +165,7 @@ def inspect(folder: Path) -> Facts:
         torch=_torch(),
         network=Network(loopback_problem("127.0.0.1"), loopback_problem(socket.gethostname())),
         measuring=Measuring(can_lower_high_water_mark(), huge_pages()),
+        allocator=host_allocator(os.environ),
         driver=driver_present(),
         calibrated=machine.read_calibration() is not None,
         packages={name: _installed(name) for name in OPTIONAL_PACKAGES},
@@ -206,6 +219,13 @@ def huge_pages(path: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     except (OSError, UnicodeDecodeError):
         return None
     return next((word.strip("[]") for word in words if word.startswith("[")), None)
+
+
+def host_allocator(environment: Mapping[str, str]) -> HostAllocator:
+    """The allocator of host memory that ranks inherit from ``environment``."""
+    preloaded = re.split(r"[ :]+", environment.get("LD_PRELOAD", ""))
+    names = [Path(path).name for path in preloaded if "malloc" in Path(path).name]
+    return HostAllocator(*platform.libc_ver(), names[0] if names else "")
 
 
 def _high_water_mark(proc: Path) -> int | None:

@@ -25,6 +25,7 @@ from shardwise.doctor.inspection import (
     Device,
     Disk,
     Facts,
+    HostAllocator,
     MachineMemory,
     Measuring,
     Network,
@@ -51,6 +52,7 @@ HEALTHY = Facts(
     torch=Torch("2.13.0+cu130", "", "13.0", None, 32, True, True, True, (H100,)),
     network=Network("", ""),
     measuring=Measuring(True, "madvise"),
+    allocator=HostAllocator("glibc", "2.39", ""),
     driver=True,
     calibrated=True,
     packages=dict.fromkeys(inspection.OPTIONAL_PACKAGES, "1.0"),
@@ -91,8 +93,12 @@ SICK: list[tuple[str, str, Mapping[str, object]]] = [
     ("shared memory", "warn", {"memory": replace(HEALTHY.memory, shared=64 * MiB)}),
     ("disk", "bad", {"disk": replace(HEALTHY.disk, free=MiB)}),
     ("cache disk", "bad", {"disk": replace(HEALTHY.disk, cache_free=MiB)}),
-    ("memory measurement", "warn", {"measuring": Measuring(False, "never")}),
+    ("memory measurement", "warn", {"measuring": Measuring(False, "madvise")}),
     ("memory measurement", "warn", {"measuring": Measuring(True, "always")}),
+    ("host allocator", "note", {"measuring": Measuring(True, "never")}),
+    ("host allocator", "note", {"allocator": HostAllocator("glibc", "2.31", "")}),
+    ("host allocator", "note", {"allocator": HostAllocator("", "", "")}),
+    ("host allocator", "note", {"allocator": HostAllocator("glibc", "2.39", "libjemalloc.so.2")}),
     ("gpu", "warn", {"torch": replace(GPU_TORCH, devices=())}),
     ("gpu 0", "warn", {"torch": replace(GPU_TORCH, devices=(replace(H100, free_bytes=GiB),))}),
     ("gpu 0", "note", {"torch": replace(GPU_TORCH, devices=(replace(H100, profile=None),))}),
@@ -271,6 +277,12 @@ def test_huge_pages(tmp_path: Path) -> None:
     path.write_text("always [madvise] never\n")
     assert inspection.huge_pages(path) == "madvise"
     assert inspection.huge_pages(tmp_path / "missing") is None
+
+
+def test_a_preloaded_allocator_is_named() -> None:
+    preloaded = {"LD_PRELOAD": "/usr/lib/libother.so:/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"}
+    assert inspection.host_allocator(preloaded).preloaded == "libtcmalloc_minimal.so.4"
+    assert inspection.host_allocator({}).preloaded == ""
 
 
 def test_a_read_only_proc_is_told(tmp_path: Path) -> None:
