@@ -87,12 +87,13 @@ class CountComposer:
             if start == size:
                 return self._known(strategy, passes, size, deep=deep)
             if (strategy, start) not in self._unlike:
+                form = self._known(strategy, passes, start, wide=True, deep=deep)
                 try:
-                    form = self._known(strategy, passes, start, wide=True, deep=deep)
                     form.require_linear()
                     return form
                 except NotLinear:
                     self._unlike.add((strategy, start))
+                    self._forms[strategy, passes, start] = form.of_one_size()
         return self._known(strategy, passes, size, deep=deep)
 
     def _known(

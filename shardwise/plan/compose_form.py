@@ -60,6 +60,10 @@ class LinearForm:
             larger=larger or self.larger,
         )
 
+    def of_one_size(self) -> LinearForm:
+        """The same of the base's size alone."""
+        return LinearForm(self.base, self.depth, self.size, deeper=self.deeper, repeat=self.repeat)
+
     def indices(self, role: int) -> Mapping[str, int]:
         """Row by name, of the moments of one kind of micro-batch; of the only one where the form has one."""
         return self._by_role.get(role) or self._by_role.get(0, {})

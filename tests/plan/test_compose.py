@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,22 @@ def test_strategies_share_their_dry_runs(monkeypatch: pytest.MonkeyPatch, tmp_pa
     made.clear()
     composed(asked, strategy_from({"zero_stage": 3, "loss": "chunked", "micro_batch_size": 1}))
     assert made == [4], "a loss is the same in a deeper model"
+
+
+def test_a_size_whose_calls_are_its_own_is_composed_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence makes one kernel less than two: the size of two is asked for first, then that of one."""
+    asked = predictor(recipe(batch_size=16))
+    assert asked.composer is not None
+    counted = asked.composer.count
+
+    def count(point: compose_corner.Point) -> compose_corner.Corner:
+        found = counted(point)
+        return replace(found, calls=found.calls[1:]) if point.size == 1 else found
+
+    monkeypatch.setattr(asked.composer, "count", count)
+    strategy = strategy_from({"precision": "bf16"})
+    two, one = (asked.composer.composed(strategy.with_values(micro_batch_size=size), 4) for size in (2, 1))
+    assert sum(kernel.calls for kernel in one.cost.kernels) < sum(kernel.calls for kernel in two.cost.kernels)
 
 
 def test_what_depends_on_the_depth_is_not_composed() -> None:
