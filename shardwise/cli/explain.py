@@ -26,8 +26,10 @@ class Subject(StrEnum):
 
 
 def command(
-    subject: Annotated[Subject, typer.Argument(help="zero: stages and ranks; memory: one device")],
-    model: Annotated[str | None, typer.Argument(help="preset, folder or Hub id", metavar="[MODEL]")] = None,
+    subject: Annotated[
+        Subject, typer.Argument(help="zero: stages and ranks; memory: one device", metavar="zero|memory")
+    ],
+    model: Annotated[str | None, typer.Argument(help="preset, folder or Hub id", metavar="MODEL")] = None,
     ranks: Annotated[
         str | None,
         typer.Option(help="numbers of ranks; default: 1 to 1,024 as in the paper", metavar="N,N,…"),
