@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Tests start hundreds of processes; without byte code each of them compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-unit test-all torture rows check lint types docs benchmark benchmark-gpu benchmark-peers clean
+.PHONY: quickstart test test-unit test-all torture rows check lint types docs site wheel benchmark benchmark-gpu benchmark-peers clean
 
 quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
 	$(BIN)/shardwise plan recipes/quickstart.yaml
@@ -42,6 +42,13 @@ types: $(READY)
 docs: $(READY)  ## write the generated pages of docs/reference
 	PYTHONPATH=. $(BIN)/python docs/generate.py
 
+site: $(READY)  ## the documentation as a site with search, in site/; fails on a broken link
+	$(BIN)/python -m pip install --quiet "mkdocs>=1.6,<2"
+	$(BIN)/mkdocs build --strict
+
+wheel: $(READY)  ## dist/shardwise-*.whl, with the recipes
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 benchmark: $(READY)  ## predicted against measured memory on real runs (about 25 minutes)
 	$(BIN)/python benchmarks/ledger.py
 
@@ -61,4 +68,4 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) runs build dist site *.egg-info

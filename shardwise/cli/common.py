@@ -10,7 +10,25 @@ from typing import Annotated
 
 import typer
 
-RecipeArgument = Annotated[Path, typer.Argument(help="the recipe, a YAML file", metavar="RECIPE")]
+RECIPES = Path(__file__).parent.parent / "recipes"
+"""The recipes that are installed with the package."""
+
+
+def recipe_file(text: str) -> Path:
+    """The file that a command names, or the installed recipe of that name where there is no such file."""
+    path = Path(text)
+    if path.exists() or str(path.parent) not in (".", RECIPES.name):
+        return path
+    installed = RECIPES / (path.name if path.suffix else f"{path.name}.yaml")
+    return installed if installed.is_file() else path
+
+
+RecipeArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="the recipe, a YAML file; an installed one by its name", parser=recipe_file, metavar="RECIPE"
+    ),
+]
 
 
 def folder(text: str) -> Path:

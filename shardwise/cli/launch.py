@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -79,19 +80,24 @@ def command(
         volume=volume,
         shared=shared,
     )
-    module = SCHEDULERS[scheduler.value]
     path = file or Path(f"{name}.{ENDINGS[scheduler.value]}")
     if path.resolve() == recipe.resolve():
         raise RecipeError("that is the recipe", where=f"--file {path}", fix="give another name")
+    module = SCHEDULERS[scheduler.value]
     from shardwise.core.atomic_file import write_whole
 
     write_whole(path, module.job_file(job).encode("utf-8"))
     ranks = f"{job.nodes} nodes of {job.devices} ranks, in {job.out}"
     typer.echo(f"{path}: {wanted.steps or 'epochs of'} steps on {ranks}")
-    for step in module.SUBMIT:
+    _next(module.SUBMIT, path, submit)
+
+
+def _next(commands: Sequence[Sequence[str]], path: Path, submit: bool) -> None:
+    """Run the scheduler's commands on the file, or name them."""
+    for words in ([*command, str(path)] for command in commands):
         if not submit:
-            typer.echo("next: " + " ".join([*step, str(path)]))
-        elif (answer := _run([*step, str(path)])) and step == module.SUBMIT[-1]:
+            typer.echo("next: " + " ".join(words))
+        elif (answer := _run(words)) and tuple(words[:-1]) == tuple(commands[-1]):
             typer.echo(answer)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import AsJson, Overrides
+from shardwise.cli.common import AsJson, Overrides, recipe_file
 from shardwise.cli.export import Dtype
 from shardwise.cli.from_ import ModelOption, WorldOption
 from shardwise.cli.spinner import planning
@@ -68,6 +68,7 @@ def command(
         typer.Argument(
             help="the recipe, a YAML file, or another trainer's file (see from); with --serve also the folder of a"
             " run or of a model",
+            parser=recipe_file,
             metavar="RECIPE",
         ),
     ],

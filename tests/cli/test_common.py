@@ -1,11 +1,15 @@
-"""The message for a plan that does not fit: the memory that is too small, the reserve, and the advice."""
+"""The message for a plan that does not fit; recipes that are installed with the package."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from shardwise.cli.common import RECIPES, recipe_file
+from shardwise.cli.main import run
 from shardwise.core.errors import ResourceError
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import HostMemory, Plan
@@ -65,3 +69,29 @@ def test_a_setting_is_advised_where_the_run_does_not_have_it(
     assert "expandable_segments" not in error.fix, "a run on CUDA asks for them by itself"
     monkeypatch.setenv(VARIABLES[0], "expandable_segments:False")
     assert refused(torn).fix.startswith("set PYTORCH_ALLOC_CONF=expandable_segments:True, or see ")
+
+
+def test_installed_recipes_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of the repository; a file of the user's own has priority."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "quickstart.yaml", "recipes/quickstart.yaml"):
+        assert recipe_file(name) == RECIPES / "quickstart.yaml" and recipe_file(name).is_file()
+    (tmp_path / "quickstart.yaml").touch()
+    assert recipe_file("quickstart.yaml") == Path("quickstart.yaml")
+    assert recipe_file("other/quickstart.yaml") == Path("other/quickstart.yaml")
+    assert recipe_file("nothing.yaml") == Path("nothing.yaml")
+    assert run(["plan", "nothing.yaml"]) == 2
+
+
+def test_the_wheel_has_what_the_package_reads() -> None:
+    """Every file that is no module is in the package data of pyproject.toml, recipes among them."""
+    root = Path(__file__).parents[2]
+    data = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    patterns = data["package-data"]["shardwise"]
+    files = [path for path in (root / "shardwise").rglob("*") if path.suffix in (".toml", ".html", ".typed")]
+    files += [RECIPES / path.name for path in (root / "recipes").glob("*.yaml")]
+    for path in files:
+        name = path.relative_to(root / "shardwise")
+        assert any(
+            name.match(pattern) and len(name.parts) == pattern.count("/") + 1 for pattern in patterns
+        ), name
