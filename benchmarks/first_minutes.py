@@ -2,8 +2,9 @@
 
 As a new user does it: the wheel is built, and installed with its requirements into a new virtual environment, where
 ``shardwise finetune MODEL DATA`` adapts a small model of transformers to conversations. PEFT then loads the adapter
-with the base and answers. The model (two layers, random weights) and the conversations (sums) are made here. The environment
-sees nothing of this repository. Needs pip and its index; some minutes. Writes benchmarks/results/first-minutes.json.
+with the base and answers. The model (two layers, random weights) and the conversations (sums) are made here. The
+environment sees nothing of this repository. Needs pip and its index; some minutes. Writes
+benchmarks/results/first-minutes.json.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ MODEL = """
 import json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-pairs = [(f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a in range(20) for b in range(20)]
+pairs = [(f"Say {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a in range(20) for b in range(20)]
 words = Tokenizer(models.BPE())
 words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
 marks = ["<|end|>", "<|user|>", "<|assistant|>"]
 alphabet = pre_tokenizers.ByteLevel.alphabet()
-trainer = trainers.BpeTrainer(400, special_tokens=marks, initial_alphabet=alphabet)
+trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=marks, initial_alphabet=alphabet)
 words.train_from_iterator([asked + answer for asked, answer in pairs], trainer)
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|end|>", pad_token="<|end|>")
 tokenizer.chat_template = (
@@ -55,7 +56,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("tuned/adapter")
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("model"), "tuned/adapter")
 assert any("lora_B" in name and weight.abs().sum() > 0 for name, weight in model.named_parameters())
-turns = [{"role": "user", "content": "What is 3 plus 4?"}]
+turns = [{"role": "user", "content": "Say 3 plus 4?"}]
 ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=8, do_sample=False)[0]))
 """

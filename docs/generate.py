@@ -714,6 +714,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "ladder": ladder,
     "choices": partial(measured, "choices"),
     "lora": partial(measured, "lora"),
+    "lora-full-rank": partial(measured, "lora-full-rank"),
     "qlora-start": partial(measured, "qlora-start"),
     "quantization": partial(measured, "quantization"),
     "quantization-synthetic": partial(measured, "quantization-synthetic"),

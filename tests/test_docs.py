@@ -524,6 +524,35 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in _anchors(path), target
 
 
+def test_pages_of_the_site_link_inside_the_site_alone() -> None:
+    """A link to a file of the repository becomes its path; a picture of a benchmark is taken along."""
+    spec = importlib.util.spec_from_file_location("site_links", ROOT / "docs" / "site_links.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        folder = str(page.parent.relative_to(ROOT / "docs"))
+        text = module.linked_inside(prose(page), folder)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if not target.startswith(("https://", "#")):
+                place = os.path.normpath(os.path.join(folder, target.partition("#")[0]))
+                assert not place.startswith("..") and (
+                    (ROOT / "docs" / place).exists() or place.startswith("pictures/")
+                )
+    shown = module.linked_inside(
+        "[test_x.py](../../tests/test_x.py), [the file](../../a/b.py#L3)", "concepts"
+    )
+    assert shown == "`tests/test_x.py`, the file (`a/b.py`)"
+
+
+@pytest.mark.long
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path / "site")]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
+
+
 def test_every_page_is_reachable() -> None:
     linked = {
         (page.parent / target.partition("#")[0]).resolve()

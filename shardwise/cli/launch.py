@@ -54,7 +54,7 @@ def command(
     volume: Annotated[
         str,
         typer.Option(
-            help="what is mounted there: a claim of Kubernetes, a bucket of SkyPilot", metavar="NAME"
+            help="the volume that is mounted there: a claim of Kubernetes, a bucket of SkyPilot", metavar="NAME"
         ),
     ] = "shared",
 ) -> None:
@@ -107,7 +107,7 @@ def _name(stem: str) -> str:
 
 
 def _time(text: str | None) -> str | None:
-    """Raises RecipeError for what Slurm would read as other than hours, minutes and seconds."""
+    """Raises RecipeError for a text that Slurm would not read as hours, minutes and seconds."""
     if text is not None and not re.fullmatch(r"(\d+-)?\d{1,2}:\d\d:\d\d", text):
         raise RecipeError(f"{text!r} is no time", where="--time", fix="write HH:MM:SS or D-HH:MM:SS")
     return text
