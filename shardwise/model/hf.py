@@ -255,9 +255,10 @@ class HuggingFaceModel(Blueprint):
 
     @cached_property
     def _packings(self) -> Mapping[str, StoredPacking]:
+        if not self._quantization:
+            return {}  # without a look at the weights, which a plan does not need
         files = self._files()
-        if not isinstance(files, QuantizedFiles):
-            return {}
+        assert isinstance(files, QuantizedFiles)
         stored = match_names(self._reference, files).direct
         names = {path: stored.get(f"{path}.weight", "") for path in linear_layers(self._reference, [])}
         with torch.device("cpu"):  # a caller may build its model under another
