@@ -33,6 +33,7 @@ import shardwise.api
 from benchmarks import house
 from shardwise.cli import (
     budget,
+    chat,
     data,
     doctor,
     explain,
@@ -82,6 +83,7 @@ VERBS = (
     launch,
     verify,
     generate,
+    chat,
     export,
     merge,
     quantize,

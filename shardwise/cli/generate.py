@@ -63,7 +63,7 @@ def command(
     """Continue prompts with a trained model, and with adapters on it."""
     if requests is not None and prompt:
         raise RecipeError("prompts and a file of requests", where="command line", fix="give one of the two")
-    folders, asked = _adapters(adapter or [])
+    folders, asked = named_adapters(adapter or [])
     from shardwise.serve.requests import Request, read_requests
     from shardwise.serve.sampling import Sampling
     from shardwise.serve.serving import load_model
@@ -87,7 +87,7 @@ def _show(served: ServedModel, wanted: list[Request], batch: int, as_json: bool)
         _print(served, wanted, batch)
 
 
-def _adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
+def named_adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
     """The adapter folders by name, and the names in the order in which prompts use them."""
     folders: dict[str, Path] = {}
     asked = []

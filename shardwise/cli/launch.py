@@ -54,7 +54,8 @@ def command(
     volume: Annotated[
         str,
         typer.Option(
-            help="the volume that is mounted there: a claim of Kubernetes, a bucket of SkyPilot", metavar="NAME"
+            help="the volume that is mounted there: a claim of Kubernetes, a bucket of SkyPilot",
+            metavar="NAME",
         ),
     ] = "shared",
 ) -> None:

@@ -15,6 +15,7 @@ import typer
 from shardwise import __version__
 from shardwise.cli import (
     budget,
+    chat,
     data,
     doctor,
     eval,
@@ -54,6 +55,7 @@ for verb in (
     launch,
     verify,
     generate,
+    chat,
     export,
     merge,
     quantize,

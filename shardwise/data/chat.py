@@ -71,6 +71,10 @@ class ChatTemplate:
             raise _lost(place, f"{len(found)} spans do not contain the {len(answers)} answers")
         return list(_cut(text, spans))
 
+    def opened(self, turns: Sequence[Turn], place: str) -> str:
+        """The text of a chat up to the opening of the next answer."""
+        return self._render(turns, place, None, opening=True)[0]
+
     def _marked_spans(
         self, turns: Sequence[Turn], place: str, tools: Tools
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -121,6 +125,10 @@ class PlainTemplate:
 
     fingerprint = "plain 1"
     way = "its own plain words"
+
+    def opened(self, turns: Sequence[Turn], place: str) -> str:
+        """The text of a chat up to the opening of the next answer. Ends of earlier answers are not in it."""
+        return "".join(text or "" for text, _ in self.parts(turns, place)) + "Assistant:"
 
     def parts(self, turns: Sequence[Turn], place: str, tools: Tools = None) -> list[Part]:
         found: list[Part] = [(f"Tools: {json.dumps(tools)}\n\n", False)] if tools else []

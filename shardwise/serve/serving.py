@@ -67,6 +67,15 @@ class ServedModel:
         return self._opened.model
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        return self._opened.tokenizer
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that the model reads, in tokens; None for no limit."""
+        return self._opened.context
+
+    @property
     def adapters(self) -> list[str]:
         return [*self.bank.names, BASE]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.cli.generate import _adapters
+from shardwise.cli.generate import named_adapters
 from shardwise.cli.main import run
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.files.peft import TENSORS, write_adapter
@@ -93,7 +93,7 @@ def test_a_file_of_requests(folder: Path, tmp_path: Path, capfd: pytest.CaptureF
 
 def test_the_runs_own_adapter_is_named_like_base() -> None:
     """As docs/how-to/serve-adapters.md says, and as a file of requests takes it."""
-    assert _adapters(["own", "base", "x=runs/x"]) == ({"x": Path("runs/x")}, ["own", "base", "x"])
+    assert named_adapters(["own", "base", "x=runs/x"]) == ({"x": Path("runs/x")}, ["own", "base", "x"])
 
 
 CASES: list[tuple[list[str], str, int, str]] = [
