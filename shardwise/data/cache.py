@@ -42,7 +42,7 @@ from shardwise.core.atomic_file import sync_folder
 from shardwise.core.errors import DataError, ResourceError
 from shardwise.core.file_hash import hash_of
 from shardwise.data.readers import TextPiece
-from shardwise.data.sources import Source
+from shardwise.data.source import Source
 from shardwise.data.tokenizer import Tokenizer, Tokens
 
 FORMAT = 2

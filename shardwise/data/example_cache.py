@@ -18,7 +18,7 @@ from shardwise.data.cache import EXAMPLE, FORMAT, Header, TokenCache, cached, da
 from shardwise.data.encoding import Encoder
 from shardwise.data.formats import KEYS
 from shardwise.data.readers import Record
-from shardwise.data.sources import Source
+from shardwise.data.source import Source
 
 _TOGETHER = 1024
 """Records written at a time."""

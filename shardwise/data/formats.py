@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from shardwise.core.errors import DataError
 from shardwise.data.readers import Record, checked, kind_of
-from shardwise.data.sources import Source
+from shardwise.data.source import Source
 from shardwise.recipe.sections import DataSpec
 
 _NEEDED: Mapping[str, tuple[str, ...]] = {

@@ -5,18 +5,22 @@ files in its own cache and then works offline. Rows are read in batches of the n
 with the dataset.
 
 Unlike `streaming=True`, a download that is complete before step 1 cannot fail at step 10,000. It needs the disk space.
+Where the Hub does not answer one question, only the cache is read: the library would try for half a minute.
 The library refuses datasets that run their own Python code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.data.readers import Record, TextPiece, checked, missing_key, pieces
 
+_PATIENCE = 10.0
+"""Seconds that the Hub may take to say whether it has a dataset."""
 _ROWS = 256
 """Rows read at a time."""
 
@@ -65,7 +69,10 @@ def rows_of_hub(name: str) -> Any:
     place, split = split_of(name)
     repository, _, config = place.partition(":")
     try:
-        return datasets.load_dataset(repository, name=config or None, split=split or "train")
+        with nullcontext() if _answers(repository, name) else _offline(datasets):
+            return datasets.load_dataset(repository, name=config or None, split=split or "train")
+    except DataError:
+        raise
     except Exception as error:  # network, hub, licence, split or configuration
         raise DataError(
             "cannot load dataset",
@@ -73,6 +80,45 @@ def rows_of_hub(name: str) -> Any:
             why=f"no local file of this name, and from the hub: {type(error).__name__}: {error}",
             fix="check data.source (FILE, or ID[:CONFIG][#SPLIT]) and the network",
         ) from None
+
+
+def _answers(repository: str, name: str) -> bool:
+    """Whether the Hub can be reached: one attempt, where `load_dataset` would make six in half a minute.
+
+    Raises DataError if the Hub has no such dataset, or does not give it to this login.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        HfApi().dataset_info(repository, timeout=_PATIENCE)
+    except GatedRepoError:
+        fix = "ask for access on its page, and log in: hf auth login"
+        raise DataError("no access to this dataset", where=name, why="its owner grants it", fix=fix) from None
+    except RepositoryNotFoundError:
+        why = "the Hub has none of this name, or a private one; and there is no local file"
+        raise DataError(
+            "no such dataset", where=name, why=why, fix="check data.source, or log in: hf auth login"
+        ) from None
+    except Exception:  # no network, a proxy, a server's fault: what is cached can still be read
+        return False
+    return True
+
+
+@contextmanager
+def _offline(datasets: Any) -> Iterator[None]:
+    """In this block only the cache of downloaded datasets is read, at once."""
+    from huggingface_hub import constants
+
+    places = [(constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
+    before = [getattr(module, key, False) for module, key in places]
+    for module, key in places:
+        setattr(module, key, True)
+    try:
+        yield
+    finally:
+        for (module, key), value in zip(places, before, strict=True):
+            setattr(module, key, value)
 
 
 def pieces_of_rows(name: str, rows: Any, text_key: str) -> Iterator[TextPiece]:

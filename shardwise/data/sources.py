@@ -17,7 +17,6 @@ import os
 import re
 import stat
 import sysconfig
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from shardwise.data.hub import (
     split_of,
 )
 from shardwise.data.readers import SUFFIXES, Record, TextPiece, is_data_file, read_file, read_records
+from shardwise.data.source import Source
 
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
@@ -39,32 +39,6 @@ _NOT_LIBRARY = frozenset(
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?(#[\w.-]+)?")
 _GLOB = re.compile(r"[*?\[]")
-
-
-class Source(ABC):
-    """A source of documents.
-
-    Attributes:
-        name: as in the recipe.
-    """
-
-    name: str
-
-    @abstractmethod
-    def identity(self) -> object:
-        """A JSON value that changes when the content changes; a cached result is valid while it is equal."""
-
-    @abstractmethod
-    def pieces(self) -> Iterator[TextPiece]:
-        """The documents, in a fixed order. Raises DataError at the first malformed one."""
-
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
-        """The records, in a fixed order, with at least the fields `keys`. Raises DataError at a malformed one."""
-        raise DataError("no records in this source", where=self.name, why="it is plain text")
-
-    def fields(self) -> frozenset[str]:
-        """The fields of the first record; empty if the source starts with plain text or malformed data."""
-        return frozenset()
 
 
 class FileSource(Source):
@@ -185,13 +159,17 @@ def open_source(name: str, text_key: str) -> Source:
 
     `name` is `stdlib`; a file, a folder (searched recursively) or a glob of txt, jsonl, csv (also .gz) and
     parquet files; a .json file; a folder written by `save_to_disk`, or ID[:CONFIG] on the Hugging Face hub,
-    either of them with #SPLIT (`train` when left out).
+    either of them with #SPLIT (`train` when left out); or a URL of an object store with such files.
 
     Raises:
         DataError: the source does not exist, or has no readable file.
     """
     if name == "stdlib":
         return StandardLibrary()
+    if "://" in name:
+        from shardwise.data.object_store import ObjectStore
+
+        return ObjectStore(name, text_key)
     path = Path(name).expanduser()
     if path.exists() or path.is_symlink():
         return _local(name, path, None, text_key)

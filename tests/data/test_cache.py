@@ -19,7 +19,8 @@ from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError, ResourceError
 from shardwise.data.cache import TokenCache, open_cache
 from shardwise.data.readers import TextPiece
-from shardwise.data.sources import Source, open_source
+from shardwise.data.source import Source
+from shardwise.data.sources import open_source
 from shardwise.data.tokenizer import open_tokenizer
 
 BYTES = open_tokenizer("bytes")

@@ -14,7 +14,8 @@ import pytest
 
 from shardwise.core.errors import DataError
 from shardwise.data.readers import PIECE_BYTES, TextPiece, read_file
-from shardwise.data.sources import Source, open_source
+from shardwise.data.source import Source
+from shardwise.data.sources import open_source
 
 
 def documents(pieces: Iterator[TextPiece]) -> list[str]:
@@ -172,6 +173,7 @@ def test_a_name_that_is_no_path_is_loaded_from_the_hub(monkeypatch: pytest.Monke
         asked.append((path, name, split))
         return datasets.Dataset.from_dict({"text": [split]})
 
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert texts("someone/corpus") == ["train"]
     assert texts("someone/corpus:small#test") == ["test"]
@@ -184,6 +186,7 @@ def test_a_hub_out_of_reach_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     def load(*_: object, **__: object) -> object:
         raise ConnectionError("Couldn't reach 'someone/corpus' on the Hub\n(long story)")
 
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(DataError) as raised:
         texts("someone/corpus")
@@ -202,3 +205,44 @@ def test_importing_the_package_and_reading_text_imports_no_heavy_library(tmp_pat
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`load_dataset` tries six times, in half a minute: it is asked offline where the Hub does not answer."""
+    datasets = pytest.importorskip("datasets")
+    hub = pytest.importorskip("huggingface_hub")
+    asked: list[object] = []
+
+    def load(repository: str, **_: object) -> object:
+        asked.append((repository, hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
+        raise ConnectionError("offline, and nothing is cached")
+
+    def unreachable(*_: object, **options: object) -> None:
+        asked.append(options["timeout"])
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub.HfApi, "dataset_info", unreachable)
+    before = hub.constants.HF_HUB_OFFLINE
+    with pytest.raises(DataError, match="nothing is cached"):
+        open_source("org/data", "text")
+    assert asked == [10.0, ("org/data", True, True)] and before == hub.constants.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize(
+    ("error", "says"), [("RepositoryNotFoundError", "no such"), ("GatedRepoError", "no access")]
+)
+def test_a_dataset_that_is_not_there_is_said_at_once(
+    error: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    hub = pytest.importorskip("huggingface_hub")
+    kind = getattr(hub.errors, error)
+
+    def missing(*_: object, **__: object) -> None:
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    monkeypatch.setattr(hub.HfApi, "dataset_info", missing)
+    with pytest.raises(DataError, match=says):
+        open_source("org/data", "text")

@@ -1,0 +1,131 @@
+"""Data files in object stores (``s3://``, ``gs://``, ``hf://``, ``http://`` and others), through fsspec.
+
+Files are read once, to be tokenized: one at a time is copied to a temporary file, read by its suffix, and removed. So
+the disk holds the tokens and one file. Training reads the tokens, whose order and place depend on seed and step alone:
+a resumed run begins exactly where it was, and an object store that fails at step 10,000 does not stop it.
+
+A file is known by its size and its entity tag or time of change, so a changed store is tokenized again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from shardwise.core.errors import DataError
+from shardwise.data.readers import Record, TextPiece, is_data_file, read_file, read_records
+from shardwise.data.source import Source
+
+_CHANGES = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "checksum",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "created",
+)
+"""Names under which file systems say that a file has changed, most reliable first."""
+
+
+class ObjectStore(Source):
+    """Data files under a URL: a file, a folder, or a glob."""
+
+    def __init__(self, name: str, text_key: str) -> None:
+        """Lists the files. Raises DataError: none is there, or the store cannot be read."""
+        self.name, self._text_key = name, text_key
+        with self._readable():
+            self._system, place = _opened(name)
+            self._files = sorted(self._listed(place))
+            self._states = [_state(self._system.info(path), path) for path in self._files]
+        if not self._files:
+            raise DataError(
+                "no data files", where=name, why="nothing there has a known suffix", fix="check the URL"
+            )
+
+    def identity(self) -> object:
+        return ["object store", self.name.partition("://")[0], self._text_key, self._states]
+
+    def pieces(self) -> Iterator[TextPiece]:
+        for path in self._files:
+            with self._copied(path) as local:
+                yield from read_file(local, self._text_key)
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        for path in self._files:
+            with self._copied(path) as local:
+                for record in read_records(local, keys):
+                    yield replace(record, place=record.place.replace(str(local), path))
+
+    def fields(self) -> frozenset[str]:
+        records = self.records(())
+        try:
+            return frozenset(next(records).fields)
+        except (StopIteration, DataError):
+            return frozenset()
+        finally:
+            records.close()  # type: ignore[attr-defined]
+
+    def _listed(self, place: str) -> list[str]:
+        if any(sign in place for sign in "*?["):
+            return [path for path in self._system.glob(place) if is_data_file(Path(path))]
+        if self._system.isdir(place):
+            return [path for path in self._system.find(place) if is_data_file(Path(path), named=False)]
+        self._system.info(place)  # raises FileNotFoundError
+        return [place]
+
+    @contextmanager
+    def _copied(self, path: str) -> Iterator[Path]:
+        """The file on this disk, as long as the block runs."""
+        with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+            local = Path(folder) / PurePosixPath(path).name
+            with self._readable():
+                self._system.get_file(path, str(local))
+            try:
+                yield local
+            except DataError as error:
+                if str(local) in (error.where or ""):
+                    error.where = (error.where or "").replace(str(local), path)
+                raise
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Turn the errors of file systems, of which each has its own, into one line."""
+        try:
+            yield
+        except DataError:
+            raise
+        except ImportError as error:
+            fix = "install the package that it names"
+            raise DataError("no support for this store", where=self.name, why=str(error), fix=fix) from None
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise DataError(
+                "cannot read the object store",
+                where=self.name,
+                why=why,
+                fix="check the URL and your credentials",
+            ) from None
+
+
+def _opened(name: str) -> tuple[Any, str]:
+    """(file system, place in it)."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        why, fix = "the package fsspec is not installed", "pip install 'shardwise[hf]'"
+        raise DataError("cannot read a URL", where=name, why=why, fix=fix) from None
+    system, place = url_to_fs(name)
+    return system, place
+
+
+def _state(info: dict[str, Any], path: str) -> list[str]:
+    """The path, the size, and what changes with the content."""
+    change = next((str(info[key]) for key in _CHANGES if info.get(key) is not None), "")
+    return [path, str(info.get("size")), change]

@@ -1,0 +1,35 @@
+"""The interface of data sources: documents as text, or records with fields, in a fixed order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from shardwise.core.errors import DataError
+from shardwise.data.readers import Record, TextPiece
+
+
+class Source(ABC):
+    """A source of documents.
+
+    Attributes:
+        name: as in the recipe.
+    """
+
+    name: str
+
+    @abstractmethod
+    def identity(self) -> object:
+        """A JSON value that changes when the content changes; a cached result is valid while it is equal."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[TextPiece]:
+        """The documents, in a fixed order. Raises DataError at the first malformed one."""
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        """The records, in a fixed order, with at least the fields `keys`. Raises DataError at a malformed one."""
+        raise DataError("no records in this source", where=self.name, why="it is plain text")
+
+    def fields(self) -> frozenset[str]:
+        """The fields of the first record; empty if the source starts with plain text or malformed data."""
+        return frozenset()

@@ -1,0 +1,83 @@
+"""Object stores through fsspec: what they hold is tokenized as local files are, and errors are one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.core.errors import DataError
+from shardwise.data.sources import open_source
+
+fsspec = pytest.importorskip("fsspec")
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """A file system in memory with two data files and one that is none."""
+    system = fsspec.filesystem("memory")
+    lines = "".join(json.dumps({"text": f"line {i}", "n": i}) + "\n" for i in range(3))
+    system.pipe("/bucket/a.jsonl", lines.encode())
+    system.pipe("/bucket/deep/b.jsonl.gz", gzip.compress(b'{"text": "zipped", "n": 9}\n'))
+    system.pipe("/bucket/README.bin", b"no data")
+    yield system
+    system.rm("/bucket", recursive=True)
+
+
+def texts(name: str) -> list[str]:
+    return [record.fields["text"] for record in open_source(name, "text").records(("text",))]  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("memory://bucket", 4), ("memory://bucket/a.jsonl", 3), ("memory://bucket/*.jsonl", 3)],
+)
+def test_files_folders_and_globs(name: str, count: int) -> None:
+    found = texts(name)
+    assert len(found) == count and found[0] == "line 0"
+    source = open_source(name, "text")
+    assert source.fields() == {"text", "n"}
+    assert b"".join(piece.data for piece in source.pieces()).decode().startswith("line 0")
+    [*records] = source.records(("text",))
+    assert records[0].place == "/bucket/a.jsonl:1, byte 0"
+
+
+def test_what_changes_is_read_again(store: Any) -> None:
+    before = open_source("memory://bucket", "text").identity()
+    assert open_source("memory://bucket", "text").identity() == before
+    store.pipe("/bucket/a.jsonl", b'{"text": "other"}\n')
+    assert open_source("memory://bucket", "text").identity() != before
+
+
+def test_local_files_through_a_url_are_the_same_documents(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("words " * 50, encoding="utf-8")
+    through, plain = (open_source(name, "text") for name in (f"file://{tmp_path}", str(tmp_path)))
+    assert list(through.pieces()) == list(plain.pieces())
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("memory://bucket/none.jsonl", "cannot read the object store"),
+        ("memory://nowhere", "cannot read the object store"),
+        ("memory://bucket/*.csv", "no data files"),
+        ("nonsense://x/y.jsonl", "cannot read the object store"),
+    ],
+)
+def test_errors_are_one_line_with_the_url(name: str, says: str) -> None:
+    with pytest.raises(DataError, match=says) as caught:
+        open_source(name, "text")
+    assert name in caught.value.line()
+
+
+def test_a_malformed_record_is_named_by_its_url(store: Any) -> None:
+    store.pipe("/bucket/bad.jsonl", b'{"text": "ok"}\n{"text": \n')
+    with pytest.raises(DataError) as caught:
+        list(open_source("memory://bucket/bad.jsonl", "text").pieces())
+    assert "/bucket/bad.jsonl:2" in caught.value.line() and "/tmp" not in caught.value.line()
