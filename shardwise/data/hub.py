@@ -100,7 +100,7 @@ def _answers(repository: str, name: str) -> bool:
         raise DataError(
             "no such dataset", where=name, why=why, fix="check data.source, or log in: hf auth login"
         ) from None
-    except Exception:  # no network, a proxy, a server's fault: what is cached can still be read
+    except Exception:  # no network, a proxy, a server's fault: cached datasets can still be read
         return False
     return True
 
