@@ -129,6 +129,7 @@ class Transformers(Cached):
 
     def begin(self, texts: list[list[int]], adapters: list[str], more: int) -> Tensor:
         self._theirs = own_cache(self.model)
+        self._cache_argument = cache_argument(self.model)
         takes = inspect.signature(self.model.forward).parameters
         self._last_alone = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         return super().begin(texts, adapters, more)
@@ -150,8 +151,8 @@ class Transformers(Cached):
             input_ids=ids,
             attention_mask=self._padding_mask(seen),
             position_ids=positions.expand(ids.shape),
-            past_key_values=self._theirs,
             use_cache=True,
+            **{self._cache_argument: self._theirs},
             **self._last_alone,
         )
         logits: Tensor = found.logits
@@ -181,12 +182,18 @@ def own_cache(model: Any) -> Any:
     return DynamicCache(config=model.config)
 
 
+def cache_argument(model: Any) -> str:
+    """The argument of a model of transformers that takes its cache, or "": ``past_key_values`` is ``cache`` since 5.24."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in taken), "")
+
+
 def _takes_a_cache(model: Any) -> bool:
     """Whether a model of transformers supports left padding and a cache of keys and values only."""
     if not type(model).__module__.startswith("transformers."):
         return False
     taken = inspect.signature(model.forward).parameters.keys()
-    if not {"attention_mask", "position_ids", "past_key_values", "use_cache"} <= taken:
+    if not cache_argument(model) or not {"attention_mask", "position_ids", "use_cache"} <= taken:
         return False
     from transformers import cache_utils
 
