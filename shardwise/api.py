@@ -27,7 +27,7 @@ from shardwise.jobs.objects import Given, recipe_from, with_callbacks
 from shardwise.jobs.planning import make_plan
 from shardwise.jobs.session import Session as Session
 from shardwise.jobs.session import open_session
-from shardwise.launch.launcher import run_ranks
+from shardwise.launch.launcher import preloaded, run_ranks
 from shardwise.quantize.report import Quantized
 from shardwise.quantize.settings import Settings
 from shardwise.recipe.load import load_recipe
@@ -197,7 +197,8 @@ def _trained(given: Given, plan: Plan | None, out: Path, exact_memory: bool) -> 
     with giving(given.objects) as environment:
         workers = partial(_run_workers, environment=environment)
         cluster = cluster_of(given.recipe.cluster)
-        training.train(given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory)
+        with preloaded(cluster.world_size, cluster.nodes):
+            training.train(given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory)
     return read_run(out)
 
 

@@ -23,6 +23,7 @@ from shardwise.core.errors import RankError, ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.core.quiet_torchao import quiet_torchao
 from shardwise.launch.failure import rank_failure
+from shardwise.launch.preload import WAIT, become
 from shardwise.launch.process import World, join
 from shardwise.launch.waiting import DUMP_SIGNAL
 from shardwise.train.faults.oom_record import resource_error
@@ -150,7 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    arguments: Sequence[str] | None = sys.argv[1:]
+    if sys.argv[1:2] == [WAIT]:
+        arguments = become(int(sys.argv[2]))
+    code = 0 if arguments is None else main(arguments)
     # Skips the interpreter's shutdown. After a failure it would wait for the peers' collectives; after a success
     # torch's threads sometimes abort the process while its globals are destroyed.
     with contextlib.suppress(OSError):

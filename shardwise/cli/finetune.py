@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +36,7 @@ def command(
     from shardwise.jobs.finetuning import RECIPE, choose, draft, hardware_here
     from shardwise.jobs.request import read
     from shardwise.jobs.training import train
+    from shardwise.launch.launcher import preloaded
     from shardwise.launch.placement import launched_by
 
     file = out / RECIPE
@@ -44,21 +46,24 @@ def command(
             f"train {file} with `shardwise train` under torchrun or srun",
         )
         raise RecipeError("started by another launcher", where="finetune", why=why, fix=fix)
-    with Console(stderr=True).status("reading the data") as status:
-        if file.is_file():
-            recipe, cluster = read(file, overrides or [])
-            plan = None
-            _require_same(recipe, model, data, file)
-        else:
-            asked = draft(model, data, epochs, hardware_here(device.value if device else None))
-            chosen = choose(
-                asked, method.value if method else None, overrides or (), lambda s: status.update(s)
-            )
-            text, recipe, cluster, plan = chosen
-            out.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-    typer.echo(f"{file}: the recipe, {'read' if plan is None else 'written'}")
-    train(recipe, cluster, out, run_workers, plan=plan, say=typer.echo)
+    with ExitStack() as stack:
+        with Console(stderr=True).status("reading the data") as status:
+            hardware = hardware_here(device.value if device else None)
+            stack.enter_context(preloaded(hardware.count))
+            if file.is_file():
+                recipe, cluster = read(file, overrides or [])
+                plan = None
+                _require_same(recipe, model, data, file)
+            else:
+                asked = draft(model, data, epochs, hardware)
+                chosen = choose(
+                    asked, method.value if method else None, overrides or (), lambda s: status.update(s)
+                )
+                text, recipe, cluster, plan = chosen
+                out.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+        typer.echo(f"{file}: the recipe, {'read' if plan is None else 'written'}")
+        train(recipe, cluster, out, run_workers, plan=plan, say=typer.echo)
     _finish(out, cluster.device.kind != "cpu")
 
 

@@ -38,8 +38,10 @@ def command(
     wanted, cluster = read(recipe, overrides or [])
     if (placement := launched_by()) is None:
         from shardwise.jobs.training import train
+        from shardwise.launch.launcher import preloaded
 
-        train(wanted, cluster, out, run_workers, exact_memory=exact_memory, say=typer.echo)
+        with preloaded(cluster.world_size, cluster.nodes):
+            train(wanted, cluster, out, run_workers, exact_memory=exact_memory, say=typer.echo)
         return
     from shardwise.cli.under_launcher import train_as_rank  # loads torch
 

@@ -14,7 +14,6 @@ import torch, because the command line imports it before it needs torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -27,14 +26,15 @@ from pathlib import Path
 from shardwise.core import heartbeat
 from shardwise.core.errors import ResourceError
 from shardwise.core.heartbeat import Heartbeat
+from shardwise.launch import preload
 from shardwise.launch.log_lines import LogLines
 from shardwise.launch.placement import LAUNCHER, LOOPBACK, STORE_SOCKET
-from shardwise.launch.ranks import Command, Process, Rank
+from shardwise.launch.preload import WORKER
+from shardwise.launch.ranks import Command, Process, Rank, dying_with_parent
 from shardwise.launch.stops import forwarding
 from shardwise.launch.verdict import verdict
 from shardwise.launch.waiting import end, wait
 
-WORKER = "shardwise.worker"
 _JOIN_SECONDS = 2.0
 """A process in an uninterruptible system call does not end even after SIGKILL."""
 
@@ -91,8 +91,11 @@ def run_ranks(
 
 
 def start_process(command: Command) -> Process:
-    """Start ``python -m WORKER`` in its own session, so that only the launcher receives Ctrl-C and passes it on."""
-    return subprocess.Popen(
+    """Start ``python -m WORKER`` in its own session, so that only the launcher receives Ctrl-C and passes it on.
+
+    A worker that was started before (``preloaded``) takes the command.
+    """
+    return preload.take(command) or subprocess.Popen(
         [sys.executable, "-m", WORKER, *command.arguments],
         stdin=subprocess.DEVNULL,
         stdout=command.stdout,
@@ -100,12 +103,26 @@ def start_process(command: Command) -> Process:
         env=command.environment,
         pass_fds=command.inherited,
         start_new_session=True,
-        preexec_fn=_dying_with_parent() if sys.platform == "linux" else None,
+        preexec_fn=dying_with_parent(),
     )
 
 
 spawner: Callable[[Command], Process] = start_process
 """Starts each worker. Tests replace it by a fork of a process that has imported torch."""
+
+
+@contextlib.contextmanager
+def preloaded(world_size: int, nodes: int = 1) -> Iterator[None]:
+    """Let the workers of a run on this machine import torch during the block, in which it is planned and launched.
+
+    Args:
+        nodes: on several nodes another launcher starts the workers, and none is started here.
+    """
+    if nodes > 1 or spawner is not start_process:
+        yield
+        return
+    with preload.preloaded(world_size, _process_environment(world_size)):
+        yield
 
 
 # ---- starting ---------------------------------------------------------------------------------------------
@@ -148,15 +165,21 @@ def _started(
 
 
 def _shared_environment(world_size: int, port: int) -> dict[str, str]:
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = {
+    return _process_environment(world_size) | {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        LAUNCHER: str(os.getpid()),
+    }
+
+
+def _process_environment(world_size: int) -> dict[str, str]:
+    """Variables that a worker reads when it starts."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    given = {
         "PYTHONUNBUFFERED": "1",  # the log has all output of a killed rank
         "PYTHONFAULTHANDLER": "1",
-        LAUNCHER: str(os.getpid()),
     }
     defaults = {
         "OMP_NUM_THREADS": str(max(1, available // world_size)),
@@ -202,21 +225,6 @@ def _start(
         reader.start()
         started.threads.append(reader)
     return started
-
-
-def _dying_with_parent() -> Callable[[], None]:
-    """Returns a function for a worker to run between fork and exec: the kernel then kills it when the launcher ends.
-
-    libc is loaded before the fork, so the function takes no lock that another thread may hold.
-    """
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-
-    def bind() -> None:
-        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return bind
 
 
 def _pass_through(descriptor: int, log: Path) -> None:

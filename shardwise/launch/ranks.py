@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import signal
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -49,6 +51,23 @@ class Command:
     stdout: int
     stderr: int
     inherited: tuple[int, ...]
+
+
+def dying_with_parent() -> Callable[[], None] | None:
+    """A function for a worker to run between fork and exec: the kernel then kills it when the launcher ends.
+
+    libc is loaded before the fork, so the function takes no lock that another thread may hold. None if not on Linux.
+    """
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def bind() -> None:
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return bind
 
 
 @dataclass

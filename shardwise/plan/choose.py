@@ -305,7 +305,7 @@ class _Visit:
             )
             least = max((other[MICRO_BATCH_SIZE] for other in plainer), default=0)
             try:
-                found = self._largest(strategy, above=least)
+                found = self._largest(strategy, above=least, first_will_do=first_will_do)
                 if found is not None and stages:
                     found = self._waiting_least(found)
             except RecipeError as error:  # a package is missing, or the model refuses
@@ -356,7 +356,7 @@ class _Visit:
         ]
         return filling or sizes[-1:]
 
-    def _largest(self, strategy: Strategy, above: int) -> Quick | None:
+    def _largest(self, strategy: Strategy, above: int, first_will_do: bool) -> Quick | None:
         """The figures with the largest micro-batch that may fit, of those ``above``."""
         predictor, sizes = self.predictor, self._sizes(strategy)
         if sizes[0] <= above or not predictor.may_fit(strategy.with_values(micro_batch_size=sizes[-1])):
@@ -366,7 +366,7 @@ class _Visit:
             trial = strategy.with_values(micro_batch_size=size)
             if not above < size <= largest or trial in self.failed:
                 continue
-            quick = quick_figures(predictor, trial)
+            quick = quick_figures(predictor, trial, once=first_will_do)
             if self.reference is None and quick.computing:
                 self.reference = quick.computing, self._sequences(trial)
             # Memory is a constant and a part that grows at most in proportion: a larger size than this cannot fit.

@@ -183,7 +183,7 @@ def own_cache(model: Any) -> Any:
 
 
 def cache_argument(model: Any) -> str:
-    """The argument of a model of transformers that takes its cache, or "": ``past_key_values`` is ``cache`` since 5.24."""
+    """The argument of a model of transformers that takes its cache, or "". Since 5.24 it is ``cache``."""
     taken = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in taken), "")
 

@@ -27,15 +27,12 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import IO, Any
 
-from shardwise.core import heartbeat
-from shardwise.launch import launcher
+from shardwise.launch import launcher, preload
 from shardwise.launch.launcher import WORKER
-from shardwise.launch.placement import STORE_SOCKET
 from shardwise.launch.ranks import Command
 from tests.harness.pool import Pool, die_with
 
@@ -237,11 +234,8 @@ class _Fork:
         theirs.close()
 
     def begin(self, module: str, command: Command) -> _Fork:
-        connection = Connection(os.dup(self._told.fileno()))
-        files = [command.stdout, command.stderr, *command.inherited]
-        socket.send_fds(self._told, [b"."], files)
-        connection.send((module, command.arguments, dict(command.environment), files))
-        connection.close()
+        self._told.sendall(module.encode() + b"\n")
+        preload.send(self._told, command)
         return self
 
     def poll(self) -> int | None:
@@ -270,10 +264,11 @@ def _wait_and_run(parent: int, told: socket.socket) -> None:
     try:
         die_with(parent)
         os.setsid()
-        message, received, _, _ = socket.recv_fds(told, 1, 16)
-        if message:
-            module, words, environment, files = Connection(told.detach()).recv()
-            code = _as_main(module, words, _with_descriptors(environment, files, received), *received[:2])
+        if module := _line(told):
+            command = preload.receive(told)
+            assert command is not None
+            files = command.stdout, command.stderr
+            code = _as_main(module, command.arguments, dict(command.environment), *files)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -282,11 +277,12 @@ def _wait_and_run(parent: int, told: socket.socket) -> None:
         os._exit(code)
 
 
-def _with_descriptors(environment: dict[str, str], files: list[int], received: list[int]) -> dict[str, str]:
-    """The environment, with the numbers that inherited files have here."""
-    numbers = {str(before): str(now) for before, now in zip(files[2:], received[2:], strict=True)}
-    named = (name for name in (STORE_SOCKET, heartbeat.VARIABLE) if name in environment)
-    return environment | {name: numbers[environment[name]] for name in named}
+def _line(told: socket.socket) -> str:
+    """The next line, without reading beyond it; "" at the end."""
+    read = b""
+    while (letter := told.recv(1)) not in (b"", b"\n"):
+        read += letter
+    return read.decode()
 
 
 def _as_main(module: str, words: tuple[str, ...], environment: dict[str, str], out: int, err: int) -> int:
