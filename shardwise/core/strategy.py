@@ -138,6 +138,7 @@ class Setting(Generic[T]):
         last_resort: values that the planner tries only where nothing else fits, cheapest in time first.
         ordered: whether a candidate never makes a step faster than those before it.
         compared: further values whose cost the plan shows but never chooses.
+        once: values that cost seconds once, at the start of a run; the planner chooses one where it saves more.
         note: why a value outside ``choices`` is refused, appended to the error.
         units: values that need a device with units for a dtype, as device profiles call it.
         forms: values with a number or a path in them, accepted in addition to ``choices``, for settings of kind str.
@@ -155,6 +156,7 @@ class Setting(Generic[T]):
     last_resort: tuple[T, ...] = ()
     ordered: bool = True
     compared: tuple[T, ...] = ()
+    once: Mapping[T, float] = field(default_factory=dict)
     note: str = ""
     units: Mapping[T, str] = field(default_factory=dict)
     forms: tuple[Form[Any] | FolderForm, ...] = ()

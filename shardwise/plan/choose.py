@@ -26,6 +26,7 @@ from functools import cached_property
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.plan.compose_align import NotComposable
+from shardwise.plan.one_time import with_one_time_costs
 from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import Predictor
 from shardwise.plan.quick import Quick, figures_of_stages, quick_figures
@@ -134,9 +135,10 @@ class _Visit:
         self._walk()
         while self.found:
             quick = self._best()
-            full = self.predictor.predict(quick.strategy, quick=False)
-            if self.predictor.fits(full):
-                yield full
+            for strategy in with_one_time_costs(self.predictor, quick):
+                full = self.predictor.predict(strategy, quick=False)
+                if self.predictor.fits(full):
+                    yield full
             self.failed.add(quick.strategy)
             self.found.clear()
             self.promising.clear()

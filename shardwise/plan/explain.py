@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from shardwise.core.strategy import Strategy
 from shardwise.core.units import format_bytes, format_seconds
 from shardwise.hardware.allocator_options import options_in
 from shardwise.hardware.cluster import Cluster
@@ -23,6 +24,13 @@ LANES: Mapping[str, str] = {
     "disk_write": "disk writes",
     "processor": "optimizer step on the CPU",
 }
+
+
+def once_in_words(strategy: Strategy) -> Iterator[str]:
+    """Values that cost seconds once."""
+    for setting in SETTINGS:
+        if cost := setting.once.get(strategy[setting]):
+            yield f"{setting.key} {strategy[setting]} is assumed to take {cost:g} s once, at the start of the run"
 
 
 def reasons(predictor: Predictor, chosen: Prediction) -> Iterator[str]:

@@ -8,7 +8,7 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.choose import choose
 from shardwise.plan.compare import judged, predict_neighbours
-from shardwise.plan.explain import assumptions, reasons
+from shardwise.plan.explain import assumptions, once_in_words, reasons
 from shardwise.plan.predict import Prediction, predict
 from shardwise.plan.predictor import Predictor
 from shardwise.plan.worst_rank import EVERY_RANK
@@ -69,7 +69,11 @@ def _plan(predictor: Predictor, chosen: Prediction) -> Plan:
         micro_batches=micro_batches(strategy, layout, recipe.batch_size),
         candidates=judged(predictor, chosen),
         reasons=(*reasons(predictor, chosen), *scaling.sentences(recipe)),
-        assumptions=(*assumptions(cluster, predictor.reserve), *emulated(strategy, cluster.device)),
+        assumptions=(
+            *assumptions(cluster, predictor.reserve),
+            *once_in_words(strategy),
+            *emulated(strategy, cluster.device),
+        ),
         timeline=tuple(TimelinePoint(s.phase, s.ledger) for s in chosen.run.timeline),
         host=HostMemory(chosen.host, cluster.host_capacity_bytes),
         disk=DiskSpace(chosen.disk_bytes),

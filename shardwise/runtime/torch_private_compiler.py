@@ -53,7 +53,7 @@ def compiled(function: Function, like: Sequence[Tensor], kernel: Callable[..., N
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_options(caches=kernel is None))
+        stack.enter_context(_options(real=kernel is None))
         inputs = _fakes(like)
         if kernel is not None:
             stack.enter_context(_without_kernels(kernel))
@@ -74,16 +74,23 @@ def _fakes(like: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def _options(caches: bool) -> Iterator[None]:
-    """How every graph is compiled: in this process, one kernel at a time, for static shapes."""
+def _options(real: bool) -> Iterator[None]:
+    """How every graph is compiled: in this process, one kernel at a time, for static shapes.
+
+    ``real``: kernels are compiled. Inductor compiles a program to find the CPU's vector instructions, 8 seconds once;
+    without kernels the flags of the CPU will do.
+    """
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
     with (
-        inductor.patch(compile_threads=1, fx_graph_cache=caches),
+        inductor.patch({"compile_threads": 1, "fx_graph_cache": real, **({} if real else _FLAGS_DO)}),
         functorch.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
     ):
         yield
+
+
+_FLAGS_DO = {"cpp.vec_isa_ok": True}
 
 
 @contextmanager

@@ -33,6 +33,7 @@ COMPILE: Setting[str] = Setting(
     doc="torch.compile's kernels, fused by inductor: of every block (block), or nowhere (none)",
     choices=("none", "block"),
     switch={False: "none", True: "block"},
+    once={"block": 30.0},  # assumed: inductor takes 10 to 20 s for a block's CPU kernels on two cores
 )
 
 COMPILERS = ("g++", "clang++", "c++")

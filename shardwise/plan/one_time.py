@@ -1,0 +1,42 @@
+"""Values that cost seconds once, at the start of a run, and save time in every step, such as compiled kernels.
+
+The search (plan/choose.py) compares seconds of a step, so it leaves them out. They are tried on the best strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.core.errors import RecipeError
+from shardwise.core.strategy import Strategy
+from shardwise.plan.predictor import Predictor
+from shardwise.plan.quick import Quick, quick_figures
+from shardwise.technique import SETTINGS
+
+_MOST = 0.15
+"""Share of a step that such a value saves at most, for a bound."""
+
+_SURE = 3.0
+"""The predicted saving must be so many times the cost: both are uncertain, and a run may be stopped early."""
+
+
+def with_one_time_costs(predictor: Predictor, best: Quick) -> Iterator[Strategy]:
+    """Strategies to confirm, best first: with values that surely save more than they cost, and without."""
+    steps, objective = predictor.recipe.steps, predictor.recipe.plan.objective
+    for setting in SETTINGS:
+        for value, cost in setting.once.items():
+            least = _SURE * cost / steps
+            if (
+                setting.key in predictor.recipe.strategy
+                or objective == "memory"
+                or least >= _MOST * best.seconds
+            ):
+                continue
+            for strategy in predictor.possible([best.strategy.with_values(**{setting.key: value})]):
+                try:
+                    found = quick_figures(predictor, strategy, once=True)
+                except RecipeError:  # the model refuses
+                    continue
+                if found.fits and found.seconds < best.seconds - least:
+                    yield strategy
+    yield best.strategy
