@@ -25,6 +25,8 @@ the input of the last reduce-scatter, the gradient of the root group in fp32, li
 for Llama-3-8B. The price is that this one reduction does not overlap. Where passes of other micro-batches come between
 the two passes of one, nothing is gathered while the loss is computed, and "last" is the rank's last backward pass.
 
+One rank that computes in the dtype of its weights has nothing to gather, cast or reduce: FSDP2 is not applied.
+
 Refused: DistributedDataParallel for stage 0. Its C++ reducer does not run on fake tensors, so the trainer's code could
 not be planned. The price is one copy of each layer's weights at a time, and a memory copy per layer and pass.
 """
@@ -132,6 +134,8 @@ class ZeRO(Dividing):
 
         stage, view, place = site.strategy[ZERO_STAGE], site.view, site.options.place
         mesh = _mesh(site)
+        if mesh.size() == 1 and place is None and not _casts_or_moves(site):
+            return
         # Stage 0 has nothing to gather over the wire: its layer copies are freed after use, as stage 3's. A backward
         # pass in two halves needs them from the first half to the second.
         reshard = stage == 3 or (stage == 0 and not (place is not None and place.splits_backward))
@@ -156,6 +160,12 @@ class ZeRO(Dividing):
                     module.set_reshard_after_backward(last, recurse=False)
 
         site.options.micro_batch_hooks.append(before_micro_batch)
+
+
+def _casts_or_moves(site: Site) -> bool:
+    """Whether weights or gradients are stored in another dtype or memory than the one they are computed in."""
+    dtypes = site.options.dtypes
+    return site.options.weights_on_host or len({dtypes.storage, dtypes.compute, dtypes.reduce}) > 1
 
 
 def _shard(site: Site, mesh: DeviceMesh, reshard: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.build import build
+from shardwise.engine.optim.norm import local
 from shardwise.engine.run import Run
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Blueprint, SampleShapes
@@ -35,7 +36,7 @@ class Small(Blueprint):
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             value = torch.randn(parameter.shape, generator=generator) / max(parameter.shape) ** 0.5
-            parameter.to_local().copy_(value)  # type: ignore[attr-defined]
+            local(parameter.detach()).copy_(value)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         raise NotImplementedError("its samples are given")
@@ -92,7 +93,7 @@ def recovered(scale: float) -> float:
 
     run.blueprint.loss = loss  # type: ignore[method-assign]
     run.passes.forward_backward([[{"x": torch.zeros(1)}]])
-    [gradient] = [p.grad.to_local() for p in run.model.parameters()]  # type: ignore[union-attr]
+    [gradient] = [local(p.grad) for p in run.model.parameters() if p.grad is not None]
     return float((gradient / scale != 0).float().mean())
 
 
@@ -156,7 +157,7 @@ def overflowing() -> list[tuple[float, float, bool]]:
 
 
 def snapshot(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [p.detach().to_local().clone() for p in parameters]  # type: ignore[attr-defined]
+    return [local(p.detach()).clone() for p in parameters]
 
 
 def test_an_overflow_changes_nothing_but_the_scale(pool: Pool) -> None:

@@ -295,7 +295,11 @@ def torn() -> tuple[bool, float, list[Any]]:
     [victim, *_] = [p for p in run.model.parameters() if p.ndim >= 2]
     before = full(victim.detach())
     hooks = victim._post_accumulate_grad_hooks
-    poison = lambda p: local(p.grad).view(-1)[0].fill_(math.inf)  # noqa: E731
+
+    def poison(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        local(parameter.grad).view(-1)[0].fill_(math.inf)
+
     victim._post_accumulate_grad_hooks = type(hooks)([(-1, poison), *hooks.items()])  # type: ignore[call-arg]
     result = step(run, [[batch(1)]], 1e-2)
     kept = torch.equal(before, full(victim.detach()))
@@ -327,7 +331,10 @@ def test_gradients_of_one_unit_live_at_a_time(world: int, stage: int) -> None:
     strategy = strategy_from({"zero_stage": stage, "optimizer_in_backward": True})
     run = dry_run(recipe, blueprint, strategy, cluster)
     peak = max(sample.ledger.gradients for sample in run.timeline)
-    assert max(unit, head) <= peak <= max(unit, head) + 2048, (peak, unit, head)
+    if world == 1:  # nothing is reduced: the gradient of one parameter is gone before the next
+        assert peak <= 4 * 512 * 128
+    else:
+        assert max(unit, head) <= peak <= max(unit, head) + 2048, (peak, unit, head)
 
 
 @pytest.mark.parametrize("seed", [0, 1_234_567_890, 2**63 - 1])

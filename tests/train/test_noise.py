@@ -20,6 +20,7 @@ from shardwise.train.loop import Job, Trainer
 from shardwise.train.noise import gradient_noise
 from tests.harness.plans import small_plan
 from tests.harness.pool import Pool
+from tests.harness.tiny_run import full
 
 
 def recipe(corpus: Path, noise: bool, micro: int = 1, **strategy: Any) -> Recipe:
@@ -78,7 +79,7 @@ def against_autograd(recipe: Recipe, folder: Path) -> tuple[GradientNoise, float
     for batch in batches:
         loss, count = trainer.run.blueprint.loss(trainer.run.model, batch)
         (loss / count).backward()
-        grads = [parameter.grad.full_tensor() for parameter in trainer.run.model.parameters()]  # type: ignore[union-attr]
+        grads = [full(p.grad) for p in trainer.run.model.parameters() if p.grad is not None]
         flat.append(torch.cat([grad.flatten() for grad in grads]).double())
         trainer.run.model.zero_grad(set_to_none=True)
     gradients = torch.stack(flat)
