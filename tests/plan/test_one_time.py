@@ -75,7 +75,7 @@ def test_only_what_is_free_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_a_long_run_is_compiled() -> None:
-    """Half of a step of this model moves memory. The plan says what is assumed."""
+    """The plan says the assumption."""
     model = MODEL | {"width": 128, "ffn": 320}
     short, long = (recipe(steps, model=model) for steps in (10, 1_000_000))
     plans = [
