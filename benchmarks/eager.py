@@ -61,7 +61,9 @@ def shardwise(precision: str, compiled: str, tokens: torch.Tensor) -> Step:
 
 
 def plain_pytorch(precision: str, tokens: torch.Tensor) -> Step:
-    recipe = recipe_of({"model": MODEL, "data": {"sequence_length": LENGTH}, "steps": 1, "batch_size": SEQUENCES})
+    recipe = recipe_of(
+        {"model": MODEL, "data": {"sequence_length": LENGTH}, "steps": 1, "batch_size": SEQUENCES}
+    )
     model = blueprint_of(recipe).build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
 

@@ -56,7 +56,7 @@ class Clock:
 
 
 Given = argparse.Namespace
-"""model, blocks, batch (sequences of one rank), steps, clock, lora."""
+"""model, blocks, batch (sequences of one rank), steps, clock, lora, precision."""
 
 
 def opened(given: Given) -> nn.Module:
@@ -87,7 +87,9 @@ def pytorch(given: Given, compiled: bool = False) -> None:
         model.compile()
     optimizer, batches = adamw(model), iter(loader(given))
     for _ in range(given.steps):
-        model(**next(batches)).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=given.precision == "bf16"):
+            loss = model(**next(batches)).loss
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -108,6 +110,7 @@ def trainer(given: Given) -> None:
     arguments = TrainingArguments(
         output_dir=str(given.folder), max_steps=given.steps, per_device_train_batch_size=given.batch,
         learning_rate=RATE, max_grad_norm=CLIP, optim="adamw_torch_fused", use_cpu=True, report_to="none",
+        bf16=given.precision == "bf16",
         save_strategy="no", logging_steps=1, disable_tqdm=True, ddp_backend="gloo" if WORLD > 1 else None,
     )  # fmt: skip
     Trainer(opened(given), arguments, train_dataset=given.blocks, callbacks=[Told()]).train()
@@ -116,7 +119,7 @@ def trainer(given: Given) -> None:
 def accelerated(given: Given) -> None:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if given.precision == "bf16" else "no")
     model = opened(given)
     plain = torch.utils.data.DataLoader(given.blocks, given.batch, shuffle=True)
     model, optimizer, batches = accelerator.prepare(model, adamw(model), plain)
@@ -149,6 +152,7 @@ def lightning(given: Given) -> None:
 
     # Lightning refuses to clip gradients of a fused optimizer: it does not clip here.
     pl.Trainer(
+        precision="bf16-mixed" if given.precision == "bf16" else "32-true",
         accelerator="cpu", devices=WORLD if WORLD > 1 else 1, strategy="ddp" if WORLD > 1 else "auto",
         max_steps=given.steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
@@ -163,6 +167,7 @@ def deepspeed(given: Given) -> None:
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": RATE, "torch_adam": True}},
+        "bf16": {"enabled": given.precision == "bf16"},
     }
     model = opened(given)
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -192,6 +197,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True, help="sequences of one rank")
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--lora", action="store_true")
     given = parser.parse_args()
     given.clock, given.blocks = Clock(given.folder), Blocks(given.tokens, given.length)

@@ -1,9 +1,9 @@
 """Shardwise against its peers: ``make benchmark-peers``, or ``python benchmarks/peers.py``.
 
 Every contender trains the same model (a Llama of transformers with random weights) on the same blocks of tokens, in
-fp32 on this machine's CPU: in one process, in two, and a LoRA adapter in one. A round starts each contender once, in
-fresh processes, and rounds follow each other, so that all see the same state of the machine. Figures are medians of
-the rounds:
+fp32 on this machine's CPU: in one process, in two, and a LoRA adapter in one; and in bf16 mixed precision. A round
+starts each contender once, in fresh processes, and rounds follow each other, so that all see the same state of the
+machine. Figures are medians of the rounds:
 
 - tokens/s: by the median step after the first WARM_UP;
 - peak memory: the largest resident set of any of its processes (VmHWM);
@@ -68,11 +68,13 @@ class Task:
     name: str
     processes: int
     lora: bool = False
+    precision: str = "fp32"
 
 
 TASKS = (
     Task("full, one process", 1),
     Task("full, two processes", 2),
+    Task("full, one process, bf16 mixed precision", 1, precision="bf16"),
     Task("LoRA, one process", 1, lora=True),
 )
 
@@ -116,6 +118,7 @@ def peer_command(peer: str, task: Task, given: Inputs, folder: Path) -> list[str
     if task.processes > 1:
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={task.processes}", "--standalone"]
         launcher += ["--local-addr=127.0.0.1"]
+    sizes += ["--precision", task.precision]
     return [sys.executable, *launcher, *script, *sizes, *(["--lora"] if task.lora else [])]
 
 
@@ -128,7 +131,7 @@ def own_command(compiled: str, task: Task, given: Inputs, folder: Path) -> list[
         "batch_size": BATCH,
         "optimizer": {"learning_rate": 1e-4},
         "cluster": {"device": "cpu", "devices_per_node": task.processes},
-        "strategy": {"precision": "fp32", "compile": compiled},
+        "strategy": {"precision": task.precision, "compile": compiled},
     }
     if task.lora:
         recipe["adapter"] = {"rank": LORA["r"], "alpha": float(str(LORA["lora_alpha"]))}
