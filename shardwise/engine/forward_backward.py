@@ -39,6 +39,9 @@ class Sequential(ForwardBackward):
                 with phase("backward"):
                     self._update.before_backward(total, last)
                     (loss_sum / divisor * live.loss_scale.value).backward()
+        with phase("backward"):
+            for after_backward in live.options.backward_hooks:
+                after_backward()
         dist.all_reduce(total, group=live.context.token_group)
         return tokens, total / divisor
 

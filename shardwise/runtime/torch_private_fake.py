@@ -89,11 +89,13 @@ class StaticFakeMode(FakeTensorMode):
         self._asked = None  # PyTorch tries every result of an entry alone
         return super()._make_cache_entry(*call)
 
-    def _output_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+    def _output_from_cache_entry(self, state: Any, entry: Any, key: Any, *call: Any) -> Any:
+        """``call``: the operation and its arguments; from torch 2.15 on the arguments alone."""
         asked, self._asked = self._asked, None
+        func = key.key[0]
         if asked is not None and asked[0] is func and (made := _results_of(entry, func.is_view)) is not None:
             self._results[asked] = entry.is_output_tuple, made
-        return super()._output_from_cache_entry(state, entry, key, func, args)
+        return super()._output_from_cache_entry(state, entry, key, *call)
 
     def _made(self, result: _Produced, args: Any) -> Any:
         """One result: an argument itself, a view of it, or a new tensor."""

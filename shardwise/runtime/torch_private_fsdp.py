@@ -35,6 +35,8 @@ def fsdp_after_backward(model: nn.Module) -> None:
     for state in reversed(root._state_ctx.all_states):
         for group in reversed(_fsdp_groups(state)):
             group.post_backward()
+    if getattr(root._state_ctx, "manual_backward_finalization_active", False) is None:  # from torch 2.15 on
+        root._state_ctx.manual_backward_finalization_active = False
     root._root_post_backward_final_callback()
 
 

@@ -147,6 +147,7 @@ class EngineOptions:
         update_in_backward: whether each parameter is updated as soon as its gradient is complete.
         batch_transforms: applied to every micro-batch before anything is computed from it.
         micro_batch_hooks: called before every micro-batch.
+        backward_hooks: called after the last backward pass of a step, before anything reads the gradients.
         sequence_shards: ranks over which hidden states are divided along the sequence between blocks.
         random_per_rank: whether ranks of the tensor axis draw random numbers of their own.
         groups: process groups other than those of single mesh axes, each with the name of its axis (of joined ones,
@@ -160,6 +161,7 @@ class EngineOptions:
     update_in_backward: bool = False
     batch_transforms: list[BatchTransform] = field(default_factory=list)
     micro_batch_hooks: list[MicroBatchHook] = field(default_factory=list)
+    backward_hooks: list[Callable[[], None]] = field(default_factory=list)
     sequence_shards: int = 1
     random_per_rank: bool = False
     groups: list[tuple[str, ProcessGroup]] = field(default_factory=list)

@@ -25,10 +25,9 @@ the input of the last reduce-scatter, the gradient of the root group in fp32, li
 for Llama-3-8B. The price is that this one reduction does not overlap. Where passes of other micro-batches come between
 the two passes of one, nothing is gathered while the loss is computed, and "last" is the rank's last backward pass.
 
-One rank that computes in the dtype of its weights has nothing to gather, cast or reduce: FSDP2 is not applied.
-
-Refused: DistributedDataParallel for stage 0. Its C++ reducer does not run on fake tensors, so the trainer's code could
-not be planned. The price is one copy of each layer's weights at a time, and a memory copy per layer and pass.
+Stage 0 in one dtype has nothing to gather or to cast: FSDP2 is not applied. Gradients are summed over the ranks as
+DistributedDataParallel does it (runtime/parallel/replicas.py), whose C++ reducer does not run on fake tensors. With
+several dtypes, tensor parallelism, stages or offload, stage 0 is FSDP2 with one shard: weights are copied for use.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.technique.base import STATES, Axis, Dividing
+from shardwise.technique.in_backward import OPTIMIZER_IN_BACKWARD
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import ModelView, Site
 
@@ -134,7 +134,8 @@ class ZeRO(Dividing):
 
         stage, view, place = site.strategy[ZERO_STAGE], site.view, site.options.place
         mesh = _mesh(site)
-        if mesh.size() == 1 and place is None and not _casts_or_moves(site):
+        if stage == 0 and _is_whole(site):
+            _sum_gradients(site, mesh)
             return
         # Stage 0 has nothing to gather over the wire: its layer copies are freed after use, as stage 3's. A backward
         # pass in two halves needs them from the first half to the second.
@@ -162,10 +163,25 @@ class ZeRO(Dividing):
         site.options.micro_batch_hooks.append(before_micro_batch)
 
 
-def _casts_or_moves(site: Site) -> bool:
-    """Whether weights or gradients are stored in another dtype or memory than the one they are computed in."""
-    dtypes = site.options.dtypes
-    return site.options.weights_on_host or len({dtypes.storage, dtypes.compute, dtypes.reduce}) > 1
+def _is_whole(site: Site) -> bool:
+    """Whether each rank has all weights, in the dtype and memory in which it computes, and nothing else cuts them."""
+    dtypes, layout, options = site.options.dtypes, site.context.layout, site.options
+    updated_later = layout.world_size == 1 or not site.strategy[OPTIMIZER_IN_BACKWARD]
+    uncut = options.place is None and layout.degree("tensor") == 1
+    one_dtype = len({dtypes.storage, dtypes.compute, dtypes.reduce}) == 1
+    return uncut and one_dtype and updated_later and not options.weights_on_host
+
+
+def _sum_gradients(site: Site, mesh: DeviceMesh) -> None:
+    """Sum gradients over the copies: of the head, of each block from the last one on, and of the rest."""
+    from shardwise.runtime.parallel.replicas import Replicas
+
+    if mesh.size() == 1:
+        return
+    view = site.view
+    replicas = Replicas([*view.head[::-1], *view.blocks[::-1], view.model], mesh.get_group(0))
+    site.options.micro_batch_hooks.append(lambda last, _: replicas.before_backward(last))
+    site.options.backward_hooks.append(replicas.finish)
 
 
 def _shard(site: Site, mesh: DeviceMesh, reshard: bool) -> None:
