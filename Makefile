@@ -6,7 +6,9 @@ READY := $(VENV)/.ready
 # Tests start hundreds of processes; without byte code each of them compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-unit test-all torture rows check lint types docs site wheel benchmark benchmark-gpu benchmark-peers clean
+TORCH ?= 2.15.0
+
+.PHONY: quickstart test test-unit test-torch test-all torture rows check lint types docs site wheel benchmark benchmark-gpu benchmark-peers clean
 
 quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
 	$(BIN)/shardwise plan recipes/quickstart.yaml
@@ -20,6 +22,11 @@ test: $(READY)  ## the tiers unit, ranks and cli (10 minutes on 2 cores)
 
 test-unit: $(READY)  ## the tests that fork no ranks and run no command (2 minutes)
 	$(BIN)/python -m pytest tests -m unit
+
+test-torch:  ## the tiers unit and ranks on another release, such as TORCH=2.11.0 or TORCH=2.15.0, in .venv-torch-RELEASE
+	$(PYTHON) -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable ".[dev]"
+	PATH="$(CURDIR)/.venv-torch-$(TORCH)/bin:$$PATH" .venv-torch-$(TORCH)/bin/python -m pytest tests -m "unit or ranks"
 
 test-all: $(READY)  ## all tests: also most pairs of settings, and 20 steps of each
 	$(BIN)/python -m pytest tests -m "" --parity-steps 20

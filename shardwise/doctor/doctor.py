@@ -24,7 +24,7 @@ from shardwise.doctor.inspection import OPTIONAL_PACKAGES, Facts, HostAllocator,
 from shardwise.hardware.profiles import PROFILES
 
 SUPPORTED_PYTHON = (3, 11)
-SUPPORTED_TORCH = ((2, 11), (2, 14))
+SUPPORTED_TORCH = ((2, 11), (2, 16))
 """Lower and upper bound of the torch version in pyproject.toml."""
 
 LEAST_MEMORY = 1 * GiB

@@ -81,7 +81,7 @@ SICK: list[tuple[str, str, Mapping[str, object]]] = [
     ("python", "bad", {"python": "3.10.9"}),
     ("torch", "bad", {"torch": Torch(None, "ModuleNotFoundError: No module named 'torch'")}),
     ("torch", "bad", {"torch": replace(GPU_TORCH, version="2.10.1")}),
-    ("torch", "bad", {"torch": replace(GPU_TORCH, version="2.14.0a0+git")}),
+    ("torch", "bad", {"torch": replace(GPU_TORCH, version="2.16.0a0+git")}),
     ("torch", "bad", {"torch": replace(GPU_TORCH, version="unknown")}),
     ("gloo", "bad", {"torch": replace(GPU_TORCH, gloo=False)}),
     ("gloo", "bad", {"torch": replace(GPU_TORCH, distributed=False)}),
