@@ -154,9 +154,14 @@ def tables() -> dict[str, Rows]:
         return Rows([*few, *covering_rows(factors, valid, then, given=few)], few)
 
     exact = covering(EXACT_FACTORS, with_stages).rows
+    fewer = covering(PARITY_FACTORS, lambda p: gives_bits_up(p) and with_stages(p), gives_bits_up)
+    plain = {name: values[0] for name, values in PARITY_FACTORS.items()} | {"fp8_layers": "large"}
+    # Hybrid sharding takes three values, which pairs may leave out.
+    hybrid = plain | {"data_ranks": 4, "zero_stage": 2, "replicate": 2, "optimizer": "adamw_8bit"}
+    assert valid(hybrid)
     return {
         "exact": Rows(exact, few_of(exact, "zero_stage", world_of)),
-        "fewer bits": covering(PARITY_FACTORS, lambda p: gives_bits_up(p) and with_stages(p), gives_bits_up),
+        "fewer bits": Rows([*fewer.rows, hybrid], fewer.few),
         "adapters": covering(ADAPTER_FACTORS, lambda p: with_stages(p) and has("adapter")(p)),
         "compiled": compiled(),
     }
