@@ -258,6 +258,9 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[int]
             entries.append(tracker.now)
         tracker.tag((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
 
+    for parameter in run.model.parameters():
+        if parameter.requires_grad:  # FSDP2's have other tensors in the graph
+            parameter.register_hook(lambda gradient: tracker.tag([gradient], "gradients"))
     run.blueprint.rehearse_fill(run.model)
     tracker.counting_costs = True
     with listening(entered):

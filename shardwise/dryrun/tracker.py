@@ -255,7 +255,7 @@ class Tracker(DispatchMode):
             self._keep(name, args, size)
         if name.startswith(("c10d::", "_c10d_functional::")):
             self._communicate(func, args, kwargs, out)
-        elif name == "fsdp::chunk_cat":
+        elif name.startswith("fsdp::chunk_cat"):  # from torch 2.15 on with a suffix
             self.tag(args[0], "gradients")
         if self.counting_costs:
             self._count(func, args, kwargs, out)
