@@ -54,6 +54,7 @@ from shardwise.technique.zero import ZERO_STAGE
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from shardwise.model.blueprint import Blueprint
     from shardwise.model.stage import Stage
 
 PIPELINE_PARALLEL: Setting[int] = Setting(
@@ -314,10 +315,19 @@ class PipelineParallel(Dividing):
             tied_group=tied_group,
             stage_group=_stage(context) if endless else None,
             vertical_sync=endless and site.strategy[PIPELINE_VERTICAL_SYNC],
+            kinds=_kinds(context.blueprint, stages),
         )
         site.options.place = place
         site.options.groups += [("pipeline", group) for group in place.channels.values()]
         site.hints.note(*_notes(context, place))
+
+
+def _kinds(blueprint: Blueprint, stages: Sequence[Stage]) -> tuple[object, ...]:
+    """What the blocks of each stage are, where they are not all alike."""
+    kinds = blueprint.block_kinds
+    if blueprint.depth is not None or kinds is None:
+        return ()
+    return tuple(kinds[stage.blocks.start : stage.blocks.stop] for stage in stages)
 
 
 def _keep_stages(site: Site, held: Sequence[Stage]) -> None:
