@@ -42,8 +42,10 @@ def costs_of(blueprint: Blueprint, sequence_length: int) -> Costs:
 def _forward_flops(blueprint: Blueprint, sequence_length: int, depth: int | None = None) -> list[int]:
     """FLOPs before each block, and those of the whole pass."""
     counter = FlopCounter()
-    with torch.no_grad(), FakeTensorMode():
+    with torch.device("meta"):
         model = blueprint.build(depth)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
         shapes = blueprint.sample_shapes(sequence_length)
         batch = {name: torch.zeros((1, *shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
         before: list[int] = []
@@ -121,3 +123,11 @@ def balanced_stages(blueprint: Blueprint, count: int, sequence_length: int) -> l
         Stage(range(start, start + blocks), start == 0, start + blocks == depth)
         for start, blocks in zip(starts, counts, strict=True)
     ]
+
+
+def kinds_of(blueprint: Blueprint, stages: Sequence[Stage]) -> tuple[object, ...]:
+    """What the blocks of each stage are, where they are not all alike."""
+    kinds = blueprint.block_kinds
+    if blueprint.depth is not None or kinds is None:
+        return ()
+    return tuple(kinds[stage.blocks.start : stage.blocks.stop] for stage in stages)

@@ -1,4 +1,4 @@
-"""Pipeline stages of a transformers model, by its class's ``base_model_pp_plan``: embedding, blocks, norm.
+"""Stages of a transformers model, by its class's ``base_model_pp_plan``: embedding, blocks, norm.
 
 A stage passes hidden states alone. So a model is not cut whose base has other layers, changes its embeddings before the
 first block, or passes more than hidden states from block to block. A run on the meta device shows this.
@@ -110,7 +110,7 @@ def _starts_with_its_blocks(base: Any, given: Tensor) -> bool:
 
 
 def _passes_more(base: Any, given: Tensor) -> bool:
-    """Whether a block gets a tensor of an earlier one besides its first argument, or a container that all share."""
+    """Whether a block gets another tensor of earlier ones than its first argument, or a container that all share."""
     made: list[Tensor] = []  # held, so that no other tensor gets its number
     found = False
 

@@ -43,13 +43,13 @@ from shardwise.runtime.parallel.experts import DividedExperts, SummedTail
 from shardwise.runtime.parallel.regathering import RegatheringLinear
 from shardwise.runtime.parallel.tensor_hooks import (
     ColumnInput,
-    Embedding,
-    Gathered,
+    GatheredOutput,
     InputPart,
-    Logits,
-    Positions,
-    Row,
-    Weights,
+    LocalWeights,
+    PositionsPart,
+    RowOutput,
+    VocabularyRows,
+    WholeLogits,
 )
 from shardwise.runtime.parallel.tp_collectives import TPGroup
 from shardwise.runtime.parallel.vocabulary import Vocabulary, set_vocabulary
@@ -222,10 +222,12 @@ def _register_hooks(
 ) -> None:
     """Register a layer's hooks: outermost first before the layer, innermost first after it."""
     how = split.how
-    weights = Weights(layer, ranks, how == "summed" or sequence_parallel, "bias" if how in _REDUCED else "")
-    around: Embedding | DividedExperts | None = None
+    weights = LocalWeights(
+        layer, ranks, how == "summed" or sequence_parallel, "bias" if how in _REDUCED else ""
+    )
+    around: VocabularyRows | DividedExperts | None = None
     if how == "vocabulary":
-        around = Embedding(ranks, sequence_parallel)
+        around = VocabularyRows(ranks, sequence_parallel)
     elif how == "experts":
         around = DividedExperts(layer, ranks)
     if how in _ENTERED and column_input is not None:
@@ -235,18 +237,18 @@ def _register_hooks(
     elif around is not None:
         layer.register_forward_pre_hook(around.before)
     elif how == "positions" and sequence_parallel:
-        layer.register_forward_pre_hook(Positions(ranks).before)
+        layer.register_forward_pre_hook(PositionsPart(ranks).before)
     if how == "split":
         layer.register_forward_pre_hook(InputPart(ranks).before)
     layer.register_forward_pre_hook(weights.before)
     layer.register_forward_hook(weights.after, always_call=True)
     if how in _REDUCED:
-        layer.register_forward_hook(Row(ranks, sequence_parallel, weights).after)
+        layer.register_forward_hook(RowOutput(ranks, sequence_parallel, weights).after)
     elif around is not None:
         layer.register_forward_hook(around.after)
     elif how == "gathered":
-        layer.register_forward_hook(Gathered(ranks, layer.out_features).after)  # type: ignore[arg-type]
+        layer.register_forward_hook(GatheredOutput(ranks, layer.out_features).after)  # type: ignore[arg-type]
     elif how == "tail":
         layer.register_forward_hook(SummedTail(ranks, split.last).after)
     elif how == "logits":
-        layer.register_forward_hook(Logits(model).after)
+        layer.register_forward_hook(WholeLogits(model).after)

@@ -21,7 +21,7 @@ from shardwise.runtime.parallel.tp_collectives import (
 from shardwise.runtime.parallel.vocabulary import vocabulary_of
 
 
-class Weights:
+class LocalWeights:
     """Replaces a layer's weights by plain local tensors while it runs.
 
     The parameter ``without`` is hidden, for a later hook. If ``summed``, gradients of replicated parameters are
@@ -86,10 +86,10 @@ class ColumnInput:
         self._source = self._entered = None
 
 
-class Row:
+class RowOutput:
     """All-reduces (or reduce-scatters) a row layer's output and adds the bias once."""
 
-    def __init__(self, ranks: TPGroup, sequence_parallel: bool, weights: Weights) -> None:
+    def __init__(self, ranks: TPGroup, sequence_parallel: bool, weights: LocalWeights) -> None:
         self._ranks = ranks
         self._sequence_parallel = sequence_parallel
         self._weights = weights
@@ -100,7 +100,7 @@ class Row:
         return out if bias is None else out + self._weights.plain("bias", bias)
 
 
-class Embedding:
+class VocabularyRows:
     """Looks up the local rows, sets other ids to zero, and reduces."""
 
     def __init__(self, ranks: TPGroup, sequence_parallel: bool) -> None:
@@ -132,7 +132,7 @@ class InputPart:
         return (part_of_last_dim(x, self._ranks), *rest)
 
 
-class Gathered:
+class GatheredOutput:
     """All-gathers the outputs."""
 
     def __init__(self, ranks: TPGroup, size: int) -> None:
@@ -142,7 +142,7 @@ class Gathered:
         return gathered_last_dim(result, self._ranks, self._size)
 
 
-class Positions:
+class PositionsPart:
     """Takes this rank's part of the positions [..., s]."""
 
     def __init__(self, ranks: TPGroup) -> None:
@@ -154,7 +154,7 @@ class Positions:
         return (positions[..., start:stop], *rest)
 
 
-class Logits:
+class WholeLogits:
     """All-gathers the logits, unless the loss takes sharded ones."""
 
     def __init__(self, model: nn.Module) -> None:
