@@ -21,7 +21,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.stage import Stage
 from shardwise.runtime.flops import FlopCounter
-from shardwise.runtime.torch_private import FakeTensorMode
+from shardwise.runtime.torch_private import NEEDS_VALUES, FakeTensorMode
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,16 @@ def _forward_flops(blueprint: Blueprint, sequence_length: int, depth: int | None
         before: list[int] = []
         for block in blueprint.blocks(model):
             block.register_forward_pre_hook(lambda *_: before.append(counter.flops))
-        with counter:
-            blueprint.loss(model, batch)
+        try:
+            with counter:
+                blueprint.loss(model, batch)
+        except NEEDS_VALUES as error:
+            raise RecipeError(
+                f"{blueprint.name} cannot be cut into stages",
+                where="strategy.pipeline_parallel",
+                why=f"its blocks are not counted without values ({error})",
+                fix="set it to 1",
+            ) from error
     return [*before, counter.flops]
 
 

@@ -151,10 +151,8 @@ class HuggingFaceModel(Blueprint):
             return cut_obstacle(self.build(), self.width)
 
     def stage(self, stage: Stage) -> nn.Module:
-        """Cut the model by its class's ``base_model_pp_plan``."""
-        if self._obstacle:
-            return super().stage(stage)
-        return cut(self.build(self.depth and len(stage.blocks)), stage, whole=self.depth is None)
+        """Cut the model by its class's ``base_model_pp_plan``: a shorter model may scale its blocks otherwise."""
+        return super().stage(stage) if self._obstacle else cut(self.build(), stage)
 
     def tied(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(shared_names(self._reference).values()))

@@ -60,6 +60,10 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
         raise RecipeError(f"not {_NAMES[objective]} language model", where=where, why=why) from error
     if torch.get_default_device().type == "meta":
         _leave_the_host(made)
+    if objective == "causal":
+        for module in made.modules():
+            if isinstance(module, nn.Embedding):
+                module.padding_idx = None  # no token is padding
     return made
 
 

@@ -3,8 +3,9 @@
 A stage passes hidden states alone. So a model is not cut whose base has other layers, changes its embeddings before the
 first block, or passes more than hidden states from block to block. A run on the meta device shows this.
 
-Blocks need not be alike: layers of different attention, dense and sparse feed-forward layers. A stage of such a model
-is the whole model without the other blocks, and with the config's values of its own blocks.
+Blocks need not be alike: layers of different attention, dense and sparse feed-forward layers. A stage is the whole model
+without the other blocks, and with the config's values of its own blocks. A model of fewer blocks is another one:
+MiniCPM scales its residual branches by the number of blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.hf_calls import no_guessing
-from shardwise.model.stage import Stage, renumbered
+from shardwise.model.stage import Stage
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.torch_private import tree_iter
 
@@ -36,18 +37,11 @@ def per_layer(config: Any) -> dict[str, list[Any]]:
     }
 
 
-def cut(model: nn.Module, stage: Stage, whole: bool) -> nn.Module:
-    """The stage of a model on the meta device, which is changed.
-
-    Args:
-        whole: the model has all blocks, else as many as the stage.
-    """
+def cut(model: nn.Module, stage: Stage) -> nn.Module:
+    """The stage of a model on the meta device, which is changed."""
     causal: Any = model
     base, tied = causal.base_model, bool(shared_names(model))
-    if whole:
-        _keep(base, stage.blocks)
-    else:
-        renumbered(base.layers, stage.blocks.start)
+    _keep(base, stage.blocks)
     if not stage.first and not (stage.last and tied):
         base.embed_tokens = nn.Identity()
     if not stage.last:
