@@ -3,8 +3,8 @@
 A stage passes hidden states alone. So a model is not cut whose base has other layers, changes its embeddings before the
 first block, or passes more than hidden states from block to block. A run on the meta device shows this.
 
-Blocks need not be alike: layers of different attention, dense and sparse feed-forward layers. A stage is the whole model
-without the other blocks, and with the config's values of its own blocks. A model of fewer blocks is another one:
+Blocks need not be alike: layers of different attention, dense and sparse feed-forward layers. A stage is the whole
+model without the other blocks, and with the config's values of its own blocks. A model of fewer blocks is another one:
 MiniCPM scales its residual branches by the number of blocks.
 """
 
