@@ -40,7 +40,7 @@ from shardwise.recipe.load import recipe_of  # noqa: E402
 from shardwise.technique import SETTINGS  # noqa: E402
 from shardwise.verify.verify import TOLERANCE  # noqa: E402
 from tests.harness.corpora import EVEN  # noqa: E402
-from tests.harness.families import causal_families, config_of  # noqa: E402
+from tests.harness.families import causal_families, save_tiny  # noqa: E402
 from tests.harness.parity import Parity, Trial  # noqa: E402
 from tests.harness.pool import Pool  # noqa: E402
 
@@ -156,14 +156,7 @@ def examined(family: str, pool: Pool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         row: dict[str, Any] = {"class": class_of(family), "plan": planned(family, pool, folder / "config")}
-        torch.manual_seed(0)
-        config = config_of(family, vocab_size=VOCABULARY)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():  # no weight is left at 0 or 1, which would hide errors
-            for parameter in model.parameters():
-                parameter += 0.02 * torch.randn_like(parameter)
-        row["trained_parameters"] = sum(parameter.numel() for parameter in model.parameters())
-        model.save_pretrained(folder / "model")
+        row["trained_parameters"] = save_tiny(family, folder / "model", vocab_size=VOCABULARY)
         parity = Parity(pool, folder, STEPS, [])
         row["logits"] = compared(folder / "model", pool)
         return row | {name: trained(way, folder / "model", parity, pool) for name, way in WAYS.items()}

@@ -8,6 +8,7 @@ such a key: width 32, 2 blocks, 4 heads, 4 experts. Blocks of several kinds (``l
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _SIZES: dict[str, Any] = {
@@ -126,6 +127,20 @@ def config_of(family: str, **changes: Any) -> Any:
     values |= _blocks_of(stored) | _MORE.get(family, {}) | changes
     values |= {key: values["vocab_size"] for key in _VOCABULARIES if key in values}
     return kind(**values)
+
+
+def save_tiny(family: str, folder: Path, **changes: Any) -> int:
+    """Save the tiny model with random weights; returns the number of its parameters."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(family, **changes))
+    with torch.no_grad():  # no weight is left at 0 or 1, which would hide errors
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _blocks_of(stored: dict[str, Any]) -> dict[str, Any]:
