@@ -486,6 +486,44 @@ def measured(name: str) -> str:
     return str(json.loads(path.read_text(encoding="utf-8"))["table"])
 
 
+FAMILY_COLUMNS = ("logits", "all weights", "LoRA", "ZeRO 3", "tensor", "pipeline")
+
+
+def families() -> str:
+    """What benchmarks/families.py found: a row per family, and the reasons that its cells refer to."""
+    path = RESULTS / "families.json"
+    if not path.exists():
+        return "No results are committed yet."
+    found = json.loads(path.read_text(encoding="utf-8"))
+    machine, versions, rows = found["machine"], found["versions"], found["families"]
+    reasons: dict[str, int] = {}
+
+    def cell(answer: str) -> str:
+        if answer == "yes":
+            return answer
+        number = reasons.setdefault(re.sub(r" for [\w-]+( shards|$)", r"\1", answer), len(reasons) + 1)
+        return f"[no {number}](#why-not)"
+
+    def plan(answer: Any) -> list[str]:
+        if isinstance(answer, str):
+            return ["", cell(answer)]
+        return [format_count(answer["parameters"]), format_bytes(answer["peak_bytes"])]
+
+    lines = [
+        [code(name), *plan(row["plan"]), *(cell(row[column]) for column in FAMILY_COLUMNS)]
+        for name, row in rows.items()
+    ]
+    counts = [sum(row[column] == "yes" for row in rows.values()) for column in FAMILY_COLUMNS]
+    planned = sum(not isinstance(row["plan"], str) for row in rows.values())
+    said = [f"{planned} plan in full size", *(f"{n} {c}" for n, c in zip(counts, FAMILY_COLUMNS, strict=True))]
+    head = ("family", "parameters", "peak of a GPU", *FAMILY_COLUMNS)
+    listed = "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
+    return (
+        f"{len(rows)} families on {machine['day']} (transformers {versions['transformers']}, torch"
+        f" {versions['torch']}): {', '.join(said)}.\n\n{table(head, lines, 'lrr')}\n\n## Why not\n\n{listed}"
+    )
+
+
 def plan_block(text: str) -> str:
     """The plan as the README shows it: the strategy, its memory and time, and the candidates."""
     sections = text.rstrip("\n").split("\n\n")
@@ -704,6 +742,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "clock": partial(measured, "clock-cpu"),
     "peers": partial(measured, "peers-cpu"),
     "pipelines": partial(measured, "pipelines-cpu"),
+    "families": families,
     "updates": partial(measured, "updates-cpu"),
     "largest-model": partial(measured, "largest-model-cpu"),
     "plan": shown_plan,

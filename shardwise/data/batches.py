@@ -13,9 +13,11 @@ because slicing a memory-mapped file takes microseconds. User datasets with slow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardwise.data.masking import Masking
-from shardwise.data.mixing import MixedOrder
-from shardwise.data.samples import Batch, Samples
+from shardwise.data.mixing import MixedOrder, MixedSamples
+from shardwise.data.samples import Batch, Samples, StreamedSamples
 from shardwise.data.shuffle import samples_of_step
 from shardwise.data.tokenizer import Tokenizer
 
@@ -51,6 +53,8 @@ class Data:
         self._train, self._held_out = train, held_out
         self._batch_size, self._seed, self._masking = batch_size, seed, masking
         self._order = order
+        sides = train.sources if isinstance(train, MixedSamples) else [train]
+        self._streams = [side.windows if isinstance(side, StreamedSamples) else None for side in sides]
         self._evaluation = min(evaluation_sequences, len(held_out))
 
     @property
@@ -67,7 +71,27 @@ class Data:
         """The `batch_size` sample numbers of optimizer step `step`, which counts from 0."""
         if self._order is not None:
             return self._order.samples(step, self._batch_size)
+        if isinstance(self._train, StreamedSamples):
+            size = self._train.windows.sequences
+            return samples_of_step(step, self._batch_size, size, self._seed, streamed=True)
         return samples_of_step(step, self._batch_size, len(self._train), self._seed)
+
+    def cursor(self, step: int) -> tuple[str, ...]:
+        """Where the streams are before optimizer step `step`, for a checkpoint: one text per source, "" if unknown."""
+        if not any(self._streams):
+            return ()
+        if self._order is not None:
+            numbers = self._order.windows(step, self._batch_size)
+        else:
+            numbers = [step * self._batch_size // stream.sequences for stream in self._streams if stream]
+        pairs = zip(self._streams, numbers, strict=True)
+        return tuple(stream.cursor(number) if stream else "" for stream, number in pairs)
+
+    def begin_at(self, cursor: Sequence[str]) -> None:
+        """Go on at the `cursor` of a checkpoint of the same data."""
+        for stream, text in zip(self._streams, cursor, strict=bool(cursor)):
+            if stream is not None:
+                stream.begin_at(text)
 
     def micro_batches(self, step: int, rank: int, degree: int, micro_batch_size: int) -> list[Batch]:
         """The micro-batches of data-parallel rank `rank` of `degree` in optimizer step `step`, in order.

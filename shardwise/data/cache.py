@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import filelock
 import numpy as np
@@ -46,6 +46,7 @@ from shardwise.data.source import Source
 from shardwise.data.tokenizer import Tokenizer, Tokens
 
 FORMAT = 2
+T = TypeVar("T")
 
 DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
 """`end`: position in `tokens.bin` after the document's separator. `hash`: xxh3-64 of its UTF-8 text."""
@@ -64,7 +65,8 @@ log = logging.getLogger(__name__)
 class Header:
     """Content of `header.json`. `source` and `tokenizer` are informative; `digest` is a hash of the data files.
 
-    `trained_tokens` is None for plain text, which has no `trained.bin`.
+    `trained_tokens` is None for plain text, which has no `trained.bin`. `cursor` is that of the window after this one,
+    of a stream (`windows`).
     """
 
     format: int
@@ -76,6 +78,7 @@ class Header:
     empty_documents: int
     digest: str
     trained_tokens: int | None = None
+    cursor: str | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -93,13 +96,14 @@ class TokenCache:
 
     Attributes:
         header: counts and digest.
+        folder: where it is.
         tokens: all tokens, [header.tokens], mapped read-only.
         trained: 1 for each token that the loss counts, [header.tokens] bytes, mapped; empty for plain text.
     """
 
     def __init__(self, folder: Path, header: Header) -> None:
         self.header = header
-        self._folder = folder
+        self.folder = folder
         self._maps: list[mmap.mmap] = []
         self.tokens: Tokens = np.frombuffer(self._mapped("tokens.bin"), dtype=header.dtype)
         self.trained: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -107,14 +111,14 @@ class TokenCache:
             self.trained = np.frombuffer(self._mapped("trained.bin"), dtype=np.bool_)
 
     def _mapped(self, name: str) -> mmap.mmap:
-        with (self._folder / name).open("rb") as file:
+        with (self.folder / name).open("rb") as file:
             self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         return self._maps[-1]
 
     def documents(self) -> npt.NDArray[np.void]:
         """A record of type `DOCUMENT` or `EXAMPLE` per document, read into memory (16 or 24 bytes each)."""
         plain = self.header.trained_tokens is None
-        return np.fromfile(self._folder / "documents.bin", dtype=DOCUMENT if plain else EXAMPLE)
+        return np.fromfile(self.folder / "documents.bin", dtype=DOCUMENT if plain else EXAMPLE)
 
     def release(self) -> None:
         """Unmap the touched pages; they stay in the system's page cache.
@@ -151,7 +155,7 @@ def cached(
         return found
     with _disk(root):
         root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / f"{key}.lock"):
+    with _locked(lock_of(folder)):
         if found := _load(folder, verify):
             return found
         log.info("tokenizing %s into %s", what, folder)
@@ -159,6 +163,11 @@ def cached(
         if built := _load(folder):
             return built
     raise ResourceError("the token cache vanished", where=str(folder), why="another process removed it")
+
+
+def lock_of(folder: Path) -> Path:
+    """The file that its writer locks."""
+    return folder.with_name(f"{folder.name}.lock")
 
 
 def _load(folder: Path, verify: bool = False) -> TokenCache | None:
@@ -237,7 +246,7 @@ def _write(source: Source, tokenizer: Tokenizer, work: Path) -> Header:
     """Tokenize `source` into the two data files of `work`; return the header."""
     with data_files(work, ("tokens.bin", "documents.bin")) as outputs:
         writer = _Writer(tokenizer, outputs)
-        for pieces in _batches(source.pieces()):
+        for pieces in batches(source.pieces(), lambda piece: len(piece.data)):
             writer.write(pieces)
     if not writer.documents:
         raise DataError(
@@ -331,14 +340,14 @@ class _Writer:
         self._outputs.append(joined, np.array(records, dtype=DOCUMENT))
 
 
-def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Group `pieces` in lists of a few MiB; a tokenizer distributes a list over the cores."""
-    batch: list[TextPiece] = []
+def batches(items: Iterator[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group pieces in lists of a few MiB; a tokenizer distributes a list over the cores."""
+    batch: list[T] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.data)
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_PIECES:
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if size >= _BATCH_BYTES or len(batch) == _BATCH_PIECES:
             yield batch
             batch, size = [], 0
     if batch:

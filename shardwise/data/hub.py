@@ -4,7 +4,8 @@ The library takes seconds to import, so it is imported only when such a source i
 files in its own cache and then works offline. Rows are read in batches of the needed columns, so memory does not grow
 with the dataset.
 
-Unlike `streaming=True`, a download that is complete before step 1 cannot fail at step 10,000. It needs the disk space.
+A download that is complete before step 1 cannot fail at step 10,000, but needs the disk space. `data.stream_window`
+reads rows over the network instead (`streaming=True`), at the revision that the run began with.
 Where the Hub does not answer one question, only the cache is read: the library would try for half a minute.
 The library refuses datasets that run their own Python code.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.data.readers import Record, TextPiece, checked, missing_key, pieces
+from shardwise.data.source import Place
 
 _PATIENCE = 10.0
 """Seconds that the Hub may take to say whether it has a dataset."""
@@ -68,9 +70,28 @@ def rows_of_hub(name: str) -> Any:
     datasets = _import(name)
     place, split = split_of(name)
     repository, _, config = place.partition(":")
+    with _loading(name), nullcontext() if _revision(repository, name) else _offline(datasets):
+        return datasets.load_dataset(repository, name=config or None, split=split or "train")
+
+
+def stream_of_hub(name: str) -> tuple[Any, str]:
+    """The `datasets.IterableDataset` named `ID[:CONFIG][#SPLIT]`, and its revision on the Hub."""
+    datasets = _import(name)
+    place, split = split_of(name)
+    repository, _, config = place.partition(":")
+    with _loading(name):
+        revision = _revision(repository, name)
+        if not revision:
+            raise ConnectionError("the Hub cannot be reached, and a stream is read from there")
+        chosen = {"name": config or None, "split": split or "train", "revision": revision}
+        return datasets.load_dataset(repository, streaming=True, **chosen), revision
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn errors of the Hub and the library into DataErrors."""
     try:
-        with nullcontext() if _answers(repository, name) else _offline(datasets):
-            return datasets.load_dataset(repository, name=config or None, split=split or "train")
+        yield
     except DataError:
         raise
     except Exception as error:  # network, hub, licence, split or configuration
@@ -82,8 +103,8 @@ def rows_of_hub(name: str) -> Any:
         ) from None
 
 
-def _answers(repository: str, name: str) -> bool:
-    """Whether the Hub can be reached: one attempt, where `load_dataset` would make six in half a minute.
+def _revision(repository: str, name: str) -> str:
+    """The dataset's revision; "" if the Hub cannot be reached. One attempt: `load_dataset` makes six in half a minute.
 
     Raises DataError if the Hub has no such dataset, or does not give it to this login.
     """
@@ -91,7 +112,7 @@ def _answers(repository: str, name: str) -> bool:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        HfApi().dataset_info(repository, timeout=_PATIENCE)
+        return str(HfApi().dataset_info(repository, timeout=_PATIENCE).sha)
     except GatedRepoError:
         fix = "ask for access on its page, and log in: hf auth login"
         raise DataError("no access to this dataset", where=name, why="its owner grants it", fix=fix) from None
@@ -101,8 +122,7 @@ def _answers(repository: str, name: str) -> bool:
             "no such dataset", where=name, why=why, fix="check data.source, or log in: hf auth login"
         ) from None
     except Exception:  # no network, a proxy, a server's fault: cached datasets can still be read
-        return False
-    return True
+        return ""
 
 
 @contextmanager
@@ -121,15 +141,41 @@ def _offline(datasets: Any) -> Iterator[None]:
             setattr(module, key, value)
 
 
-def pieces_of_rows(name: str, rows: Any, text_key: str) -> Iterator[TextPiece]:
-    """The documents of a `datasets.Dataset`: one per row, from the feature `text_key`."""
+def pieces_of_rows(name: str, rows: Any, text_key: str, before: int = 0) -> Iterator[TextPiece]:
+    """The documents of a `datasets.Dataset`: one per row, from the feature `text_key`. `before` is for its errors."""
     if text_key not in rows.column_names:
         raise missing_key(text_key, list(rows.column_names), name)
-    number = 0
+    number = before
     for batch in rows.select_columns([text_key]).iter(batch_size=_ROWS):
         for value in batch[text_key]:
             number += 1
             yield from pieces(checked(value, text_key, f"{name}: row {number}"))
+
+
+def pieces_of_stream(name: str, rows: Any, text_key: str, place: Place) -> Iterator[tuple[TextPiece, Place]]:
+    """The documents of a `datasets.IterableDataset` from a place on: a state of the dataset, and rows after it."""
+    state, skip = place or (None, 0)
+    if rows.column_names and text_key not in rows.column_names:
+        raise missing_key(text_key, list(rows.column_names), name)
+    chosen = rows.select_columns([text_key])
+    if state is not None:
+        chosen.load_state_dict(state)
+    try:
+        for number, row in enumerate(chosen, 1):
+            if (since := number % _ROWS) == 0:
+                state = chosen.state_dict()
+            if number > skip:
+                for piece in pieces(checked(row[text_key], text_key, f"{name}: a row of the stream")):
+                    yield piece, [state, since]
+    except DataError:
+        raise
+    except Exception as error:  # the network, or a damaged shard
+        raise DataError(
+            "the stream broke off",
+            where=name,
+            why=f"{type(error).__name__}: {error}",
+            fix="run the same command again: it goes on from the last checkpoint",
+        ) from None
 
 
 def records_of_rows(name: str, rows: Any, keys: Sequence[str]) -> Iterator[Record]:

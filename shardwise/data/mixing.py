@@ -8,13 +8,12 @@ number of ranks, reads the same samples. Each source has its own permutation per
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
-import torch
 
 from shardwise.core.errors import RecipeError
-from shardwise.data.samples import Batch, Samples
+from shardwise.data.samples import FAR, Batch, Samples, joined
 from shardwise.data.shuffle import Permutation
 
 BLOCK = 1024
@@ -24,18 +23,27 @@ class MixedOrder:
     """Which sample comes at which position.
 
     Args:
-        sizes: number of samples of each source.
+        sizes: number of samples of each source; of a stream, those of a window.
         weights: of each source; only their ratios matter.
+        streamed: the sources that are streams (`windows`).
 
     Raises:
         RecipeError: a weight is below half a sample in a block.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
-        self._sizes, self._seed = sizes, seed
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], seed: int, streamed: Collection[int] = ()
+    ) -> None:
+        self._sizes, self._seed, self._streamed = sizes, seed, streamed
         self.counts = counts_of(weights)
         self._ends = np.cumsum(self.counts)
-        self._offsets = np.concatenate([[0], np.cumsum(sizes)])
+        lengths = [FAR if source in streamed else size for source, size in enumerate(sizes)]
+        self._offsets = np.concatenate([[0], np.cumsum(lengths)])
+
+    def windows(self, step: int, batch_size: int) -> list[int]:
+        """The first window that each source may be asked for from ``step`` on."""
+        block = step * batch_size // BLOCK
+        return [block * count // size for count, size in zip(self.counts, self._sizes, strict=True)]
 
     def samples(self, step: int, batch_size: int) -> list[int]:
         """The sample numbers of optimizer step ``step``: those of source s begin at the sum of the sizes before it."""
@@ -59,7 +67,8 @@ class MixedOrder:
         epoch, place = divmod(draw, self._sizes[source])
         # Seeds of sources are above those of recipes, so that no source has the order of another run.
         permuted = Permutation(self._sizes[source], self._seed + ((source + 1) << 64), epoch)
-        return int(self._offsets[source]) + int(permuted(np.array([place], dtype=np.uint64))[0])
+        first = int(self._offsets[source]) + (epoch * self._sizes[source] if source in self._streamed else 0)
+        return first + int(permuted(np.array([place], dtype=np.uint64))[0])
 
 
 def counts_of(weights: Sequence[float]) -> list[int]:
@@ -79,10 +88,10 @@ def counts_of(weights: Sequence[float]) -> list[int]:
 
 
 class MixedSamples(Samples):
-    """The samples of several sources, numbered one source after the other."""
+    """The samples of several ``sources``, numbered one source after the other."""
 
     def __init__(self, sources: Sequence[Samples]) -> None:
-        self._sources = sources
+        self.sources = sources
         self._ends = np.cumsum([len(source) for source in sources])
 
     def __len__(self) -> int:
@@ -90,15 +99,14 @@ class MixedSamples(Samples):
 
     def _find(self, sample: int) -> tuple[Samples, int]:
         source = int(np.searchsorted(self._ends, sample, side="right"))
-        return self._sources[source], sample - int(self._ends[source]) + len(self._sources[source])
+        return self.sources[source], sample - int(self._ends[source]) + len(self.sources[source])
 
     def batch(self, samples: Sequence[int | None]) -> Batch:
         rows = []
         for sample in samples:
-            side, own = (self._sources[0], None) if sample is None else self._find(sample)
+            side, own = (self.sources[0], None) if sample is None else self._find(sample)
             rows.append(side.batch([own]))
-        length = rows[0]["input_ids"].shape[1]
-        return {name: torch.cat(_even([row[name] for row in rows], length)) for name in rows[0]}
+        return joined(rows)
 
     def filled(self, sample: int) -> int | None:
         side, own = self._find(sample)
@@ -107,9 +115,3 @@ class MixedSamples(Samples):
     def text(self, sample: int) -> str:
         side, own = self._find(sample)
         return side.text(own)
-
-
-def _even(rows: list[torch.Tensor], length: int) -> list[torch.Tensor]:
-    """Rows [1, n] of equal n. Only ``starts`` of packed documents differ: rows with fewer get ``length``."""
-    most = max(row.shape[1] for row in rows)
-    return [torch.cat([row, row.new_full((1, most - row.shape[1]), length)], 1) for row in rows]

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.data.readers import Record, TextPiece, is_data_file, read_file, read_records
-from shardwise.data.source import Source
+from shardwise.data.source import Place, Source, after
 
 _CHANGES = (
     "ETag",
@@ -56,6 +56,14 @@ class ObjectStore(Source):
         for path in self._files:
             with self._copied(path) as local:
                 yield from read_file(local, self._text_key)
+
+    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
+        first, skip = place or (0, 0)
+        for number, path in enumerate(self._files[first:], first):
+            with self._copied(path) as local:
+                for piece, ended in after(read_file(local, self._text_key), skip):
+                    yield piece, [number, ended]
+            skip = 0
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
         for path in self._files:

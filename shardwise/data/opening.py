@@ -20,10 +20,11 @@ from shardwise.data.samples import (
     ExampleSamples,
     PairSamples,
     Samples,
+    StreamedSamples,
     TokenSamples,
     fingerprint_of,
 )
-from shardwise.data.text import Examples, Opened, PairExamples, open_tokens, tokenizer_of
+from shardwise.data.text import Examples, Opened, PairExamples, StreamedText, open_tokens, tokenizer_of
 from shardwise.data.tokenizer import Tokenizer, mask_token
 from shardwise.recipe.sections import DataSpec, Recipe
 
@@ -54,7 +55,7 @@ def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path |
             train = MixedSamples([side[0] for side in sides])
             held_out = MixedSamples([side[1] for side in sides])
             weights = [part.weight for part in recipe.data.mixture]
-            order = MixedOrder([len(side[0]) for side in sides], weights, recipe.seed)
+            order = _mixed_order([side[0] for side in sides], weights, recipe.seed)
             parts = [[side[2] for side in sides], order.counts]
             fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
         if recipe.model.objective == "masked":
@@ -73,10 +74,18 @@ def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path |
     )
 
 
+def _mixed_order(sides: list[Samples], weights: list[float], seed: int) -> MixedOrder:
+    streams = {index: side.windows for index, side in enumerate(sides) if isinstance(side, StreamedSamples)}
+    sizes = [streams[i].sequences if i in streams else len(side) for i, side in enumerate(sides)]
+    return MixedOrder(sizes, weights, seed, streams)
+
+
 def _of_text(
     recipe: Recipe, spec: DataSpec, tokenizer: Tokenizer, root: Path
 ) -> tuple[Samples, Samples, str]:
     opened = open_tokens(spec, tokenizer, root, objective=recipe.model.objective)
+    if isinstance(opened, StreamedText) and opened.windows is not None:
+        return (*samples_of(opened, tokenizer, spec.packing), opened.windows.fingerprint)
     # The fingerprint leaves out the tokenizer: equal tokens are equal data.
     parts: list[object] = [opened.cache.header.digest, spec.sequence_length, spec.held_out]
     if isinstance(opened, Examples):
@@ -96,9 +105,12 @@ def samples_of(opened: Opened, tokenizer: Tokenizer, packing: bool) -> tuple[Sam
         return PairSamples(opened.train, tokenizer), PairSamples(opened.held_out, tokenizer)
     if isinstance(opened, Examples):
         sides = opened.divided.train, opened.divided.held_out
-        train, held_out = (ExampleSamples(side, tokenizer, packing) for side in sides)
-        return train, held_out
+        both = [ExampleSamples(side, tokenizer, packing) for side in sides]
+        return both[0], both[1]
     cache, starts = opened.cache, opened.starts
+    if isinstance(opened, StreamedText) and opened.windows is not None:
+        held_out = TokenSamples(opened.held_out, cache, tokenizer, starts)
+        return StreamedSamples(opened.windows, tokenizer, packing), held_out
     return (
         TokenSamples(opened.train, cache, tokenizer, starts),
         TokenSamples(opened.held_out, cache, tokenizer, starts),

@@ -26,7 +26,9 @@ from shardwise.data.cache import TokenCache
 from shardwise.data.examples import Sequences
 from shardwise.data.pairs import Pairs
 from shardwise.data.split import Stream
+from shardwise.data.text import starts_in
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.windows import Windows
 
 Batch = dict[str, Tensor]
 
@@ -96,6 +98,54 @@ class TokenSamples(Samples):
 
     def text(self, sample: int) -> str:
         return self._tokenizer.decode(self._stream.sequence(sample)[:-1].tolist())
+
+
+FAR = 1 << 44
+"""The number of samples of a stream, which has no end."""
+
+
+class StreamedSamples(Samples):
+    """Sequences of a stream: sample n is sequence n mod W of window n // W (`windows`). Batches are `TokenSamples`'."""
+
+    def __init__(self, windows: Windows, tokenizer: Tokenizer, packed: bool) -> None:
+        self.windows = windows
+        self._tokenizer, self._packed = tokenizer, packed
+
+    def __len__(self) -> int:
+        return FAR
+
+    def _side(self, number: int) -> TokenSamples:
+        cache = self.windows.window(number)
+        starts = starts_in(cache) if self._packed else None
+        return TokenSamples(self.windows.train(number), cache, self._tokenizer, starts)
+
+    def batch(self, samples: Sequence[int | None]) -> Batch:
+        size = self.windows.sequences
+        numbers = sorted({sample // size for sample in samples if sample is not None})
+        sides = {number: self._side(number) for number in numbers}
+        if len(sides) == 1:
+            [side] = sides.values()
+            return side.batch([None if sample is None else sample % size for sample in samples])
+        rows = []
+        for sample in samples:
+            number, own = (0, None) if sample is None else divmod(sample, size)
+            rows.append((sides.get(number) or self._side(number)).batch([own]))
+        return joined(rows)
+
+    def text(self, sample: int) -> str:
+        number, own = divmod(sample, self.windows.sequences)
+        return self._side(number).text(own)
+
+
+def joined(rows: Sequence[Batch]) -> Batch:
+    """One batch of several. Only ``starts`` of packed documents differ in length: the row's length fills them up."""
+    length = rows[0]["input_ids"].shape[1]
+    return {name: torch.cat(_even([row[name] for row in rows], length)) for name in rows[0]}
+
+
+def _even(rows: list[Tensor], length: int) -> list[Tensor]:
+    most = max(row.shape[1] for row in rows)
+    return [torch.cat([row, row.new_full((row.shape[0], most - row.shape[1]), length)], 1) for row in rows]
 
 
 class ExampleSamples(Samples):

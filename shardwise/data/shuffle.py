@@ -74,8 +74,10 @@ def _mix(x: Indices) -> Indices:
     return x ^ (x >> np.uint64(31))
 
 
-def samples_of_step(step: int, batch_size: int, size: int, seed: int) -> list[int]:
+def samples_of_step(step: int, batch_size: int, size: int, seed: int, streamed: bool = False) -> list[int]:
     """The `batch_size` sample ids of optimizer step `step` (counted from 0) over `size` training samples.
+
+    Of a stream, `size` is that of a window, which takes an epoch's place: epoch e is the samples from e*size on.
 
     Step s takes positions s*batch_size .. (s+1)*batch_size-1 of the endless concatenation of epochs, so an
     epoch may end within a step, and a batch larger than the data spans several epochs.
@@ -88,6 +90,9 @@ def samples_of_step(step: int, batch_size: int, size: int, seed: int) -> list[in
         epoch, offset = divmod(position, size)
         taken = min(size - offset, end - position)
         permutation = Permutation(size, seed, epoch)
-        samples += permutation(np.arange(offset, offset + taken, dtype=np.uint64)).tolist()
+        first = epoch * size if streamed else 0
+        samples += [
+            first + each for each in permutation(np.arange(offset, offset + taken, dtype=np.uint64)).tolist()
+        ]
         position += taken
     return samples

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.data.readers import Record, TextPiece
+
+Place = Any
+"""A JSON value that says where a document begins in a source; None is the start."""
+
+
+def after(pieces: Iterator[TextPiece], skip: int) -> Iterator[tuple[TextPiece, int]]:
+    """The pieces behind the first ``skip`` documents, each with the number of documents that have ended."""
+    ended = 0
+    for piece in pieces:
+        shown = ended >= skip
+        ended += piece.ends
+        if shown:
+            yield piece, ended
 
 
 class Source(ABC):
@@ -25,6 +39,14 @@ class Source(ABC):
     @abstractmethod
     def pieces(self) -> Iterator[TextPiece]:
         """The documents, in a fixed order. Raises DataError at the first malformed one."""
+
+    def content(self) -> object:
+        """As ``identity``, but equal for the same content in another place, where that is cheap to know."""
+        return self.identity()
+
+    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
+        """The documents from a place on; with the last piece of each, the place behind it."""
+        yield from after(self.pieces(), place or 0)
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
         """The records, in a fixed order, with at least the fields `keys`. Raises DataError at a malformed one."""

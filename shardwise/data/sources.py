@@ -24,13 +24,15 @@ from shardwise.core.errors import DataError
 from shardwise.data.hub import (
     is_saved_dataset,
     pieces_of_rows,
+    pieces_of_stream,
     records_of_rows,
     rows_of_hub,
     rows_of_saved,
     split_of,
+    stream_of_hub,
 )
 from shardwise.data.readers import SUFFIXES, Record, TextPiece, is_data_file, read_file, read_records
-from shardwise.data.source import Source
+from shardwise.data.source import Place, Source, after
 
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
@@ -53,9 +55,23 @@ class FileSource(Source):
     def identity(self) -> object:
         return ["files", self._text_key, self._states]
 
+    def content(self) -> object:
+        return ["files", self._text_key, [[path.name, state[1]] for path, state in self._with_states()]]
+
+    def _with_states(self) -> Iterator[tuple[Path, list[str | int]]]:
+        return zip(self._files, self._states, strict=True)
+
     def pieces(self) -> Iterator[TextPiece]:
         for path in self._files:
             yield from read_file(path, self._text_key)
+        self._check_unchanged()
+
+    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
+        first, skip = place or (0, 0)
+        for number, path in enumerate(self._files[first:], first):
+            for piece, ended in after(read_file(path, self._text_key), skip):
+                yield piece, [number, ended]
+            skip = 0
         self._check_unchanged()
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
@@ -67,7 +83,7 @@ class FileSource(Source):
         return _first(read_records(self._files[0], ()))
 
     def _check_unchanged(self) -> None:
-        for path, state in zip(self._files, self._states, strict=True):
+        for path, state in self._with_states():
             if _state(path) != state:
                 raise DataError(
                     "data file changed while it was read",
@@ -101,6 +117,9 @@ class StandardLibrary(FileSource):
             if b"\0" not in data:
                 yield TextPiece(data, ends=True)
 
+    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
+        return Source.pieces_from(self, place)
+
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
         return Source.records(self, keys)
 
@@ -122,6 +141,12 @@ class SavedDataset(FileSource):
         rows = rows_of_saved(self.name, self._folder, self._split)
         yield from pieces_of_rows(self.name, rows, self._text_key)
         self._check_unchanged()
+
+    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
+        rows, first = rows_of_saved(self.name, self._folder, self._split), place or 0
+        found = pieces_of_rows(self.name, rows.select(range(first, len(rows))), self._text_key, first)
+        for piece, ended in after(found, 0):
+            yield piece, first + ended
 
     def records(self, keys: Sequence[str]) -> Iterator[Record]:
         rows = rows_of_saved(self.name, self._folder, self._split)
@@ -154,8 +179,33 @@ class HubDataset(Source):
         return frozenset(self._rows.column_names)
 
 
-def open_source(name: str, text_key: str) -> Source:
+class HubStream(HubDataset):
+    """The same without a download: rows come over the network while they are read."""
+
+    def __init__(self, name: str, text_key: str) -> None:
+        self.name, self._text_key = name, text_key
+        self._rows, self._revision = stream_of_hub(name)
+
+    def identity(self) -> object:
+        return ["hub stream", self.name, self._text_key, self._revision]
+
+    def pieces(self) -> Iterator[TextPiece]:
+        return (piece for piece, _ in self.pieces_from(None))
+
+    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
+        return pieces_of_stream(self.name, self._rows, self._text_key, place)
+
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+        return Source.records(self, keys)
+
+    def fields(self) -> frozenset[str]:
+        return frozenset({self._text_key})
+
+
+def open_source(name: str, text_key: str, streamed: bool = False) -> Source:
     """The source of the recipe's `data.source`; `text_key` is the JSON key, column or feature.
+
+    `streamed` leaves a dataset of the hub there, and reads its rows when they are needed.
 
     `name` is `stdlib`; a file, a folder (searched recursively) or a glob of txt, jsonl, csv (also .gz) and
     parquet files; a .json file; a folder written by `save_to_disk`, or ID[:CONFIG] on the Hugging Face hub,
@@ -190,7 +240,7 @@ def open_source(name: str, text_key: str) -> Source:
             if near
             else "check data.source; a relative path starts at the current folder",
         )
-    return HubDataset(name, text_key)
+    return HubStream(name, text_key) if streamed else HubDataset(name, text_key)
 
 
 def _names_next_to(path: Path) -> list[str]:

@@ -22,6 +22,7 @@ from shardwise.data.pairs import Pairs, divide_pairs
 from shardwise.data.sources import open_source
 from shardwise.data.split import Stream, split
 from shardwise.data.tokenizer import Tokenizer, mask_token, open_tokenizer
+from shardwise.data.windows import Windows
 from shardwise.recipe.sections import DataSpec, Recipe
 
 Document = list[tuple[int, bool]]
@@ -133,6 +134,21 @@ class Examples:
         return said
 
 
+@dataclass(frozen=True)
+class StreamedText(Text):
+    """Plain text whose tokens are made in windows; its attributes are those of the first one."""
+
+    windows: Windows | None = None
+
+    def sentences(self, spec: DataSpec) -> list[str]:
+        """Description of the text."""
+        return [
+            f"{spec.source}: plain text, streamed in windows of {self.train.sequences:,} sequences of"
+            f" {spec.sequence_length:,} tokens",
+            f"{self.held_out.sequences:,} sequences held out, of the documents of the first window",
+        ]
+
+
 def tokenizer_of(spec: DataSpec) -> Tokenizer:
     """The recipe's tokenizer. Raises DataError."""
     return open_tokenizer(spec.tokenizer, spec.begin)
@@ -181,6 +197,8 @@ def open_tokens(
         DataError: the source is malformed, does not suit the objective, or is shorter than one sequence.
         ResourceError: the cache cannot be written.
     """
+    if spec.stream_window is not None:
+        return _open_stream(spec, tokenizer, root, objective)
     source = open_source(spec.source, spec.text_key)
     name = format_of(spec, source)
     if objective == "masked":
@@ -199,6 +217,29 @@ def open_tokens(
     return (
         _open_pairs(cache, encoder, spec) if objective == "seq2seq" else _open_examples(cache, encoder, spec)
     )
+
+
+def _open_stream(spec: DataSpec, tokenizer: Tokenizer, root: Path, objective: str) -> StreamedText:
+    source = open_source(spec.source, spec.text_key, streamed=True)
+    name = format_of(spec, source)
+    if name != "text" or objective == "seq2seq":
+        raise DataError(
+            "only plain text is streamed",
+            where=spec.source,
+            why=f"its records are of the format {name}",
+            fix="remove data.stream_window, or write data.format: text",
+        )
+    if objective == "masked":
+        mask_token(tokenizer)
+    windows = Windows(source, tokenizer, spec, root)
+    starts = starts_in(windows.window(0)) if spec.packing else None
+    return StreamedText(windows.window(0), windows.train(0), windows.held_out(), starts, objective, windows)
+
+
+def starts_in(cache: TokenCache) -> npt.NDArray[np.int64]:
+    """Start of each document in a cache, [documents]."""
+    ends = cache.documents()["end"].astype(np.int64)
+    return np.concatenate([[0], ends[:-1]]).astype(np.int64)
 
 
 def _require_maskable(spec: DataSpec, name: str, tokenizer: Tokenizer) -> None:
@@ -221,13 +262,7 @@ def _open_text(cache: TokenCache, spec: DataSpec) -> Text:
             why=f"{cache.header.tokens:,} tokens; one sequence needs {spec.sequence_length + 1:,}",
             fix="give more data or a smaller data.sequence_length",
         )
-    return Text(cache, train, held_out, _starts(cache) if spec.packing else None)
-
-
-def _starts(cache: TokenCache) -> npt.NDArray[np.int64]:
-    """Start of each document in the cache, [documents]."""
-    ends = cache.documents()["end"].astype(np.int64)
-    return np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    return Text(cache, train, held_out, starts_in(cache) if spec.packing else None)
 
 
 def _open_examples(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> Examples:

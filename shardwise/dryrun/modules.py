@@ -16,10 +16,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.shard_slices import canonical_name
 from shardwise.runtime.torch_private import current_autograd_node, tree_iter
 
 _KEY = "shardwise.module"
+
+
+def refused(operation: str, module: str) -> RecipeError:
+    """The error of an operation that a dry run cannot run."""
+    return RecipeError(
+        "the step cannot be planned",
+        where=f"model: {module}" if module else "model",
+        why=f"{operation} gives a result whose shape depends on values, and a dry run has none",
+        fix="use an implementation with fixed shapes",
+    )
 
 
 class RunningModule:

@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwise.dryrun.tracker import asked_device
 from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
-from shardwise.runtime.parallel.attention_kernels import kernels_as
+from shardwise.runtime.parallel.attention_kernels import WIDEST, kernels_as
 from shardwise.runtime.parallel.ring import PARTS
 from shardwise.runtime.torch_private import (
     DispatchMode,
@@ -179,9 +179,12 @@ def _cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention in 16 bits without a mask, else the memory-efficient kernel, in torch's order of preference."""
+    """Flash attention in 16 bits without a mask, else the memory-efficient kernel, in torch's order of preference.
+
+    Flash attention takes one head width for queries, keys and values, of at most 256. Latent attention has two.
+    """
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and attn_mask is None:
+    if half and attn_mask is None and query.shape[-1] == value.shape[-1] <= WIDEST:
         return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa and (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -28,12 +28,14 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.cost import Collective, Counted, Kernel, Transfer
 from shardwise.dryrun.counting import collective_of, group_of, kernels_of
+from shardwise.dryrun.modules import refused
 from shardwise.dryrun.tally import Tally
 from shardwise.engine.phase import current_micro_batch, current_phase
 from shardwise.runtime.flops import bytes_of
 from shardwise.runtime.offload.host import allocated_host_bytes, has_separate_host_memory, in_host_memory
 from shardwise.runtime.operands import tensors_in
 from shardwise.runtime.torch_private import (
+    NEEDS_VALUES,
     DispatchMode,
     FakeTensor,
     local_tensor,
@@ -242,7 +244,10 @@ class Tracker(DispatchMode):
         if name == "_c10d_functional::wait_tensor":
             return args[0]  # as on a device; the fake kernel returns a new tensor
         into = kwargs.get("out") if func.namespace == "_c10d_functional" else None  # as above
-        out = func(*args, **kwargs) if into is None else into
+        try:
+            out = func(*args, **kwargs) if into is None else into
+        except NEEDS_VALUES as error:
+            raise refused(name, self._where()) from error
         if self._muted:
             return out
         for tensor in tensors_in(out):

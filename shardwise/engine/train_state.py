@@ -34,6 +34,7 @@ class TrainState:
         rewinds: number of rewinds.
         left_out: positions that are never read again, as spans in order that do not touch.
         guard: the guard's memory.
+        cursor: where the streams of the data are before the next step (data/windows.py).
     """
 
     step: Size = 0
@@ -41,6 +42,7 @@ class TrainState:
     rewinds: Size = 0
     left_out: tuple[Span, ...] = ()
     guard: GuardState = field(default_factory=GuardState)
+    cursor: tuple[str, ...] = ()
 
     def position(self, index: int) -> int:
         """Position of the batch of step ``index`` (from 0) in the order of the data."""

@@ -102,6 +102,19 @@ class AdaptedModel(Blueprint):
         alike = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks}
         return self.base.depth if len(alike) == 1 else None
 
+    @cached_property
+    def block_kinds(self) -> tuple[object, ...] | None:  # type: ignore[override]
+        kinds = self.base.block_kinds
+        if kinds is None:
+            return None
+        with torch.device("meta"):
+            blocks = self.blocks(self.build())
+        shapes = [tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks]
+        return tuple(zip(kinds, shapes, strict=True))
+
+    def stage_obstacle(self) -> str:
+        return self.base.stage_obstacle()
+
     def build(self, depth: int | None = None) -> nn.Module:
         return self._adapted(self.base.build(depth))
 
@@ -138,9 +151,9 @@ class AdaptedModel(Blueprint):
             )
         plan = dict(self.base.tensor_plan(model))
         for path, how in list(plan.items()):
-            if how.how in ("column", "logits"):
+            if how.how in ("column", "logits", "gathered"):
                 plan |= {f"{path}.{A}": Split("summed"), f"{path}.{B}": Split("rows")}
-            elif how.how == "row":
+            elif how.how in ("row", "split"):
                 plan |= {f"{path}.{A}": Split("columns"), f"{path}.{B}": Split("summed")}
         return plan
 

@@ -2,7 +2,8 @@
 
 FLOPs are counted on fake tensors. The output layer of a small model costs as much as several blocks; the embedding is
 a lookup and costs nothing. Each block goes to the stage with the fewest FLOPs, so the slowest stage is as fast as
-whole blocks allow. Of equal stages, the last one has the fewest micro-batches in flight and takes the block.
+whole blocks allow. Of equal stages, the last one has the fewest micro-batches in flight and takes the block. Blocks
+that are not alike are counted one by one, and cut where the costliest stage costs least.
 
 Refused: balancing by parameters, which makes an embedding as expensive as the output layer.
 """
@@ -10,6 +11,8 @@ Refused: balancing by parameters, which makes an embedding as expensive as the o
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +21,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.stage import Stage
 from shardwise.runtime.flops import FlopCounter
-from shardwise.runtime.torch_private import FakeTensorMode
+from shardwise.runtime.torch_private import NEEDS_VALUES, FakeTensorMode
 
 
 @dataclass(frozen=True)
@@ -32,19 +35,63 @@ class Costs:
 @functools.lru_cache(maxsize=8)
 def costs_of(blueprint: Blueprint, sequence_length: int) -> Costs:
     """Count a model with one block and one with two. The blueprint's depth must not be None."""
-    one, two = (_forward_flops(blueprint, sequence_length, depth) for depth in (1, 2))
+    one, two = (_forward_flops(blueprint, sequence_length, depth)[-1] for depth in (1, 2))
     return Costs(two - one, 2 * one - two)
 
 
-def _forward_flops(blueprint: Blueprint, sequence_length: int, depth: int) -> int:
+def _forward_flops(blueprint: Blueprint, sequence_length: int, depth: int | None = None) -> list[int]:
+    """FLOPs before each block, and those of the whole pass."""
     counter = FlopCounter()
-    with torch.no_grad(), FakeTensorMode():
+    with torch.device("meta"):
         model = blueprint.build(depth)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
         shapes = blueprint.sample_shapes(sequence_length)
         batch = {name: torch.zeros((1, *shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
-        with counter:
-            blueprint.loss(model, batch)
-    return counter.flops
+        before: list[int] = []
+        for block in blueprint.blocks(model):
+            block.register_forward_pre_hook(lambda *_: before.append(counter.flops))
+        try:
+            with counter:
+                blueprint.loss(model, batch)
+        except NEEDS_VALUES as error:
+            raise RecipeError(
+                f"{blueprint.name} cannot be cut into stages",
+                where="strategy.pipeline_parallel",
+                why=f"its blocks are not counted without values ({error})",
+                fix="set it to 1",
+            ) from error
+    return [*before, counter.flops]
+
+
+def shares(costs: Sequence[int], stages: int) -> list[int]:
+    """Numbers of consecutive blocks, at least one each, whose costliest stage costs least.
+
+    Args:
+        costs: of each block, in order; the last one's includes what comes after it.
+    """
+    ends = list(itertools.accumulate(costs, initial=0))
+    best = {(0, 0): (0, 0)}  # (blocks, stages): (cost of the costliest, blocks before the last stage)
+    for made in range(1, stages + 1):
+        for blocks in range(made, len(costs) - stages + made + 1):
+            best[blocks, made] = min(
+                (max(best[start, made - 1][0], ends[blocks] - ends[start]), start)
+                for start in range(made - 1, blocks)
+                if (start, made - 1) in best
+            )
+    counts, left = [], len(costs)
+    for made in range(stages, 0, -1):
+        start = best[left, made][1]
+        counts.append(left - start)
+        left = start
+    return counts[::-1]
+
+
+@functools.lru_cache(maxsize=8)
+def _costs_of_unlike(blueprint: Blueprint, sequence_length: int) -> tuple[int, ...]:
+    """Forward FLOPs of each block; of the last one with those after it."""
+    before = _forward_flops(blueprint, sequence_length)
+    return tuple(after - start for start, after in itertools.pairwise(before))
 
 
 def blocks_per_stage(blocks: int, stages: int, costs: Costs) -> list[int]:
@@ -61,20 +108,34 @@ def blocks_per_stage(blocks: int, stages: int, costs: Costs) -> list[int]:
 def balanced_stages(blueprint: Blueprint, count: int, sequence_length: int) -> list[Stage]:
     """Cut the model into ``count`` stages of about equal cost.
 
-    Raises RecipeError if the model has fewer blocks, or if its blocks are not known to be identical.
+    Raises RecipeError if the model has fewer blocks, or does not say how it is cut.
     """
-    if blueprint.depth is None or blueprint.width is None:
+    kinds, depth = blueprint.block_kinds, blueprint.depth
+    if depth is None and kinds is not None:
+        depth = len(kinds)
+    if depth is None or blueprint.width is None:
         blueprint.stage(Stage(range(0)))  # raises with the model's own reason
-    if blueprint.depth is None or blueprint.depth < count:
+    if depth is None or depth < count:
         raise RecipeError(
             f"{blueprint.name} cannot be cut into {count} stages",
             where="strategy.pipeline_parallel",
-            why=f"every stage needs a block of the model, which has {blueprint.depth}",
+            why=f"every stage needs a block of the model, which has {depth}",
             fix="lower pipeline_parallel or pipeline_stages_per_rank",
         )
-    counts = blocks_per_stage(blueprint.depth, count, costs_of(blueprint, sequence_length))
+    if blueprint.depth is not None:
+        counts = blocks_per_stage(depth, count, costs_of(blueprint, sequence_length))
+    else:
+        counts = shares(_costs_of_unlike(blueprint, sequence_length), count)
     starts = [sum(counts[:index]) for index in range(count)]
     return [
-        Stage(range(start, start + blocks), start == 0, start + blocks == blueprint.depth)
+        Stage(range(start, start + blocks), start == 0, start + blocks == depth)
         for start, blocks in zip(starts, counts, strict=True)
     ]
+
+
+def kinds_of(blueprint: Blueprint, stages: Sequence[Stage]) -> tuple[object, ...]:
+    """What the blocks of each stage are, where they are not all alike."""
+    kinds = blueprint.block_kinds
+    if blueprint.depth is not None or kinds is None:
+        return ()
+    return tuple(kinds[stage.blocks.start : stage.blocks.stop] for stage in stages)

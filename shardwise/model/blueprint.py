@@ -56,6 +56,7 @@ class Blueprint(ABC):
         context: the longest sequence that the model reads, in tokens; None for no limit.
         depth: number of identical blocks; None if it cannot be varied.
         width: channels between two blocks; None if the model cannot be cut into pipeline stages.
+        block_kinds: of each block, what makes it like another or not; None if there is no depth and they are not known.
         trained_in: training dtype of the weights on disk, if known.
         dataset: map-style dataset of dicts of tensors, if the model brings its own data.
         objective: causal, masked or seq2seq (hf_objective.py); None if the model brings its own loss.
@@ -68,6 +69,7 @@ class Blueprint(ABC):
     context: int | None = None
     depth: int | None = None
     width: int | None = None
+    block_kinds: tuple[object, ...] | None = None
     trained_in: torch.dtype | None = None
     dataset: Dataset[Any] | None = None
     objective: str | None = "causal"

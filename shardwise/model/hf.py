@@ -20,8 +20,7 @@ import copy
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -36,12 +35,14 @@ from shardwise.model.files.hf_folder import HFFolder
 from shardwise.model.files.hf_model_folder import FolderWeights, groups_of
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
 from shardwise.model.files.safetensors_reader import DTYPES, WeightFiles
+from shardwise.model.hf_calls import no_guessing
 from shardwise.model.hf_experts import adds_router_loss, router_coefficient, router_losses
 from shardwise.model.hf_objective import build_for, decoder_inputs, require_objective, stored_objective
 from shardwise.model.hf_source import folder_of, load_config
+from shardwise.model.hf_stages import PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
 from shardwise.model.hf_tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
-from shardwise.model.stage import Stage, renumbered
+from shardwise.model.stage import Stage
 from shardwise.runtime.documents import additive, same_document
 from shardwise.runtime.language_loss import language_loss
 from shardwise.runtime.parallel.shard_slices import shared_names
@@ -49,8 +50,6 @@ from shardwise.runtime.parallel.tensor import TensorPlan
 from shardwise.runtime.quantization.as_parameter import StoredPacking
 from shardwise.runtime.quantization.weights import QuantizedWeight
 
-_CUTTABLE = {"embed_tokens", "layers", "norm"}
-"""Modules of a decoder that ``stage`` can cut; a model with another ``base_model_pp_plan`` is not cut."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 """Config keys of attention over a part of the sequence."""
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -87,7 +86,7 @@ class HuggingFaceModel(Blueprint):
         self.vocab = text.vocab_size
         self.trained_in = self.config.dtype
         plan = getattr(text, "base_model_pp_plan", None) or {}
-        self.width = text.hidden_size if plan.keys() == _CUTTABLE else None
+        self.width = text.hidden_size if plan.keys() == PARTS else None
         context = getattr(text, "max_position_embeddings", None)
         self.context = context if context and context > 0 else None
         if self.context is not None and sequence_length > self.context:
@@ -114,39 +113,49 @@ class HuggingFaceModel(Blueprint):
         layers = self.config.get_text_config().num_hidden_layers
         blocks = self.blocks(self._reference)
         alike = len({_signature(block) for block in blocks}) == 1
-        uniform = all(len(set(map(str, values))) == 1 for values in _per_layer(self.config).values())
+        uniform = all(len(set(map(str, values))) == 1 for values in per_layer(self.config).values())
         return layers if alike and uniform and len(blocks) == layers else None
 
     def build(self, depth: int | None = None) -> nn.Module:
         config = copy.deepcopy(self.config)
         if depth is not None:
             text = config.get_text_config()
-            per_layer = _per_layer(config)
+            lists = per_layer(config)
             text.num_hidden_layers = depth
-            for key, values in per_layer.items():
+            for key, values in lists.items():
                 setattr(text, key, values[:depth])
         return build_for(self.objective, config, self.source)
 
+    @cached_property
+    def block_kinds(self) -> tuple[object, ...] | None:  # type: ignore[override]
+        """Shapes and config values of every block, if the model can be cut between them."""
+        if self.width is None:
+            return None
+        values = zip(*per_layer(self.config).values(), strict=True)
+        blocks = self.blocks(self._reference)
+        rows = list(values) or [()] * len(blocks)
+        if len(rows) != len(blocks):
+            return None
+        return tuple((_signature(block), str(row)) for block, row in zip(blocks, rows, strict=True))
+
     def stage_obstacle(self) -> str:
+        return self._obstacle or super().stage_obstacle()
+
+    @cached_property
+    def _obstacle(self) -> str:
         if adds_router_loss(self.config):
             return "its router's auxiliary loss is one of all blocks together"
-        return super().stage_obstacle()
+        if self.width is None or self.block_kinds is None:
+            return f"transformers has no plan of embedding, blocks and norm for {self.config.model_type}"
+        with torch.device("meta"):
+            return cut_obstacle(self.build(), self.width)
 
     def stage(self, stage: Stage) -> nn.Module:
-        """Cut the model by its class's ``base_model_pp_plan``."""
-        if self.width is None or self.depth is None or adds_router_loss(self.config):
-            return super().stage(stage)
-        model: Any = self.build(len(stage.blocks))
-        base, tied = model.base_model, bool(shared_names(model))
-        if not _starts_with_its_blocks(base, self.width):
-            return super().stage(stage)
-        renumbered(base.layers, stage.blocks.start)
-        if not stage.first and not (stage.last and tied):
-            base.embed_tokens = nn.Identity()
-        if not stage.last:
-            base.norm = nn.Identity()
-            model.set_output_embeddings(nn.Identity())
-        return cast("nn.Module", model)
+        """Cut the model by its class's ``base_model_pp_plan``: a shorter model may scale its blocks otherwise."""
+        return super().stage(stage) if self._obstacle else cut(self.build(), stage)
+
+    def tied(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(shared_names(self._reference).values()))
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         names = set(getattr(model, "_no_split_modules", None) or ())
@@ -191,7 +200,7 @@ class HuggingFaceModel(Blueprint):
         """Logits [b, t, vocab] of a seq2seq batch. The decoder reads the labels, shifted right."""
         given = {name: batch[name] for name in ("input_ids", "attention_mask")}
         ids = decoder_inputs(batch["labels"], self.config)
-        with _no_guessing():
+        with no_guessing():
             return cast("Tensor", model(**given, decoder_input_ids=ids, use_cache=False).logits)
 
     def logits(
@@ -209,7 +218,9 @@ class HuggingFaceModel(Blueprint):
             given = {"position_ids": positions.unsqueeze(0)}
         elif positions is not None:
             given = {"position_ids": positions, "attention_mask": _mask(model, positions, starts)}
-        with _no_guessing():
+        with no_guessing():
+            if not ends(model):
+                return hidden_states(model, {name: input_ids, **given})
             return cast("Tensor", model(**{name: input_ids}, use_cache=False, **given).logits)
 
     def packing_obstacle(self, model: nn.Module) -> str:
@@ -300,21 +311,6 @@ def _parameters(modules: list[nn.Module]) -> set[nn.Parameter]:
     return {parameter for module in modules for parameter in module.parameters(recurse=False)}
 
 
-def _starts_with_its_blocks(base: Any, width: int) -> bool:
-    """Whether embeddings reach the first block unchanged; some models scale them first. ``base`` is on the meta
-    device.
-    """
-    layers, norm = base.layers, base.norm
-    base.layers, base.norm = nn.ModuleList(), nn.Identity()
-    try:
-        given = torch.empty((1, 1, width), device="meta")
-        with _no_guessing():
-            result = base(inputs_embeds=given, use_cache=False).last_hidden_state
-        return result is given
-    finally:
-        base.layers, base.norm = layers, norm
-
-
 def _inside(path: str, blocks: dict[str, nn.Module]) -> bool:
     parents = path.split(".")[:-1]
     return any(".".join(parents[:count]) in blocks for count in range(1, len(parents) + 1))
@@ -329,30 +325,3 @@ def _mask(model: nn.Module, positions: Tensor, starts: Tensor | None) -> Tensor:
     """The mask of packed documents: boolean for SDPA, additive for eager attention."""
     seen = same_document(model, positions, starts)
     return seen if cast("Any", model).config._attn_implementation == "sdpa" else additive(seen, torch.float32)
-
-
-def _per_layer(config: Any) -> dict[str, list[Any]]:
-    """The config's lists of one value per layer, such as ``layer_types``."""
-    text = config.get_text_config()
-    layers = text.num_hidden_layers
-    return {
-        k: v
-        for k, v in text.to_dict().items()
-        if isinstance(v, list) and len(v) == layers and not k.endswith(("_token_id", "architectures"))
-    }
-
-
-@contextmanager
-def _no_guessing() -> Iterator[None]:
-    """Stop transformers from reading values: packed sequences in position ids, masks without padding."""
-    from transformers import masking_utils
-
-    guesses = masking_utils.find_packed_sequence_indices, masking_utils._ignore_bidirectional_mask_sdpa
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    masking_utils._ignore_bidirectional_mask_sdpa = lambda padding_mask, *rest, **named: (
-        padding_mask is None and guesses[1](padding_mask, *rest, **named)
-    )
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices, masking_utils._ignore_bidirectional_mask_sdpa = guesses

@@ -1,20 +1,36 @@
 """Tensor parallelism of a transformers model: its own ``base_model_tp_plan``, completed.
 
-The plan is made for inference: it maps layer names to styles, leaves out the embedding and gathers the logits. For
-training both are sharded, as in the native decoder. Styles for layers other than plain linear ones (experts, packed
-projections) are refused by name. transformers' blocks derive the number of heads from the projections' outputs.
+The plan is made for inference: it maps layer names to styles, and leaves out the embedding and the logits. For training
+both are sharded, as in the native decoder. Experts are divided whole (runtime/parallel/experts.py), where transformers
+divides the width of each. Styles that are not in the tables are refused by name. transformers' blocks derive the number
+of heads from the projections' outputs.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any, cast
 
 from torch import nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.runtime.parallel.experts import divisible_experts
 from shardwise.runtime.parallel.tensor import Split, TensorPlan, matching
 
-_STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed"}
+_BY_HEADS = {"colwise": "column", "rowwise": "row"}
+_OTHERS = {
+    "replicated_with_grad_allreduce": "summed",
+    "colwise_gather_output": "gathered",
+    "rowwise_split_input": "split",
+    "local_params": "own",
+    "moe_tp_experts": "experts",
+    "mla_kv_a_proj": "tail",
+}
+_BEFORE_LATENT = re.compile(r"(q|kv)_a_(proj|layernorm|norm)|indexer")
+"""Modules of multi-head latent attention whose inputs are whole on every rank."""
+_WHOLE = {"embedding_rowwise", "replicate"}
+"""Styles of the embedding, which is sharded in any case, and of weights that stay whole."""
 
 
 def tensor_plan_of(model: nn.Module, config: Any) -> TensorPlan:
@@ -27,29 +43,65 @@ def tensor_plan_of(model: nn.Module, config: Any) -> TensorPlan:
     embedding, output = hf.get_input_embeddings(), hf.get_output_embeddings()
     if type(output) is not nn.Linear:
         raise _refused("its output layer is not a plain linear layer")
+    if any(True for _ in embedding.children()):
+        raise _refused(f"its embedding ({type(embedding).__name__}) does more than look up rows")
     prefix = _prefix(model)
     plan: dict[str, Split] = {}
-    heads = _heads(text)
     for pattern, style in styles.items():
-        if style not in _STYLES:
+        split = _split(style, text)
+        if split is None and style not in _WHOLE and not _is_of_a_whole(pattern, styles, model, prefix):
             raise _refused(f"its plan shards {pattern} by {style!r}, which is not supported")
-        plan[prefix + pattern] = Split(_STYLES[style], *heads)
+        if split is not None and not _is_of_a_whole(pattern, styles, model, prefix):
+            plan[prefix + pattern] = split
+    if not plan:
+        raise _refused(f"transformers' plan for {config.model_type} shards no layer of its blocks")
+    _require_divisible(model, plan)
     _require_named(model, plan)
     return {**plan, paths[embedding]: Split("vocabulary"), paths[output]: Split("logits")}
+
+
+def _split(style: str, text: Any) -> Split | None:
+    """The split of a module with a style; None if there is none."""
+    if style in _BY_HEADS:
+        return Split(_BY_HEADS[style], *_heads(text))
+    return (
+        Split(_OTHERS[style], last=getattr(text, "qk_rope_head_dim", None) or 0) if style in _OTHERS else None
+    )
+
+
+def _is_of_a_whole(pattern: str, styles: dict[str, str], model: nn.Module, prefix: str) -> bool:
+    """Whether a pattern is of weights, not of modules, whose module is sharded as a whole."""
+    if styles.get(pattern.rpartition(".")[0]) not in ("moe_tp_experts", "local_params"):
+        return False
+    return not any(matching(path, {prefix + pattern: Split("own")}) for path, _ in model.named_modules())
+
+
+def _require_divisible(model: nn.Module, plan: TensorPlan) -> None:
+    """Refuse experts that are not transformers' usual module."""
+    for path, module in model.named_modules():
+        how = matching(path, plan)
+        if how is not None and how.how == "experts" and not divisible_experts(module):
+            raise _refused(
+                f"its experts ({type(module).__name__}) are not divided: they have a layout of their own"
+            )
 
 
 def _require_named(model: nn.Module, plan: TensorPlan) -> None:
     """Refuse a model with weights between the sharded layers of a block that its plan does not name.
 
     There a rank has a part of the channels, so its gradient of a replicated weight is a part of the sum. Examples: the
-    activation function of Apertus, the query and key norms of Phi.
+    activation function of Apertus, the query and key norms of Phi. In multi-head latent attention the projections to
+    the latent vectors, their norms, and what chooses the keys come before the sharded layers.
     """
     among: dict[str, set[str]] = {}
     for path, _ in model.named_modules():
         if (how := matching(path, plan)) is not None:
             among.setdefault(path.rpartition(".")[0], set()).add(how.how)
     for path, module in model.named_modules():
-        mixed = {"column", "row"} <= among.get(path.rpartition(".")[0], set())
+        parent, _, name = path.rpartition(".")
+        hows = among.get(parent, set())
+        before = "tail" in hows and _BEFORE_LATENT.fullmatch(name)
+        mixed = {"column", "row"} <= hows and not before
         if mixed and matching(path, plan) is None and next(module.parameters(), None) is not None:
             raise _refused(f"transformers' plan does not cover {path}")
 
@@ -62,9 +114,17 @@ def _prefix(model: nn.Module) -> str:
 
 def _heads(text: Any) -> tuple[int, str]:
     """The number that the degree must divide, and its name."""
-    heads = getattr(text, "num_attention_heads", 0) or 0
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    heads = _in_all_layers(text, "num_attention_heads")
+    kv_heads = _in_all_layers(text, "num_key_value_heads") or heads
     return (kv_heads, "key/value heads") if heads % max(1, kv_heads) == 0 else (heads, "heads")
+
+
+def _in_all_layers(text: Any, key: str) -> int:
+    """A number of the config, or the greatest common divisor of those of its layers, where they differ."""
+    try:
+        return getattr(text, key, None) or 0
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return math.gcd(*(getattr(layer, key) for layer in text.per_layer_config))
 
 
 def _refused(why: str) -> RecipeError:

@@ -51,6 +51,10 @@ class DataSpec(Section):
     """sequence packing: put several records into a sequence, with attention masked between them; false pads each
     record to a sequence. Plain text is concatenated either way; true masks attention between its documents"""
 
+    stream_window: Annotated[int, Field(ge=1, le=10**12)] | None = None
+    """stream the source: tokens of a window, which are made while the window before is trained on, and shuffled
+    together. A Hugging Face dataset stays on the hub. Null makes all tokens before the first step"""
+
     @property
     def decoder_length(self) -> int:
         """Tokens of the decoder's sequence."""

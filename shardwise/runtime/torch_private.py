@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -112,6 +117,10 @@ def is_strided_shard(placement: Any) -> bool:
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Names of the buffers that a state dict leaves out. ``register_buffer`` sets them; nothing public reads them."""
     return module._non_persistent_buffers_set
+
+
+NEEDS_VALUES: tuple[type[Exception], ...] = (DataDependentOutputException, DynamicOutputShapeException)
+"""Errors of operations on fake tensors whose result, or its shape, depends on values."""
 
 
 def reading_a_value() -> Any:

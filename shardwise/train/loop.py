@@ -131,6 +131,7 @@ class Trainer:
         state = restore_or_start(self.run, self._checkpoints, self.data.fingerprint, say, warn)
         if state is None:
             return TrainState()
+        self.data.begin_at(state.cursor)
         self.meter.forget()
         return state
 
@@ -326,7 +327,8 @@ class Trainer:
 
     def _save(self) -> None:
         self.log.sync()
-        self.saver.save(self.state)
+        cursor = self.data.cursor(self.state.position(self.state.step))
+        self.saver.save(replace(self.state, cursor=cursor))
         path = self._checkpoints / f"step-{self.state.step}"
         committed = not self.job.recipe.checkpoint.background
         self.hooks.call("on_save", {"step": self.state.step, "path": str(path), "committed": committed})

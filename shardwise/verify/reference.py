@@ -140,7 +140,10 @@ class _DecoupledSGD(torch.optim.SGD):
         decays = [group["weight_decay"] for group in self.param_groups]
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                if (
+                    parameter.grad is not None
+                ):  # as torch's optimizers leave out weights that the loss does not use
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
             group["weight_decay"] = 0.0
         super().step(closure)
         for group, decay in zip(self.param_groups, decays, strict=True):

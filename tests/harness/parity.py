@@ -13,6 +13,7 @@ each trial in a fork of its own, so that an error belongs to one strategy.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,17 +121,18 @@ class Parity:
         """What ranks train, after the references that are still missing."""
         missing: list[Job] = []
         jobs: list[Job] = []
+        found: dict[tuple[str, str], Path] = {}
         for trial in trials:
             recipe = self._recipe(trial)
             key = recipe.model_dump_json(exclude={"strategy", "cluster"}), trial.reference
-            if key not in self._references:
-                self._references[key] = self._folder / f"reference-{len(self._references)}"
-                self._references[key].mkdir()
+            if key not in self._references | found:
+                found[key] = Path(tempfile.mkdtemp(prefix="reference-", dir=self._folder))
                 whole = {"precision": trial.reference, MICRO_BATCH_SIZE.key: recipe.batch_size}
-                missing.append((recipe, whole, self._references[key]))
-            jobs.append((recipe, dict(trial.settings), self._references[key]))
+                missing.append((recipe, whole, found[key]))
+            jobs.append((recipe, dict(trial.settings), (self._references | found)[key]))
         if missing:
             self._pool.run(1, reference_rank, missing, timeout=_SECONDS * len(missing))
+        self._references |= found
         return jobs
 
     def _recipe(self, trial: Trial) -> Recipe:

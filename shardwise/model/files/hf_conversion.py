@@ -227,33 +227,49 @@ def _saved_tensors(model: nn.Module, reference: nn.Module) -> Iterator[tuple[str
 def restore_buffers(model: nn.Module) -> None:
     """Compute the buffers that are never saved (rotary frequencies), which ``to_empty`` left undefined.
 
-    transformers computes them in ``_init_weights``; its flag ``_is_hf_initialized`` protects the parameters. Raises
-    CheckpointError for a float buffer that the model does not compute.
+    transformers computes them in ``_init_weights``, of the buffer's module or of a module around it; its flag
+    ``_is_hf_initialized`` protects the parameters. Raises CheckpointError for a buffer that the model does not compute.
     """
     from transformers import PreTrainedModel, initialization
 
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    owners: list[tuple[str, PreTrainedModel]] = []
+    modules = dict(model.named_modules())
+    missing = {path: names for path, module in modules.items() if (names := non_persistent_buffers(module))}
+    for path, names in missing.items():
+        for name in names:
+            _mark_undefined(modules[path].get_buffer(name))
     with initialization.guard_torch_init_functions():
-        for path, module in model.named_modules():
-            if isinstance(module, PreTrainedModel):
-                owners.append((path, module))
-            unsaved = non_persistent_buffers(module)
-            buffers = {k: b for k, b in module.named_buffers(recurse=False) if k in unsaved}
-            if not buffers:
-                continue
-            for buffer in buffers.values():
-                buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
-            owner = max((o for o in owners if _within(path, o[0])), key=lambda o: len(o[0]))[1]
-            owner._init_weights(module)
-            for name, buffer in buffers.items():
-                if buffer.is_floating_point() and buffer.isnan().any():
-                    raise CheckpointError(
-                        f"buffer {path}.{name} cannot be computed",
-                        why=f"{type(owner).__name__} does not initialize it",
-                    )
+        for path, names in missing.items():
+            around = [modules[part] for part in _ancestors(path)]  # innermost first, with itself
+            owner = next(module for module in around if isinstance(module, PreTrainedModel))
+            for module in around:
+                undefined = [name for name in names if _is_undefined(modules[path].get_buffer(name))]
+                if not undefined:
+                    break
+                owner._init_weights(module)
+            else:
+                raise CheckpointError(
+                    f"buffer {path}.{undefined[0]} cannot be computed",
+                    why=f"{type(owner).__name__} does not initialize it",
+                )
 
 
-def _within(path: str, ancestor: str) -> bool:
-    return not ancestor or path == ancestor or path.startswith(ancestor + ".")
+def _mark_undefined(buffer: Tensor) -> None:
+    if buffer.dtype != torch.bool:
+        buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
+
+
+def _is_undefined(buffer: Tensor) -> bool:
+    if buffer.dtype == torch.bool:
+        return False
+    marks = buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min
+    return bool(marks.any())
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    """The path of a module, those of the modules around it, and "", the model's."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""

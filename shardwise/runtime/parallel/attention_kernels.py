@@ -34,7 +34,7 @@ _LOGARITHMS = 32
 _WIDTHS = 8
 """The accelerators' kernels need head widths that are multiples of this."""
 
-_WIDEST = 256
+WIDEST = 256
 """Head width of flash attention."""
 
 _override: str | None = None
@@ -87,7 +87,7 @@ def has_varlen_kernel(like: Tensor, head_width: int) -> bool:
 
     It needs 16 bits, head widths of at most 256 and an NVIDIA GPU since Ampere; a plan does not look at the generation.
     """
-    if like.dtype not in (torch.float16, torch.bfloat16) or head_width > _WIDEST:
+    if like.dtype not in (torch.float16, torch.bfloat16) or head_width > WIDEST:
         return False
     if _override is not None:
         return _override == "cuda"

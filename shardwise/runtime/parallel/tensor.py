@@ -8,6 +8,11 @@
     summed      replicated weights applied to sharded activations: gradients are all-reduced
     rows        shards the rows of a layer inside a sharded layer (an adapter)
     columns     shards its columns
+    gathered    column whose outputs are all-gathered: what follows computes on all of them, on every rank
+    split       row after such a computation: takes this rank's part of the input
+    own         shards the first dim of a module's own weights, such as a bias per head
+    experts     whole experts of a mixture on each rank (experts.py)
+    tail        replicated; the gradients of its last outputs are all-reduced (experts.py)
 
 Between a column layer and the next row layer each rank computes with its heads or its part of the inner width. With
 Megatron's sequence parallelism (Korthikanti et al. 2022), the other layers compute on a part of the sequence, and
@@ -24,36 +29,56 @@ recording modes would have to support; q, k and v would all-reduce three gradien
 from __future__ import annotations
 
 import re
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.core.errors import RecipeError
-from shardwise.runtime.parallel.regathering import RegatheredInput, RegatheringLinear
-from shardwise.runtime.parallel.tp_collectives import TPGroup, copied, gathered, scattered, summed
-from shardwise.runtime.parallel.vocabulary import Vocabulary, set_vocabulary, vocabulary_of
+from shardwise.runtime.parallel.experts import DividedExperts, SummedTail
+from shardwise.runtime.parallel.regathering import RegatheringLinear
+from shardwise.runtime.parallel.tensor_hooks import (
+    ColumnInput,
+    GatheredOutput,
+    InputPart,
+    LocalWeights,
+    PositionsPart,
+    RowOutput,
+    VocabularyRows,
+    WholeLogits,
+)
+from shardwise.runtime.parallel.tp_collectives import TPGroup
+from shardwise.runtime.parallel.vocabulary import Vocabulary, set_vocabulary
 
-HOW = ("column", "row", "vocabulary", "logits", "positions", "summed", "rows", "columns")
-_CUT = {"column": 0, "row": 1, "vocabulary": 0, "logits": 0, "rows": 0, "columns": 1}
+_CUT = {
+    "column": 0, "row": 1, "vocabulary": 0, "logits": 0, "rows": 0, "columns": 1,
+    "gathered": 0, "split": 1, "own": 0, "experts": 0,
+}  # fmt: skip
 """The sharded dim of the weight."""
-_ENTERED = ("column", "logits")
+HOW = (*_CUT, "positions", "summed", "tail")
+_ENTERED = ("column", "logits", "gathered")
 """Layers with a collective on their input."""
+_REDUCED = ("row", "split")
+"""Layers with a collective on their output."""
+_WHOLE = ("gathered", "split", "own", "experts", "tail")
+"""Layers that need whole sequences."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a layer is sharded; ``pieces`` (named ``of``) is the number that the ranks must divide, such as heads."""
+    """How a layer is sharded; ``pieces`` (named ``of``) is the number that the ranks must divide, such as heads.
+
+    ``last``: the number of last outputs, of a ``tail``.
+    """
 
     how: str
     pieces: int = 0
     of: str = ""
+    last: int = 0
 
     @classmethod
     def parsed(cls, text: str) -> Split:
@@ -83,10 +108,12 @@ def shard_layers(
     named = dict(model.named_modules())
     chosen = {path: how for path in named if (how := matching(path, plan)) is not None}
     _require_pieces(chosen.values(), ranks.size)
+    if sequence_parallel:
+        _require_shares(chosen)
     cut: dict[nn.Parameter, nn.Parameter] = {}
     siblings = Counter(_parent(path) for path, how in chosen.items() if how.how in _ENTERED)
     column_inputs = {
-        parent: _ColumnInput(ranks, count, sequence_parallel) for parent, count in siblings.items()
+        parent: ColumnInput(ranks, count, sequence_parallel) for parent, count in siblings.items()
     }
     for path, how in chosen.items():
         layer = named[path]
@@ -96,11 +123,11 @@ def shard_layers(
             model.set_submodule(path, layer)
         if how.how == "logits":
             set_vocabulary(model, Vocabulary(layer.weight.shape[0], ranks))
-        _register_hooks(model, layer, how.how, ranks, sequence_parallel, column_inputs.get(_parent(path)))
+        _register_hooks(model, layer, how, ranks, sequence_parallel, column_inputs.get(_parent(path)))
     if sequence_parallel:
         for path, module in named.items():
             if path not in chosen and next(module.parameters(recurse=False), None) is not None:
-                _register_hooks(model, module, "summed", ranks, sequence_parallel, None)
+                _register_hooks(model, module, Split("summed"), ranks, sequence_parallel, None)
 
 
 def matching(path: str, plan: TensorPlan) -> Split | None:
@@ -128,6 +155,16 @@ def _require_pieces(chosen: Iterable[Split], size: int) -> None:
         )
 
 
+def _require_shares(chosen: Mapping[str, Split]) -> None:
+    if whole := next((path for path, how in chosen.items() if how.how in _WHOLE), None):
+        raise RecipeError(
+            "this model has no sequence shares",
+            where="strategy.tensor_sequence_parallel",
+            why=f"{whole!r} computes on whole sequences ({chosen[whole].how})",
+            fix="the nearest that works is tensor_sequence_parallel: none",
+        )
+
+
 # ---- weights ----------------------------------------------------------------------------------------------
 
 
@@ -137,7 +174,7 @@ def _shard_weights(
     """Replace sharded weights by DTensors; a shared weight is sharded once."""
     if how not in _CUT:
         return
-    expected = nn.Embedding if how == "vocabulary" else nn.Linear
+    expected = {"vocabulary": nn.Embedding, "own": nn.Module, "experts": nn.Module}.get(how, nn.Linear)
     if not isinstance(layer, expected) or getattr(layer, "padding_idx", None) is not None:
         raise RecipeError(
             f"{path!r} cannot be sharded by {how}",
@@ -145,7 +182,7 @@ def _shard_weights(
             why=f"it is a {type(layer).__name__}, not a plain {expected.__name__}",
         )
     for name, parameter in list(layer._parameters.items()):
-        if parameter is None or (how == "row" and name == "bias"):
+        if parameter is None or (how in _REDUCED and name == "bias"):
             continue
         if parameter not in cut:
             cut[parameter] = _shard_of(path, parameter, mesh, _CUT[how])
@@ -172,156 +209,46 @@ def _shard_of(path: str, parameter: nn.Parameter, mesh: DeviceMesh, dim: int) ->
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
-class _Weights:
-    """Replaces a layer's weights by plain local tensors while it runs.
-
-    The parameter ``without`` is hidden, for a later hook. If ``summed``, gradients of replicated parameters are
-    all-reduced. In a block that is traced, sharded parameters are local tensors already.
-    """
-
-    def __init__(self, layer: nn.Module, ranks: TPGroup, summed: bool, without: str = "") -> None:
-        self._ranks = ranks
-        self._without = without
-        own = layer._parameters.items()
-        self._summed = {name for name, value in own if summed and not isinstance(value, DTensor)}
-        self._held: dict[str, nn.Parameter | None] | None = None
-
-    def before(self, module: nn.Module, args: Any) -> None:
-        self.after(module)  # the previous forward pass may not have finished
-        self._held = dict(module._parameters)
-        for name, parameter in self._held.items():
-            if parameter is not None:
-                plain = None if name == self._without else self.plain(name, parameter)
-                module._parameters[name] = plain  # type: ignore[assignment]
-
-    def after(self, module: nn.Module, *_: object) -> None:
-        held, self._held = self._held, None
-        for name, parameter in (held or {}).items():
-            module._parameters[name] = parameter
-
-    def plain(self, name: str, parameter: nn.Parameter) -> Tensor:
-        if isinstance(parameter, DTensor):
-            part: Tensor = parameter.to_local()
-            return part
-        return copied(parameter, self._ranks) if name in self._summed else parameter
-
-
 # ---- hooks of a layer -------------------------------------------------------------------------------------
 
 
 def _register_hooks(
     model: nn.Module,
     layer: nn.Module,
-    how: str,
+    split: Split,
     ranks: TPGroup,
     sequence_parallel: bool,
-    column_input: _ColumnInput | None,
+    column_input: ColumnInput | None,
 ) -> None:
     """Register a layer's hooks: outermost first before the layer, innermost first after it."""
-    summed_gradients = how == "summed" or sequence_parallel
-    weights = _Weights(layer, ranks, summed_gradients, "bias" if how == "row" else "")
-    embedding = _Embedding(ranks, sequence_parallel)
+    how = split.how
+    weights = LocalWeights(
+        layer, ranks, how == "summed" or sequence_parallel, "bias" if how in _REDUCED else ""
+    )
+    around: VocabularyRows | DividedExperts | None = None
+    if how == "vocabulary":
+        around = VocabularyRows(ranks, sequence_parallel)
+    elif how == "experts":
+        around = DividedExperts(layer, ranks)
     if how in _ENTERED and column_input is not None:
         layer.register_forward_pre_hook(column_input.before)
-    elif how == "row" and column_input is not None:
+    elif how in _REDUCED and column_input is not None:
         layer.register_forward_pre_hook(column_input.release)
-    elif how == "vocabulary":
-        layer.register_forward_pre_hook(embedding.before)
+    elif around is not None:
+        layer.register_forward_pre_hook(around.before)
     elif how == "positions" and sequence_parallel:
-        layer.register_forward_pre_hook(_Positions(ranks).before)
+        layer.register_forward_pre_hook(PositionsPart(ranks).before)
+    if how == "split":
+        layer.register_forward_pre_hook(InputPart(ranks).before)
     layer.register_forward_pre_hook(weights.before)
     layer.register_forward_hook(weights.after, always_call=True)
-    if how == "row":
-        layer.register_forward_hook(_Row(ranks, sequence_parallel, weights).after)
-    elif how == "vocabulary":
-        layer.register_forward_hook(embedding.after)
+    if how in _REDUCED:
+        layer.register_forward_hook(RowOutput(ranks, sequence_parallel, weights).after)
+    elif around is not None:
+        layer.register_forward_hook(around.after)
+    elif how == "gathered":
+        layer.register_forward_hook(GatheredOutput(ranks, layer.out_features).after)  # type: ignore[arg-type]
+    elif how == "tail":
+        layer.register_forward_hook(SummedTail(ranks, split.last).after)
     elif how == "logits":
-        layer.register_forward_hook(_Logits(model).after)
-
-
-class _ColumnInput:
-    """The input of sibling column layers, communicated once for all of them.
-
-    The result is freed after the last of the ``layers``, or when their row layer begins.
-    """
-
-    def __init__(self, ranks: TPGroup, layers: int, sequence_parallel: bool) -> None:
-        self._ranks = ranks
-        self._layers = layers
-        self._sequence_parallel = sequence_parallel
-        self._source: weakref.ref[Tensor] | None = None
-        self._entered: tuple[Tensor, RegatheredInput] | None = None
-        self._left = 0
-
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *rest = args
-        if self._source is None or self._source() is not x:
-            entered = (gathered if self._sequence_parallel else copied)(x, self._ranks)
-            self._source, self._left = weakref.ref(x), self._layers
-            self._entered = entered, RegatheredInput(self._ranks)
-        assert self._entered is not None
-        entered, regathered = self._entered
-        self._left -= 1
-        if self._left == 0:
-            self.release()
-        return (entered, x, regathered) if isinstance(module, RegatheringLinear) else (entered, *rest)
-
-    def release(self, *_: object) -> None:
-        self._source = self._entered = None
-
-
-class _Row:
-    """All-reduces (or reduce-scatters) a row layer's output and adds the bias once."""
-
-    def __init__(self, ranks: TPGroup, sequence_parallel: bool, weights: _Weights) -> None:
-        self._ranks = ranks
-        self._sequence_parallel = sequence_parallel
-        self._weights = weights
-
-    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        out = (scattered if self._sequence_parallel else summed)(result, self._ranks)
-        bias = module._parameters.get("bias")
-        return out if bias is None else out + self._weights.plain("bias", bias)
-
-
-class _Embedding:
-    """Looks up the local rows, sets other ids to zero, and reduces."""
-
-    def __init__(self, ranks: TPGroup, sequence_parallel: bool) -> None:
-        self._ranks = ranks
-        self._sequence_parallel = sequence_parallel
-        self._elsewhere: Tensor | None = None
-
-    def before(self, module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        ids, *rest = args
-        start, stop = self._ranks.span(module.num_embeddings)
-        self._elsewhere = (ids < start) | (ids >= stop)
-        return ((ids - start).masked_fill(self._elsewhere, 0), *rest)
-
-    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        elsewhere, self._elsewhere = self._elsewhere, None
-        assert elsewhere is not None
-        own = result.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return (scattered if self._sequence_parallel else summed)(own, self._ranks)
-
-
-class _Positions:
-    """Takes this rank's part of the positions [..., s]."""
-
-    def __init__(self, ranks: TPGroup) -> None:
-        self._ranks = ranks
-
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        positions, *rest = args
-        start, stop = self._ranks.span(positions.shape[-1])
-        return (positions[..., start:stop], *rest)
-
-
-class _Logits:
-    """All-gathers the logits, unless the loss takes sharded ones."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._vocabulary = vocabulary_of(model)
-
-    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        return self._vocabulary.full_logits(result)
+        layer.register_forward_hook(WholeLogits(model).after)

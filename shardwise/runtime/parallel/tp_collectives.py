@@ -113,15 +113,33 @@ class _GatheredLastDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: TPGroup, size: int) -> Tensor:
         ctx.span = ranks.span(size)
-        missing = -(-size // ranks.size) - part.shape[-1]
-        padded = torch.nn.functional.pad(part, (0, missing)) if missing else part
-        whole = ranks.finish_all_gather(ranks.start_all_gather(padded), -1)
-        return whole if whole.shape[-1] == size else whole[..., :size].contiguous()
+        return _whole_last_dim(part, ranks, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         start, stop = ctx.span
         return grads[0][..., start:stop].contiguous(), None, None
+
+
+class _PartOfLastDim(torch.autograd.Function):
+    """This rank's slice of the last dim of a tensor that is equal on all ranks; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: TPGroup) -> Tensor:
+        ctx.ranks, ctx.size = ranks, whole.shape[-1]
+        start, stop = ranks.span(ctx.size)
+        return whole[..., start:stop].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _whole_last_dim(grads[0], ctx.ranks, ctx.size), None
+
+
+def _whole_last_dim(part: Tensor, ranks: TPGroup, size: int) -> Tensor:
+    missing = -(-size // ranks.size) - part.shape[-1]
+    padded = torch.nn.functional.pad(part, (0, missing)) if missing else part
+    whole = ranks.finish_all_gather(ranks.start_all_gather(padded), -1)
+    return whole if whole.shape[-1] == size else whole[..., :size].contiguous()
 
 
 def copied(x: Tensor, ranks: TPGroup) -> Tensor:
@@ -147,4 +165,10 @@ def scattered(x: Tensor, ranks: TPGroup) -> Tensor:
 def gathered_last_dim(part: Tensor, ranks: TPGroup, size: int) -> Tensor:
     """[..., size] from the ranks' shards of the last dim, which may be uneven."""
     out: Tensor = _GatheredLastDim.apply(part, ranks, size)
+    return out
+
+
+def part_of_last_dim(whole: Tensor, ranks: TPGroup) -> Tensor:
+    """This rank's shard of the last dim, which may be uneven."""
+    out: Tensor = _PartOfLastDim.apply(whole, ranks)
     return out

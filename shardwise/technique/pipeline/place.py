@@ -47,6 +47,7 @@ class Pipeline(Place):
         stages_per_rank: the number of stages on each rank.
         held: this rank's stages, by number: stage s is on rank s % ranks.
         blocks: blocks of the model in every stage.
+        kinds: what their blocks are in every stage, where they are not all alike.
         channels: the groups of this rank's pipeline for messages forward and backward, and round the end.
         tied: names of parameters that the first and the last stage share; () on a rank that holds none.
         tied_group: the ranks that hold the same shard of those; None on a rank that holds none.
@@ -65,6 +66,7 @@ class Pipeline(Place):
     tied_group: ProcessGroup | None = None
     stage_group: ProcessGroup | None = None
     vertical_sync: bool = False
+    kinds: tuple[object, ...] = ()
     axis: str = "pipeline"
 
     @property
@@ -105,7 +107,8 @@ class Pipeline(Place):
 
     def kind(self, rank: int) -> object:
         """Ranks of one kind differ at most in micro-batches in flight: (blocks per stage, has embedding, has head)."""
-        return self.blocks[rank :: self.ranks], rank == 0, rank == self.ranks - 1
+        held = (self.kinds or self.blocks)[rank :: self.ranks]
+        return held, rank == 0, rank == self.ranks - 1
 
     def ranks_to_probe(self, every: bool) -> Sequence[int]:
         """The first rank of every kind: a later one has no more micro-batches in flight than the first."""

@@ -16,7 +16,6 @@ Micro-batches are those of gradient accumulation. With fewer than stages, the pl
     pipedream     p - s                              as with ZeRO 0 or 3, and older ones (weight_stash.py)
 
 The first and the last stage both hold a tied table. Its gradient is summed over both before the update.
-
 Refused: the runtime of torch.distributed.pipelining (see engine/pipeline/executor.py), and models from a factory, which
 do not say what comes before, within and after their blocks.
 """
@@ -286,7 +285,7 @@ class PipelineParallel(Dividing):
         ranks, each = site.strategy[PIPELINE_PARALLEL], stages_per_rank(site.strategy)
         if ranks == 1:
             return
-        from shardwise.model.balance import balanced_stages
+        from shardwise.model.balance import balanced_stages, kinds_of
 
         context = site.context
         rank = context.mesh["pipeline"].get_local_rank()
@@ -314,6 +313,7 @@ class PipelineParallel(Dividing):
             tied_group=tied_group,
             stage_group=_stage(context) if endless else None,
             vertical_sync=endless and site.strategy[PIPELINE_VERTICAL_SYNC],
+            kinds=kinds_of(context.blueprint, stages),
         )
         site.options.place = place
         site.options.groups += [("pipeline", group) for group in place.channels.values()]

@@ -1,0 +1,76 @@
+"""Experts of a mixture, divided over the ranks of a tensor-parallel group.
+
+    rank r holds the experts of its span, whole: the first dim of every weight of transformers' experts modules
+    x [t, h], index [t, k], weight [t, k]: equal on all ranks; each computes its own experts' part of the output
+    out [t, h] = sum over ranks
+
+Index entries of other ranks' experts become the number of the rank's experts, which transformers' kernels leave out
+("expert parallelism" there), and their routing weight becomes 0. The gradients of ``x`` and of the routing weights are
+all-reduced, so the router's gradient is whole on every rank. No token is sent: ranks read the same ones.
+
+Refused: a share of every expert's width (``packed_colwise`` in transformers' plans). It shards gate and up
+projections, which are one matrix, by strides that no file and no other axis has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import RecipeError
+from shardwise.runtime.parallel.tp_collectives import TPGroup, copied, summed
+
+_ARGUMENTS = 3
+
+
+def divisible_experts(module: nn.Module) -> bool:
+    """Whether this is an experts module of transformers whose own weights all have one entry per expert."""
+    count = getattr(module, "num_experts", None)
+    own = list(module.parameters(recurse=False))
+    known = hasattr(module, "_is_expert_parallel") and bool(own)
+    nested = sum(1 for _ in module.parameters()) > len(own)
+    return known and not nested and all(weight.shape[0] == count for weight in own)
+
+
+class DividedExperts:
+    """Hooks of an experts module whose weights are sharded: before it runs, and after."""
+
+    def __init__(self, module: nn.Module, ranks: TPGroup) -> None:
+        held: Any = module
+        self._ranks = ranks
+        self._start, self._stop = ranks.span(held.num_experts)
+        held.num_experts, held._is_expert_parallel = self._stop - self._start, True
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(args) != _ARGUMENTS:
+            raise RecipeError(
+                f"the experts of {type(module).__name__} cannot be divided",
+                where="strategy.tensor_parallel",
+                why="they are not called with tokens, indices and routing weights",
+                fix="the nearest that works is tensor_parallel: 1",
+            )
+        x, index, weight = args
+        elsewhere = (index < self._start) | (index >= self._stop)
+        here = (index - self._start).masked_fill(elsewhere, self._stop - self._start)
+        own = copied(weight, self._ranks).masked_fill(elsewhere, 0.0)
+        return copied(x, self._ranks), here, own
+
+    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        return summed(result, self._ranks)
+
+
+class SummedTail:
+    """All-reduces the gradient of a replicated layer's last outputs, which only parts of the heads read.
+
+    Of the keys' rotary part in multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): all heads share it and
+    each rank has some. Its other outputs go to a column layer, whose input's gradient is whole.
+    """
+
+    def __init__(self, ranks: TPGroup, size: int) -> None:
+        self._ranks, self._size = ranks, size
+
+    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        whole, shared = result.split([result.shape[-1] - self._size, self._size], dim=-1)
+        return torch.cat([whole, copied(shared, self._ranks)], dim=-1)

@@ -1,0 +1,164 @@
+"""Hooks of layers that are sharded for tensor parallelism: local weights, and the collectives around a layer."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.runtime.parallel.regathering import RegatheredInput, RegatheringLinear
+from shardwise.runtime.parallel.tp_collectives import (
+    TPGroup,
+    copied,
+    gathered,
+    gathered_last_dim,
+    part_of_last_dim,
+    scattered,
+    summed,
+)
+from shardwise.runtime.parallel.vocabulary import vocabulary_of
+
+
+class LocalWeights:
+    """Replaces a layer's weights by plain local tensors while it runs.
+
+    The parameter ``without`` is hidden, for a later hook. If ``summed``, gradients of replicated parameters are
+    all-reduced. In a block that is traced, sharded parameters are local tensors already.
+    """
+
+    def __init__(self, layer: nn.Module, ranks: TPGroup, summed: bool, without: str = "") -> None:
+        self._ranks = ranks
+        self._without = without
+        own = layer._parameters.items()
+        self._summed = {name for name, value in own if summed and not isinstance(value, DTensor)}
+        self._held: dict[str, nn.Parameter | None] | None = None
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        self.after(module)  # the previous forward pass may not have finished
+        self._held = dict(module._parameters)
+        for name, parameter in self._held.items():
+            if parameter is not None:
+                plain = None if name == self._without else self.plain(name, parameter)
+                module._parameters[name] = plain  # type: ignore[assignment]
+
+    def after(self, module: nn.Module, *_: object) -> None:
+        held, self._held = self._held, None
+        for name, parameter in (held or {}).items():
+            module._parameters[name] = parameter
+
+    def plain(self, name: str, parameter: nn.Parameter) -> Tensor:
+        if isinstance(parameter, DTensor):
+            part: Tensor = parameter.to_local()
+            return part
+        return copied(parameter, self._ranks) if name in self._summed else parameter
+
+
+class ColumnInput:
+    """The input of sibling column layers, communicated once for all of them.
+
+    The result is freed after the last of the ``layers``, or when their row layer begins.
+    """
+
+    def __init__(self, ranks: TPGroup, layers: int, sequence_parallel: bool) -> None:
+        self._ranks = ranks
+        self._layers = layers
+        self._sequence_parallel = sequence_parallel
+        self._source: weakref.ref[Tensor] | None = None
+        self._entered: tuple[Tensor, RegatheredInput] | None = None
+        self._left = 0
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = args
+        if self._source is None or self._source() is not x:
+            entered = (gathered if self._sequence_parallel else copied)(x, self._ranks)
+            self._source, self._left = weakref.ref(x), self._layers
+            self._entered = entered, RegatheredInput(self._ranks)
+        assert self._entered is not None
+        entered, regathered = self._entered
+        self._left -= 1
+        if self._left == 0:
+            self.release()
+        return (entered, x, regathered) if isinstance(module, RegatheringLinear) else (entered, *rest)
+
+    def release(self, *_: object) -> None:
+        self._source = self._entered = None
+
+
+class RowOutput:
+    """All-reduces (or reduce-scatters) a row layer's output and adds the bias once."""
+
+    def __init__(self, ranks: TPGroup, sequence_parallel: bool, weights: LocalWeights) -> None:
+        self._ranks = ranks
+        self._sequence_parallel = sequence_parallel
+        self._weights = weights
+
+    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        out = (scattered if self._sequence_parallel else summed)(result, self._ranks)
+        bias = module._parameters.get("bias")
+        return out if bias is None else out + self._weights.plain("bias", bias)
+
+
+class VocabularyRows:
+    """Looks up the local rows, sets other ids to zero, and reduces."""
+
+    def __init__(self, ranks: TPGroup, sequence_parallel: bool) -> None:
+        self._ranks = ranks
+        self._sequence_parallel = sequence_parallel
+        self._elsewhere: Tensor | None = None
+
+    def before(self, module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids, *rest = args
+        start, stop = self._ranks.span(module.num_embeddings)
+        self._elsewhere = (ids < start) | (ids >= stop)
+        return ((ids - start).masked_fill(self._elsewhere, 0), *rest)
+
+    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        elsewhere, self._elsewhere = self._elsewhere, None
+        assert elsewhere is not None
+        own = result.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return (scattered if self._sequence_parallel else summed)(own, self._ranks)
+
+
+class InputPart:
+    """Takes this rank's part of the input's last dim."""
+
+    def __init__(self, ranks: TPGroup) -> None:
+        self._ranks = ranks
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *rest = args
+        return (part_of_last_dim(x, self._ranks), *rest)
+
+
+class GatheredOutput:
+    """All-gathers the outputs."""
+
+    def __init__(self, ranks: TPGroup, size: int) -> None:
+        self._ranks, self._size = ranks, size
+
+    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        return gathered_last_dim(result, self._ranks, self._size)
+
+
+class PositionsPart:
+    """Takes this rank's part of the positions [..., s]."""
+
+    def __init__(self, ranks: TPGroup) -> None:
+        self._ranks = ranks
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        positions, *rest = args
+        start, stop = self._ranks.span(positions.shape[-1])
+        return (positions[..., start:stop], *rest)
+
+
+class WholeLogits:
+    """All-gathers the logits, unless the loss takes sharded ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._vocabulary = vocabulary_of(model)
+
+    def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
+        return self._vocabulary.full_logits(result)

@@ -1,0 +1,235 @@
+"""Streams: the tokens of a whole cache in its order, exact cursors, and the same samples at any world size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.core.errors import DataError, RecipeError
+from shardwise.data import open_data
+from shardwise.data.batches import Data
+from shardwise.data.epochs import with_steps
+from shardwise.data.source import Place, Source
+from shardwise.data.sources import open_source
+from shardwise.data.text import open_tokens
+from shardwise.data.tokenizer import open_tokenizer
+from shardwise.data.windows import Windows
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import DataSpec, Recipe
+
+LENGTH, WINDOW = 16, 160
+"""Tokens of a sequence and of a window: 10 sequences."""
+
+
+def text_of(number: int) -> str:
+    """A document of 5 to 60 digits, of which no 16 come twice."""
+    return "".join(f"{number:03}{part:02}" for part in range(1 + number * 7 % 12))
+
+
+def lines(count: int, start: int = 0) -> str:
+    return "".join(json.dumps({"text": text_of(number)}) + "\n" for number in range(start, start + count))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "data"
+    place.mkdir()
+    for name, start in (("a", 0), ("b", 40), ("c", 80)):
+        (place / f"{name}.jsonl").write_text(lines(40, start), encoding="utf-8")
+    return place
+
+
+def spec_of(source: object, **more: Any) -> DataSpec:
+    values = {
+        "source": str(source),
+        "sequence_length": LENGTH,
+        "held_out": 0.0,
+        "stream_window": WINDOW,
+        **more,
+    }
+    return DataSpec.model_validate(values)
+
+
+def windows_of(source: object, cache: Path, **more: Any) -> Windows:
+    spec = spec_of(source, **more)
+    return Windows(open_source(spec.source, "text", streamed=True), open_tokenizer("bytes"), spec, cache)
+
+
+def recipe_for(source: object, **data: Any) -> Recipe:
+    values = {"sequence_length": LENGTH, "held_out": 0.0, "stream_window": WINDOW, **data}
+    values |= {} if "mixture" in data else {"source": str(source)}
+    return recipe_of({"model": {"preset": "tiny"}, "data": values, "steps": 50, "batch_size": 6, "seed": 3})
+
+
+def read(data: Data, step: int, degree: int = 1, size: int = 2) -> list[list[int]]:
+    """The inputs of a step, in the order of its samples."""
+    ranks = [data.micro_batches(step, rank, degree, size) for rank in range(degree)]
+    rows = [
+        row for j in range(len(ranks[0])) for batches in ranks for row in batches[j]["input_ids"].tolist()
+    ]
+    return rows[:6]
+
+
+def test_windows_are_the_stream_of_a_whole_cache_again_and_again(folder: Path, tmp_path: Path) -> None:
+    """All tokens in their order, across documents, files and epochs, cut every 800 tokens."""
+    whole = open_tokens(spec_of(folder, stream_window=None), open_tokenizer("bytes"), tmp_path / "whole")
+    tokens = whole.cache.tokens.tolist()
+    windows = windows_of(folder, tmp_path / "cache", stream_window=800)
+    count = 3 * len(tokens) // 800
+    found = [token for number in range(count) for token in windows.window(number).tokens[:800].tolist()]
+    assert len(found) > 2.5 * len(tokens) and found == (tokens * 3)[: len(found)]
+    first, second = windows.train(0), windows.train(1)
+    assert first.sequences == 50 and first.sequence(49)[-1] == second.sequence(0)[0]
+
+
+def test_a_window_follows_from_its_cursor_alone(folder: Path, tmp_path: Path) -> None:
+    windows = windows_of(folder, tmp_path / "one")
+    expected = [windows.window(number).tokens.tolist() for number in range(9)]
+    for number in (1, 4, 8):
+        resumed = windows_of(folder, tmp_path / f"other-{number}")
+        resumed.begin_at(windows.cursor(number))
+        assert resumed.window(number).tokens.tolist() == expected[number]
+
+
+class Watched(Source):
+    """Counts the documents that are read from another source."""
+
+    def __init__(self, source: Source) -> None:
+        self.name, self._source, self.read = source.name, source, 0
+
+    def identity(self) -> object:
+        return self._source.identity()
+
+    def pieces(self) -> Iterator[Any]:
+        raise AssertionError("a stream reads from a place on")
+
+    def pieces_from(self, place: Place) -> Iterator[tuple[Any, Place]]:
+        for piece, behind in self._source.pieces_from(place):
+            self.read += 1
+            yield piece, behind
+
+
+def test_a_cursor_is_reached_without_reading_what_is_before(folder: Path, tmp_path: Path) -> None:
+    """The file of the place is opened, and no tokens are made of the documents before it."""
+    windows = windows_of(folder, tmp_path / "one")
+    [windows.window(number) for number in range(20)]
+    source = Watched(open_source(str(folder), "text"))
+    resumed = Windows(source, open_tokenizer("bytes"), spec_of(folder), tmp_path / "other")
+    resumed.begin_at(windows.cursor(19))
+    resumed.window(19)
+    [ahead] = resumed._ahead.values()
+    ahead.join()
+    assert json.loads(windows.cursor(19))[1]["place"][0] == 2, "in the third file"
+    assert source.read <= 2 * 40, "no document of the other files, for this window and the next"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_samples_do_not_depend_on_ranks_and_resume_exactly(
+    folder: Path, tmp_path: Path, packing: bool
+) -> None:
+    recipe = recipe_for(folder, packing=packing)
+    data = open_data(recipe, cache=tmp_path / "cache")
+    steps = [read(data, step) for step in range(12)]
+    assert len({tuple(row) for step in steps[:10] for row in step}) == 60, "six windows, each sequence once"
+    for degree, size in ((2, 1), (3, 2), (4, 1)):
+        assert [read(data, step, degree, size) for step in range(12)] == steps
+    for resumed_at in (5, 9, 11):
+        again = open_data(recipe, cache=tmp_path / f"new-{resumed_at}")
+        assert again.fingerprint == data.fingerprint
+        again.begin_at(data.cursor(resumed_at))
+        assert read(again, resumed_at, 2) == steps[resumed_at]
+
+
+def test_held_out_documents_are_in_no_window(folder: Path, tmp_path: Path) -> None:
+    data = open_data(recipe_for(folder, held_out=0.2, stream_window=3000), cache=tmp_path / "cache")
+    assert data.held_out_sequences > 0
+    held = [bytes(row) for batch in data.held_out(0, 0, 1, 4) for row in batch["input_ids"].tolist()]
+    trained = [bytes(row) for step in range(100) for row in read(data, step)]
+
+    def begun(rows: list[bytes]) -> set[int]:
+        """The documents that begin within a row."""
+        return {n for n in range(120) if any(f"\0{n:03}00".encode() in row for row in rows)}
+
+    assert len(begun(held)) > 8 and len(begun(trained)) > 60 and not begun(held) & begun(trained)
+
+
+def test_a_mixture_of_streams_has_exact_shares_and_resumes(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("xyz " * 300, encoding="utf-8")
+    mixture = [{"source": str(folder), "weight": 3}, {"source": str(tmp_path / "x.txt"), "weight": 1}]
+    recipe = recipe_for(None, mixture=mixture, stream_window=1600)
+    data = open_data(recipe, cache=tmp_path / "cache")
+    steps = [read(data, step) for step in range(200)]
+    rows = [row for step in steps for row in step][:1024]
+    assert sum(set(bytes(row)) <= set(b"xyz \0") for row in rows) == 256, "a quarter of every 1,024"
+    again = open_data(recipe, cache=tmp_path / "new")
+    again.begin_at(data.cursor(190))
+    assert [read(again, step, 3) for step in range(190, 200)] == steps[190:]
+
+
+def test_old_windows_are_removed(folder: Path, tmp_path: Path) -> None:
+    windows = windows_of(folder, tmp_path / "cache")
+    for number in range(8):
+        windows.window(number)
+    windows._ahead[8].join()
+    kept = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert len(kept) == 4, "the first with the held-out documents, 6, 7 and the one ahead"
+
+
+def test_a_dataset_of_the_hub_is_streamed_from_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library's own iterable dataset, in shards; the Hub is replaced by rows in memory."""
+    datasets = pytest.importorskip("datasets")
+    texts = [text_of(number) for number in range(700)]
+    rows = datasets.Dataset.from_dict({"text": texts, "other": range(700)}).to_iterable_dataset(num_shards=3)
+    opened = []
+
+    def load(repository: str, **chosen: Any) -> Any:
+        opened.append((repository, chosen))
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("shardwise.data.hub._revision", lambda repository, name: "abc")
+    windows = windows_of("org/set:part#test", tmp_path / "cache", stream_window=1600)
+    assert opened == [("org/set", {"streaming": True, "name": "part", "split": "test", "revision": "abc"})]
+    expected = "\0".join(texts).encode() + b"\0"
+    found = [windows.window(number).tokens[:1600].tobytes() for number in range(16)]
+    assert b"".join(found) == (expected * 2)[: 16 * 1600] and len(expected) < 16 * 1600
+    for number in (3, 9, 15):
+        resumed = windows_of("org/set:part#test", tmp_path / f"new-{number}", stream_window=1600)
+        resumed.begin_at(windows.cursor(number))
+        assert resumed.window(number).tokens[:1600].tobytes() == found[number]
+
+
+def test_object_stores_and_saved_datasets_have_places(folder: Path, tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    datasets = pytest.importorskip("datasets")
+    store = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        store.pipe(f"/streamed/{path.name}", path.read_bytes())
+    texts = [text_of(number) for number in range(120)]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "saved"))
+    plain = windows_of(folder, tmp_path / "plain")
+    for name in ("memory://streamed", str(tmp_path / "saved")):
+        windows = windows_of(name, tmp_path / f"cache-{len(name)}")
+        [windows.window(number) for number in range(12)]
+        resumed = windows_of(name, tmp_path / f"new-{len(name)}")
+        resumed.begin_at(windows.cursor(11))
+        assert np.array_equal(resumed.window(11).tokens, plain.window(11).tokens)
+    store.rm("/streamed", recursive=True)
+
+
+def test_what_cannot_be_streamed_is_refused(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 9, encoding="utf-8")
+    with pytest.raises(DataError, match="only plain text is streamed"):
+        open_data(recipe_for(tmp_path / "chats.jsonl"), cache=tmp_path / "cache")
+    with pytest.raises(DataError, match="no held-out sequence in the first window"):
+        open_data(recipe_for(folder, held_out=0.001), cache=tmp_path / "cache")
+    epochs = recipe_for(folder).model_copy(update={"steps": None, "epochs": 2.0})
+    with pytest.raises(RecipeError, match="a stream has no epochs"):
+        with_steps(epochs)
