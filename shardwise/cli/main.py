@@ -34,6 +34,7 @@ from shardwise.cli import (
     schema,
     train,
     verify,
+    watch,
 )
 from shardwise.cli.failure import guarded
 from shardwise.cli.terminal_output import dropped_output, keep_writing
@@ -60,6 +61,7 @@ for verb in (
     merge,
     quantize,
     report,
+    watch,
     budget,
     fit,
     from_,

@@ -107,10 +107,16 @@ class PassesRecord:
 
 @dataclass(frozen=True)
 class PhasesRecord:
-    """Seconds of one step on rank 0: forward, backward, optimizer, and communication where that was timed apart."""
+    """Seconds of one step: forward, backward, optimizer, and communication where that was timed apart.
+
+    Attributes:
+        seconds: of rank 0.
+        ranks: of every rank, in order; () in reports of earlier versions.
+    """
 
     step: Size
     seconds: Mapping[str, Seconds]
+    ranks: tuple[Mapping[str, Seconds], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ def _typical(values: list[float]) -> float | None:
     return statistics.median(values[SETTLING_STEPS:] or values) if values else None
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Read the folder of a run, finished or not.
+def read_run(folder: Path, steps: tuple[StepRecord, ...] | None = None) -> RunRecord:
+    """Read the folder of a run, finished or not. ``steps`` are those of its metrics, where they are known.
 
     Raises:
         DataError: it is not the folder of a run, or a file cannot be read or has unexpected content.
@@ -94,27 +94,43 @@ def read_run(folder: Path) -> RunRecord:
         folder=folder,
         recipe=read_text(recipe),
         plan=read_plan(plan, SETTINGS, AXIS_NAMES),
-        steps=_steps(folder / "metrics.jsonl"),
+        steps=StepLines(folder / "metrics.jsonl").read() if steps is None else steps,
         outcome=read_json(report, Outcome) if report.exists() else None,
         interruptions=interruptions(folder),
     )
 
 
-def _steps(path: Path) -> tuple[StepRecord, ...]:
-    """One record per step that was not undone; () when no step has been made.
+class StepLines:
+    """The records of ``metrics.jsonl``, which may grow between two calls of ``read``.
 
     A line whose step is not above the one before follows a rewind: it undoes all records from its step on. Text after
-    the last newline is still being written, and may end in half a character: it is cut off first.
+    the last newline is still being written, and may end in half a character: it is left for the next call.
     """
-    if not path.exists():
-        return ()
-    raw = read_bytes(path)
-    lines = decoded(raw[: raw.rfind(b"\n") + 1], path).split("\n")
-    steps: list[StepRecord] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            record = parsed(line, StepRecord, path, number)
-            while steps and steps[-1].step >= record.step:
-                steps.pop()
-            steps.append(record)
-    return tuple(steps)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._steps: list[StepRecord] = []
+        self._read = self._lines = self._inode = 0
+
+    def read(self) -> tuple[StepRecord, ...]:
+        """One record per step that was not undone; () while no step has been made. Raises DataError."""
+        if not self._path.exists():
+            self._steps = []
+            return ()
+        status = self._path.stat()
+        if status.st_ino != self._inode or status.st_size < self._read:  # a resume has written it anew
+            self._steps, self._read, self._lines, self._inode = [], 0, 0, status.st_ino
+        if status.st_size > self._read:
+            self._add(read_bytes(self._path)[self._read :])
+        return tuple(self._steps)
+
+    def _add(self, raw: bytes) -> None:
+        whole = raw[: raw.rfind(b"\n") + 1]
+        for line in decoded(whole, self._path).split("\n")[:-1]:
+            self._lines += 1
+            if line.strip():
+                record = parsed(line, StepRecord, self._path, self._lines)
+                while self._steps and self._steps[-1].step >= record.step:
+                    self._steps.pop()
+                self._steps.append(record)
+        self._read += len(whole)

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from shardwise.core.run_files import StepRecord
 from shardwise.report.notation import COLOURS, unit_for
@@ -22,6 +22,8 @@ from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE, thinned
 EVENTS = "events.jsonl"
 MARKED = ("spike", "skipped", "torn", "rewind", "no way back", "gave up", "out of memory")
 """Events that are shown; overflows and single odd steps are ordinary."""
+
+LOSS = "loss, nats per token"
 
 MOST_MARKS = 50
 """Most events in the table of a page, the last ones."""
@@ -46,6 +48,11 @@ class Series:
     title: str
     values: Mapping[str, Sequence[float | None]]
     logarithmic: bool = False
+
+    def spans_decades(self) -> bool:
+        """Whether a logarithmic axis helps: values differ by more than a factor of ten."""
+        positive = [v for line in self.values.values() for v in line if v is not None and v > 0]
+        return self.logarithmic and bool(positive) and max(positive) > 10 * min(positive)
 
 
 @dataclass(frozen=True)
@@ -113,16 +120,23 @@ def series_picture(steps: Sequence[StepRecord], events: Sequence[Mark], width: f
     return _picture({"": steps}, series_of(steps), events, width)
 
 
+def compared_series(runs: Mapping[str, Sequence[StepRecord]]) -> list[Series]:
+    """A row for each series, with a line for each run by name; the loss first."""
+    rows: dict[str, Series] = {}
+    for name, steps in runs.items():
+        if not steps:
+            continue
+        for each in [Series(LOSS, {"": [step.loss for step in steps]}), *series_of(steps)]:
+            line = next(line for line in each.values.values() if any(value is not None for value in line))
+            before = rows.get(each.title, Series(each.title, {}, each.logarithmic))
+            rows[each.title] = Series(each.title, {**before.values, name: line}, each.logarithmic)
+    return list(rows.values())
+
+
 @matplotlib.rc_context(STYLE)
 def compared_picture(runs: Mapping[str, Sequence[StepRecord]], width: float = WIDE) -> Figure:
     """A row for each series, with a line for each run by name."""
-    rows: dict[str, Series] = {}
-    for name, steps in runs.items():
-        for each in [Series("loss, nats per token", {"": [step.loss for step in steps]}), *series_of(steps)]:
-            line = next(iter(each.values.values()))
-            before = rows.get(each.title, Series(each.title, {}, each.logarithmic))
-            rows[each.title] = Series(each.title, {**before.values, name: line}, each.logarithmic)
-    return _picture(runs, list(rows.values()), [], width)
+    return _picture(runs, compared_series(runs), [], width)
 
 
 def _picture(
@@ -152,8 +166,9 @@ def _draw(axes: Any, row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> N
         axes.plot(
             x, y, color=LINES[place % len(LINES)], linewidth=1.2, label=name, marker=marker, markersize=3
         )
-    positive = [v for line in row.values.values() for v in line if v is not None and v > 0]
-    if row.logarithmic and positive and max(positive) > 10 * min(positive):
+    if row.spans_decades():
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     if len(row.values) > 1:
         axes.legend(loc="best", ncols=len(row.values))
