@@ -112,6 +112,25 @@ class TimelinePoint:
 
 
 @dataclass(frozen=True)
+class AllocationSite:
+    """Tensors that one module and operation allocated and that are in memory at the peak.
+
+    Attributes:
+        row: of the ledger; "" for the sites that are too small to be listed.
+        phase: in which they were allocated.
+        module: with ``*`` for numbers of blocks; "" outside of modules.
+        operation: of PyTorch's dispatcher, such as ``aten::mm``.
+    """
+
+    row: str
+    phase: str
+    module: str
+    operation: str
+    tensors: Size
+    bytes: Size
+
+
+@dataclass(frozen=True)
 class PlannedPeak:
     """The highest instant of the rank that needs most: its memory, the rank, the phase and the module."""
 
@@ -161,6 +180,7 @@ class Plan:
         assumptions: values from tables, which were not counted.
         layout: the mesh over all devices.
         pipeline: the schedule with the seconds of its passes, when there is a pipeline.
+        sites: what was counted at the peak, by allocation site; () in files of earlier versions.
     """
 
     strategy: StrategyValues
@@ -185,6 +205,7 @@ class Plan:
     layout: Degrees
     devices_per_node: Count
     pipeline: Timetable | None
+    sites: tuple[AllocationSite, ...] = ()
 
     @property
     def fits(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import Field
@@ -43,6 +43,7 @@ class StepRecord:
         rewinds: how often the run had gone back before this step.
         loss_scale: the factor of fp16's loss; None without one.
         peak_bytes: highest memory of rank 0 so far, as far as it was measured.
+        held_out_losses: of the named validation sets.
         compile_seconds: of compiling kernels in this step.
     """
 
@@ -61,6 +62,7 @@ class StepRecord:
     processed_per_second: float | None = None
     loss_scale: float | None = None
     peak_bytes: Size | None = None
+    held_out_losses: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class Outcome:
         sample: text from the model.
         passes: the measured passes of a pipeline.
         phases: the measured seconds of a step by phase; None if the run was too short.
+        held_out_losses: the last ones of the named validation sets.
     """
 
     ranks: Annotated[tuple[RankMemory, ...], Field(min_length=1)]
@@ -148,6 +151,7 @@ class Outcome:
     world_size: Size = 0
     passes: PassesRecord | None = None
     phases: PhasesRecord | None = None
+    held_out_losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def worst(self) -> RankMemory:

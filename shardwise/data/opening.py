@@ -23,7 +23,7 @@ from shardwise.data.samples import (
     TokenSamples,
     fingerprint_of,
 )
-from shardwise.data.text import Examples, Opened, PairExamples, open_tokens, tokenizer_of
+from shardwise.data.text import Examples, Opened, PairExamples, named_sets, open_tokens, tokenizer_of
 from shardwise.data.tokenizer import Tokenizer, mask_token
 from shardwise.recipe.sections import DataSpec, Recipe
 
@@ -70,7 +70,17 @@ def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path |
         evaluation_sequences=recipe.evaluation.sequences,
         masking=masking,
         order=order,
+        sets={} if tokenizer is None else _sets(recipe, tokenizer, cache or default_root()),
     )
+
+
+def _sets(recipe: Recipe, tokenizer: Tokenizer, root: Path) -> dict[str, Samples]:
+    """All samples of the recipe's named validation sets."""
+    found = {}
+    for name, spec in named_sets(recipe).items():
+        opened = open_tokens(spec, tokenizer, root, objective=recipe.model.objective)
+        found[name] = samples_of(opened, tokenizer, spec.packing)[0]
+    return found
 
 
 def _of_text(

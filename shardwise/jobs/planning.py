@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.manifest import committed
 from shardwise.core.errors import ResourceError
+from shardwise.core.memory_snapshot import snapshot_bytes
 from shardwise.core.plan import Plan
 from shardwise.core.progress import Progress, silent
 from shardwise.core.strategy import Strategy
@@ -54,6 +55,18 @@ def make_plan(
         return plan_for(recipe, blueprint_of(recipe), cluster, compare=compare, progress=progress)
 
     return remembered(recipe, cluster, compare, make)
+
+
+def planned_snapshot(recipe: Recipe, cluster: Cluster, plan: Plan) -> bytes:
+    """The planned step of the rank that needs most memory, for PyTorch's memory viewer: one more dry run."""
+    from shardwise.dryrun.run import dry_run
+    from shardwise.model.open import blueprint_of
+
+    run = dry_run(
+        recipe, blueprint_of(recipe), plan.strategy, cluster, rank=plan.peak.rank, with_snapshot=True
+    )
+    assert run.snapshot is not None
+    return snapshot_bytes(run.snapshot)
 
 
 def refuse_unfit(plan: Plan, remedies: FitAdvice | None = None) -> None:

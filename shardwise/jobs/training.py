@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.resume_checks import check_start, finished
 from shardwise.checkpoint.run_folder import claim, lacks_page, write_job
+from shardwise.core.atomic_file import write_whole
 from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory, RecipeError
 from shardwise.core.identity import Start, append
@@ -15,7 +16,7 @@ from shardwise.core.plan import Plan
 from shardwise.data import check_data
 from shardwise.data.epochs import epoch_sentences, with_steps
 from shardwise.hardware.cluster import Cluster
-from shardwise.jobs.planning import plan_after_oom, plan_remembering, refuse_unfit
+from shardwise.jobs.planning import plan_after_oom, plan_remembering, planned_snapshot, refuse_unfit
 from shardwise.jobs.request import RunWorkers, Say
 from shardwise.recipe.lr_scaling import sentences
 from shardwise.recipe.sections import Recipe
@@ -102,10 +103,20 @@ def prepare(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None, s
     refuse_unfit(planned)
     write_job(folder, recipe, planned)
     append(folder, Start.now())
+    if recipe.profile.steps:
+        _write_planned_memory(recipe, cluster, planned, folder)
     found += epoch_sentences(asked, recipe)
     for sentence in [f"{planned.line}  →  {folder}", *found, *reasons, *sentences(recipe)]:
         say(sentence)
     return planned
+
+
+def _write_planned_memory(recipe: Recipe, cluster: Cluster, plan: Plan, folder: Path) -> None:
+    """The planned step for PyTorch's memory viewer, next to the measured ones."""
+    if recipe.profile.memory:
+        path = folder / "profile" / "planned.memory.pickle"
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, planned_snapshot(recipe, cluster, plan))
 
 
 def require_trackers(recipe: Recipe) -> None:

@@ -30,6 +30,7 @@ COUNTED = (
     "nearest.candidate.peak_bytes",
     "parameters",
     "peak",
+    "sites",
     KEY,
     "prices.bytes",
     "prices.candidate.peak_bytes",

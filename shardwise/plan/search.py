@@ -76,6 +76,7 @@ def _plan(predictor: Predictor, chosen: Prediction) -> Plan:
         layout=layout,
         devices_per_node=cluster.devices_per_node,
         pipeline=chosen.timetable,
+        sites=chosen.run.sites,
     )
 
 

@@ -10,16 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
 from shardwise.core.errors import one_line
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import StepRecord
 from shardwise.report.notation import COLOURS, label, unit_for
-from shardwise.report.pictures import ACCENT, INK, STACK, page_colour, thinned, through_the_step
-from shardwise.report.series import LINES, LOSS, Mark, Series, compared_series, series_of
+from shardwise.report.pictures import ACCENT, INK, STACK, page_colour, through_the_step
+from shardwise.report.series import LINES, LOSS, Mark, Series, compared_series, points_of, series_of
 
 Values = dict[str, Any]
+
+MOST_DOTS = 60
+"""Most points of a line that are drawn as dots."""
 
 
 def series_charts(steps: Sequence[StepRecord], events: Sequence[Mark]) -> Values:
@@ -66,11 +67,9 @@ def _bands(phases: Sequence[str]) -> Iterator[Values]:
 
 
 def _loss(steps: Sequence[StepRecord]) -> Values:
-    held_out = [step for step in steps if step.held_out_loss is not None]
     lines = [_line("training", steps, [step.loss for step in steps], INK)]
-    if held_out:
-        lines.append(_line("held-out", held_out, [step.held_out_loss for step in held_out], ACCENT))
-        lines[-1]["dots"] = len(held_out) <= 60
+    if any(step.held_out_loss is not None for step in steps):
+        lines.append(_line("held-out", steps, [step.held_out_loss for step in steps], ACCENT))
     return {"title": LOSS, "log": False, "tall": True, "lines": lines}
 
 
@@ -83,10 +82,10 @@ def _chart(row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> Values:
 
 
 def _line(name: str, steps: Sequence[StepRecord], values: Sequence[float | None], colour: str) -> Values:
-    """A line over steps, with as many points as a picture of it has."""
-    numbers = np.array([math.nan if v is None else v for v in values], dtype=float)
-    x, y = thinned(np.array([step.step for step in steps]), numbers)
-    return _points(name, x.tolist(), y.tolist(), colour)
+    """A line over the steps that have a value, with as many points as a picture of it has; dots where these are few."""
+    x, y = points_of(steps, values)
+    sparse = len(x) <= min(MOST_DOTS, len(steps) // 2)
+    return _points(name, x.tolist(), y.tolist(), colour) | {"dots": sparse}
 
 
 def _points(name: str, x: Sequence[int], y: Sequence[float], colour: str) -> Values:

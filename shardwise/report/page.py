@@ -46,6 +46,9 @@ from shardwise.report.template import rendered
 from shardwise.scaling.noise import batch_sentences, noise_scale
 from shardwise.technique import SETTINGS
 
+SHOWN_SITES = 12
+"""Allocation sites that are shown; the others are in a list that opens."""
+
 SHOWN_RANKS = 64
 """Most rows in the table of ranks; with more ranks, those with the highest peaks are shown."""
 
@@ -76,6 +79,7 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "unseen": _unseen(plan),
         "bar": picture("The ledger at the peak", lambda w: ledger_bar(plan.ledger, plan.capacity_bytes, w)),
         "ledger": _ledger_rows(plan),
+        **_sites(plan),
         "timeline": picture("Memory through one optimizer step", lambda w: memory_timeline(plan, w)),
         "has_timeline": bool(plan.timeline),
         "mesh": picture("Who holds what", lambda w: mesh(plan.layout, plan.devices_per_node, w))
@@ -300,6 +304,25 @@ def _ledger_rows(plan: Plan) -> list[Bar]:
         Bar(label(row), unit.write(size), share(size, peak), 100 * size / longest, COLOURS[row])
         for row, size in rows
     ]
+
+
+def _sites(plan: Plan) -> dict[str, Any]:
+    """Rows of the allocation sites at the peak: those that are shown at once, and the others."""
+    unit, largest = unit_for(plan.peak.bytes), max((site.bytes for site in plan.sites), default=1)
+    rows = [
+        {
+            "site": site.module or (site.row and f"outside of modules, {site.phase}") or "smaller sites",
+            "operation": site.operation.removeprefix("aten::"),
+            "row": label(site.row),
+            "tensors": f"{site.tensors:,}",
+            "size": unit.write(site.bytes),
+            "share": share(site.bytes, plan.peak.bytes),
+            "percent": 100 * site.bytes / largest,
+            "colour": COLOURS.get(site.row, "var(--muted)"),
+        }
+        for site in plan.sites
+    ]
+    return {"sites": rows[:SHOWN_SITES], "more_sites": rows[SHOWN_SITES:]}
 
 
 # -- time ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,11 +30,14 @@ class RunLog:
         self._writes = dist.get_rank() == 0
         self._started = self._lap_began = time.perf_counter()
         self.validation_loss: float | None = None
+        self._set_losses: Mapping[str, float] = {}
         self._trained: int | None = None
         if self._writes:
             self._metrics = MetricsFile(folder / "metrics.jsonl", resumed, warn)
             losses = [record.held_out_loss for record in self._metrics.before]
             self.validation_loss = next((loss for loss in reversed(losses) if loss is not None), None)
+            named = (record.held_out_losses for record in reversed(self._metrics.before))
+            self._set_losses = next(filter(None, named), {})
             self._progress = Progressing(steps, resumed)
 
     def begin(self, trained: int) -> None:
@@ -52,6 +56,7 @@ class RunLog:
         """Log a step."""
         if record.held_out_loss is not None:
             self.validation_loss = record.held_out_loss
+        self._set_losses = record.held_out_losses or self._set_losses
         if self._writes:
             self._metrics.write(record)
             self._progress.show(record)
@@ -101,6 +106,7 @@ class RunLog:
             world_size=plan.world_size,
             passes=passes,
             phases=phases,
+            held_out_losses=self._set_losses,
         )
         write_outcome(self._folder, outcome)
 

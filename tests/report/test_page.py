@@ -139,6 +139,7 @@ def scripts(page: str) -> list[str]:
     return re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_policy_allows_the_script_of_the_page_alone(run: RunRecord) -> None:
     page = render_page(run)
     [found] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
