@@ -1,15 +1,19 @@
-"""``shardwise eval``: the perplexity of a model on any data."""
+"""``shardwise eval``: the perplexity of a model on any data, and tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise.cli.common import AsJson
+from shardwise.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from shardwise.jobs.evaluating import EvaluationOptions
 
 
 def command(
@@ -17,9 +21,21 @@ def command(
         Path, typer.Argument(help="folder of a run, or of a model in Hugging Face's format", metavar="DIR")
     ],
     data: Annotated[
-        str,
+        str | None,
         typer.Argument(help="stdlib, files, a folder or the id of a dataset, as data.source", metavar="DATA"),
-    ],
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="instead of DATA: tasks of lm-evaluation-harness", metavar="NAME,NAME,…"),
+    ] = None,
+    task_folder: Annotated[
+        Path | None, typer.Option(help="folder of further tasks' YAML files", metavar="DIR")
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(help="examples in a task's prompt; default: the task's", min=0)
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="examples of each task; default: all", min=1)] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="render a task's prompts as chats")] = False,
     adapter: Annotated[
         Path | None, typer.Option(help="folder of an adapter to evaluate the model with", metavar="DIR")
     ] = None,
@@ -36,14 +52,38 @@ def command(
     device: Annotated[str, typer.Option(help="such as cpu, cuda or cuda:1")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Print the loss and the perplexity of a model on any data."""
-    from shardwise.jobs.evaluating import EvaluationOptions, perplexity
+    """Print the loss and the perplexity of a model on any data, or its results on tasks."""
+    from shardwise.jobs.evaluating import EvaluationOptions
 
+    if (data is None) == (tasks is None):
+        fix = "shardwise eval DIR DATA, or shardwise eval DIR --tasks NAME"
+        raise RecipeError("give either data or tasks", where="command line", fix=fix)
     named = "adapter" if adapter is not None else "base" if base else None
     folders = (("adapter", adapter),) if adapter is not None else ()
     options = EvaluationOptions(
         named, folders, tokenizer, sequence_length, sequences, batch, precision, device
     )
+    if data is not None:
+        _perplexity(model, data, options, as_json)
+        return
+    from shardwise.jobs.evaluating import TaskOptions, task_results
+
+    names = [name.strip() for name in str(tasks).split(",") if name.strip()]
+    found = task_results(model, names, options, TaskOptions(task_folder, shots, limit, chat))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for task, metrics in found.items():
+        for metric, value in metrics.items():
+            name, _, rest = metric.partition(" ")
+            error = metrics.get(f"{name}_stderr {rest}".rstrip())
+            if not name.endswith("_stderr"):
+                typer.echo(f"{task}  {metric} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+
+
+def _perplexity(model: Path, data: str, options: EvaluationOptions, as_json: bool) -> None:
+    from shardwise.jobs.evaluating import perplexity
+
     found = perplexity(model, data, options, _show)
     if as_json:
         typer.echo(json.dumps({**vars(found), "perplexity": found.perplexity}))

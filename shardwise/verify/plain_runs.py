@@ -38,7 +38,7 @@ from shardwise.verify.verdict import PlainRuns, TrainedStep
 
 WEIGHTS, _RUNS = "plain.safetensors", "plain.json"
 _REPEATS, _REPEATS_OF_FEW_BITS = 2, 5
-"""Repeats, and those of optimizers whose codes of 8 or 16 bits flip in some repeats only: their noise varies tenfold."""
+"""Repeats, and those of optimizers whose codes of few bits flip in some repeats only: their noise varies tenfold."""
 
 
 def run_plain(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> None:

@@ -74,7 +74,11 @@ def shortened(recipe: Recipe, steps: int) -> Recipe:
 
 def rounds_more(recipe: Recipe, strategy: Strategy) -> bool:
     """Whether a run keeps fewer digits than fp32, so that only its own noise can judge it."""
-    return precision_of(strategy) not in TOLERANCE or recipe.optimizer.name in _EXACT or _optimizer_rounds(recipe)
+    return (
+        precision_of(strategy) not in TOLERANCE
+        or recipe.optimizer.name in _EXACT
+        or _optimizer_rounds(recipe)
+    )
 
 
 def _optimizer_rounds(recipe: Recipe) -> bool:
