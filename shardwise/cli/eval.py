@@ -16,6 +16,19 @@ if TYPE_CHECKING:
     from shardwise.jobs.evaluating import EvaluationOptions
 
 
+TasksOption = Annotated[
+    str | None, typer.Option(help="instead of DATA: tasks of lm-evaluation-harness", metavar="NAME,NAME,…")
+]
+TaskFolderOption = Annotated[
+    Path | None, typer.Option(help="folder of further tasks' YAML files", metavar="DIR")
+]
+ShotsOption = Annotated[
+    int | None, typer.Option(help="examples in a task's prompt; default: the task's", min=0)
+]
+LimitOption = Annotated[int | None, typer.Option(help="examples of each task; default: all", min=1)]
+ChatOption = Annotated[bool, typer.Option("--chat", help="render a task's prompts as chats")]
+
+
 def command(
     model: Annotated[
         Path, typer.Argument(help="folder of a run, or of a model in Hugging Face's format", metavar="DIR")
@@ -24,18 +37,11 @@ def command(
         str | None,
         typer.Argument(help="stdlib, files, a folder or the id of a dataset, as data.source", metavar="DATA"),
     ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="instead of DATA: tasks of lm-evaluation-harness", metavar="NAME,NAME,…"),
-    ] = None,
-    task_folder: Annotated[
-        Path | None, typer.Option(help="folder of further tasks' YAML files", metavar="DIR")
-    ] = None,
-    shots: Annotated[
-        int | None, typer.Option(help="examples in a task's prompt; default: the task's", min=0)
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="examples of each task; default: all", min=1)] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="render a task's prompts as chats")] = False,
+    tasks: TasksOption = None,
+    task_folder: TaskFolderOption = None,
+    shots: ShotsOption = None,
+    limit: LimitOption = None,
+    chat: ChatOption = False,
     adapter: Annotated[
         Path | None, typer.Option(help="folder of an adapter to evaluate the model with", metavar="DIR")
     ] = None,
@@ -66,10 +72,20 @@ def command(
     if data is not None:
         _perplexity(model, data, options, as_json)
         return
+    names = [name.strip() for name in str(tasks).split(",") if name.strip()]
+    _tasks(model, names, options, (task_folder, shots, limit, chat), as_json)
+
+
+def _tasks(
+    model: Path,
+    names: list[str],
+    options: EvaluationOptions,
+    how: tuple[Path | None, int | None, int | None, bool],
+    as_json: bool,
+) -> None:
     from shardwise.jobs.evaluating import TaskOptions, task_results
 
-    names = [name.strip() for name in str(tasks).split(",") if name.strip()]
-    found = task_results(model, names, options, TaskOptions(task_folder, shots, limit, chat))
+    found = task_results(model, names, options, TaskOptions(*how))
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return

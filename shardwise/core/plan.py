@@ -17,8 +17,10 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from shardwise.core.errors import DataError
 from shardwise.core.json_file import Count, Finite, Seconds, Size, plain, read_json, text_of, written_as
 from shardwise.core.ledger import Ledger
+from shardwise.core.notebook_html import card
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.core.timetable import Timetable
+from shardwise.core.units import format_bytes, format_count, format_seconds
 
 StrategyValues = Annotated[
     Strategy, written_as(dict[str, Any], Strategy, lambda strategy: dict(strategy.values))
@@ -215,6 +217,20 @@ class Plan:
     def predicted_allocated(self, rank: int) -> int:
         """Predicted peak of ``rank``; one that was not dry-run holds no more than the nearest before it that was."""
         return self.allocated_bytes[max(known for known in self.allocated_bytes if known <= rank)]
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook: what it needs, how long a step takes, and the ledger at the peak."""
+        room, step = self.capacity_bytes, self.step
+        verdict = "fits" if self.fits else "does not fit"
+        facts = [
+            f"{format_bytes(self.peak.bytes)} of {format_bytes(room)}: {verdict}",
+            f"{format_seconds(step.seconds)} per step of {format_count(step.tokens)} tokens, predicted",
+            f"{format_count(self.parameters)} parameters on {self.cluster}",
+            *self.reasons,
+        ]
+        rows = sorted(((size, row) for row, size in self.ledger.as_dict().items() if size), reverse=True)
+        bars = [(row.replace("_", " "), format_bytes(size), size / rows[0][0]) for size, row in rows]
+        return card("Plan", self.line, facts, bars)
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``plan --json`` prints and ``plan.json`` holds."""

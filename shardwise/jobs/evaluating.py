@@ -189,3 +189,77 @@ def _opened(model: Path, options: EvaluationOptions) -> tuple[Opened, ServedMode
 
 def _adapter(opened: Opened, options: EvaluationOptions) -> str:
     return options.adapter or (OWN if opened.own else BASE)
+
+
+def evaluate(
+    model: str | Path,
+    data: str,
+    *,
+    adapter: str | Path | None = None,
+    base: bool = False,
+    tokenizer: str | None = None,
+    sequence_length: int | None = None,
+    sequences: int | None = None,
+    batch: int = 8,
+    precision: str = "fp32",
+    device: str = "cpu",
+) -> Perplexity:
+    """Loss and perplexity of a run's newest checkpoint, or of a model's folder, on any data.
+
+    Args:
+        data: as ``data.source``; all of it counts, and nothing is held out.
+        adapter: folder of an adapter to evaluate the model with.
+        base: leave out the adapter that the run trained.
+        tokenizer: bytes, a folder or a hub id, instead of the model's.
+        sequence_length: tokens of a sequence; None for the model's, at most 1024.
+        sequences: how many to read; None for all.
+        batch: sequences at a time.
+        precision: fp32, bf16 or fp16.
+
+    Raises:
+        CheckpointError, DataError, RecipeError: the model, the data or an option cannot be used.
+    """
+    options = _evaluation(adapter, base, tokenizer, sequence_length, sequences, batch, precision, device)
+    return perplexity(Path(model), data, options, lambda done, whole: None)
+
+
+def evaluate_tasks(
+    model: str | Path,
+    tasks: Sequence[str],
+    *,
+    task_folder: str | Path | None = None,
+    shots: int | None = None,
+    limit: int | None = None,
+    chat: bool = False,
+    adapter: str | Path | None = None,
+    base: bool = False,
+    tokenizer: str | None = None,
+    sequence_length: int | None = None,
+    batch: int = 8,
+    precision: str = "fp32",
+    device: str = "cpu",
+) -> dict[str, dict[str, float]]:
+    """The metrics of tasks of lm-evaluation-harness, by task and name of the metric.
+
+    Args:
+        tasks: names of tasks, groups or tags.
+        task_folder: folder of further tasks' YAML files.
+        shots: examples in a prompt; None for the task's own number.
+        limit: examples of each task; None for all.
+        chat: render prompts with the chat template.
+        adapter, base, tokenizer, sequence_length, batch, precision, device: as in ``evaluate``.
+
+    Raises:
+        CheckpointError, DataError, RecipeError: the model, a task or an option cannot be used.
+    """
+    options = _evaluation(adapter, base, tokenizer, sequence_length, None, batch, precision, device)
+    folder = None if task_folder is None else Path(task_folder)
+    return task_results(Path(model), tasks, options, TaskOptions(folder, shots, limit, chat))
+
+
+def _evaluation(
+    adapter: str | Path | None, base: bool, tokenizer: str | None, length: int | None, *rest: Any
+) -> EvaluationOptions:
+    folders = () if adapter is None else (("adapter", Path(adapter)),)
+    named = "adapter" if adapter is not None else "base" if base else None
+    return EvaluationOptions(named, folders, tokenizer, length, *rest)

@@ -16,9 +16,17 @@ from shardwise.core.attempts import Interruption, interruptions
 from shardwise.core.errors import DataError
 from shardwise.core.fit_advice import FitAdvice
 from shardwise.core.json_file import decoded, parsed, read_bytes, read_json, read_text
+from shardwise.core.notebook_html import card
 from shardwise.core.plan import Plan, read_plan
 from shardwise.core.run_files import Outcome, StepRecord
+from shardwise.core.units import format_bytes, format_seconds
 from shardwise.technique import AXIS_NAMES, SETTINGS
+
+_THEME = (
+    "max-width:26em;--ink:currentColor;--muted:gray;--line:rgba(128,128,128,.3);--shade:rgba(128,128,128,.1);"
+    "--paper:transparent;--accent:#2a93b5"
+)
+"""The colours of a picture in a notebook, whose scheme is not known."""
 
 SETTLING_STEPS = 3
 """First steps, which are slower while memory is measured: left out of typical figures."""
@@ -51,6 +59,25 @@ class RunRecord:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    def _repr_html_(self) -> str:
+        """The run in a notebook: measured beside predicted, and the loss over the steps."""
+        from shardwise.report.pictures import NARROW, loss_curve, svg  # matplotlib takes a second
+
+        facts = [f"{len(self.steps):,} steps"]
+        if self.outcome is not None:
+            worst = self.outcome.worst
+            sizes = f"{format_bytes(worst.measured_peak_bytes)} measured, {format_bytes(worst.predicted_peak_bytes)}"
+            facts.append(f"peak of a device: {sizes} predicted")
+        if spent := self.step_seconds:
+            planned = format_seconds(self.plan.step.seconds)
+            rate = f"{self.plan.step.tokens / spent:,.0f} tokens/s"
+            facts.append(f"step: {format_seconds(spent)} measured, {planned} predicted; {rate}")
+        if self.held_out_loss is not None:
+            facts.append(f"held-out loss {self.held_out_loss:.4f}")
+        facts.append(f"page: {self.folder / 'report.html'}")
+        drawn = svg(loss_curve(self.steps, NARROW), f"Loss of {self.name}")
+        return card(self.name, self.plan.line, facts, more=f'<div style="{_THEME}">{drawn}</div>')
 
     @property
     def step_seconds(self) -> float | None:
