@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise.cli.common import AsJson
+from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def _tasks(
     how: tuple[Path | None, int | None, int | None, bool],
     as_json: bool,
 ) -> None:
-    from shardwise.jobs.evaluating import TaskOptions, task_results
-
+    with working(f"reading {model}"):
+        from shardwise.jobs.evaluating import TaskOptions, task_results
     found = task_results(model, names, options, TaskOptions(*how))
     if as_json:
         typer.echo(json.dumps(found, indent=1))
@@ -98,19 +98,14 @@ def _tasks(
 
 
 def _perplexity(model: Path, data: str, options: EvaluationOptions, as_json: bool) -> None:
-    from shardwise.jobs.evaluating import perplexity
+    with working(f"reading {model}") as progress:
+        from shardwise.jobs.evaluating import perplexity
 
-    found = perplexity(model, data, options, _show)
+        found = perplexity(
+            model, data, options, lambda done, whole: progress(f"{done:,} of {whole:,} sequences")
+        )
     if as_json:
         typer.echo(json.dumps({**vars(found), "perplexity": found.perplexity}))
         return
     read = f"{found.targets:,} targets in {found.sequences:,} sequences of {found.sequence_length:,} tokens"
     typer.echo(f"loss {found.loss:.4f} nats per target, perplexity {found.perplexity:.4g}, of {read}")
-
-
-def _show(done: int, whole: int) -> None:
-    """A counter on a terminal."""
-    if sys.stderr.isatty():
-        print(
-            f"\r{done:,} of {whole:,} sequences" + "\n" * (done == whole), end="", file=sys.stderr, flush=True
-        )

@@ -124,7 +124,7 @@ def _way_out(remedies: FitAdvice | None) -> str:
 
 
 def plan_remembering(
-    recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None = None
+    recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None = None, progress: Progress = silent
 ) -> tuple[Plan, list[str]]:
     """The plan, with the smaller micro-batch that the folder's ``oom.json`` asks for.
 
@@ -134,7 +134,7 @@ def plan_remembering(
     Returns:
         The plan, and the sentences that say why its micro-batch is smaller.
     """
-    plan = plan or make_plan(recipe, cluster)
+    plan = plan or make_plan(recipe, cluster, progress=progress)
     record = read_record(folder)
     if record is None or not record.applies_to(plan.strategy, plan.world_size):
         return plan, []

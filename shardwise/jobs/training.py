@@ -13,6 +13,7 @@ from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory, RecipeError
 from shardwise.core.identity import Start, append
 from shardwise.core.plan import Plan
+from shardwise.core.progress import Progress, silent
 from shardwise.data import check_data
 from shardwise.data.epochs import epoch_sentences, with_steps
 from shardwise.hardware.cluster import Cluster
@@ -31,6 +32,7 @@ def train(
     plan: Plan | None = None,
     exact_memory: bool = False,
     say: Say = lambda sentence: None,
+    progress: Progress = silent,
 ) -> None:
     """Train a recipe in ``folder`` and write the report; resumes when the folder holds a checkpoint.
 
@@ -41,17 +43,18 @@ def train(
         plan: the plan to train; None makes one.
         exact_memory: measure memory over the whole run.
         say: gets each sentence for the user.
+        progress: gets a line about what is going on before and after the training.
 
     Raises:
         ShardwiseError: the data, the plan or the folder was refused, or what ``run_workers`` raises.
     """
     with claim(folder):
-        planned = prepare(recipe, cluster, folder, plan, say)
+        planned = prepare(recipe, cluster, folder, plan, say, progress)
         if planned is not None:
             flags = ["--exact-memory"] if exact_memory else []
             _train(recipe, cluster, folder, run_workers, planned, flags, say)
         if planned is not None or lacks_page(folder):
-            page = finish(folder)
+            page = finish(folder, progress)
             for sentence in last_words(folder, page, recipe):
                 say(sentence)
 
@@ -82,7 +85,14 @@ def _train(
         say(sentence)
 
 
-def prepare(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None, say: Say) -> Plan | None:
+def prepare(
+    recipe: Recipe,
+    cluster: Cluster,
+    folder: Path,
+    plan: Plan | None,
+    say: Say,
+    progress: Progress = silent,
+) -> Plan | None:
     """Check everything, plan, and write the recipe and the plan into the folder.
 
     Returns:
@@ -93,13 +103,17 @@ def prepare(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None, s
         ResourceError: the plan does not fit, or the folder cannot be written.
     """
     require_trackers(recipe)
+    progress("reading the data")
     found = check_data(recipe)
     asked, recipe = recipe, with_steps(recipe)
     check_start(recipe, folder)
     if done := finished(recipe, folder):
         say(done)
         return None
-    planned, reasons = plan_remembering(recipe, cluster, folder, plan)
+    progress("planning")
+    planned, reasons = plan_remembering(
+        recipe, cluster, folder, plan, lambda line: progress(f"planning: {line}")
+    )
     refuse_unfit(planned)
     write_job(folder, recipe, planned)
     append(folder, Start.now())
@@ -143,10 +157,12 @@ def last_words(folder: Path, page: Path, recipe: Recipe) -> list[str]:
     return said
 
 
-def finish(folder: Path) -> Path:
+def finish(folder: Path, progress: Progress = silent) -> Path:
     """Add a sample to the report of a trained run and draw its page; returns the page's path."""
+    progress("sampling from the trained model")
     from shardwise.report.run import write_report
     from shardwise.serve.samples import record_sample
 
     record_sample(folder)
+    progress("drawing the page")
     return write_report(folder)
