@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from shardwise.core.block_times import BlockTimes
 from shardwise.core.errors import DataError
 from shardwise.core.json_file import Count, Finite, Seconds, Size, plain, read_json, text_of, written_as
 from shardwise.core.ledger import Ledger
@@ -183,6 +184,7 @@ class Plan:
         layout: the mesh over all devices.
         pipeline: the schedule with the seconds of its passes, when there is a pipeline.
         sites: what was counted at the peak, by allocation site; () in files of earlier versions.
+        blocks: which block runs when in the first micro-batch, and what it keeps.
     """
 
     strategy: StrategyValues
@@ -208,6 +210,7 @@ class Plan:
     devices_per_node: Count
     pipeline: Timetable | None
     sites: tuple[AllocationSite, ...] = ()
+    blocks: BlockTimes | None = None
 
     @property
     def fits(self) -> bool:

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from shardwise.core.block_times import BlockTimes
 from shardwise.core.cost import Collective, StepCost
 from shardwise.core.ledger import Ledger, Peak
 from shardwise.core.plan import AllocationSite
 from shardwise.core.strategy import Strategy
+from shardwise.dryrun.block_times import block_times
 from shardwise.dryrun.counting import dtype_name
 from shardwise.dryrun.modules import RunningModule
 from shardwise.dryrun.moments import MemoryMoments, moments
@@ -72,6 +74,7 @@ class DryRun:
         moments: memory at every moment, where it was asked for.
         sites: memory at the peak by allocation site; () without history.
         snapshot: for PyTorch's memory viewer, where it was asked for.
+        blocks: which block ran when, in the first micro-batch; None without history.
         host: the peak of this rank's host memory, if it is separate from device memory.
         disk_bytes: what this rank reserves on a disk.
         saved_bytes: what this rank writes of a checkpoint.
@@ -98,6 +101,7 @@ class DryRun:
     moments: MemoryMoments | None = None
     sites: tuple[AllocationSite, ...] = ()
     snapshot: Mapping[str, Any] | None = None
+    blocks: BlockTimes | None = None
 
     @property
     def peak(self) -> Peak:
@@ -143,6 +147,7 @@ def dry_run(
         with torch.random.fork_rng(devices=[]), fake, tracker.watching(), target.kernels(), modules:
             run, few, start, entries = _tracked_step(site, recipe, strategy, (count, reduced), tracker)
         trace = _trace(tracker, start, cluster) if history and target.caches else None
+        names = [modules.named(block) for block in site.view.blocks]
     return DryRun(
         rank,
         peaks(tracker, since=start),
@@ -163,6 +168,7 @@ def dry_run(
         pass_bytes=_pass_bytes(tracker, entries) if place is not None and history else 0,
         moments=moments(tracker, start, depth) if with_moments else None,
         sites=sites_at_peak(tracker, start) if history else (),
+        blocks=block_times(tracker, start, names) if history else None,
         snapshot=memory_snapshot(tracker, options_in(cluster.device.kind)) if with_snapshot else None,
     )
 
@@ -179,7 +185,8 @@ def _tracker(site: Site, target: Target, modules: RunningModule) -> Tracker:
     """One that knows the mesh axis of every group."""
     mesh = site.context.mesh
     axes = [(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or ()]
-    tracker = Tracker(axis_names([*axes, *site.options.groups]), target.workspace, target.kept, modules.name)
+    groups = axis_names([*axes, *site.options.groups])
+    tracker = Tracker(groups, target.workspace, target.kept, modules.name, modules.calls)
     if site.context.layout.world_size > 1:
         # The trainer asks all ranks together: whether to stop, say.
         tracker.groups.add(default_group().group_name)

@@ -31,6 +31,7 @@ COUNTED = (
     "parameters",
     "peak",
     "sites",
+    "blocks",
     KEY,
     "prices.bytes",
     "prices.candidate.peak_bytes",

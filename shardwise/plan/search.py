@@ -77,6 +77,7 @@ def _plan(predictor: Predictor, chosen: Prediction) -> Plan:
         devices_per_node=cluster.devices_per_node,
         pipeline=chosen.timetable,
         sites=chosen.run.sites,
+        blocks=chosen.run.blocks,
     )
 
 

@@ -20,6 +20,7 @@ from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
 from shardwise.recipe.load import parse_recipe
 from shardwise.report.answer_page import answer_values, run_card
+from shardwise.report.blocks import blocks_through_time
 from shardwise.report.charts import series_charts, timeline_chart
 from shardwise.report.mesh import mesh
 from shardwise.report.notation import (
@@ -34,7 +35,7 @@ from shardwise.report.notation import (
     tokens_rate,
     unit_for,
 )
-from shardwise.report.page_parts import Bar, Card, picture
+from shardwise.report.page_parts import Bar, Card, Picture, picture
 from shardwise.report.pictures import ledger_bar, loss_curve, memory_timeline, peaks_by_rank
 from shardwise.report.pipeline.pictures import section
 from shardwise.report.record import RunRecord
@@ -82,6 +83,7 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         **_sites(plan),
         "timeline": picture("Memory through one optimizer step", lambda w: memory_timeline(plan, w)),
         "has_timeline": bool(plan.timeline),
+        "blocks": _blocks(plan),
         "mesh": picture("Who holds what", lambda w: mesh(plan.layout, plan.devices_per_node, w))
         if plan.world_size > 1
         else None,
@@ -304,6 +306,14 @@ def _ledger_rows(plan: Plan) -> list[Bar]:
         Bar(label(row), unit.write(size), share(size, peak), 100 * size / longest, COLOURS[row])
         for row, size in rows
     ]
+
+
+def _blocks(plan: Plan) -> Picture | None:
+    """The picture of blocks over time; None for a plan of an earlier version, or a rank without blocks."""
+    times = plan.blocks
+    if times is None or times.blocks < 2:
+        return None
+    return picture("Blocks through one micro-batch", lambda w: blocks_through_time({"": times}, w))
 
 
 def _sites(plan: Plan) -> dict[str, Any]:
