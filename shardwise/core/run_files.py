@@ -122,6 +122,24 @@ class PhasesRecord:
 
 
 @dataclass(frozen=True)
+class GradientHistogram:
+    """Rank 0's gradients of one step in fp16 by size, scaled as they were computed.
+
+    Attributes:
+        lowest: exponent of the first count: |g| in [2^lowest, 2^(lowest + 1)), and what is smaller.
+        counts: of values by exponent.
+        non_finite: overflowed values.
+    """
+
+    step: Size
+    loss_scale: Annotated[float, Field(gt=0)]
+    lowest: int
+    counts: tuple[Size, ...]
+    zeros: Size
+    non_finite: Size
+
+
+@dataclass(frozen=True)
 class Outcome:
     """``report.json``: measured results of a run that reached its end, with the plan's predictions.
 
@@ -135,6 +153,7 @@ class Outcome:
         passes: the measured passes of a pipeline.
         phases: the measured seconds of a step by phase; None if the run was too short.
         held_out_losses: the last ones of the named validation sets.
+        gradients: their sizes in a step; None without loss scaling.
     """
 
     ranks: Annotated[tuple[RankMemory, ...], Field(min_length=1)]
@@ -152,6 +171,7 @@ class Outcome:
     passes: PassesRecord | None = None
     phases: PhasesRecord | None = None
     held_out_losses: Mapping[str, float] = field(default_factory=dict)
+    gradients: GradientHistogram | None = None
 
     @property
     def worst(self) -> RankMemory:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from shardwise.train.batches import RankBatches, require_vocabulary
 from shardwise.train.evaluation import evaluate
 from shardwise.train.faults.oom_restart import followed_oom, stop_on_oom
 from shardwise.train.faults.recovery import ObservedStep, Recovery, Rewound
+from shardwise.train.gradient_histogram import GradientWatch
 from shardwise.train.hooks import ASKS, EVALUATE, PREEMPT, SAVE, SKIP, STOP, Hooks, open_callbacks, read
 from shardwise.train.meter import MemoryMeter
 from shardwise.train.noise import gradient_noise, refuse_noise
@@ -116,6 +117,7 @@ class Trainer:
         self.pauses = Pauses(recipe)
         self.stopwatch = Stopwatch(self.run, self.state.step)
         self.phases = PhaseStopwatch(self.run, self.state.step)
+        self.gradients = GradientWatch(self.run, self.state.step)
         self.profiling = Profiling(recipe.profile, job.folder, job.device, warn)
         self.log = RunLog(job.folder, job.plan, recipe.steps, self.state.step)
         self._pending: _Pending | None = None
@@ -159,7 +161,8 @@ class Trainer:
             )
             self.saver.wait()
         self.recovery.close()
-        self.log.end(self.meter.peak, self.state.tokens, self.stopwatch.collect(), self.phases.collect())
+        timed = self.stopwatch.collect(), self.phases.collect()
+        self.log.end(self.meter.peak, self.state.tokens, *timed, self.gradients.collect())
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -245,7 +248,9 @@ class Trainer:
         """Tell the OOM record and the watchdog which step runs, and time it if it is the one to time."""
         self.index = index
         heartbeat.own.at_step(index + 1)
-        with self.stopwatch.over(index), self.phases.over(index), self.profiling.over(index):
+        with ExitStack() as stack:
+            for each in (self.stopwatch, self.phases, self.gradients, self.profiling):
+                stack.enter_context(each.over(index))
             yield
 
     def _agreed(self, index: int) -> Tensor:

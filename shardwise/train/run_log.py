@@ -11,7 +11,14 @@ import torch.distributed as dist
 from shardwise.checkpoint.run_folder import forget_report, write_outcome
 from shardwise.core.attempts import Attempts
 from shardwise.core.plan import Plan
-from shardwise.core.run_files import Outcome, PassesRecord, PhasesRecord, RankMemory, StepRecord
+from shardwise.core.run_files import (
+    GradientHistogram,
+    Outcome,
+    PassesRecord,
+    PhasesRecord,
+    RankMemory,
+    StepRecord,
+)
 from shardwise.core.units import format_count
 from shardwise.train.meter import EXACT_STEPS, Measured
 from shardwise.train.metrics import MetricsFile, typical_seconds
@@ -72,6 +79,7 @@ class RunLog:
         tokens: int,
         passes: PassesRecord | None,
         phases: PhasesRecord | None = None,
+        gradients: GradientHistogram | None = None,
     ) -> None:
         """Write ``report.json``. All ranks call it together.
 
@@ -80,6 +88,7 @@ class RunLog:
             tokens: targets that the run was trained on.
             passes: the timed passes of ranks that hold different blocks.
             phases: the timed phases of a step.
+            gradients: their sizes in a step.
         """
         peaks = [peak] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
@@ -107,6 +116,7 @@ class RunLog:
             passes=passes,
             phases=phases,
             held_out_losses=self._set_losses,
+            gradients=gradients,
         )
         write_outcome(self._folder, outcome)
 
