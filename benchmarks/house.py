@@ -48,6 +48,8 @@ MONITORS = {
     "train/run_log.py": "RunLog.lap",
     "train/pass_stopwatch.py": "Stopwatch.over",
     "train/phase_stopwatch.py": "PhaseStopwatch.over",
+    "train/gradient_histogram.py": "GradientWatch.over",
+    "train/profiling.py": "Profiling.over",
     "train/batches.py": "RankBatches.at RankBatches._on_device",
     "engine/train_state.py": "TrainState.position",
     "engine/run.py": "LiveModel.synchronous",

@@ -8,15 +8,17 @@ The public interface is small. Names are loaded when first used, so that ``impor
     verdict = shardwise.verify(recipe, plan, steps=20)
     shardwise.fit(module, loss, dataset, out="runs/own", steps=1000, batch_size=64)
     with shardwise.session(recipe) as run: ...
+    found = shardwise.evaluate("runs/one", "data/test.txt")
     model = shardwise.load_model("runs/one", {"name": "runs/two/adapter"})
     texts = model.complete([shardwise.Request("def ", "name")])
-    found = shardwise.quantize("runs/one", "models/one-4bit", scheme="w4a16-g128", method="gptq")
+    small = shardwise.quantize("runs/one", "models/one-4bit", scheme="w4a16-g128", method="gptq")
 """
 # ruff: noqa: F403, F405 - type checkers read the public names from api.py
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Callback",
     "Cluster",
+    "Perplexity",
     "Piece",
     "Plan",
     "Recipe",
@@ -33,6 +36,8 @@ __all__ = [
     "Sampling",
     "ServedModel",
     "Session",
+    "evaluate",
+    "evaluate_tasks",
     "export",
     "fit",
     "load",
@@ -41,6 +46,7 @@ __all__ = [
     "plan",
     "quantize",
     "session",
+    "spawn",
     "train",
     "verify",
 ]
@@ -60,15 +66,40 @@ def __getattr__(name: str) -> object:
 # callable.
 
 
-class _CallableModule(ModuleType):
-    """A subpackage that calls the public function of its name: ``shardwise.plan(recipe)``."""
+class _ByName(ModuleType):
+    """A module that is pickled by its name, as plain modules are by cloudpickle: a user's function refers to it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.__name__,)
+
+
+class _CallableModule(_ByName):
+    """A subpackage that calls the public function of its name: ``shardwise.plan(recipe)``.
+
+    ``help()`` and the tooltips of notebooks show that function.
+    """
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        import inspect
+
+        function, name = self._function(), self.__name__.rpartition(".")[2]
+        return f"{name}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
+
+    @property
+    def __signature__(self) -> object:
+        import inspect
+
+        return inspect.signature(self._function())
+
+    def _function(self) -> Any:
+        return __getattr__(self.__name__.rpartition(".")[2])
 
     def __call__(self, *arguments: object, **options: object) -> object:
-        function: Any = __getattr__(self.__name__.rpartition(".")[2])
-        return function(*arguments, **options)
+        return self._function()(*arguments, **options)
 
 
-class _Package(ModuleType):
+class _Package(_ByName):
     """Makes a subpackage with the name of a public function callable when it is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:

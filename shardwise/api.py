@@ -7,6 +7,7 @@ public; everything else may change between versions.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,10 @@ from shardwise.export.export_run import export_run
 from shardwise.hardware.cluster import Cluster as Cluster
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs import quantizing, training, verifying
+from shardwise.jobs.evaluating import Perplexity as Perplexity
+from shardwise.jobs.evaluating import evaluate as evaluate
+from shardwise.jobs.evaluating import evaluate_tasks as evaluate_tasks
+from shardwise.jobs.live_bar import live_bar
 from shardwise.jobs.objects import Given, recipe_from, with_callbacks
 from shardwise.jobs.planning import make_plan
 from shardwise.jobs.session import Session as Session
@@ -78,6 +83,7 @@ def train(
     *,
     exact_memory: bool = False,
     callbacks: Sequence[object] = (),
+    progress: bool | None = None,
 ) -> RunRecord:
     """Train exactly ``plan`` on this machine; resumes when ``out`` holds a checkpoint.
 
@@ -87,6 +93,7 @@ def train(
         out: the folder of the run.
         exact_memory: measure memory over the whole run (slower on the CPU).
         callbacks: objects or classes like ``Callback``, after those of the recipe.
+        progress: whether to show a bar; None shows it in a notebook only.
 
     Raises:
         DataError: the data cannot be read.
@@ -94,7 +101,7 @@ def train(
         CheckpointError: the folder holds a checkpoint of another run.
         RankError: the run failed or was stopped, with the reason; ``out``/logs has more.
     """
-    return _trained(with_callbacks(Given(recipe, {}), callbacks), plan, Path(out), exact_memory)
+    return _trained(with_callbacks(Given(recipe, {}), callbacks), plan, Path(out), exact_memory, progress)
 
 
 def fit(
@@ -109,6 +116,7 @@ def fit(
     schedule: Any = None,
     cluster: str | Mapping[str, Any] = "auto",
     callbacks: Sequence[object] = (),
+    progress: bool | None = None,
     **sections: Any,
 ) -> RunRecord:
     """Plan and train a module of your own; resumes when ``out`` holds a checkpoint.
@@ -128,6 +136,7 @@ def fit(
             returns the fraction of the peak learning rate. None is constant.
         cluster: auto is this machine; else a preset, or the recipe's section.
         callbacks: objects or classes like ``Callback``.
+        progress: whether to show a bar; None shows it in a notebook only.
         sections: further keys of a recipe, such as ``strategy={"zero_stage": 3}`` or ``trackers=["csv"]``.
 
     Raises:
@@ -148,7 +157,7 @@ def fit(
             callbacks=callbacks,
             sections=sections,
         )
-        return _trained(given, None, Path(out), False)
+        return _trained(given, None, Path(out), False, progress)
 
 
 @contextmanager
@@ -193,8 +202,36 @@ def session(
             yield opened
 
 
-def _trained(given: Given, plan: Plan | None, out: Path, exact_memory: bool) -> RunRecord:
-    with giving(given.objects) as environment:
+def spawn(function: Callable[[], object], ranks: int, *, logs: str | Path | None = None) -> None:
+    """Call a function on several ranks of this machine, each in a process of its own, as from a cell of a notebook.
+
+        def train():
+            with shardwise.session(recipe, plan) as run: ...
+
+        shardwise.spawn(train, ranks=2)
+
+    The function travels by cloudpickle, with what it refers to. Its results stay in its processes.
+
+    Args:
+        ranks: number of processes; as many as the plan of its session has.
+        logs: folder for the output of each rank; that of rank 0 is also shown. None is a temporary one, which is kept
+            where a rank fails.
+
+    Raises:
+        RecipeError: the function cannot be sent.
+        RankError: a rank failed, with the reason.
+    """
+    place = Path(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="shardwise-"))
+    with giving({"call": function}) as environment:
+        _run_workers(ranks, ["call", str(place)], place, saves=False, environment=environment, aloud=True)
+    if logs is None:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _trained(
+    given: Given, plan: Plan | None, out: Path, exact_memory: bool, progress: bool | None
+) -> RunRecord:
+    with giving(given.objects) as environment, live_bar(out, given.recipe.steps, progress):
         workers = partial(_run_workers, environment=environment)
         cluster = cluster_of(given.recipe.cluster)
         with preloaded(cluster.world_size, cluster.nodes):
@@ -292,8 +329,9 @@ def _run_workers(
     *,
     saves: bool = True,
     environment: Mapping[str, str] | None = None,
+    aloud: bool = False,
 ) -> None:
-    code, line = run_ranks(processes, arguments, logs, environment, saves=saves)
+    code, line = run_ranks(processes, arguments, logs, environment, aloud=aloud, saves=saves)
     if code == Preempted.exit_code:
         why = "it was asked to stop, and has saved: the same call goes on from there"
         raise RankError("the run stopped", where=str(logs), why=why)

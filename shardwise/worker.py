@@ -1,4 +1,4 @@
-"""One rank of a job: ``python -m shardwise.worker VERB FOLDER [--exact-memory]``.
+"""One rank of a job: ``python -m shardwise.worker VERB FOLDER [--exact-memory]``, or a user's function on a rank.
 
 The launcher, torchrun or srun starts one worker per device of the plan. A worker reads the resolved recipe and the plan
 from the run folder and trains exactly that plan. It never plans.
@@ -22,6 +22,7 @@ from shardwise.core import heartbeat
 from shardwise.core.errors import RankError, ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.core.quiet_torchao import quiet_torchao
+from shardwise.core.user_objects import GIVEN, resolve
 from shardwise.launch.failure import rank_failure
 from shardwise.launch.preload import WAIT, become
 from shardwise.launch.process import World, join
@@ -45,7 +46,7 @@ class PlanFailed(Exception):
 def run_rank(
     verb: str, folder: Path, exact_memory: bool, device: str | None = None, prepare: Prepare | None = None
 ) -> None:
-    """Run one rank of ``verb``: train, verify, or the plain processes of verify (reference).
+    """Run one rank of ``verb``: train, verify, the plain processes of verify (reference), or a function (call).
 
     Args:
         device: "cpu" or "cuda"; needed with ``prepare``.
@@ -57,6 +58,9 @@ def run_rank(
     """
     if verb == "reference":
         _run_references(folder)
+        return
+    if verb == "call":
+        resolve(f"{GIVEN}:call", "spawn")()
         return
     if prepare is None:
         device = "cpu" if read_job(folder)[1].device == "cpu" else "cuda"
@@ -137,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     heartbeat.attach()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     parser = argparse.ArgumentParser(prog="python -m shardwise.worker")
-    parser.add_argument("verb", choices=("train", "verify", "reference"))
+    parser.add_argument("verb", choices=("train", "verify", "reference", "call"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--exact-memory", action="store_true")
     given = parser.parse_args(arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -170,10 +171,14 @@ def test_no_dumping_grounds() -> None:
 
 
 def test_nothing_unpickles_or_evaluates() -> None:
+    """One file writes pickles, for PyTorch's memory viewer."""
     banned = {"pickle", "marshal", "shelve"}
+    writer = (PACKAGE / "core" / "memory_snapshot.py").read_text(encoding="utf-8")
+    assert set(re.findall(r"pickle\.(\w+)", writer)) == {"dumps"}
     for path in FILES:
         for name, node in imported(path):
-            assert name.split(".")[0] not in banned, f"{path}:{node.lineno}"
+            writes = path == PACKAGE / "core" / "memory_snapshot.py"
+            assert name.split(".")[0] not in banned or writes, f"{path}:{node.lineno}"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno}"

@@ -139,7 +139,7 @@ def test_the_ranks_start_again_after_an_oom(
 
     monkeypatch.setattr(planning, "make_plan", planned)
     monkeypatch.setattr(nearest, "nearest_in_words", lambda *arguments: f"use less than {arguments[-1]}")
-    monkeypatch.setattr(training, "finish", lambda folder: folder)
+    monkeypatch.setattr(training, "finish", lambda folder, progress: folder)
     recipe, cluster = read(recipe_file, [])
     if sizes == [2]:
         training.train(recipe, cluster, out, ranks, plan=plan, say=said.append)

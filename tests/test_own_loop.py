@@ -173,7 +173,7 @@ def test_a_ported_loop_is_the_plain_loop(name: str, stage: int, pool: Pool, tmp_
     assert max(abs(a - b) for a, b in zip(losses, first[0], strict=True)) <= limit
     assert losses[-1] < losses[0]
     for parameter, value in expected.items():
-        torch.testing.assert_close(first[1][parameter], value, rtol=0, atol=10 * limit)
+        torch.testing.assert_close(first[1][parameter], value, rtol=0, atol=limit)
 
 
 def test_an_existing_process_group_needs_a_plan(pool: Pool) -> None:

@@ -18,6 +18,7 @@ from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, layout_of, strategy_from
 from tests.harness.covering import Row
+from tests.harness.optimizers import FACTORIES
 from tests.harness.pool import Pool
 from tests.harness.ranks import measured_rank
 from tests.rows import memory
@@ -106,3 +107,15 @@ def agrees(recipe: Recipe, settings: dict[str, Any], world_size: int, pool: Pool
             f"rank {rank}: predicted {predicted:,}, measured {peak:,}, {error:+.1%}"
         )
     return runs[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("optimizer", FACTORIES)
+def test_optimizers_of_whole_matrices_take_the_memory_they_were_planned(
+    optimizer: str, stage: int, pool: Pool
+) -> None:
+    """Under ZeRO a whole parameter, its gradient and its state are gathered for its update: the peak includes them."""
+    section = {"factory": FACTORIES[optimizer], "clip_norm": None}
+    recipe = ledger_recipe(2, {}, optimizer=section, steps=3)
+    agrees(recipe, {"zero_stage": stage, MICRO_BATCH_SIZE.key: 2}, 2, pool)

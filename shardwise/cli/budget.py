@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.common import AsJson, Overrides, RecipeArgument
+from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 from shardwise.jobs.request import read
 
@@ -62,7 +63,8 @@ def command(
 
     judged = _law(asked, unique_tokens)
     measured = noise_of_run(noise) if noise is not None else None
-    found = find_budget(asked, cluster, limit, judged, serve_tokens)
+    with working("planning") as progress:
+        found = find_budget(asked, cluster, limit, judged, serve_tokens, progress)
     trained = to_train(asked, found)
     values = budget_values(found, judged, trained.steps, trained.batch_size, unique_tokens)
     step_tokens = found.plan.step.tokens

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.generate import named_adapters
+from shardwise.cli.spinner import working
 from shardwise.cli.terminal_output import while_read
 from shardwise.core.errors import RecipeError
 
@@ -41,15 +42,16 @@ def command(
 ) -> None:
     """Talk with a model through its chat template, with its adapters. /adapter NAME, /clear and /exit are commands."""
     folders, asked = named_adapters(adapter or [])
-    import torch
+    with working(f"reading {model}"):
+        import torch
 
-    from shardwise.serve.chat import COMMANDS, Conversation
-    from shardwise.serve.sampling import Sampling
-    from shardwise.serve.serving import load_model
+        from shardwise.serve.chat import COMMANDS, Conversation
+        from shardwise.serve.sampling import Sampling
+        from shardwise.serve.serving import load_model
 
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    precision = precision or ("fp32" if place == "cpu" else "bf16")
-    served = load_model(model, folders, tokenizer=tokenizer, precision=precision, device=place)
+        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        precision = precision or ("fp32" if place == "cpu" else "bf16")
+        served = load_model(model, folders, tokenizer=tokenizer, precision=precision, device=place)
     sampling = Sampling(tokens=tokens, temperature=temperature, top_k=None, top_p=top_p, seed=seed)
     conversation = Conversation(served, sampling, system, asked[0] if asked else None)
     if sys.stdin.isatty():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.common import Overrides, RecipeArgument
+from shardwise.cli.spinner import working
 from shardwise.jobs.request import read
 
 if TYPE_CHECKING:
@@ -41,12 +42,16 @@ def command(
     if asked.model.factory is not None:
         what, why = "a factory's data cannot be shown", "it may bring its own, in tensors of its own"
         raise RecipeError(what, where="model.factory", why=why)
-    tokenizer = tokenizer_of(asked.data)
+    with working("reading the data"):
+        tokenizer = tokenizer_of(asked.data)
     console = Console(highlight=False)
     for part in asked.data.parts:
-        opened = open_tokens(part, tokenizer, default_root(), objective=asked.model.objective)
+        with working(f"reading {part.source}"):
+            opened = open_tokens(part, tokenizer, default_root(), objective=asked.model.objective)
         _show(console, opened, part, tokenizer, samples)
-    for sentence in differences(tokenizer, asked.data.tokenizer):
+    with working("comparing with transformers' tokenizer"):
+        found = list(differences(tokenizer, asked.data.tokenizer))
+    for sentence in found:
         console.print(sentence, markup=False, soft_wrap=True, style="yellow")
 
 

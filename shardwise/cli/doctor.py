@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.common import AsJson
+from shardwise.cli.spinner import working
 
 
 def command(
@@ -27,9 +28,10 @@ def command(
     """Print the devices, memory and speeds of this machine, with faults and advice."""
     from rich.console import Console
 
-    from shardwise.doctor.doctor import examine, render
+    with working("measuring this machine"):
+        from shardwise.doctor.doctor import examine, render
 
-    diagnosis = examine(Path.cwd(), link=link or store)
+        diagnosis = examine(Path.cwd(), link=link or store)
     if as_json:
         print(json.dumps(diagnosis.data(), indent=1))
     else:

@@ -1,15 +1,32 @@
-"""``shardwise eval``: the perplexity of a model on any data."""
+"""``shardwise eval``: the perplexity of a model on any data, and tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardwise.cli.common import AsJson
+from shardwise.cli.spinner import working
+from shardwise.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from shardwise.jobs.evaluating import EvaluationOptions
+
+
+TasksOption = Annotated[
+    str | None, typer.Option(help="instead of DATA: tasks of lm-evaluation-harness", metavar="NAME,NAME,…")
+]
+TaskFolderOption = Annotated[
+    Path | None, typer.Option(help="folder of further tasks' YAML files", metavar="DIR")
+]
+ShotsOption = Annotated[
+    int | None, typer.Option(help="examples in a task's prompt; default: the task's", min=0)
+]
+LimitOption = Annotated[int | None, typer.Option(help="examples of each task; default: all", min=1)]
+ChatOption = Annotated[bool, typer.Option("--chat", help="render a task's prompts as chats")]
 
 
 def command(
@@ -17,9 +34,14 @@ def command(
         Path, typer.Argument(help="folder of a run, or of a model in Hugging Face's format", metavar="DIR")
     ],
     data: Annotated[
-        str,
+        str | None,
         typer.Argument(help="stdlib, files, a folder or the id of a dataset, as data.source", metavar="DATA"),
-    ],
+    ] = None,
+    tasks: TasksOption = None,
+    task_folder: TaskFolderOption = None,
+    shots: ShotsOption = None,
+    limit: LimitOption = None,
+    chat: ChatOption = False,
     adapter: Annotated[
         Path | None, typer.Option(help="folder of an adapter to evaluate the model with", metavar="DIR")
     ] = None,
@@ -36,25 +58,54 @@ def command(
     device: Annotated[str, typer.Option(help="such as cpu, cuda or cuda:1")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Print the loss and the perplexity of a model on any data."""
-    from shardwise.jobs.evaluating import EvaluationOptions, perplexity
+    """Print the loss and the perplexity of a model on any data, or its results on tasks."""
+    from shardwise.jobs.evaluating import EvaluationOptions
 
+    if (data is None) == (tasks is None):
+        fix = "shardwise eval DIR DATA, or shardwise eval DIR --tasks NAME"
+        raise RecipeError("give either data or tasks", where="command line", fix=fix)
     named = "adapter" if adapter is not None else "base" if base else None
     folders = (("adapter", adapter),) if adapter is not None else ()
     options = EvaluationOptions(
         named, folders, tokenizer, sequence_length, sequences, batch, precision, device
     )
-    found = perplexity(model, data, options, _show)
+    if data is not None:
+        _perplexity(model, data, options, as_json)
+        return
+    names = [name.strip() for name in str(tasks).split(",") if name.strip()]
+    _tasks(model, names, options, (task_folder, shots, limit, chat), as_json)
+
+
+def _tasks(
+    model: Path,
+    names: list[str],
+    options: EvaluationOptions,
+    how: tuple[Path | None, int | None, int | None, bool],
+    as_json: bool,
+) -> None:
+    with working(f"reading {model}"):
+        from shardwise.jobs.evaluating import TaskOptions, task_results
+    found = task_results(model, names, options, TaskOptions(*how))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for task, metrics in found.items():
+        for metric, value in metrics.items():
+            name, _, rest = metric.partition(" ")
+            error = metrics.get(f"{name}_stderr {rest}".rstrip())
+            if not name.endswith("_stderr"):
+                typer.echo(f"{task}  {metric} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+
+
+def _perplexity(model: Path, data: str, options: EvaluationOptions, as_json: bool) -> None:
+    with working(f"reading {model}") as progress:
+        from shardwise.jobs.evaluating import perplexity
+
+        found = perplexity(
+            model, data, options, lambda done, whole: progress(f"{done:,} of {whole:,} sequences")
+        )
     if as_json:
         typer.echo(json.dumps({**vars(found), "perplexity": found.perplexity}))
         return
     read = f"{found.targets:,} targets in {found.sequences:,} sequences of {found.sequence_length:,} tokens"
     typer.echo(f"loss {found.loss:.4f} nats per target, perplexity {found.perplexity:.4g}, of {read}")
-
-
-def _show(done: int, whole: int) -> None:
-    """A counter on a terminal."""
-    if sys.stderr.isatty():
-        print(
-            f"\r{done:,} of {whole:,} sequences" + "\n" * (done == whole), end="", file=sys.stderr, flush=True
-        )

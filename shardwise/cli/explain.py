@@ -1,16 +1,19 @@
-"""``shardwise explain``: the arithmetic of ZeRO and of training memory, compared with dry runs."""
+"""``shardwise explain``: ZeRO, training memory and activation checkpointing, by arithmetic and by dry runs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardwise.cli.common import AsJson
+from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
+from shardwise.core.json_file import plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,11 +26,16 @@ class Subject(StrEnum):
 
     zero = "zero"
     memory = "memory"
+    checkpointing = "checkpointing"
 
 
 def command(
     subject: Annotated[
-        Subject, typer.Argument(help="zero: stages and ranks; memory: one device", metavar="zero|memory")
+        Subject,
+        typer.Argument(
+            help="zero: stages and ranks; memory: one device; checkpointing: what each value recomputes and keeps",
+            metavar="zero|memory|checkpointing",
+        ),
     ],
     model: Annotated[str | None, typer.Argument(help="preset, folder or Hub id", metavar="MODEL")] = None,
     ranks: Annotated[
@@ -35,11 +43,19 @@ def command(
         typer.Option(help="numbers of ranks; default: 1 to 1,024 as in the paper", metavar="N,N,…"),
     ] = None,
     tokens: Annotated[int, typer.Option(help="tokens of a sequence, for memory", min=1)] = 2048,
+    depth: Annotated[int, typer.Option(help="blocks, for checkpointing", min=2, max=512)] = 16,
+    png: Annotated[
+        Path | None,
+        typer.Option(help="write the picture of blocks over time, for checkpointing", metavar="FILE"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where training memory goes: the ZeRO paper's 16 bytes per parameter, and a dry run's counts."""
     from rich.console import Console
 
+    if subject is Subject.checkpointing:
+        _checkpointing(depth, png, as_json)
+        return
     from shardwise.core.model_state import SIZES
     from shardwise.jobs.explaining import counted, parameters_of
     from shardwise.recipe.presets import PRESETS
@@ -67,6 +83,28 @@ def command(
         _show(Console(), zero_table(model, parameters, states))
     else:
         _show(Console(), memory_table(model, parameters, tokens, states[0], shape))
+
+
+def _checkpointing(depth: int, png: Path | None, as_json: bool) -> None:
+    """Dry runs of one decoder under each value of activation_checkpointing."""
+    with working("dry runs") as progress:
+        from shardwise.jobs.explaining import checkpointed
+
+        found = dict(checkpointed(depth, progress))
+    if png is not None:
+        from shardwise.core.atomic_file import write_whole
+        from shardwise.report.blocks import blocks_through_time
+        from shardwise.report.pictures import png as drawn
+
+        write_whole(png, drawn(blocks_through_time(found)))
+    if as_json:
+        print(json.dumps({name: plain(times) for name, times in found.items()}))
+        return
+    from rich.console import Console
+
+    from shardwise.report.explained import checkpointing_table
+
+    _show(Console(), checkpointing_table(depth, found))
 
 
 def _numbers(text: str | None) -> list[int]:

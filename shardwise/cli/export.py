@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.common import folder
+from shardwise.cli.spinner import working
 
 if TYPE_CHECKING:
     from shardwise.export.export_run import Merge
@@ -66,13 +67,17 @@ def command(
     if base and (run / "config.json").is_file():
         raise RecipeError("--base is for runs", where=str(run), why="it is a model", fix="leave out --base")
     if gguf is not None or target.suffix == ".gguf":
-        made = export_gguf(run, target, (gguf or GgufType.fp16).value, base)
+        with working("writing the model"):
+            made = export_gguf(run, target, (gguf or GgufType.fp16).value, base)
         typer.echo(told_of_file(made.path, made.tensors, made.bytes, made.tokenizer))
         return
     if (run / "config.json").is_file():
-        typer.echo(told_of_writing(export_model(run, target, dtype.value if dtype else None)))
+        with working("writing the model"):
+            copied = export_model(run, target, dtype.value if dtype else None)
+        typer.echo(told_of_writing(copied))
         return
-    written, merged = export_run(run, target, dtype.value if dtype else None, base)
+    with working("writing the model"):
+        written, merged = export_run(run, target, dtype.value if dtype else None, base)
     typer.echo(told_of_writing(written))
     if merged is not None:
         typer.echo(told_of_merge(merged))

@@ -10,6 +10,7 @@ import typer
 
 from shardwise.cli.common import Overrides, folder, run_workers
 from shardwise.cli.init import DataArgument, DeviceOption, Epochs, MethodOption, ModelArgument
+from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ def command(
     device: DeviceOption = None,
 ) -> None:
     """Fine-tune a model: find the devices, choose full, LoRA or QLoRA by the plan, train, name the next commands."""
-    from rich.console import Console
-
     from shardwise.jobs.finetuning import RECIPE, choose, draft, hardware_here
     from shardwise.jobs.request import read
     from shardwise.jobs.training import train
@@ -47,7 +46,7 @@ def command(
         )
         raise RecipeError("started by another launcher", where="finetune", why=why, fix=fix)
     with ExitStack() as stack:
-        with Console(stderr=True).status("reading the data") as status:
+        with working("reading the data") as progress:
             hardware = hardware_here(device.value if device else None)
             stack.enter_context(preloaded(hardware.count))
             if file.is_file():
@@ -56,14 +55,14 @@ def command(
                 _require_same(recipe, model, data, file)
             else:
                 asked = draft(model, data, epochs, hardware)
-                chosen = choose(
-                    asked, method.value if method else None, overrides or (), lambda s: status.update(s)
-                )
+                chosen = choose(asked, method.value if method else None, overrides or (), progress)
                 text, recipe, cluster, plan = chosen
                 out.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, encoding="utf-8")
         typer.echo(f"{file}: the recipe, {'read' if plan is None else 'written'}")
-        train(recipe, cluster, out, run_workers, plan=plan, say=typer.echo)
+        with working() as progress:
+            say = progress.stopping(typer.echo)
+            train(recipe, cluster, out, run_workers, plan=plan, say=say, progress=progress)
     _finish(out, cluster.device.kind != "cpu")
 
 

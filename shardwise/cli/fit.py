@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.common import AsJson
+from shardwise.cli.spinner import working
 
 if TYPE_CHECKING:
     from shardwise.scaling.fit import Fit
@@ -38,8 +39,10 @@ def command(
     from shardwise.scaling.files import law_text
     from shardwise.scaling.fit import fit
 
-    points = points_of(runs)
-    found = fit(points, draws=draws, name=str(out))
+    with working("reading the runs") as progress:
+        points = points_of(runs)
+        progress(f"fitting {draws:,} bootstrap draws")
+        found = fit(points, draws=draws, name=str(out))
     rows = [(point.run, point.parameters, point.tokens, point.loss) for point in points]
     write_whole(out, law_text(found.law, rows).encode("utf-8"))
     write_whole(out.with_suffix(".png"), png(scaling_picture(points, found.law)))

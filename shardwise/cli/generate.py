@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.spinner import working
 from shardwise.cli.terminal_output import while_read
 from shardwise.core.errors import RecipeError
 
@@ -66,7 +67,6 @@ def command(
     folders, asked = named_adapters(adapter or [])
     from shardwise.serve.requests import Request, read_requests
     from shardwise.serve.sampling import Sampling
-    from shardwise.serve.serving import load_model
 
     options = (tokens, temperature, top_k, top_p, repetition_penalty, tuple(stop or ()), past_end, seed)
     sampling = Sampling(*options)
@@ -74,7 +74,10 @@ def command(
     wanted = [Request(text, name, sampling) for text in prompt or [""] for name in names]
     if requests is not None:
         wanted = read_requests(requests, sampling)
-    served = load_model(model, folders, tokenizer=tokenizer, precision=precision, device=device)
+    with working(f"reading {model}"):
+        from shardwise.serve.serving import load_model
+
+        served = load_model(model, folders, tokenizer=tokenizer, precision=precision, device=device)
     _show(served, wanted, batch, as_json)
 
 

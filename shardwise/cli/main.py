@@ -1,11 +1,13 @@
 """The command ``shardwise`` and its verbs. ``failure.py`` turns their exceptions into a line and an exit code.
 
 Verbs import torch only when they need it. A recipe is read and checked before, so a typing mistake costs a fraction of
-a second. typer's own ``main`` is not used: it turns an interruption and a closed pipe into exit codes silently.
+a second. typer's own ``main`` answers shells that complete a line, and nothing else: it turns an interruption and a
+closed pipe into exit codes silently.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -34,6 +36,7 @@ from shardwise.cli import (
     schema,
     train,
     verify,
+    watch,
 )
 from shardwise.cli.failure import guarded
 from shardwise.cli.terminal_output import dropped_output, keep_writing
@@ -43,7 +46,6 @@ from shardwise.core.quiet_torchao import quiet_torchao
 app = typer.Typer(
     name="shardwise",
     help="Plans a strategy that fits, says why, and trains exactly that plan.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for verb in (
@@ -60,6 +62,7 @@ for verb in (
     merge,
     quantize,
     report,
+    watch,
     budget,
     fit,
     from_,
@@ -90,9 +93,15 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """The exception that typer raises for a wrong command line: from click, or from typer's own copy of click."""
 
 
+COMPLETION = "_SHARDWISE_COMPLETE"
+"""Set by the scripts of ``--install-completion`` and ``--show-completion``: a shell asks what may follow."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one verb and exit with the contract's code: 0, 2 to 7, or 75. 130 after an interruption."""
     keep_writing()
+    if COMPLETION in os.environ:
+        typer.main.get_command(app).main(prog_name="shardwise")
     code = run(sys.argv[1:] if arguments is None else arguments)
     if code == 0 and (lost := dropped_output()) is not None:
         fix = "make room, and run the command again"

@@ -9,6 +9,7 @@ import typer
 
 from shardwise.cli.common import folder
 from shardwise.cli.export import Dtype, told_of_merge, told_of_writing
+from shardwise.cli.spinner import working
 
 
 def command(
@@ -27,8 +28,11 @@ def command(
 
     kind = dtype.value if dtype else None
     if undo:
-        typer.echo(told_of_writing(unmerge(base, adapter, out, kind)))
+        with working("taking the adapter out"):
+            found = unmerge(base, adapter, out, kind)
+        typer.echo(told_of_writing(found))
         return
-    written, merged = merge(base, adapter, out, kind)
+    with working("merging"):
+        written, merged = merge(base, adapter, out, kind)
     typer.echo(told_of_writing(written))
     typer.echo(told_of_merge(merged))

@@ -60,6 +60,7 @@ class _Options:
     top: int | None
     explain: bool
     html: Path | None
+    snapshot: Path | None
 
 
 def command(
@@ -79,6 +80,10 @@ def command(
         bool, typer.Option("--explain", help="show which remedies fit, from more sharding to LoRA, and why")
     ] = False,
     html: Annotated[Path | None, typer.Option(help="write the plan as one HTML page", metavar="FILE")] = None,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(help="write the planned step for PyTorch's memory viewer (memory_viz)", metavar="FILE"),
+    ] = None,
     objective: ForOption = None,
     within: WithinOption = None,
     serve: Annotated[
@@ -117,7 +122,7 @@ def command(
     if objective is not None and not fewest:
         overrides = [*(overrides or ()), f"plan.objective={objective.value}"]
     asked, cluster = _read(recipe, overrides or [], model, world)
-    _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, html))
+    _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, html, snapshot))
 
 
 def _read(recipe: Path, overrides: list[str], model: str | None, world: str | None) -> tuple[Recipe, Cluster]:
@@ -176,6 +181,11 @@ def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
         from shardwise.report.run import write_plan_page
 
         write_plan_page(plan, dump_recipe(asked), options.html, answer, advice, options.name)
+    if options.snapshot is not None:
+        from shardwise.core.atomic_file import write_whole
+        from shardwise.jobs.planning import planned_snapshot
+
+        write_whole(options.snapshot, planned_snapshot(asked, cluster, plan))
     refuse_unfit(plan, advice)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.common import folder
+from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 
 
@@ -23,19 +24,22 @@ def command(
     ] = None,
 ) -> None:
     """Write one self-contained HTML page and its pictures into the run's folder; of several runs, a comparison."""
-    from shardwise.report.compare import write_comparison
-    from shardwise.report.record import read_run
-    from shardwise.report.run import write_report
-    from shardwise.report.step_times import step_sentences
-
     if len(folders) > 1:
         page = out or Path("compare.html")
-        write_comparison(folders, page)
+        with working("drawing the page"):
+            from shardwise.report.compare import write_comparison
+
+            write_comparison(folders, page)
         typer.echo(f"comparison: {page}")
         return
     if out is not None:
         raise RecipeError("--out is for several runs", where="command line", fix="leave it out")
-    page, run = write_report(folders[0]), read_run(folders[0])
+    with working("drawing the page"):
+        from shardwise.report.record import read_run
+        from shardwise.report.run import write_report
+        from shardwise.report.step_times import step_sentences
+
+        page, run = write_report(folders[0]), read_run(folders[0])
     for sentence in step_sentences(run.plan, run.outcome):
         typer.echo(sentence)
     typer.echo(f"report: {page}")

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.common import Overrides, RecipeArgument, folder, run_workers
+from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 from shardwise.jobs.request import read
 from shardwise.launch.placement import launched_by
@@ -40,8 +41,9 @@ def command(
         from shardwise.jobs.training import train
         from shardwise.launch.launcher import preloaded
 
-        with preloaded(cluster.world_size, cluster.nodes):
-            train(wanted, cluster, out, run_workers, exact_memory=exact_memory, say=typer.echo)
+        with preloaded(cluster.world_size, cluster.nodes), working() as progress:
+            say = progress.stopping(typer.echo)
+            train(wanted, cluster, out, run_workers, exact_memory=exact_memory, say=say, progress=progress)
         return
     from shardwise.cli.under_launcher import train_as_rank  # loads torch
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.common import AsJson, Overrides, RecipeArgument, run_workers
+from shardwise.cli.spinner import working
 from shardwise.core.errors import NumericsError
 from shardwise.jobs.request import read
 
@@ -25,7 +26,8 @@ def command(
     asked = read(recipe, overrides or [])
     from shardwise.jobs.verifying import verify
 
-    plan, verdict = verify(*asked, run_workers, steps=steps)
+    with working() as progress:
+        plan, verdict = verify(*asked, run_workers, steps=steps, progress=progress)
     typer.echo(json.dumps(verdict.as_dict()) if as_json else _table(plan.line, verdict))
     if not verdict.passed:
         raise NumericsError(

@@ -41,7 +41,7 @@ class Start:
         """The start that this process makes."""
         return cls(
             datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            shlex.join([_program(Path(sys.argv[0])), *sys.argv[1:]]),
             platform.node(),
             _commit(),
             dict(_versions()),
@@ -70,6 +70,11 @@ def starts(folder: Path) -> list[Start]:
                 if all(isinstance(text, str) for text in texts) and isinstance(start.versions, dict):
                     found.append(start)
     return found
+
+
+def _program(path: Path) -> str:
+    """The name of a program; of a package that Python runs with -m, the package's."""
+    return path.parent.name if path.name == "__main__.py" else path.name
 
 
 def _commit() -> str:

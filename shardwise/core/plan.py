@@ -14,11 +14,14 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from shardwise.core.block_times import BlockTimes
 from shardwise.core.errors import DataError
 from shardwise.core.json_file import Count, Finite, Seconds, Size, plain, read_json, text_of, written_as
 from shardwise.core.ledger import Ledger
+from shardwise.core.notebook_html import card
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.core.timetable import Timetable
+from shardwise.core.units import format_bytes, format_count, format_seconds
 
 StrategyValues = Annotated[
     Strategy, written_as(dict[str, Any], Strategy, lambda strategy: dict(strategy.values))
@@ -112,6 +115,25 @@ class TimelinePoint:
 
 
 @dataclass(frozen=True)
+class AllocationSite:
+    """Tensors that one module and operation allocated and that are in memory at the peak.
+
+    Attributes:
+        row: of the ledger; "" for the sites that are too small to be listed.
+        phase: in which they were allocated.
+        module: with ``*`` for numbers of blocks; "" outside of modules.
+        operation: of PyTorch's dispatcher, such as ``aten::mm``.
+    """
+
+    row: str
+    phase: str
+    module: str
+    operation: str
+    tensors: Size
+    bytes: Size
+
+
+@dataclass(frozen=True)
 class PlannedPeak:
     """The highest instant of the rank that needs most: its memory, the rank, the phase and the module."""
 
@@ -161,6 +183,8 @@ class Plan:
         assumptions: values from tables, which were not counted.
         layout: the mesh over all devices.
         pipeline: the schedule with the seconds of its passes, when there is a pipeline.
+        sites: what was counted at the peak, by allocation site; () in files of earlier versions.
+        blocks: which block runs when in the first micro-batch, and what it keeps.
     """
 
     strategy: StrategyValues
@@ -185,6 +209,8 @@ class Plan:
     layout: Degrees
     devices_per_node: Count
     pipeline: Timetable | None
+    sites: tuple[AllocationSite, ...] = ()
+    blocks: BlockTimes | None = None
 
     @property
     def fits(self) -> bool:
@@ -194,6 +220,20 @@ class Plan:
     def predicted_allocated(self, rank: int) -> int:
         """Predicted peak of ``rank``; one that was not dry-run holds no more than the nearest before it that was."""
         return self.allocated_bytes[max(known for known in self.allocated_bytes if known <= rank)]
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook: what it needs, how long a step takes, and the ledger at the peak."""
+        room, step = self.capacity_bytes, self.step
+        verdict = "fits" if self.fits else "does not fit"
+        facts = [
+            f"{format_bytes(self.peak.bytes)} of {format_bytes(room)}: {verdict}",
+            f"{format_seconds(step.seconds)} per step of {format_count(step.tokens)} tokens, predicted",
+            f"{format_count(self.parameters)} parameters on {self.cluster}",
+            *self.reasons,
+        ]
+        rows = sorted(((size, row) for row, size in self.ledger.as_dict().items() if size), reverse=True)
+        bars = [(row.replace("_", " "), format_bytes(size), size / rows[0][0]) for size, row in rows]
+        return card("Plan", self.line, facts, bars)
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``plan --json`` prints and ``plan.json`` holds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import Field
@@ -43,6 +43,7 @@ class StepRecord:
         rewinds: how often the run had gone back before this step.
         loss_scale: the factor of fp16's loss; None without one.
         peak_bytes: highest memory of rank 0 so far, as far as it was measured.
+        held_out_losses: of the named validation sets.
         compile_seconds: of compiling kernels in this step.
     """
 
@@ -61,6 +62,7 @@ class StepRecord:
     processed_per_second: float | None = None
     loss_scale: float | None = None
     peak_bytes: Size | None = None
+    held_out_losses: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,34 @@ class PassesRecord:
 
 @dataclass(frozen=True)
 class PhasesRecord:
-    """Seconds of one step on rank 0: forward, backward, optimizer, and communication where that was timed apart."""
+    """Seconds of one step: forward, backward, optimizer, and communication where that was timed apart.
+
+    Attributes:
+        seconds: of rank 0.
+        ranks: of every rank, in order; () in reports of earlier versions.
+    """
 
     step: Size
     seconds: Mapping[str, Seconds]
+    ranks: tuple[Mapping[str, Seconds], ...] = ()
+
+
+@dataclass(frozen=True)
+class GradientHistogram:
+    """Rank 0's gradients of one step in fp16 by size, scaled as they were computed.
+
+    Attributes:
+        lowest: exponent of the first count: |g| in [2^lowest, 2^(lowest + 1)), and what is smaller.
+        counts: of values by exponent.
+        non_finite: overflowed values.
+    """
+
+    step: Size
+    loss_scale: Annotated[float, Field(gt=0)]
+    lowest: int
+    counts: tuple[Size, ...]
+    zeros: Size
+    non_finite: Size
 
 
 @dataclass(frozen=True)
@@ -126,6 +152,8 @@ class Outcome:
         sample: text from the model.
         passes: the measured passes of a pipeline.
         phases: the measured seconds of a step by phase; None if the run was too short.
+        held_out_losses: the last ones of the named validation sets.
+        gradients: their sizes in a step; None without loss scaling.
     """
 
     ranks: Annotated[tuple[RankMemory, ...], Field(min_length=1)]
@@ -142,6 +170,8 @@ class Outcome:
     world_size: Size = 0
     passes: PassesRecord | None = None
     phases: PhasesRecord | None = None
+    held_out_losses: Mapping[str, float] = field(default_factory=dict)
+    gradients: GradientHistogram | None = None
 
     @property
     def worst(self) -> RankMemory:

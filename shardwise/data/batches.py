@@ -13,7 +13,7 @@ because slicing a memory-mapped file takes microseconds. User datasets with slow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardwise.data.masking import Masking
 from shardwise.data.mixing import MixedOrder, MixedSamples
@@ -22,6 +22,8 @@ from shardwise.data.shuffle import samples_of_step
 from shardwise.data.tokenizer import Tokenizer
 
 _HELD_OUT_SEED = 0
+OWN = ""
+"""The validation set that is held out of the training data; others have names."""
 
 
 class Data:
@@ -46,16 +48,18 @@ class Data:
         evaluation_sequences: int,
         masking: Masking | None = None,
         order: MixedOrder | None = None,
+        sets: Mapping[str, Samples] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
         self.vocab = tokenizer.vocab if tokenizer else None
-        self._train, self._held_out = train, held_out
+        self._train = train
         self._batch_size, self._seed, self._masking = batch_size, seed, masking
         self._order = order
         sides = train.sources if isinstance(train, MixedSamples) else [train]
         self._streams = [side.windows if isinstance(side, StreamedSamples) else None for side in sides]
-        self._evaluation = min(evaluation_sequences, len(held_out))
+        self._sets: dict[str, Samples] = {OWN: held_out, **(sets or {})}
+        self._evaluation = evaluation_sequences
 
     @property
     def train_sequences(self) -> int:
@@ -65,7 +69,12 @@ class Data:
     @property
     def held_out_sequences(self) -> int:
         """Validation (held-out) samples; 0 if the recipe holds none out or the data is a single sequence."""
-        return len(self._held_out)
+        return len(self._sets[OWN])
+
+    @property
+    def validation_sets(self) -> list[str]:
+        """The names of the sets that have samples: OWN, and those of the recipe."""
+        return [name for name, samples in self._sets.items() if len(samples)]
 
     def samples(self, step: int) -> list[int]:
         """The `batch_size` sample numbers of optimizer step `step`, which counts from 0."""
@@ -102,18 +111,20 @@ class Data:
         slots = deal(self._batch_size, rank, degree, micro_batch_size)
         return self._batches(self._train, self.samples(step), ("train", self._seed, step), slots)
 
-    def held_out(self, index: int, rank: int, degree: int, micro_batch_size: int) -> list[Batch]:
-        """The micro-batches of validation `index`, assigned to ranks like those of a step.
+    def held_out(
+        self, index: int, rank: int, degree: int, micro_batch_size: int, name: str = OWN
+    ) -> list[Batch]:
+        """The micro-batches of validation `index` of a set, assigned to ranks like those of a step.
 
         The held-out samples are shuffled once, so that a few samples represent many documents. Evaluation 0 uses the
         first `evaluation.sequences` of them (all, if there are fewer), evaluation 1 the next, and so on, cyclically.
         The recipe's seed and the step do not change the samples of an index. The list is empty if nothing is held out.
         """
-        samples: list[int] = []
-        if self._evaluation:
-            samples = samples_of_step(index, self._evaluation, len(self._held_out), _HELD_OUT_SEED)
+        side, samples = self._sets[name], list[int]()
+        if count := min(self._evaluation, len(side)):
+            samples = samples_of_step(index, count, len(side), _HELD_OUT_SEED)
         slots = deal(len(samples), rank, degree, micro_batch_size)
-        return self._batches(self._held_out, samples, ("held out", _HELD_OUT_SEED, index), slots)
+        return self._batches(side, samples, ("held out", _HELD_OUT_SEED, index), slots)
 
     def _batches(
         self, side: Samples, samples: list[int], step: tuple[str, int, int], slots: list[list[int | None]]

@@ -24,7 +24,15 @@ from shardwise.data.samples import (
     TokenSamples,
     fingerprint_of,
 )
-from shardwise.data.text import Examples, Opened, PairExamples, StreamedText, open_tokens, tokenizer_of
+from shardwise.data.text import (
+    Examples,
+    Opened,
+    PairExamples,
+    StreamedText,
+    named_sets,
+    open_tokens,
+    tokenizer_of,
+)
 from shardwise.data.tokenizer import Tokenizer, mask_token
 from shardwise.recipe.sections import DataSpec, Recipe
 
@@ -71,6 +79,7 @@ def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path |
         evaluation_sequences=recipe.evaluation.sequences,
         masking=masking,
         order=order,
+        sets={} if tokenizer is None else _sets(recipe, tokenizer, cache or default_root()),
     )
 
 
@@ -78,6 +87,15 @@ def _mixed_order(sides: list[Samples], weights: list[float], seed: int) -> Mixed
     streams = {index: side.windows for index, side in enumerate(sides) if isinstance(side, StreamedSamples)}
     sizes = [streams[i].sequences if i in streams else len(side) for i, side in enumerate(sides)]
     return MixedOrder(sizes, weights, seed, streams)
+
+
+def _sets(recipe: Recipe, tokenizer: Tokenizer, root: Path) -> dict[str, Samples]:
+    """All samples of the recipe's named validation sets."""
+    found = {}
+    for name, spec in named_sets(recipe).items():
+        opened = open_tokens(spec, tokenizer, root, objective=recipe.model.objective)
+        found[name] = samples_of(opened, tokenizer, spec.packing)[0]
+    return found
 
 
 def _of_text(

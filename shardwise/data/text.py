@@ -284,6 +284,15 @@ def _open_pairs(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> PairExam
     return PairExamples(cache, encoder, train, held_out)
 
 
+def named_sets(recipe: Recipe) -> dict[str, DataSpec]:
+    """The section of each of ``evaluation.sets``: the run's own with another source, of which nothing is held out."""
+    own = {"mixture": None, "held_out": 0.0, "format": "auto"}
+    return {
+        name: recipe.data.model_copy(update={**own, "source": source})
+        for name, source in recipe.evaluation.sets.items()
+    }
+
+
 def check_data(recipe: Recipe) -> list[str]:
     """Check a recipe's data before anything else starts, once per run; the tokens stay in the cache.
 
@@ -298,4 +307,6 @@ def check_data(recipe: Recipe) -> list[str]:
     for spec in recipe.data.parts:
         opened = open_tokens(spec, tokenizer, default_root(), verify=True, objective=objective)
         said += [] if isinstance(opened, Text) and not recipe.data.mixture else opened.sentences(spec)
+    for spec in named_sets(recipe).values():
+        open_tokens(spec, tokenizer, default_root(), verify=True, objective=objective)
     return said

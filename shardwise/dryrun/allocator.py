@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from shardwise.core.units import MiB
@@ -150,6 +151,18 @@ class CachingAllocator:
         self.allocated -= block.size
         self._merge(block)
         block.pool.put(block)
+
+    def segments(self, allocated: Iterable[MemoryBlock]) -> Iterator[tuple[int, bool, MemoryBlock]]:
+        """The stream, the pool (whether the small one) and the first block of every segment.
+
+        Args:
+            allocated: all allocated blocks.
+        """
+        streams = {id(pool): key for key, pool in self._pools.items()}
+        free = (block for pool in self._pools.values() for _, _, block in pool.blocks)
+        firsts = {id(first): first for first in map(_first, (*allocated, *free))}
+        for first in sorted(firsts.values(), key=lambda block: block.address):
+            yield *streams[id(first.pool)], first
 
     # -- finding ------------------------------------------------------------------------------------
 
@@ -329,6 +342,13 @@ def segment_size(size: int) -> int:
     if size < MIN_OWN_SEGMENT:
         return LARGE_SEGMENT
     return -(-size // SEGMENT_STEP) * SEGMENT_STEP
+
+
+def _first(block: MemoryBlock) -> MemoryBlock:
+    """The first block of the segment."""
+    while block.previous is not None:
+        block = block.previous
+    return block
 
 
 def _reach(block: MemoryBlock) -> int:

@@ -52,6 +52,14 @@ class RunningModule:
         for handle in self._handles:
             handle.remove()
 
+    def named(self, module: nn.Module) -> str:
+        """The name of a module of the model; "" for another one."""
+        return self._names.get(module, "")
+
+    def calls(self) -> bool:
+        """Whether a module runs forward, in the forward pass or again, rather than backward."""
+        return bool(self._stack)
+
     def name(self) -> str:
         """The innermost running module; "" outside of every module."""
         if self._stack:

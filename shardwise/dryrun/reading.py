@@ -55,10 +55,10 @@ def _phase_end(time: int, tracker: Tracker) -> int:
     return starts[index] if index < len(starts) else tracker.now
 
 
-def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, Peak]:
-    """The peak of device memory (or host memory) in every phase since a time."""
+def highest(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, tuple[int, int]]:
+    """The highest level of device memory (or host memory) in every phase since a time: (bytes, time)."""
     changes = _changes(tracker, on_host)
-    best: dict[str, tuple[int, int]] = {}  # phase -> (bytes, time)
+    best: dict[str, tuple[int, int]] = {}
     starts = [start for start, _ in tracker.phases]
     workspaces = {} if on_host else dict(tracker.workspaces)
     total = 0
@@ -70,6 +70,12 @@ def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, 
         now = total + workspaces.get(time, 0)
         if now > best.get(phase, (-1, 0))[0]:
             best[phase] = (now, time)
+    return best
+
+
+def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, Peak]:
+    """The peak of device memory (or host memory) in every phase since a time."""
+    workspaces = {} if on_host else dict(tracker.workspaces)
     held = _allocations(tracker, on_host)
     names = {a.born: (a.where or f"the loss ({a.operation})") for a in held}
     return {
@@ -78,7 +84,7 @@ def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, 
             phase,
             _latest(names, time),
         )
-        for phase, (_, time) in best.items()
+        for phase, (_, time) in highest(tracker, since, on_host).items()
     }
 
 

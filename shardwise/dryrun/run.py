@@ -11,17 +11,23 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from shardwise.core.block_times import BlockTimes
 from shardwise.core.cost import Collective, StepCost
 from shardwise.core.ledger import Ledger, Peak
+from shardwise.core.plan import AllocationSite
 from shardwise.core.strategy import Strategy
+from shardwise.dryrun.block_times import block_times
 from shardwise.dryrun.counting import dtype_name
 from shardwise.dryrun.modules import RunningModule
 from shardwise.dryrun.moments import MemoryMoments, moments
 from shardwise.dryrun.reading import Sample, ledger_at, peaks, timeline
 from shardwise.dryrun.replay import Replay, Trace
+from shardwise.dryrun.sites import sites_at_peak
+from shardwise.dryrun.snapshot import memory_snapshot
 from shardwise.dryrun.tally import Tally
 from shardwise.dryrun.target import TARGETS, Target
 from shardwise.dryrun.tracker import Tracker, axis_names
@@ -66,6 +72,9 @@ class DryRun:
         place: this rank's place on an axis whose ranks hold different blocks, if there is one.
         pass_bytes: with a place, activations that the first micro-batch's forward pass leaves for its backward pass.
         moments: memory at every moment, where it was asked for.
+        sites: memory at the peak by allocation site; () without history.
+        snapshot: for PyTorch's memory viewer, where it was asked for.
+        blocks: which block ran when, in the first micro-batch; None without history.
         host: the peak of this rank's host memory, if it is separate from device memory.
         disk_bytes: what this rank reserves on a disk.
         saved_bytes: what this rank writes of a checkpoint.
@@ -90,6 +99,9 @@ class DryRun:
     place: Place | None = None
     pass_bytes: int = 0
     moments: MemoryMoments | None = None
+    sites: tuple[AllocationSite, ...] = ()
+    snapshot: Mapping[str, Any] | None = None
+    blocks: BlockTimes | None = None
 
     @property
     def peak(self) -> Peak:
@@ -111,6 +123,7 @@ def dry_run(
     reduced: Reduced = WHOLE_STEP,
     history: bool = True,
     with_moments: bool = False,
+    with_snapshot: bool = False,
 ) -> DryRun:
     """Run one optimizer step as ``rank`` without allocating anything.
 
@@ -118,6 +131,7 @@ def dry_run(
         depth: number of blocks instead of the model's own.
         reduced: run less than a whole step. The default runs enough micro-batches to reach the peak of all.
         history, with_moments: whether to replay the allocator, and to name the memory at every moment.
+        with_snapshot: whether to make a memory snapshot.
     """
     world_size = cluster.world_size
     count = micro_batches(strategy, layout_of(strategy, world_size), recipe.batch_size)
@@ -131,15 +145,9 @@ def dry_run(
         tracker = _tracker(site, target, modules)
         fake = StaticFakeMode(allow_non_fake_inputs=True)
         with torch.random.fork_rng(devices=[]), fake, tracker.watching(), target.kernels(), modules:
-            run = materialise(site, torch.device("cpu"))
-            _tag_state(run, tracker)
-            copies = host_copies(run)
-            tracker.tag(copies, "overhead")
-            few = run.passes.representative_count(count, reduced.micro_batches)
-            batches = _fake_batches(run, strategy, recipe, (few, count), tracker)
-            start = tracker.now
-            entries = _counted_step(run, batches[:few], tracker)
+            run, few, start, entries = _tracked_step(site, recipe, strategy, (count, reduced), tracker)
         trace = _trace(tracker, start, cluster) if history and target.caches else None
+        names = [modules.named(block) for block in site.view.blocks]
     return DryRun(
         rank,
         peaks(tracker, since=start),
@@ -159,6 +167,9 @@ def dry_run(
         place=place,
         pass_bytes=_pass_bytes(tracker, entries) if place is not None and history else 0,
         moments=moments(tracker, start, depth) if with_moments else None,
+        sites=sites_at_peak(tracker, start) if history else (),
+        blocks=block_times(tracker, start, names) if history else None,
+        snapshot=memory_snapshot(tracker, options_in(cluster.device.kind)) if with_snapshot else None,
     )
 
 
@@ -174,7 +185,8 @@ def _tracker(site: Site, target: Target, modules: RunningModule) -> Tracker:
     """One that knows the mesh axis of every group."""
     mesh = site.context.mesh
     axes = [(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or ()]
-    tracker = Tracker(axis_names([*axes, *site.options.groups]), target.workspace, target.kept, modules.name)
+    groups = axis_names([*axes, *site.options.groups])
+    tracker = Tracker(groups, target.workspace, target.kept, modules.name, modules.calls)
     if site.context.layout.world_size > 1:
         # The trainer asks all ranks together: whether to stop, say.
         tracker.groups.add(default_group().group_name)
@@ -219,6 +231,28 @@ def _tag_state(run: Run, tracker: Tracker) -> None:
     tracker.tag(run.passes.weight_copies, "master_weights" if masters else "parameters")
     for state in run.optimizer.state.values():
         tracker.tag((v for v in state.values() if isinstance(v, torch.Tensor)), "optimizer_state")
+
+
+def _tracked_step(
+    site: Site, recipe: Recipe, strategy: Strategy, whole: tuple[int, Reduced], tracker: Tracker
+) -> tuple[Run, int, int, list[int]]:
+    """Build and run one step within the tracker.
+
+    Args:
+        whole: the micro-batches of a step, and how far to reduce it.
+
+    Returns:
+        The run, the micro-batches that were run, when the step began, and when its passes did.
+    """
+    count, reduced = whole
+    run = materialise(site, torch.device("cpu"))
+    _tag_state(run, tracker)
+    copies = host_copies(run)
+    tracker.tag(copies, "overhead")
+    few = run.passes.representative_count(count, reduced.micro_batches)
+    batches = _fake_batches(run, strategy, recipe, (few, count), tracker)
+    start = tracker.now
+    return run, few, start, _counted_step(run, batches[:few], tracker)
 
 
 def _fake_batches(

@@ -76,7 +76,8 @@ class Allocation:
     """One lifetime of one storage, from an allocation to its free.
 
     Times count tracker events. ``stream`` 0 is the default stream. ``on_host`` marks host memory, which takes no
-    device memory (runtime/offload/host.py).
+    device memory (runtime/offload/host.py). ``called`` marks those of a module's forward call, also in the backward
+    phase.
     """
 
     size: int
@@ -90,6 +91,7 @@ class Allocation:
     died: int | None = None
     on_host: bool = False
     micro_batch: int | None = None
+    called: bool = False
 
 
 @dataclass(eq=False)
@@ -116,6 +118,7 @@ class Tracker(DispatchMode):
             dryrun/target.py.
         kept: bytes that a library keeps for every distinct call of a kernel, from its name and result.
         where: returns the name of the running module.
+        calls: returns whether it runs forward.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Tracker(DispatchMode):
         workspace: Callable[[str, int], int],
         kept: Callable[[str, Any], int],
         where: Callable[[], str],
+        calls: Callable[[], bool] = bool,
     ) -> None:
         super().__init__()
         self.allocations: list[Allocation] = []
@@ -140,7 +144,7 @@ class Tracker(DispatchMode):
         self._workspace = workspace
         self._kept = kept
         self._seen: set[tuple[Any, ...]] = set()
-        self._where = where
+        self._where, self._calls = where, calls
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self._living: dict[int, Allocation] = {}
         self._origins: dict[int, StorageOrigin] = {}
@@ -188,6 +192,7 @@ class Tracker(DispatchMode):
             self._stream(),
             on_host=on_host,
             micro_batch=current_micro_batch(),
+            called=self._calls(),
         )
         self.allocations.append(allocation)
         self._living[key] = allocation

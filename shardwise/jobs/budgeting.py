@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardwise.core.errors import DataError
 from shardwise.core.plan import Plan
+from shardwise.core.progress import Progress, silent
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import make_plan
 from shardwise.recipe.presets import Dimensions
@@ -22,12 +23,18 @@ _UTILISATION = 0.4
 
 
 def find_budget(
-    recipe: Recipe, cluster: Cluster, limit: Limit, law: Law, served: float = 0.0
+    recipe: Recipe,
+    cluster: Cluster,
+    limit: Limit,
+    law: Law,
+    served: float = 0.0,
+    progress: Progress = silent,
 ) -> BudgetChoice:
     """The size of the recipe's family with the lowest loss within the budget; loads torch.
 
     Args:
         served: tokens to serve later, for which a smaller model is trained longer to the same loss; 0 for none.
+        progress: gets a line for every size that is planned.
 
     Raises:
         RecipeError: the recipe's model is not a native decoder.
@@ -35,6 +42,8 @@ def find_budget(
     """
 
     def planned(dimensions: Dimensions) -> Plan:
+        size = f"{dimensions.layers} layers of width {dimensions.width:,}"
+        progress(f"planning {size}")
         return make_plan(of_size(recipe, dimensions), cluster)
 
     rate = _UTILISATION * cluster.world_size * cluster.device.peak_flops("bf16")

@@ -1,9 +1,10 @@
-"""Model state of a model under ZeRO, counted by dry runs (core/model_state.py has the paper's arithmetic)."""
+"""Model state under ZeRO (core/model_state.py has the paper's arithmetic), and recomputed blocks, by dry runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from shardwise.core.block_times import BlockTimes
 from shardwise.core.model_state import CountedState, state_bytes
 from shardwise.core.progress import Progress, silent
 from shardwise.recipe.load import recipe_of
@@ -13,6 +14,28 @@ from shardwise.recipe.sections import Recipe
 PER_NODE = 8
 TOKENS = 128
 """Tokens of a sequence in the dry runs of ``counted``: model state does not depend on them."""
+
+
+CHECKPOINTING = ("none", "selective", "full", "every:2", "sqrt", "recursive:1", "recursive:3")
+"""The values of activation_checkpointing that are shown; recursive:1 is the memory-poor extreme."""
+
+
+def checkpointed(depth: int, progress: Progress = silent) -> Iterator[tuple[str, BlockTimes]]:
+    """One micro-batch of a small decoder under each of CHECKPOINTING, by dry runs."""
+    from shardwise.dryrun.run import dry_run
+    from shardwise.hardware.cluster import cluster_of
+    from shardwise.model.open import blueprint_of
+    from shardwise.technique import strategy_from
+
+    model = {"layers": depth, "width": 64, "heads": 2, "ffn": 176, "vocab": 256}
+    values = {"model": model, "data": {"sequence_length": 64}, "steps": 1, "batch_size": 1}
+    recipe = recipe_of({**values, "cluster": {"devices_per_node": 1}})
+    for name in CHECKPOINTING:
+        progress(f"activation_checkpointing: {name}")
+        strategy = strategy_from({"activation_checkpointing": name, "micro_batch_size": 1})
+        found = dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
+        assert found.blocks is not None
+        yield name, found.blocks
 
 
 def asked_recipe(model: str, tokens: int = TOKENS, batch: int = 1) -> Recipe:

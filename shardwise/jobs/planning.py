@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.manifest import committed
 from shardwise.core.errors import ResourceError
+from shardwise.core.memory_snapshot import snapshot_bytes
 from shardwise.core.plan import Plan
 from shardwise.core.progress import Progress, silent
 from shardwise.core.strategy import Strategy
@@ -54,6 +55,18 @@ def make_plan(
         return plan_for(recipe, blueprint_of(recipe), cluster, compare=compare, progress=progress)
 
     return remembered(recipe, cluster, compare, make)
+
+
+def planned_snapshot(recipe: Recipe, cluster: Cluster, plan: Plan) -> bytes:
+    """The planned step of the rank that needs most memory, for PyTorch's memory viewer: one more dry run."""
+    from shardwise.dryrun.run import dry_run
+    from shardwise.model.open import blueprint_of
+
+    run = dry_run(
+        recipe, blueprint_of(recipe), plan.strategy, cluster, rank=plan.peak.rank, with_snapshot=True
+    )
+    assert run.snapshot is not None
+    return snapshot_bytes(run.snapshot)
 
 
 def refuse_unfit(plan: Plan, remedies: FitAdvice | None = None) -> None:
@@ -111,7 +124,7 @@ def _way_out(remedies: FitAdvice | None) -> str:
 
 
 def plan_remembering(
-    recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None = None
+    recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None = None, progress: Progress = silent
 ) -> tuple[Plan, list[str]]:
     """The plan, with the smaller micro-batch that the folder's ``oom.json`` asks for.
 
@@ -121,7 +134,7 @@ def plan_remembering(
     Returns:
         The plan, and the sentences that say why its micro-batch is smaller.
     """
-    plan = plan or make_plan(recipe, cluster)
+    plan = plan or make_plan(recipe, cluster, progress=progress)
     record = read_record(folder)
     if record is None or not record.applies_to(plan.strategy, plan.world_size):
         return plan, []

@@ -100,9 +100,13 @@ class Session:
         self._state, self._loss = TrainState(self._state.step + 1, tokens), None
         return result
 
-    def evaluate(self) -> float:
-        """The validation loss in nats per target; NaN without held-out data."""
-        return evaluate(self._run, self._batches.validation())
+    def evaluate(self, name: str = "") -> float:
+        """The validation loss in nats per target; NaN without samples.
+
+        Args:
+            name: a set of ``evaluation.sets``; "" is the run's own held-out data.
+        """
+        return evaluate(self._run, self._batches.validation(name))
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter in full, as a copy on each rank, by name."""

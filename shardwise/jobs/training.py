@@ -8,14 +8,16 @@ from pathlib import Path
 
 from shardwise.checkpoint.resume_checks import check_start, finished
 from shardwise.checkpoint.run_folder import claim, lacks_page, write_job
+from shardwise.core.atomic_file import write_whole
 from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory, RecipeError
 from shardwise.core.identity import Start, append
 from shardwise.core.plan import Plan
+from shardwise.core.progress import Progress, silent
 from shardwise.data import check_data
 from shardwise.data.epochs import epoch_sentences, with_steps
 from shardwise.hardware.cluster import Cluster
-from shardwise.jobs.planning import plan_after_oom, plan_remembering, refuse_unfit
+from shardwise.jobs.planning import plan_after_oom, plan_remembering, planned_snapshot, refuse_unfit
 from shardwise.jobs.request import RunWorkers, Say
 from shardwise.recipe.lr_scaling import sentences
 from shardwise.recipe.sections import Recipe
@@ -30,6 +32,7 @@ def train(
     plan: Plan | None = None,
     exact_memory: bool = False,
     say: Say = lambda sentence: None,
+    progress: Progress = silent,
 ) -> None:
     """Train a recipe in ``folder`` and write the report; resumes when the folder holds a checkpoint.
 
@@ -40,17 +43,18 @@ def train(
         plan: the plan to train; None makes one.
         exact_memory: measure memory over the whole run.
         say: gets each sentence for the user.
+        progress: gets a line about what is going on before and after the training.
 
     Raises:
         ShardwiseError: the data, the plan or the folder was refused, or what ``run_workers`` raises.
     """
     with claim(folder):
-        planned = prepare(recipe, cluster, folder, plan, say)
+        planned = prepare(recipe, cluster, folder, plan, say, progress)
         if planned is not None:
             flags = ["--exact-memory"] if exact_memory else []
             _train(recipe, cluster, folder, run_workers, planned, flags, say)
         if planned is not None or lacks_page(folder):
-            page = finish(folder)
+            page = finish(folder, progress)
             for sentence in last_words(folder, page, recipe):
                 say(sentence)
 
@@ -81,7 +85,14 @@ def _train(
         say(sentence)
 
 
-def prepare(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None, say: Say) -> Plan | None:
+def prepare(
+    recipe: Recipe,
+    cluster: Cluster,
+    folder: Path,
+    plan: Plan | None,
+    say: Say,
+    progress: Progress = silent,
+) -> Plan | None:
     """Check everything, plan, and write the recipe and the plan into the folder.
 
     Returns:
@@ -92,20 +103,34 @@ def prepare(recipe: Recipe, cluster: Cluster, folder: Path, plan: Plan | None, s
         ResourceError: the plan does not fit, or the folder cannot be written.
     """
     require_trackers(recipe)
+    progress("reading the data")
     found = check_data(recipe)
     asked, recipe = recipe, with_steps(recipe)
     check_start(recipe, folder)
     if done := finished(recipe, folder):
         say(done)
         return None
-    planned, reasons = plan_remembering(recipe, cluster, folder, plan)
+    progress("planning")
+    planned, reasons = plan_remembering(
+        recipe, cluster, folder, plan, lambda line: progress(f"planning: {line}")
+    )
     refuse_unfit(planned)
     write_job(folder, recipe, planned)
     append(folder, Start.now())
+    if recipe.profile.steps:
+        _write_planned_memory(recipe, cluster, planned, folder)
     found += epoch_sentences(asked, recipe)
     for sentence in [f"{planned.line}  →  {folder}", *found, *reasons, *sentences(recipe)]:
         say(sentence)
     return planned
+
+
+def _write_planned_memory(recipe: Recipe, cluster: Cluster, plan: Plan, folder: Path) -> None:
+    """The planned step for PyTorch's memory viewer, next to the measured ones."""
+    if recipe.profile.memory:
+        path = folder / "profile" / "planned.memory.pickle"
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, planned_snapshot(recipe, cluster, plan))
 
 
 def require_trackers(recipe: Recipe) -> None:
@@ -132,10 +157,12 @@ def last_words(folder: Path, page: Path, recipe: Recipe) -> list[str]:
     return said
 
 
-def finish(folder: Path) -> Path:
+def finish(folder: Path, progress: Progress = silent) -> Path:
     """Add a sample to the report of a trained run and draw its page; returns the page's path."""
+    progress("sampling from the trained model")
     from shardwise.report.run import write_report
     from shardwise.serve.samples import record_sample
 
     record_sample(folder)
+    progress("drawing the page")
     return write_report(folder)

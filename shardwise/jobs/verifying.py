@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.run_folder import scratch, write_job
 from shardwise.core.plan import Plan
+from shardwise.core.progress import Progress, silent
 from shardwise.data import check_data
 from shardwise.data.epochs import with_steps
 from shardwise.hardware.cluster import Cluster
@@ -18,7 +19,13 @@ if TYPE_CHECKING:
 
 
 def verify(
-    recipe: Recipe, cluster: Cluster, run_workers: RunWorkers, *, plan: Plan | None = None, steps: int = 20
+    recipe: Recipe,
+    cluster: Cluster,
+    run_workers: RunWorkers,
+    *,
+    plan: Plan | None = None,
+    steps: int = 20,
+    progress: Progress = silent,
 ) -> tuple[Plan, Verdict]:
     """Train the plan and one plain process on the same data and compare them.
 
@@ -26,19 +33,23 @@ def verify(
         run_workers: runs the worker processes.
         plan: the plan to verify; None makes one.
         steps: optimizer steps to compare.
+        progress: gets a line about what is going on.
 
     Raises:
         ShardwiseError: the data or the plan was refused, or what ``run_workers`` raises; the logs are kept
             then, unless a signal stopped it.
     """
+    progress("reading the data")
     check_data(recipe)
     recipe = with_steps(recipe)
-    plan = plan or make_plan(recipe, cluster)
+    progress("planning")
+    plan = plan or make_plan(recipe, cluster, progress=lambda line: progress(f"planning: {line}"))
     refuse_unfit(plan)
     from shardwise.verify.verify import read_verdict, shortened  # loads torch
 
     with scratch("shardwise-verify-") as folder:
         write_job(folder, shortened(recipe, steps), plan)
         for verb, processes in (("reference", 1), ("verify", plan.world_size)):
+            progress("training one plain process" if verb == "reference" else f"training {plan.line}")
             run_workers(processes, [verb, str(folder)], folder / "logs", saves=False)
         return plan, read_verdict(folder)

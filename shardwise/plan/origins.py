@@ -30,6 +30,8 @@ COUNTED = (
     "nearest.candidate.peak_bytes",
     "parameters",
     "peak",
+    "sites",
+    "blocks",
     KEY,
     "prices.bytes",
     "prices.candidate.peak_bytes",

@@ -80,6 +80,8 @@ def _plan(predictor: Predictor, chosen: Prediction) -> Plan:
         layout=layout,
         devices_per_node=cluster.devices_per_node,
         pipeline=chosen.timetable,
+        sites=chosen.run.sites,
+        blocks=chosen.run.blocks,
     )
 
 

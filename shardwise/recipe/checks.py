@@ -38,13 +38,16 @@ def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     yield from _schedule(recipe, document)
     yield from _scaling(recipe, document)
     yield from _initial_adapter(recipe, document)
-    if recipe.evaluation.every is not None and recipe.data.held_out == 0:
+    if recipe.evaluation.sets and recipe.model.factory is not None:
+        why = "a factory brings a dataset of its own, which a source cannot replace"
+        yield Complaint(("evaluation", "sets"), "evaluation.sets cannot be set here", why, "remove it")
+    if recipe.evaluation.every is not None and recipe.data.held_out == 0 and not recipe.evaluation.sets:
         path = _last_written(document, ("evaluation", "every"), ("data", "held_out"))
         yield Complaint(
             path,
             "there is no validation data",
             "data.held_out is 0",
-            "raise it, or remove evaluation.every",
+            "raise it, name evaluation.sets, or remove evaluation.every",
         )
 
 

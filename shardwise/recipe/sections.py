@@ -12,6 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, mod
 
 from shardwise.recipe.data_sections import DataSpec as DataSpec
 from shardwise.recipe.data_sections import MixtureSpec as MixtureSpec
+from shardwise.recipe.observation import EvaluationSpec as EvaluationSpec
+from shardwise.recipe.observation import ProfileSpec as ProfileSpec
 from shardwise.recipe.section import Arguments, Section, Target, Text, TrackerName, words
 
 Quantize: TypeAlias = Literal["none", "nf4", "int8"]
@@ -298,18 +300,6 @@ class PlanSpec(Section):
     pinned to another), pipedream (stale weights)"""
 
 
-class EvaluationSpec(Section):
-    """When the validation loss is measured, on the held-out data."""
-
-    every: Count | None = None
-    """optimizer steps between evaluations; null evaluates once at the end"""
-    sequences: Count = 32
-    """validation sequences per evaluation"""
-    noise_scale: bool = False
-    """also measure the gradient noise scale, from which the report advises a batch size: two more passes over a batch
-    per evaluation"""
-
-
 class Recipe(Section):
     """A training run: model, data, number of steps, hardware and strategy."""
 
@@ -351,6 +341,8 @@ class Recipe(Section):
     """checkpoints"""
     evaluation: EvaluationSpec = EvaluationSpec()
     """validation loss"""
+    profile: ProfileSpec = ProfileSpec()
+    """profiles of single steps"""
     callbacks: Annotated[tuple[Target, ...], BeforeValidator(words)] = ()
     """a list of package.module:Class, called after steps, evaluations, checkpoints and events"""
     trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(words)] = ()

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from shardwise.core.plan import Plan
 from shardwise.core.units import format_count, format_seconds
 from shardwise.report.notation import of_capacity
-from shardwise.report.page import printable
 from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE, svg
+from shardwise.report.template import printable
 from shardwise.scaling.budget import BudgetChoice, SizeInBudget, six_nd
 from shardwise.scaling.law import Law, SizeAndTokens
 from shardwise.scaling.standing import doubts

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.errors import RecipeError
 from shardwise.core.identity import starts
 from shardwise.core.units import format_bytes, format_count
 from shardwise.recipe.load import parse_recipe
+from shardwise.report.charts import compared_charts
 from shardwise.report.notation import seconds, tokens_rate
-from shardwise.report.page import printable, tight
-from shardwise.report.pictures import NARROW, WIDE, svg
+from shardwise.report.page_parts import picture
 from shardwise.report.record import RunRecord, read_run
 from shardwise.report.series import LINES, compared_picture
+from shardwise.report.template import rendered
 from shardwise.technique import SETTINGS
 
 TITLES = ("held-out loss", "training loss", "steps", "tokens", "step", "processed", "trained on", "peak")
@@ -43,16 +39,10 @@ def write_comparison(folders: Sequence[Path], path: Path) -> None:
 
 def render_comparison(runs: Mapping[str, RunRecord]) -> str:
     """The page of runs by name, as HTML."""
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["tight"] = tight
-    template = environment.from_string(_text("compare.html"))
-    wide, narrow = (_picture(runs, width) for width in (WIDE, NARROW))
-    page = template.render(
-        style=Markup(_style()),
-        titles=TITLES,
-        runs=[
+    steps = {name: run.steps for name, run in runs.items()}
+    values = {
+        "titles": TITLES,
+        "runs": [
             {
                 "name": name,
                 "line": run.plan.line,
@@ -61,27 +51,11 @@ def render_comparison(runs: Mapping[str, RunRecord]) -> str:
             }
             for name, run in runs.items()
         ],
-        differences=list(differences(runs)),
-        wide=wide,
-        narrow=narrow,
-    )
-    return printable(page)
-
-
-def _picture(runs: Mapping[str, RunRecord], width: float) -> Markup:
-    figure = compared_picture({name: run.steps for name, run in runs.items()}, width)
-    return Markup(svg(figure, "Series of the runs"))
-
-
-def _text(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _style() -> str:
-    """The style sheet of a run's page."""
-    found = re.search(r"<style>(.*?)</style>", _text("page.html"), re.DOTALL)
-    assert found is not None
-    return found[1]
+        "differences": list(differences(runs)),
+        "series": picture("Series of the runs", lambda width: compared_picture(steps, width)),
+        "charts": {"series": compared_charts(steps)},
+    }
+    return rendered("compare.html", values)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
+from shardwise.core.block_times import BlockTimes
 from shardwise.core.model_state import PAPER, CountedState, paper_bytes, state_bytes
-from shardwise.core.units import format_count
+from shardwise.core.units import format_bytes, format_count
 from shardwise.recipe.presets import Dimensions
 from shardwise.report.layout import columns, section, sentences
 
@@ -105,6 +106,24 @@ def values_of(parameters: int, state: CountedState) -> dict[str, Any]:
         "activation_bytes": state.activations,
         "peak_bytes": state.total,
     }
+
+
+def checkpointing_table(depth: int, every: Mapping[str, BlockTimes]) -> Iterator[RenderableType]:
+    """A row for each value of activation_checkpointing: kept activations of the blocks, and runs forward."""
+    table = columns("left", "right", "right", "right", titles=("value", "kept at most", "of none", "forward"))
+    whole = every["none"].most_kept
+    for name, times in every.items():
+        share = f"{times.most_kept / whole:.1%}"
+        table.add_row(name, format_bytes(times.most_kept), share, f"{times.forward_runs:.2f}×")
+    note = f"a decoder of {depth} blocks, one micro-batch, by dry runs"
+    yield from section("activation_checkpointing", note, table)
+    reasons = (
+        "kept at most: activations that blocks have allocated, at the event with most of them",
+        "forward: runs of a block in the forward direction, the first one included, per block",
+        "selective runs a block again without its matrix products and attention",
+        "recursive:1 keeps the input of the first block alone (memory-poor); docs/concepts/activation-memory.md",
+    )
+    yield from section("Columns", "", sentences(reasons, ""))
 
 
 def _titles(first: str, ranks: Sequence[int]) -> tuple[str, ...]:

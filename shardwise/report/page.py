@@ -1,22 +1,17 @@
-"""A run as one self-contained HTML page: no other files, no scripts, no network requests.
+"""A run as one self-contained HTML page: no other files, no network requests, one script of its own.
 
 This module computes the values; `page.html` lays them out. The template engine escapes every text of a run (names,
-reasons, the recipe, generated text). A content security policy in the page also forbids scripts and requests. Only the
-pictures drawn here are inserted as markup.
+reasons, the recipe, generated text). Only the pictures drawn here are inserted as markup.
 
-Pictures are inline SVG in two widths. They stay sharp and follow the reader's light or dark scheme. They do not zoom,
-but every figure is also in a table and in the run's JSON files.
+Pictures are inline SVG in two widths. They stay sharp and follow the reader's light or dark scheme. The script replaces
+those of the series and of the memory through a step by charts with hover and zoom (charts.py, page.js).
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from typing import Any
-
-from jinja2 import Environment, StrictUndefined
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.identity import starts
@@ -25,6 +20,9 @@ from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
 from shardwise.recipe.load import parse_recipe
 from shardwise.report.answer_page import answer_values, run_card
+from shardwise.report.blocks import blocks_through_time
+from shardwise.report.charts import series_charts, timeline_chart
+from shardwise.report.gradients import gradient_picture, gradient_sentences
 from shardwise.report.mesh import mesh
 from shardwise.report.notation import (
     COLOURS,
@@ -38,63 +36,38 @@ from shardwise.report.notation import (
     tokens_rate,
     unit_for,
 )
-from shardwise.report.page_parts import Bar, Card, picture
+from shardwise.report.page_parts import Bar, Card, Picture, picture
 from shardwise.report.pictures import ledger_bar, loss_curve, memory_timeline, peaks_by_rank
 from shardwise.report.pipeline.pictures import section
 from shardwise.report.record import RunRecord
 from shardwise.report.series import MOST_MARKS, marks, series_picture
 from shardwise.report.standing import standing_of, standing_sentences
-from shardwise.report.step_times import calibration_offer, phase_times, step_sentences
+from shardwise.report.step_times import calibration_offer, phase_times, step_sentences, time_by_rank
 from shardwise.report.tables import peak_of, verdict
+from shardwise.report.template import rendered
 from shardwise.scaling.noise import batch_sentences, noise_scale
 from shardwise.technique import SETTINGS
+
+SHOWN_SITES = 12
+"""Allocation sites that are shown; the others are in a list that opens."""
 
 SHOWN_RANKS = 64
 """Most rows in the table of ranks; with more ranks, those with the highest peaks are shown."""
 
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
 
 def render_page(run: RunRecord) -> str:
     """The page of a run, finished or not, or of a plan alone, as HTML."""
-    environment = Environment(
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["tight"] = tight
-    template = environment.from_string(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    return printable(template.render(**_values(run)))
+    return rendered("page.html", page_values(run))
 
 
-def printable(text: str) -> str:
-    """`text` with control characters, direction overrides and lone surrogates replaced by U+FFFD."""
-    return _UNPRINTABLE.sub("\ufffd", text)
-
-
-def tight(text: str) -> str:
-    """`text` with each number kept on one line with its unit."""
-    return re.sub(r"(?<=\d) (?=[%A-Za-z])", "\u00a0", text)
-
-
-def _values(run: RunRecord) -> dict[str, Any]:
+def page_values(run: RunRecord) -> dict[str, Any]:
     """Everything that the template reads."""
     plan, outcome = run.plan, run.outcome
     ranks, events = outcome.ranks if outcome else (), [] if run.planned_only else marks(run.folder)
     return {
-        "name": run.name,
-        "line": plan.line,
-        "facts": list(_facts(run)),
-        "unfinished": None if outcome else _progress(run),
+        **head_values(run),
+        "live": "",
         "planned_only": run.planned_only,
-        "cards": [
-            _peak_card(run),
-            _speed_card(run),
-            run_card(run.answer) or _loss_card(run),
-            *_mfu_card(run),
-        ],
         "answer": answer_values(run.plan, run.answer, run.advice),
         "peaks": picture("Predicted and measured peak of every rank", lambda w: peaks_by_rank(ranks, w))
         if ranks
@@ -108,24 +81,31 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "unseen": _unseen(plan),
         "bar": picture("The ledger at the peak", lambda w: ledger_bar(plan.ledger, plan.capacity_bytes, w)),
         "ledger": _ledger_rows(plan),
+        **_sites(plan),
         "timeline": picture("Memory through one optimizer step", lambda w: memory_timeline(plan, w)),
         "has_timeline": bool(plan.timeline),
+        "blocks": _blocks(plan),
         "mesh": picture("Who holds what", lambda w: mesh(plan.layout, plan.devices_per_node, w))
         if plan.world_size > 1
         else None,
         **section(plan, outcome.passes if outcome else None, picture),
         "times": _time_rows(run),
         "phases": phase_times(plan, outcome),
-        "phases_of": outcome.phases.step if outcome and outcome.phases else None,
+        **_measured_phases(run),
         "offer": next((s for s in step_sentences(plan, outcome) if "doctor" in s), ""),
         "seconds": lambda spent: seconds(spent or 0.0),
         "split": _split_rows(plan),
         "traffic": _traffic_rows(plan),
         "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w)),
         "sample": outcome.sample if outcome else None,
+        **_gradients(outcome),
         "series": picture("Series of the run", lambda w: series_picture(run.steps, events, w))
         if run.steps
         else None,
+        "charts": {
+            "series": series_charts(run.steps, events),
+            "timeline": timeline_chart(plan),
+        },
         "events": events[-MOST_MARKS:],
         "starts": [start.sentences() for start in starts(run.folder)],
         "interruptions": _interruption_rows(run),
@@ -138,6 +118,22 @@ def _values(run: RunRecord) -> dict[str, Any]:
         "batch_size": _batch_size(run),
         "assumptions": [*(run.answer.sources() if run.answer else ()), *plan.assumptions],
         "recipe": run.recipe,
+    }
+
+
+def head_values(run: RunRecord) -> dict[str, Any]:
+    """What the head of the page reads: name, strategy, facts, and the headline figures."""
+    return {
+        "name": run.name,
+        "line": run.plan.line,
+        "facts": list(_facts(run)),
+        "unfinished": None if run.outcome else _progress(run),
+        "cards": [
+            _peak_card(run),
+            _speed_card(run),
+            run_card(run.answer) or _loss_card(run),
+            *_mfu_card(run),
+        ],
     }
 
 
@@ -314,6 +310,33 @@ def _ledger_rows(plan: Plan) -> list[Bar]:
     ]
 
 
+def _blocks(plan: Plan) -> Picture | None:
+    """The picture of blocks over time; None for a plan of an earlier version, or a rank without blocks."""
+    times = plan.blocks
+    if times is None or times.blocks < 2:
+        return None
+    return picture("Blocks through one micro-batch", lambda w: blocks_through_time({"": times}, w))
+
+
+def _sites(plan: Plan) -> dict[str, Any]:
+    """Rows of the allocation sites at the peak: those that are shown at once, and the others."""
+    unit, largest = unit_for(plan.peak.bytes), max((site.bytes for site in plan.sites), default=1)
+    rows = [
+        {
+            "site": site.module or (site.row and f"outside of modules, {site.phase}") or "smaller sites",
+            "operation": site.operation.removeprefix("aten::"),
+            "row": label(site.row),
+            "tensors": f"{site.tensors:,}",
+            "size": unit.write(site.bytes),
+            "share": share(site.bytes, plan.peak.bytes),
+            "percent": 100 * site.bytes / largest,
+            "colour": COLOURS.get(site.row, "var(--muted)"),
+        }
+        for site in plan.sites
+    ]
+    return {"sites": rows[:SHOWN_SITES], "more_sites": rows[SHOWN_SITES:]}
+
+
 # -- time ---------------------------------------------------------------------------------------------
 
 
@@ -325,6 +348,24 @@ def _time_rows(run: RunRecord) -> list[Bar]:
         error = deviation(predicted, measured)
         rows.append(Bar("measured", seconds(measured), error, 100 * measured / longest, "var(--accent)"))
     return rows
+
+
+def _measured_phases(run: RunRecord) -> dict[str, Any]:
+    """The picture of measured seconds by phase and rank, and the step that they are of."""
+    phases = run.outcome.phases if run.outcome else None
+    if phases is None or not run.plan.step.phases:
+        return {"by_rank": None, "phases_of": None}
+    shown = picture("Seconds of a step by phase and rank", lambda w: time_by_rank(run.plan, phases, w))
+    return {"by_rank": shown, "phases_of": phases.step}
+
+
+def _gradients(outcome: Outcome | None) -> dict[str, Any]:
+    """The picture of gradients by size in fp16, and what it says; None without loss scaling."""
+    found = outcome.gradients if outcome else None
+    if found is None or not any(found.counts):
+        return {"gradients": None, "underflow": []}
+    shown = picture("Gradients of a step by exponent", lambda w: gradient_picture(found, w))
+    return {"gradients": shown, "underflow": list(gradient_sentences(found))}
 
 
 def _split_rows(plan: Plan) -> list[Bar]:

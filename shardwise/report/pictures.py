@@ -34,6 +34,12 @@ from shardwise.report.notation import COLOURS, MemoryUnit, by_size, deviation, l
 INK, MUTED, LINE, SHADE, PAPER, ACCENT = "#1b1f25", "#68707d", "#dde1e6", "#f1f3f6", "#ffffff", "#0b6b88"
 _VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", SHADE: "shade", PAPER: "paper", ACCENT: "accent"}
 
+
+def page_colour(colour: str) -> str:
+    """A colour of a picture as the page's style sheet knows it: theme colours are its variables."""
+    return f"var(--{_VARIABLES[colour]})" if colour in _VARIABLES else colour
+
+
 WIDE, NARROW = 9.6, 3.9
 """Width in inches of the page's column on a desktop and on a phone."""
 
@@ -219,7 +225,7 @@ def memory_timeline(plan: Plan, width: float = WIDE) -> Figure:
     wide = width >= WIDE
     figure = Figure(figsize=(width, 4.0 if wide else 4.4), layout="constrained")
     axes = figure.subplots()
-    ledgers, top = _through_the_step(plan)
+    ledgers, top = through_the_step(plan)
     if not ledgers or not plan.peak.bytes:
         axes.text(0.5, 0.5, "this plan holds no timeline", transform=axes.transAxes, ha="center", color=MUTED)
         return figure
@@ -243,7 +249,7 @@ def memory_timeline(plan: Plan, width: float = WIDE) -> Figure:
     return figure
 
 
-def _through_the_step(plan: Plan) -> tuple[list[Ledger], int]:
+def through_the_step(plan: Plan) -> tuple[list[Ledger], int]:
     """(the ledger at every point, with the profile's overhead; the index of the peak).
 
     The timeline comes from the dry run. The highest point uses the peak's own ledger, which also includes memory that

@@ -16,9 +16,17 @@ from shardwise.core.attempts import Interruption, interruptions
 from shardwise.core.errors import DataError
 from shardwise.core.fit_advice import FitAdvice
 from shardwise.core.json_file import decoded, parsed, read_bytes, read_json, read_text
+from shardwise.core.notebook_html import card
 from shardwise.core.plan import Plan, read_plan
 from shardwise.core.run_files import Outcome, StepRecord
+from shardwise.core.units import format_bytes, format_seconds
 from shardwise.technique import AXIS_NAMES, SETTINGS
+
+_THEME = (
+    "max-width:26em;--ink:currentColor;--muted:gray;--line:rgba(128,128,128,.3);--shade:rgba(128,128,128,.1);"
+    "--paper:transparent;--accent:#2a93b5"
+)
+"""The colours of a picture in a notebook, whose scheme is not known."""
 
 SETTLING_STEPS = 3
 """First steps, which are slower while memory is measured: left out of typical figures."""
@@ -52,6 +60,25 @@ class RunRecord:
     def name(self) -> str:
         return self.folder.resolve().name
 
+    def _repr_html_(self) -> str:
+        """The run in a notebook: measured beside predicted, and the loss over the steps."""
+        from shardwise.report.pictures import NARROW, loss_curve, svg  # matplotlib takes a second
+
+        facts = [f"{len(self.steps):,} steps"]
+        if self.outcome is not None:
+            worst = self.outcome.worst
+            sizes = f"{format_bytes(worst.measured_peak_bytes)} measured, {format_bytes(worst.predicted_peak_bytes)}"
+            facts.append(f"peak of a device: {sizes} predicted")
+        if spent := self.step_seconds:
+            planned = format_seconds(self.plan.step.seconds)
+            rate = f"{self.plan.step.tokens / spent:,.0f} tokens/s"
+            facts.append(f"step: {format_seconds(spent)} measured, {planned} predicted; {rate}")
+        if self.held_out_loss is not None:
+            facts.append(f"held-out loss {self.held_out_loss:.4f}")
+        facts.append(f"page: {self.folder / 'report.html'}")
+        drawn = svg(loss_curve(self.steps, NARROW), f"Loss of {self.name}")
+        return card(self.name, self.plan.line, facts, more=f'<div style="{_THEME}">{drawn}</div>')
+
     @property
     def step_seconds(self) -> float | None:
         """Typical time of a step: from the report, or the median of the steps so far without the first few."""
@@ -77,8 +104,8 @@ def _typical(values: list[float]) -> float | None:
     return statistics.median(values[SETTLING_STEPS:] or values) if values else None
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Read the folder of a run, finished or not.
+def read_run(folder: Path, steps: tuple[StepRecord, ...] | None = None) -> RunRecord:
+    """Read the folder of a run, finished or not. ``steps`` are those of its metrics, where they are known.
 
     Raises:
         DataError: it is not the folder of a run, or a file cannot be read or has unexpected content.
@@ -94,27 +121,43 @@ def read_run(folder: Path) -> RunRecord:
         folder=folder,
         recipe=read_text(recipe),
         plan=read_plan(plan, SETTINGS, AXIS_NAMES),
-        steps=_steps(folder / "metrics.jsonl"),
+        steps=StepLines(folder / "metrics.jsonl").read() if steps is None else steps,
         outcome=read_json(report, Outcome) if report.exists() else None,
         interruptions=interruptions(folder),
     )
 
 
-def _steps(path: Path) -> tuple[StepRecord, ...]:
-    """One record per step that was not undone; () when no step has been made.
+class StepLines:
+    """The records of ``metrics.jsonl``, which may grow between two calls of ``read``.
 
     A line whose step is not above the one before follows a rewind: it undoes all records from its step on. Text after
-    the last newline is still being written, and may end in half a character: it is cut off first.
+    the last newline is still being written, and may end in half a character: it is left for the next call.
     """
-    if not path.exists():
-        return ()
-    raw = read_bytes(path)
-    lines = decoded(raw[: raw.rfind(b"\n") + 1], path).split("\n")
-    steps: list[StepRecord] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            record = parsed(line, StepRecord, path, number)
-            while steps and steps[-1].step >= record.step:
-                steps.pop()
-            steps.append(record)
-    return tuple(steps)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._steps: list[StepRecord] = []
+        self._read = self._lines = self._inode = 0
+
+    def read(self) -> tuple[StepRecord, ...]:
+        """One record per step that was not undone; () while no step has been made. Raises DataError."""
+        if not self._path.exists():
+            self._steps = []
+            return ()
+        status = self._path.stat()
+        if status.st_ino != self._inode or status.st_size < self._read:  # a resume has written it anew
+            self._steps, self._read, self._lines, self._inode = [], 0, 0, status.st_ino
+        if status.st_size > self._read:
+            self._add(read_bytes(self._path)[self._read :])
+        return tuple(self._steps)
+
+    def _add(self, raw: bytes) -> None:
+        whole = raw[: raw.rfind(b"\n") + 1]
+        for line in decoded(whole, self._path).split("\n")[:-1]:
+            self._lines += 1
+            if line.strip():
+                record = parsed(line, StepRecord, self._path, self._lines)
+                while self._steps and self._steps[-1].step >= record.step:
+                    self._steps.pop()
+                self._steps.append(record)
+        self._read += len(whole)

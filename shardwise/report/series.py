@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from shardwise.core.run_files import StepRecord
 from shardwise.report.notation import COLOURS, unit_for
@@ -22,6 +22,8 @@ from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE, thinned
 EVENTS = "events.jsonl"
 MARKED = ("spike", "skipped", "torn", "rewind", "no way back", "gave up", "out of memory")
 """Events that are shown; overflows and single odd steps are ordinary."""
+
+LOSS = "loss, nats per token"
 
 MOST_MARKS = 50
 """Most events in the table of a page, the last ones."""
@@ -41,11 +43,18 @@ class Series:
         title: with its unit.
         values: by name, one for each step; None where there is none.
         logarithmic: whether the axis is.
+        apart: whether each line has a chart of its own where runs are compared; else the first line is compared.
     """
 
     title: str
     values: Mapping[str, Sequence[float | None]]
     logarithmic: bool = False
+    apart: bool = False
+
+    def spans_decades(self) -> bool:
+        """Whether a logarithmic axis helps: values differ by more than a factor of ten."""
+        positive = [v for line in self.values.values() for v in line if v is not None and v > 0]
+        return self.logarithmic and bool(positive) and max(positive) > 10 * min(positive)
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,10 @@ class Mark:
 def series_of(steps: Sequence[StepRecord]) -> list[Series]:
     """The series of ``steps``, without those that have no value."""
     unit = unit_for(max((step.peak_bytes or 0 for step in steps), default=1) or 1)
+    sets = dict.fromkeys(name for step in steps for name in step.held_out_losses or ())
+    named = {name: [(step.held_out_losses or {}).get(name) for step in steps] for name in sets}
     rows = [
+        Series("loss of validation sets, nats per token", named, apart=True),
         Series("gradient norm", {"": [step.grad_norm for step in steps]}, logarithmic=True),
         Series("learning rate", {"": [step.learning_rate for step in steps]}),
         Series(
@@ -113,16 +125,26 @@ def series_picture(steps: Sequence[StepRecord], events: Sequence[Mark], width: f
     return _picture({"": steps}, series_of(steps), events, width)
 
 
+def compared_series(runs: Mapping[str, Sequence[StepRecord]]) -> list[Series]:
+    """A row for each series, with a line for each run by name; the loss first."""
+    rows: dict[str, Series] = {}
+    for name, steps in runs.items():
+        if not steps:
+            continue
+        for each in [Series(LOSS, {"": [step.loss for step in steps]}), *series_of(steps)]:
+            filled = {key: line for key, line in each.values.items() if any(v is not None for v in line)}
+            lines = filled if each.apart else {"": next(iter(filled.values()))}
+            for key, line in lines.items():
+                title = f"{each.title}: {key}" if key else each.title
+                before = rows.get(title, Series(title, {}, each.logarithmic))
+                rows[title] = Series(title, {**before.values, name: line}, each.logarithmic)
+    return list(rows.values())
+
+
 @matplotlib.rc_context(STYLE)
 def compared_picture(runs: Mapping[str, Sequence[StepRecord]], width: float = WIDE) -> Figure:
     """A row for each series, with a line for each run by name."""
-    rows: dict[str, Series] = {}
-    for name, steps in runs.items():
-        for each in [Series("loss, nats per token", {"": [step.loss for step in steps]}), *series_of(steps)]:
-            line = next(iter(each.values.values()))
-            before = rows.get(each.title, Series(each.title, {}, each.logarithmic))
-            rows[each.title] = Series(each.title, {**before.values, name: line}, each.logarithmic)
-    return _picture(runs, list(rows.values()), [], width)
+    return _picture(runs, compared_series(runs), [], width)
 
 
 def _picture(
@@ -142,18 +164,28 @@ def _picture(
     return figure
 
 
+Numbers = np.ndarray[Any, Any]
+
+
+def points_of(steps: Sequence[StepRecord], line: Sequence[float | None]) -> tuple[Numbers, Numbers]:
+    """The steps that have a value, and the values: NaN for one that is no finite number; thinned where many."""
+    found = [(step.step, value) for step, value in zip(steps, line, strict=True) if value is not None]
+    values = np.array([value if math.isfinite(value) else math.nan for _, value in found], dtype=float)
+    return thinned(np.array([step for step, _ in found], dtype=int), values)
+
+
 def _draw(axes: Any, row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> None:
     axes.set_title(row.title, loc="left", color=MUTED, fontsize=9)
     for place, (name, line) in enumerate(row.values.items()):
         steps = runs.get(name) or next(iter(runs.values()))
-        values = np.array([math.nan if v is None or not math.isfinite(v) else v for v in line], dtype=float)
-        marker = "o" if len(values) < 3 else ""
-        x, y = thinned(np.array([step.step for step in steps]), values)
+        x, y = points_of(steps, line)
+        marker = "o" if len(y) < 3 else ""
         axes.plot(
             x, y, color=LINES[place % len(LINES)], linewidth=1.2, label=name, marker=marker, markersize=3
         )
-    positive = [v for line in row.values.values() for v in line if v is not None and v > 0]
-    if row.logarithmic and positive and max(positive) > 10 * min(positive):
+    if row.spans_decades():
         axes.set_yscale("log")
-    if len(row.values) > 1:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    if len(row.values) > 1 or row.apart:
         axes.legend(loc="best", ncols=len(row.values))

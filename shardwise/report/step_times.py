@@ -1,17 +1,29 @@
-"""Predicted against measured seconds of a step, in total and by phase, and what would bring them together."""
+"""Predicted against measured seconds of a step, in total, by phase and by rank, and what would bring them together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
 
 from shardwise.core.plan import Plan
-from shardwise.core.run_files import Outcome
+from shardwise.core.run_files import Outcome, PhasesRecord
 from shardwise.core.units import format_bytes
-from shardwise.report.notation import deviation, in_words, seconds
+from shardwise.report.notation import COLOURS, deviation, in_words, seconds
+from shardwise.report.pictures import INK, PAPER, SHOWN_RANKS, STYLE, WIDE
 
 NAMES = ("forward", "backward", "communication", "optimizer")
 """Phases in the order of a step."""
+
+_PHASE_COLOURS = {
+    "forward": COLOURS["parameters"],
+    "backward": COLOURS["activations"],
+    "communication": COLOURS["communication"],
+    "optimizer": COLOURS["optimizer_state"],
+}
 
 APART = 0.1
 """Above this error of the step time, a calibration is offered."""
@@ -42,6 +54,32 @@ def phase_times(plan: Plan, outcome: Outcome | None) -> list[PhaseTime]:
         for name in NAMES
         if predicted.get(name) or measured.get(name)
     ]
+
+
+@matplotlib.rc_context(STYLE)
+def time_by_rank(plan: Plan, phases: PhasesRecord, width: float = WIDE) -> Figure:
+    """The planned phases of a step, and below them those that every rank measured; of many ranks the slowest."""
+    ranks: list[tuple[int, Mapping[str, float]]] = list(enumerate(phases.ranks or (phases.seconds,)))
+    slowest = sorted(ranks, key=lambda pair: -sum(pair[1].values()))[:SHOWN_RANKS]
+    rows = [("planned", plan.step.phases), *((f"rank {rank}", each) for rank, each in sorted(slowest))]
+    figure = Figure(figsize=(width, 0.75 + 0.3 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for place, (_, spent) in enumerate(rows):
+        begin = 0.0
+        for phase in NAMES:
+            length = spent.get(phase, 0.0)
+            how: dict[str, Any] = {"color": _PHASE_COLOURS[phase], "edgecolor": PAPER, "linewidth": 0.5}
+            axes.barh([place], [length], 0.62, left=begin, label=phase if place == 0 else "", **how)
+            begin += length
+        axes.annotate(seconds(begin), (begin, place), (6, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows], color=INK)
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.set_xlim(0, (1.12 if width >= WIDE else 1.22) * max(sum(spent.values()) for _, spent in rows))
+    axes.set_xlabel("seconds")
+    columns = len(NAMES) if width >= WIDE else 2
+    figure.legend(loc="outside upper left", ncols=columns, handlelength=1, handleheight=1)
+    return figure
 
 
 def peak_sentences(outcome: Outcome | None) -> Iterator[str]:

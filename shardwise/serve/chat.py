@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from shardwise.core.errors import DataError, RecipeError, ShardwiseError
 from shardwise.data.chat import ChatTemplate, PlainTemplate
 from shardwise.data.formats import Turn
-from shardwise.data.tokenizer import ByteTokenizer
+from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.serve.requests import Request
 from shardwise.serve.sampling import Sampling
 from shardwise.serve.serving import ServedModel
@@ -33,7 +33,7 @@ class Conversation:
         self.turns = [Turn("system", system)] if system else []
         self._kept = len(self.turns)
         self._served, self._sampling = served, sampling
-        self._template = _template(served)
+        self._template = template_of(served.tokenizer)
 
     def use(self, adapter: str) -> None:
         """Let another adapter answer from now on. Raises RecipeError if there is none of this name."""
@@ -75,8 +75,8 @@ class Conversation:
             del self.turns[self._kept : self._kept + 2]
 
 
-def _template(served: ServedModel) -> ChatTemplate | PlainTemplate:
-    tokenizer = served.tokenizer
+def template_of(tokenizer: Tokenizer) -> ChatTemplate | PlainTemplate:
+    """The template that training rendered chats with. Raises DataError if there is none."""
     if tokenizer.chat is not None:
         return tokenizer.chat
     if isinstance(tokenizer, ByteTokenizer):

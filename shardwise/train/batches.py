@@ -21,11 +21,16 @@ class RankBatches:
         """The micro-batches at a position in the order of the data."""
         return self._on_device(self._data.micro_batches(position, *self._share))
 
-    def validation(self) -> list[Batch]:
-        """All validation micro-batches of this rank; empty when the run holds out no data."""
-        if not self._data.held_out_sequences:
+    @property
+    def validation_sets(self) -> list[str]:
+        """The names of all validation sets with samples; "" is that of the run's own data."""
+        return self._data.validation_sets
+
+    def validation(self, name: str = "") -> list[Batch]:
+        """All micro-batches of this rank of a validation set; empty when it has no samples."""
+        if name not in self.validation_sets:
             return []
-        return self._on_device(self._data.held_out(0, *self._share))
+        return self._on_device(self._data.held_out(0, *self._share, name))
 
     def _on_device(self, batches: list[Batch]) -> list[Batch]:
         device = self._run.device

@@ -52,7 +52,9 @@ class Callback:
         return None
 
     def on_evaluate(self, evaluation: Values) -> None:
-        """After an evaluation: ``step`` and ``held_out_loss``."""
+        """After an evaluation: ``step``, ``held_out_loss`` (None without held-out data), and ``held_out_losses`` of the
+        named sets.
+        """
 
     def on_save(self, saved: Values) -> None:
         """After a save: ``step``, ``path``, and ``committed``, which is False while a thread still writes."""

@@ -8,8 +8,8 @@ stops, and the launcher starts all ranks again with half the micro-batch (oom_re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,12 +44,14 @@ from shardwise.train.batches import RankBatches, require_vocabulary
 from shardwise.train.evaluation import evaluate
 from shardwise.train.faults.oom_restart import followed_oom, stop_on_oom
 from shardwise.train.faults.recovery import ObservedStep, Recovery, Rewound
+from shardwise.train.gradient_histogram import GradientWatch
 from shardwise.train.hooks import ASKS, EVALUATE, PREEMPT, SAVE, SKIP, STOP, Hooks, open_callbacks, read
 from shardwise.train.meter import MemoryMeter
 from shardwise.train.noise import gradient_noise, refuse_noise
 from shardwise.train.pass_stopwatch import Stopwatch
 from shardwise.train.pauses import Pauses
 from shardwise.train.phase_stopwatch import PhaseStopwatch
+from shardwise.train.profiling import Profiling
 from shardwise.train.run_log import RunLog, say, trained_sentence, warn
 from shardwise.train.trackers import Tracking
 from shardwise.train.warm_up import warm_kernels
@@ -115,6 +117,8 @@ class Trainer:
         self.pauses = Pauses(recipe)
         self.stopwatch = Stopwatch(self.run, self.state.step)
         self.phases = PhaseStopwatch(self.run, self.state.step)
+        self.gradients = GradientWatch(self.run, self.state.step)
+        self.profiling = Profiling(recipe.profile, job.folder, job.device, warn)
         self.log = RunLog(job.folder, job.plan, recipe.steps, self.state.step)
         self._pending: _Pending | None = None
         self._watched = self._ended = False
@@ -158,7 +162,8 @@ class Trainer:
             )
             self.saver.wait()
         self.recovery.close()
-        self.log.end(self.meter.peak, self.state.tokens, self.stopwatch.collect(), self.phases.collect())
+        timed = self.stopwatch.collect(), self.phases.collect()
+        self.log.end(self.meter.peak, self.state.tokens, *timed, self.gradients.collect())
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -244,7 +249,9 @@ class Trainer:
         """Tell the OOM record and the watchdog which step runs, and time it if it is the one to time."""
         self.index = index
         heartbeat.own.at_step(index + 1)
-        with self.stopwatch.over(index), self.phases.over(index):
+        with ExitStack() as stack:
+            for each in (self.stopwatch, self.phases, self.gradients, self.profiling):
+                stack.enter_context(each.over(index))
             yield
 
     def _agreed(self, index: int) -> Tensor:
@@ -255,9 +262,12 @@ class Trainer:
         return torch.zeros(1 + len(ASKS))
 
     def _finish(
-        self, pending: _Pending, validation_loss: float | None = None, noise: GradientNoise | None = None
+        self, pending: _Pending, losses: Mapping[str, float] = {}, noise: GradientNoise | None = None
     ) -> frozenset[str]:
         """Read, log and judge the results of a step. Returns the flags that are set.
+
+        Args:
+            losses: of the validation sets by name; "" is the run's own.
 
         Raises Rewound or NumericsError.
         """
@@ -277,7 +287,8 @@ class Trainer:
             loss_scale=scale if self.run.loss_scale.active else None,
             peak_bytes=self.meter.peak.allocated,
             skipped=skipped,
-            held_out_loss=validation_loss,
+            held_out_loss=losses.get(""),
+            held_out_losses={name: loss for name, loss in losses.items() if name} or None,
             rewinds=rewinds,
             gradient_noise=noise,
             compile_seconds=pending.compiling or None,
@@ -285,8 +296,9 @@ class Trainer:
         self.log.step(record)
         if self.hooks.listening:
             self.hooks.step(plain(record))
-        if validation_loss is not None:
-            self.hooks.call("on_evaluate", {"step": self.state.step, "held_out_loss": validation_loss})
+        if losses:
+            found = {"held_out_loss": record.held_out_loss, "held_out_losses": record.held_out_losses or {}}
+            self.hooks.call("on_evaluate", {"step": self.state.step, **found})
         faulty = skipped and not (math.isfinite(loss) and math.isfinite(norm))  # else a callback asked for it
         observed = ObservedStep(pending.index, loss, norm, faulty, scale)
         self.state = self.recovery.see(self.state, observed)
@@ -297,17 +309,19 @@ class Trainer:
 
     def _pause(self, pending: _Pending, asked: frozenset[str]) -> None:
         """Between two steps: evaluate, save, and stop if asked to. The time of a step does not include it."""
-        index, recipe, validation_loss, noise = pending.index, self.job.recipe, None, None
+        index, recipe, noise = pending.index, self.job.recipe, None
+        losses: dict[str, float] = {}
         float(pending.result.loss)  # waits for the device
         pending.seconds += self.log.lap()
         asked |= read(pending.flags)
         stop, last = PREEMPT in asked, STOP in asked
         evaluates = (self.pauses.evaluates(index) or last or EVALUATE in asked) and not stop
-        if evaluates and (batches := self.batches.validation()):
-            validation_loss = evaluate(self.run, batches)
+        if evaluates:
+            for name in self.batches.validation_sets:
+                losses[name] = evaluate(self.run, self.batches.validation(name))
         if evaluates and recipe.evaluation.noise_scale:
             noise = gradient_noise(self.run, self.batches.at(self.state.position(index + 1)))
-        self._finish(pending, validation_loss, noise)
+        self._finish(pending, losses, noise)
         self._pending = None
         suspicious = self.state.guard.burst is not None
         if self.pauses.saves(index, stop or last, suspicious) or SAVE in asked:

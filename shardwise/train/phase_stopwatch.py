@@ -1,4 +1,4 @@
-"""Times the phases of one step on rank 0, to compare them with the plan's.
+"""Times the phases of one step on every rank, to compare them with the plan's.
 
 The step is the first one after the steps whose memory is measured. On the CPU, where collectives block, the step after
 it gives the seconds of communication: a clock around every operation slows that step by some milliseconds. On
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from shardwise.core.run_files import PhasesRecord
 from shardwise.engine.phase import current_phase
@@ -48,10 +50,16 @@ class PhaseStopwatch:
         self._sent[current_phase()] = self._sent.get(current_phase(), 0.0) + seconds
 
     def collect(self) -> PhasesRecord | None:
-        """Seconds by phase, with communication apart where it was timed; None if the run was too short."""
+        """Seconds by phase, with communication apart where it was timed; None if the run was too short. Collective."""
         if self._clock is None:
             return None
-        spent = self._clock.read()
+        mine = self._seconds(self._clock)
+        every: list[Any] = [mine] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        return PhasesRecord(self._index + 1, every[0], tuple(every))
+
+    def _seconds(self, clock: PhaseClock) -> dict[str, float]:
+        spent = clock.read()
         for phase, sent in self._sent.items():
             spent[phase] = max(0.0, spent.get(phase, 0.0) - sent)
         seconds = {
@@ -61,4 +69,4 @@ class PhaseStopwatch:
         }
         if self._sent:
             seconds["communication"] = sum(self._sent.values())
-        return PhasesRecord(self._index + 1, seconds)
+        return seconds

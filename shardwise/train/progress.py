@@ -34,13 +34,13 @@ class Progressing:
             self._bar.start()
 
     def show(self, metrics: StepRecord) -> None:
-        held_out = "" if metrics.held_out_loss is None else f"  validation loss {metrics.held_out_loss:.4f}"
-        text = f"loss {metrics.loss:.4f}{held_out}  {_rates(metrics)}  peak {format_bytes(metrics.peak_bytes or 0)}"
+        text = described(metrics)
         if self._bar is not None:
             self._bar.update(self._task, completed=metrics.step, description=text)
             return
         now = time.monotonic()
-        due = now - self._last_line >= PLAIN_SECONDS or metrics.held_out_loss is not None
+        evaluated = metrics.held_out_loss is not None or metrics.held_out_losses
+        due = now - self._last_line >= PLAIN_SECONDS or evaluated
         if due or metrics.step == self._steps:
             self._last_line = now
             remaining = (self._steps - metrics.step) * metrics.seconds
@@ -51,6 +51,16 @@ class Progressing:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def described(metrics: StepRecord) -> str:
+    """The figures of a step in a line."""
+    held_out = "" if metrics.held_out_loss is None else f"  validation loss {metrics.held_out_loss:.4f}"
+    for name, loss in (metrics.held_out_losses or {}).items():
+        held_out += f"  {name} {loss:.4f}"
+    return (
+        f"loss {metrics.loss:.4f}{held_out}  {_rates(metrics)}  peak {format_bytes(metrics.peak_bytes or 0)}"
+    )
 
 
 def _rates(metrics: StepRecord) -> str:

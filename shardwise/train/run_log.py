@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,7 +11,14 @@ import torch.distributed as dist
 from shardwise.checkpoint.run_folder import forget_report, write_outcome
 from shardwise.core.attempts import Attempts
 from shardwise.core.plan import Plan
-from shardwise.core.run_files import Outcome, PassesRecord, PhasesRecord, RankMemory, StepRecord
+from shardwise.core.run_files import (
+    GradientHistogram,
+    Outcome,
+    PassesRecord,
+    PhasesRecord,
+    RankMemory,
+    StepRecord,
+)
 from shardwise.core.units import format_count
 from shardwise.train.meter import EXACT_STEPS, Measured
 from shardwise.train.metrics import MetricsFile, typical_seconds
@@ -29,11 +37,14 @@ class RunLog:
         self._writes = dist.get_rank() == 0
         self._started = self._lap_began = time.perf_counter()
         self.validation_loss: float | None = None
+        self._set_losses: Mapping[str, float] = {}
         self._trained: int | None = None
         if self._writes:
             self._metrics = MetricsFile(folder / "metrics.jsonl", resumed, warn)
             losses = [record.held_out_loss for record in self._metrics.before]
             self.validation_loss = next((loss for loss in reversed(losses) if loss is not None), None)
+            named = (record.held_out_losses for record in reversed(self._metrics.before))
+            self._set_losses = next(filter(None, named), {})
             self._progress = Progressing(steps, resumed)
 
     def begin(self, trained: int) -> None:
@@ -52,6 +63,7 @@ class RunLog:
         """Log a step."""
         if record.held_out_loss is not None:
             self.validation_loss = record.held_out_loss
+        self._set_losses = record.held_out_losses or self._set_losses
         if self._writes:
             self._metrics.write(record)
             self._progress.show(record)
@@ -67,6 +79,7 @@ class RunLog:
         tokens: int,
         passes: PassesRecord | None,
         phases: PhasesRecord | None = None,
+        gradients: GradientHistogram | None = None,
     ) -> None:
         """Write ``report.json``. All ranks call it together.
 
@@ -75,6 +88,7 @@ class RunLog:
             tokens: targets that the run was trained on.
             passes: the timed passes of ranks that hold different blocks.
             phases: the timed phases of a step.
+            gradients: their sizes in a step.
         """
         peaks = [peak] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
@@ -101,6 +115,8 @@ class RunLog:
             world_size=plan.world_size,
             passes=passes,
             phases=phases,
+            held_out_losses=self._set_losses,
+            gradients=gradients,
         )
         write_outcome(self._folder, outcome)
 

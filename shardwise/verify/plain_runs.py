@@ -37,8 +37,8 @@ from shardwise.verify.comparison import parameter_differences
 from shardwise.verify.verdict import PlainRuns, TrainedStep
 
 WEIGHTS, _RUNS = "plain.safetensors", "plain.json"
-_REPEATS, _REPEATS_OF = 2, {"adamw_8bit": 5}
-"""Repeats, and of optimizers whose codes of 8 bits flip in some repeats only: their noise varies tenfold."""
+_REPEATS, _REPEATS_OF_FEW_BITS = 2, 5
+"""Repeats, and those of optimizers whose codes of few bits flip in some repeats only: their noise varies tenfold."""
 
 
 def run_plain(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> None:
@@ -49,7 +49,8 @@ def run_plain(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.de
     data = open_data(recipe, blueprint_of(recipe).dataset)
     repeats: list[tuple[TrainedStep, ...]] = []
     noise: dict[str, float] = {}
-    for number in range(1 + _REPEATS_OF.get(recipe.optimizer.name, _REPEATS)):
+    few_bits = recipe.optimizer.name == "adamw_8bit" or recipe.optimizer.factory is not None
+    for number in range(1 + (_REPEATS_OF_FEW_BITS if few_bits else _REPEATS)):
         run = build(recipe, blueprint_of(recipe), undivided(strategy), device)
         unit = torch.finfo(run.options.dtypes.compute).eps / 2
         if number:

@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,12 @@ from shardwise.core.json_file import read_json, text_of
 from shardwise.core.strategy import Strategy
 from shardwise.data import open_data
 from shardwise.engine.build import build
+from shardwise.engine.optim.library import rounds
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
+from shardwise.recipe.section import Arguments
 from shardwise.recipe.sections import Recipe
+from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique import MICRO_BATCH_SIZE, in_fp64, precision_of
 from shardwise.train.loop import seed_step
 from shardwise.verify.comparison import parameter_differences
@@ -70,16 +74,35 @@ def shortened(recipe: Recipe, steps: int) -> Recipe:
 
 def rounds_more(recipe: Recipe, strategy: Strategy) -> bool:
     """Whether a run keeps fewer digits than fp32, so that only its own noise can judge it."""
-    return precision_of(strategy) not in TOLERANCE or recipe.optimizer.name in _EXACT
+    return (
+        precision_of(strategy) not in TOLERANCE
+        or recipe.optimizer.name in _EXACT
+        or _optimizer_rounds(recipe)
+    )
+
+
+def _optimizer_rounds(recipe: Recipe) -> bool:
+    """Whether an optimizer of a library computes in 16 bits, such as Muon."""
+    if recipe.optimizer.factory is None:
+        return False
+    with torch.device("meta"):
+        model = blueprint_of(recipe).build()
+    return rounds({name: p for name, p in named_parameters(model) if p.requires_grad}, recipe.optimizer)
 
 
 def exactly(recipe: Recipe, strategy: Strategy) -> tuple[Recipe, Strategy, tuple[str, ...]]:
-    """The same layout in fp64, and the settings that it replaces, in words."""
-    wide, name = in_fp64(strategy), _EXACT.get(recipe.optimizer.name, recipe.optimizer.name)
+    """The same layout in fp64, and the settings that it replaces, in words.
+
+    An optimizer of a library that rounds has no exact form: AdamW is in its place.
+    """
+    wide, name, factory = in_fp64(strategy), recipe.optimizer.name, recipe.optimizer.factory
+    replaced: dict[str, Any] = {"name": _EXACT.get(name, name)}
+    if _optimizer_rounds(recipe):
+        replaced = {"name": "adamw", "factory": None, "arguments": Arguments()}
     words = [f"{key}: {there} for {here}" for key, (here, there) in strategy.differences(wide).items()]
-    if name != recipe.optimizer.name:
-        words.append(f"optimizer: {name} for {recipe.optimizer.name}")
-    optimizer = recipe.optimizer.model_copy(update={"name": name})
+    if replaced["name"] != name or "factory" in replaced:
+        words.append(f"optimizer: {replaced['name']} for {factory or name}")
+    optimizer = recipe.optimizer.model_copy(update=replaced)
     return recipe.model_copy(update={"optimizer": optimizer}), wide, tuple(words)
 
 

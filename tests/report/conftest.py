@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,11 @@ def _candidate(line: str, peak: int, seconds: float, verdict: str, reason: str) 
 
 @pytest.fixture
 def plan() -> Plan:
+    return example_plan()
+
+
+def example_plan() -> Plan:
+    """A plan of Llama-3-8B on eight GPUs."""
     peak = PlannedPeak(PEAK.total, 0, "backward", "layers.31.mlp")
     return Plan(
         strategy=STRATEGY,
@@ -119,31 +125,33 @@ MakeRun = Callable[..., Path]
 def make_run(tmp_path: Path) -> MakeRun:
     """Writes the folder of a run of ``plan``; ``finished=False`` leaves it as it is while it trains."""
 
-    def make(
-        plan: Plan, *, name: str = "example", steps: int = 30, finished: bool = True, sample: str = ""
-    ) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "recipe.yaml").write_text("model:\n  preset: llama-3-8b\nsteps: 30\n", encoding="utf-8")
-        (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
-        with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
-            for step in range(1, steps + 1):
-                line = {
-                    "step": step,
-                    "loss": 1.4 + 4 * math.exp(-step / 10),
-                    "grad_norm": 0.8,
-                    "learning_rate": 3e-4 * min(1.0, step / 5),
-                    "tokens": plan.step.tokens,
-                    "seconds": 1.8,
-                    "tokens_per_second": plan.step.tokens / 1.8,
-                    "skipped": step == 7,
-                }
-                file.write(json.dumps(line | ({"held_out_loss": 1.6} if step % 10 == 0 else {})) + "\n")
-        if finished:
-            (folder / "report.json").write_text(json.dumps(_report(plan, steps, sample)), encoding="utf-8")
-        return folder
+    def make(plan: Plan, *, name: str = "example", **options: Any) -> Path:
+        return write_run(tmp_path / name, plan, **options)
 
     return make
+
+
+def write_run(folder: Path, plan: Plan, *, steps: int = 30, finished: bool = True, sample: str = "") -> Path:
+    """The files of a run."""
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("model:\n  preset: llama-3-8b\nsteps: 30\n", encoding="utf-8")
+    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        for step in range(1, steps + 1):
+            line = {
+                "step": step,
+                "loss": 1.4 + 4 * math.exp(-step / 10),
+                "grad_norm": 0.8,
+                "learning_rate": 3e-4 * min(1.0, step / 5),
+                "tokens": plan.step.tokens,
+                "seconds": 1.8,
+                "tokens_per_second": plan.step.tokens / 1.8,
+                "skipped": step == 7,
+            }
+            file.write(json.dumps(line | ({"held_out_loss": 1.6} if step % 10 == 0 else {})) + "\n")
+    if finished:
+        (folder / "report.json").write_text(json.dumps(_report(plan, steps, sample)), encoding="utf-8")
+    return folder
 
 
 def _report(plan: Plan, steps: int, sample: str) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -17,9 +19,10 @@ from shardwise.core.plan import Plan
 from shardwise.core.run_files import PhasesRecord, RankMemory
 from shardwise.core.units import MiB, format_bytes
 from shardwise.report.notation import COLOURS, by_size, label
-from shardwise.report.page import SHOWN_RANKS, printable, render_page
+from shardwise.report.page import SHOWN_RANKS, render_page
 from shardwise.report.record import RunRecord, read_run
 from shardwise.report.run import write_plan_page, write_report
+from shardwise.report.template import data_block, printable, script
 
 MakeRun = Callable[..., Path]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -51,7 +54,7 @@ class Reader(HTMLParser):
         self.tags.add(tag)
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open:
+        if not {"style", "script"} & set(self.open):
             self.words.append(data)
 
     @property
@@ -97,7 +100,7 @@ def test_phases_of_a_step_are_compared(run: RunRecord) -> None:
     phases = PhasesRecord(4, {"forward": 0.4, "backward": 1.25})
     page = render_page(replace(run, plan=planned, outcome=replace(run.outcome, phases=phases)))
     text = Reader(page).text
-    assert "phase, step 4 of rank 0 predicted measured error forward 500.0 ms 400.0 ms +25.0 %" in text
+    assert "phase, rank 0 predicted measured error forward 500.0 ms 400.0 ms +25.0 %" in text
     assert "backward 1.00 s 1.25 s −20.0 %" in text
 
 
@@ -116,8 +119,9 @@ def test_every_row_of_the_ledger_is_there_in_its_colour(run: RunRecord) -> None:
 def test_stands_alone(run: RunRecord) -> None:
     page = render_page(run)
     reader = Reader(page)
-    assert not reader.faults
-    assert not reader.tags & {"script", "iframe", "object", "embed", "form", "base", "img"}
+    assert len(page.encode()) < 400 * 1024 and not reader.faults
+    assert not reader.tags & {"iframe", "object", "embed", "form", "base", "img"}
+    assert scripts(page) == [script()]
     assert not re.search(r"https?:|//|@import|\ssrc=|\son\w+=", page)
     assert set(re.findall(r"url\((.)", page)) == {"#"}
     assert set(re.findall(r'\bhref="(.)', page)) == {"#", "d"}
@@ -126,6 +130,23 @@ def test_stands_alone(run: RunRecord) -> None:
     assert 'name="viewport"' in page
     identifiers = re.findall(r'\sid="([^"]*)"', page)
     assert len(identifiers) == len(set(identifiers))
+
+
+def scripts(page: str) -> list[str]:
+    """The scripts that a browser would look at; blocks of JSON data are none."""
+    for text in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL):
+        json.loads(text)
+    return re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_policy_allows_the_script_of_the_page_alone(run: RunRecord) -> None:
+    page = render_page(run)
+    [found] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    digest = base64.b64encode(hashlib.sha256(scripts(page)[0].encode()).digest()).decode()
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'" in found
+    assert found.endswith(f" script-src 'sha256-{digest}'")
+    assert "innerHTML = data" not in page and "eval(" not in page
 
 
 def test_nothing_from_a_run_becomes_markup(plan: Plan, make_run: MakeRun) -> None:
@@ -144,11 +165,18 @@ def test_nothing_from_a_run_becomes_markup(plan: Plan, make_run: MakeRun) -> Non
     (folder / "recipe.yaml").write_text("model: </pre><script>alert(1)</script>\n", encoding="utf-8")
     page = write_report(folder).read_text(encoding="utf-8")
     reader = Reader(page)
-    assert "script" not in reader.tags
+    assert scripts(page) == [script()]
     assert not reader.faults
     assert reader.text.count("<script>alert(1)</script>") == 16
     page += render_page(replace(read_run(folder), plan=replace(strange, line=f"{bad}\ud800")))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u202a-\u202e\ud800-\udfff]", page)
+
+
+def test_json_in_a_page_cannot_end_its_element() -> None:
+    said = {"words": "</script><!-- \u2028 \ud800 &amp;"}
+    block = data_block(said)
+    assert json.loads(block) == said and not set("<>/") & set(block) - {">"}
+    assert block.isascii()
 
 
 def test_what_cannot_be_printed_is_shown_as_such() -> None:
@@ -263,10 +291,10 @@ def test_a_name_that_is_markup_stays_a_name(plan: Plan, tmp_path: Path) -> None:
     page = path.read_text(encoding="utf-8")
     reader = Reader(page)
     assert not reader.faults
-    assert not reader.tags & {"script", "b"}
+    assert "b" not in reader.tags and scripts(page) == [script()]
     # In the title of the window, the headline, below it as the strategy, and in the recipe.
     assert page.count("&lt;script&gt;alert(1)&lt;b onload=x&gt;&amp;lt;") == 4
-    assert "<script" not in page
+    assert "<script>alert" not in page
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -314,9 +342,9 @@ def test_a_place_that_cannot_be_written(plan: Plan, make_run: MakeRun) -> None:
 
 
 def test_the_template_travels_with_the_package() -> None:
-    """The wheel takes `report/*.html`; the name is read from there."""
+    """The wheel takes `report/*.html` and what these include."""
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert json.dumps("report/*.html") in project
+    assert all(json.dumps(f"report/*.{kind}") in project for kind in ("html", "css", "js"))
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -18,6 +18,7 @@ from shardwise.report.page import render_page
 from shardwise.report.pictures import svg
 from shardwise.report.record import read_run
 from shardwise.report.series import MARKED, Mark, marks, series_of, series_picture
+from shardwise.report.template import script
 from tests.report.conftest import MakeRun
 
 EVENTS = [
@@ -90,6 +91,8 @@ def test_this_process_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.argv", ["/usr/bin/shardwise", "train", "a b.yaml"])
     now = Start.now()
     assert now.command == "shardwise train 'a b.yaml'" and {"Python", "torch"} <= now.versions.keys()
+    monkeypatch.setattr("sys.argv", ["/lib/shardwise/__main__.py", "plan"])
+    assert Start.now().command == "shardwise plan"
     append(tmp_path, now)
     with (tmp_path / NAME).open("a") as file:
         file.write('{"time": 3}\nno json\n')
@@ -109,7 +112,8 @@ def test_runs_are_compared_on_one_page(
     assert command(["report", *map(str, folders), "--out", str(page)]) == 0
     assert str(page) in capfd.readouterr().out
     html = page.read_text(encoding="utf-8")
-    assert not re.search(r"<script|https?:|\ssrc=|\{\{", html) and "default-src 'none'" in html
+    assert not re.search(r"https?:|\ssrc=|\{\{", html) and "default-src 'none'" in html
+    assert re.findall(r"<script>(.*?)</script>", html, re.DOTALL) == [script()]
     assert "other &lt;line&gt;" in html and "loss, nats per token" in html
     runs = {folder.name: read_run(folder) for folder in folders}
     assert list(differences(runs)) == [("optimizer.learning_rate", ["0.0003", "0.5"])]

@@ -33,13 +33,12 @@ def events(plan: Plan, outcome: Outcome | None, kind: str) -> list[dict[str, Any
 def test_phases_follow_each_other_and_memory_reaches_the_peak(plan: Plan) -> None:
     phases = {"forward": 0.5, "backward": 1.0, "optimizer": 0.145}
     planned = replace(plan, step=replace(plan.step, phases=phases))
-    outcome = Outcome(
-        (RankMemory(0, 1, 1),), 1.0, 1.1, plan.ledger, phases=PhasesRecord(4, {"forward": 0.25})
-    )
+    measured = PhasesRecord(4, {"forward": 0.25}, ({"forward": 0.25}, {"forward": 0.75}))
+    outcome = Outcome((RankMemory(0, 1, 1),), 1.0, 1.1, plan.ledger, phases=measured)
     spans = events(planned, outcome, "X")
-    assert [(e["name"], e["ts"], e["dur"], e["pid"]) for e in spans] == [
-        ("forward", 0, 5e5, 1), ("backward", 5e5, 1e6, 1), ("optimizer", 1.5e6, pytest.approx(1.45e5), 1),
-        ("forward", 0, 2.5e5, 2),
+    assert [(e["name"], e["ts"], e["dur"], e["pid"], e["tid"]) for e in spans] == [
+        ("forward", 0, 5e5, 1, 0), ("backward", 5e5, 1e6, 1, 0), ("optimizer", 1.5e6, pytest.approx(1.45e5), 1, 0),
+        ("forward", 0, 2.5e5, 2, 0), ("forward", 0, 7.5e5, 2, 1),
     ]  # fmt: skip
     counters = events(planned, outcome, "C")
     assert len(counters) == len(plan.timeline)

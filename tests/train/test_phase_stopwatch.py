@@ -51,10 +51,12 @@ def phases_rank(steps: int) -> tuple[PhasesRecord | None, list[float]]:
 
 
 def test_a_step_s_phases_and_its_communication(pool: Pool) -> None:
-    found, spent = pool.run(2, phases_rank, EXACT_STEPS + 6)[0]
+    (found, spent), (other, _) = pool.run(2, phases_rank, EXACT_STEPS + 6)
     assert found is not None and found.step == EXACT_STEPS + 1
     assert found.seconds.keys() == {"forward", "backward", "optimizer", "communication"}
     assert found.seconds["communication"] > 0
+    assert found == other and found.ranks[0] == found.seconds, "all ranks have the seconds of all"
+    assert len(found.ranks) == 2 and found.ranks[0] != found.ranks[1]
     # Phases and the communication of the next step: together neither much less nor more than these two steps.
     assert 0 < sum(found.seconds.values()) < spent[EXACT_STEPS] + spent[EXACT_STEPS + 1]
 

@@ -66,6 +66,13 @@ def test_csv(tmp_path: Path) -> None:
             ("3", "checkpoint"),
         ]
     assert "<b>once</b>" in (folder() / "events.csv").read_text()
+    # A number that csv has no column for adds one.
+    more = csv_module.CsvTracker(folder(), {"step": 3})
+    more.log(4, {"loss": 0.25, "held_out/code": 0.5})
+    with (folder() / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["held_out/code"] or "" for row in rows] == ["", "", "", "0.5"]
+    assert (rows[3]["step"], rows[3]["loss"], rows[0]["loss"]) == ("4", "0.25", "1.0")
     tracked(["csv"], tmp_path, first=2)  # resumed after step 1
     with (folder() / "metrics.csv").open(newline="") as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3"]

@@ -13,6 +13,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
 from shardwise.verify.verdict import Verdict
 from tests.harness.corpora import write_words
+from tests.harness.optimizers import FACTORIES
 from tests.harness.pool import Pool
 from tests.harness.ranks import plain_rank, verified_rank
 
@@ -101,6 +102,7 @@ def test_a_fault_that_only_low_precision_has_is_beyond_its_noise(pool: Pool, tmp
 
 
 EIGHT_BIT = {"optimizer": {"name": "adamw_8bit"}}
+MUON = {"optimizer": {"factory": FACTORIES["Muon"], "learning_rate": 3e-3, "clip_norm": None}}
 HEALTHY = {
     "fp16": ({}, {"precision": "fp16", "zero_stage": 2}),
     "fp16 at 1024": ({"loss_scale": {"initial": 1024.0}}, {"precision": "fp16", "zero_stage": 2}),
@@ -108,6 +110,7 @@ HEALTHY = {
     "bf16 alone": ({}, {"precision": "bf16", "master_weights": False, "zero_stage": 2}),
     "adamw_8bit": (EIGHT_BIT, {"precision": "fp32", "zero_stage": 2}),
     "adamw_8bit in bf16": (EIGHT_BIT, {"precision": "bf16", "zero_stage": 3}),
+    "muon": (MUON, {"precision": "fp32", "tensor_parallel": 2}),
     "tensor": ({}, {"precision": "bf16", "tensor_parallel": 2}),
     "pipeline": ({}, {"precision": "bf16", "pipeline_parallel": 2}),
     "ring": ({}, {"precision": "bf16", "sequence_parallel": 2, "sequence_method": "ring"}),
@@ -135,7 +138,7 @@ def test_healthy_runs_pass_at_an_ordinary_rate(name: str, pool: Pool, tmp_path: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["fp16", "bf16 alone", "adamw_8bit", "tensor", "pipeline"])
+@pytest.mark.parametrize("name", ["fp16", "bf16 alone", "adamw_8bit", "muon", "tensor", "pipeline"])
 def test_one_percent_of_one_gradient_fails(name: str, pool: Pool, tmp_path: Path) -> None:
     sections, settings = HEALTHY[name]
     recipe = recipe_for(tmp_path, DEEP, 10, **sections)

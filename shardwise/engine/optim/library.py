@@ -93,6 +93,15 @@ def made_by(named: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> list[torc
     return made
 
 
+ROUNDING: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.Muon,)
+"""Optimizers that compute in 16 bits whatever the dtype of the weights."""
+
+
+def rounds(named: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> bool:
+    """Whether the recipe's optimizer computes in fewer digits than the weights have."""
+    return spec.factory is not None and any(isinstance(each, ROUNDING) for each in made_by(named, spec))
+
+
 def _takes_rate(factory: Callable[..., Any]) -> bool:
     parameters = inspect.signature(factory).parameters
     fixed = "lr" in getattr(factory, "keywords", {})  # of a partial

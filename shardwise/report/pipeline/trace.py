@@ -39,12 +39,18 @@ def trace_of(plan: Plan, outcome: Outcome | None) -> dict[str, Any]:
         if outcome.passes is not None:
             events += _passes(MEASURED, outcome.passes.played())
         elif outcome.phases is not None:
-            events += _phases(MEASURED, outcome.phases.seconds)
+            for rank, seconds in enumerate(outcome.phases.ranks or (outcome.phases.seconds,)):
+                events += _phases(MEASURED, seconds, rank)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"cluster": plan.cluster}}
 
 
 def _named(process: int, name: str) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+
+
+def _thread(process: int, rank: int) -> Event:
+    name = {"name": f"rank {rank}"}
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": name}
 
 
 def _complete(process: int, rank: int, name: str, begin: float, end: float, **about: object) -> Event:
@@ -54,24 +60,19 @@ def _complete(process: int, rank: int, name: str, begin: float, end: float, **ab
 
 def _passes(process: int, played: Played) -> Iterator[Event]:
     for rank, spans in enumerate(played.spans):
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": process,
-            "tid": rank,
-            "args": {"name": f"rank {rank}"},
-        }
+        yield _thread(process, rank)
         for action, begin, end in spans:
             name = f"{_PASSES.get(action.kind, action.kind)} {action.micro_batch}"
             yield _complete(process, rank, name, begin, end, stage=action.stage)
 
 
-def _phases(process: int, seconds: Mapping[str, float]) -> Iterator[Event]:
-    """The phases of rank 0, one after the other."""
+def _phases(process: int, seconds: Mapping[str, float], rank: int = 0) -> Iterator[Event]:
+    """The phases of a rank, one after the other."""
+    yield _thread(process, rank)
     begin = 0.0
     for name in (*NAMES, *(name for name in seconds if name not in NAMES)):
         if seconds.get(name):
-            yield _complete(process, 0, name, begin, begin + seconds[name])
+            yield _complete(process, rank, name, begin, begin + seconds[name])
             begin += seconds[name]
 
 

@@ -105,10 +105,11 @@ class Tracking(Callback):
 
 def series(step: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a step, without the step's own."""
-    flat = {**step, **{f"gradient_noise/{k}": v for k, v in (step.get("gradient_noise") or {}).items()}}
+    groups = {name: value for name, value in step.items() if isinstance(value, Mapping)}
+    inner = {f"{name}/{key}": value for name, group in groups.items() for key, value in group.items()}
     return {
         name: float(value)
-        for name, value in flat.items()
+        for name, value in {**step, **inner}.items()
         if isinstance(value, int | float) and name != "step" and math.isfinite(value)
     }
 

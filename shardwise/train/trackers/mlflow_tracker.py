@@ -24,9 +24,10 @@ class MlflowTracker(RunTracker):
         from mlflow.entities import Param
 
         folder.mkdir(parents=True, exist_ok=True)
-        self._client = MlflowClient(
-            os.environ.get("MLFLOW_TRACKING_URI", (folder / "mlruns").resolve().as_uri())
-        )
+        # Newer MLflow refuses a file store without this; a database needs packages that mlflow-skinny leaves out.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        own = (folder / "mlruns").resolve().as_uri()
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", own))
         remembered = folder / "run_id"
         if remembered.exists() and run["step"]:
             self._id = remembered.read_text(encoding="utf-8")

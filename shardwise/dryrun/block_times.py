@@ -1,0 +1,92 @@
+"""Reads from the tracker which block ran when and what it kept (core/block_times.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from shardwise.core.block_times import BlockTimes, Kept, Run, RunKind
+from shardwise.dryrun.reading import category
+from shardwise.dryrun.tracker import Allocation, Tracker
+
+FINE = 0.2
+"""Changes of a block's kept bytes below this share of its most are left out."""
+
+
+def block_times(tracker: Tracker, since: int, blocks: Sequence[str]) -> BlockTimes | None:
+    """The first micro-batch of the step that began at ``since``; None if no block ran.
+
+    Args:
+        blocks: names of the rank's blocks, in order.
+    """
+    owners = {name: place for place, name in enumerate(blocks)}
+    own = [
+        (place, each)
+        for each in tracker.allocations
+        if each.born > since
+        and each.micro_batch == 0
+        and not each.on_host
+        and (place := _owner(each.where, owners)) is not None
+    ]
+    if not own:
+        return None
+    kept = [(place, each) for place, each in own if category(each, tracker) == "activations"]
+    runs = tuple(_runs(own, since))
+    end = max(last for *_, last in runs) + 1
+    return BlockTimes(len(blocks), end, runs, tuple(_kept(kept, len(blocks), since + end, since)))
+
+
+def _owner(module: str, owners: dict[str, int]) -> int | None:
+    """The block that a module is in."""
+    while module:
+        if module in owners:
+            return owners[module]
+        module = module.rpartition(".")[0]
+    return None
+
+
+def _runs(own: Sequence[tuple[int, Allocation]], since: int) -> Iterator[Run]:
+    """Allocations of one block and kind in a row as one run."""
+    running: tuple[int, RunKind] | None = None
+    begin = last = 0
+    for place, each in own:
+        kind = _kind(each)
+        if kind is None:
+            continue
+        if running != (place, kind):
+            if running is not None:
+                yield *running, begin, last
+            running, begin = (place, kind), each.born - since
+        last = each.born - since
+    if running is not None:
+        yield *running, begin, last
+
+
+def _kind(allocation: Allocation) -> RunKind | None:
+    if allocation.phase == "forward":
+        return "forward"
+    if allocation.phase == "backward":
+        return "again" if allocation.called else "backward"
+    return None
+
+
+def _kept(kept: Sequence[tuple[int, Allocation]], blocks: int, end: int, since: int) -> Iterator[Kept]:
+    """Each block's kept bytes as steps that differ by more than FINE."""
+    changes: list[dict[int, int]] = [{} for _ in range(blocks)]
+    for place, each in kept:
+        until = end if each.died is None else min(end, each.died)
+        for event, size in ((each.born, each.size), (until, -each.size)):
+            changes[place][event] = changes[place].get(event, 0) + size
+    for place, mine in enumerate(changes):
+        levels, level = [], 0
+        for event in sorted(mine):
+            level += mine[event]
+            levels.append((event, level))
+        most = max((size for _, size in levels), default=0)
+        steps: list[tuple[int, int]] = []
+        for event, size in levels:
+            if not steps or abs(size - steps[-1][1]) > FINE * most or (size == 0) != (steps[-1][1] == 0):
+                steps.append((event, size))
+        for (begin, size), (until, _) in pairwise([*steps, (end, 0)]):
+            if size and until > begin:
+                yield place, begin - since, until - since, size

@@ -1,0 +1,47 @@
+"""Memory at the peak by allocation site: the module and the operation that allocated it, and its row of the ledger.
+
+Blocks have equal sites: a number in a module's name becomes ``*``, and their bytes are added.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shardwise.core.plan import AllocationSite
+from shardwise.dryrun.reading import category, highest
+from shardwise.dryrun.tracker import Allocation, Tracker
+
+LISTED = 40
+"""Most sites; the smallest of more are one row without a module."""
+
+WORKSPACE = "workspace of a collective"
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def sites_at_peak(tracker: Tracker, since: int) -> tuple[AllocationSite, ...]:
+    """Device memory at the highest moment since a time, the largest site first; together the counted ledger."""
+    phase, (_, time) = max(highest(tracker, since).items(), key=lambda pair: pair[1])
+    found: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+    if workspace := dict(tracker.workspaces).get(time, 0):
+        found["communication", phase, "", WORKSPACE] = 1, workspace
+    for each in tracker.allocations:
+        if not each.on_host and each.born <= time and (each.died is None or each.died > time):
+            key = site_of(each, tracker)
+            count, size = found.get(key, (0, 0))
+            found[key] = count + 1, size + each.size
+    listed = sorted(found.items(), key=lambda pair: (-pair[1][1], pair[0]))
+    sites = [AllocationSite(*key, tensors=count, bytes=size) for key, (count, size) in listed[:LISTED]]
+    rest = [pair for _, pair in listed[LISTED:]]
+    if rest:
+        others = AllocationSite(
+            "", "", "", "", sum(count for count, _ in rest), sum(size for _, size in rest)
+        )
+        sites.append(others)
+    return tuple(sites)
+
+
+def site_of(allocation: Allocation, tracker: Tracker) -> tuple[str, str, str, str]:
+    """The row of the ledger, the phase, the module without numbers, and the operation."""
+    module = _NUMBER.sub("*", allocation.where)
+    return category(allocation, tracker), allocation.phase, module, allocation.operation

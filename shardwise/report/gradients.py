@@ -1,0 +1,87 @@
+"""What fp16 loses of a step's gradients with loss scaling, and would lose without, as a picture and in words.
+
+The histogram is that of Micikevicius et al. 2018 (arXiv 1710.03740, figure 3), for gradients of weights. A value of the
+step as it was computed, divided by the loss scale, is the value without scaling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from shardwise.core.run_files import GradientHistogram
+from shardwise.report.notation import COLOURS
+from shardwise.report.pictures import ACCENT, INK, MUTED, SHADE, STYLE, WIDE
+
+SMALLEST, NORMAL, LARGEST = -24, -14, 16
+"""Exponents of fp16: of its smallest number, of its smallest number with all digits, and beyond its largest."""
+
+
+@matplotlib.rc_context(STYLE)
+def gradient_picture(histogram: GradientHistogram, width: float = WIDE) -> Figure:
+    """Shares of the values by exponent, as they were computed and without the loss scale."""
+    figure = Figure(figsize=(width, 2.9), layout="constrained")
+    axes = figure.subplots()
+    whole = sum(histogram.counts) or 1
+    shares = [100 * count / whole for count in histogram.counts]
+    exponents = [histogram.lowest + index for index in range(len(shares) + 1)]
+    shift = round(math.log2(histogram.loss_scale))
+    unscaled = [exponent - shift for exponent in exponents]
+    drawn = (
+        (unscaled, COLOURS["gradients"], "without loss scaling"),
+        (exponents, ACCENT, f"as computed, times {histogram.loss_scale:,.0f}"),
+    )
+    for edges, colour, name in drawn:
+        axes.stairs(shares, edges, fill=True, color=colour, alpha=0.6, label=name)
+    found = [index for index, share in enumerate(shares) if share > 0]
+    shown = [edges[index] for edges in (unscaled, exponents) for index in (found[0], found[-1] + 1)]
+    left, right = min([SMALLEST - 4, *shown]), max([LARGEST + 3, *shown])
+    axes.axvspan(left - 1, SMALLEST, color=SHADE, zorder=-2)
+    axes.axvspan(LARGEST, right + 1, color=SHADE, zorder=-2)
+    for place, words in (
+        (SMALLEST, "lost below"),
+        (NORMAL, "full digits above"),
+        (LARGEST, "overflows above"),
+    ):
+        axes.axvline(place, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        label = f"{words} $2^{{{place}}}$" if width >= WIDE else f"$2^{{{place}}}$"
+        axes.text(
+            place,
+            1.02,
+            label,
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            color=MUTED,
+            fontsize=8,
+            parse_math=True,
+        )
+    axes.set_xlim(left - 1, right + 1)
+    axes.set_xlabel("exponent of a gradient, base 2")
+    axes.set_ylabel("% of the values")
+    figure.legend(loc="outside lower left", ncols=2 if width >= WIDE else 1, handlelength=1, handleheight=1)
+    return figure
+
+
+def gradient_sentences(histogram: GradientHistogram) -> Iterator[str]:
+    """The share that is lost with and without the scale."""
+    found = sum(histogram.counts) + histogram.zeros + histogram.non_finite
+    shift = math.log2(histogram.loss_scale)
+    below = _below(histogram.counts, SMALLEST - histogram.lowest + shift)
+    yield (
+        f"Step {histogram.step}: without loss scaling {_percent(below, found)} of the gradients would be below"
+        f" fp16's smallest number and become 0; with a scale of {histogram.loss_scale:,.0f},"
+        f" {_percent(histogram.zeros, found)} are 0, embeddings of absent tokens among them."
+    )
+    if histogram.non_finite:
+        yield f"{histogram.non_finite:,} values overflowed, so the update was skipped."
+
+
+def _below(counts: Sequence[int], limit: float) -> int:
+    return sum(counts[: max(0, math.floor(limit))])
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.2g} %" if whole else "0 %"

@@ -1,0 +1,92 @@
+"""The allocations of a CPU profile as a memory snapshot (core/memory_snapshot.py).
+
+PyTorch's own conversion (``profile_plot``) first derives the data flow between all operations, and fails where it finds
+a contradiction, as in steps with several threads. The events of a profile have every allocation with its pointer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch.profiler import profile
+
+from shardwise.runtime.torch_private_profiler import profiled_events
+
+Values = dict[str, Any]
+
+MOST_FRAMES = 24
+"""Frames of a stack, the innermost ones."""
+
+_CALL = re.compile(r"^(?P<filename>.+)\((?P<line>\d+)\): (?P<name>.+)$")
+
+
+def allocations_of(profiled: profile) -> Values:
+    """Every allocation and free within the profile, and one segment with what is left of them at its end.
+
+    Pointers are far apart in a process, so each gets a place of its own in the segment.
+    """
+    found = list(_changes(profiled))
+    sizes: dict[int, int] = {}
+    for pointer, size, _ in found:
+        sizes[pointer] = max(abs(size), sizes.get(pointer, 0))
+    places = dict(zip(sorted(sizes), accumulate((0, *(sizes[key] for key in sorted(sizes)))), strict=False))
+    trace: list[Values] = []
+    living: dict[int, Values] = {}
+    for pointer, size, frames in found:
+        entry = {"addr": places[pointer], "size": abs(size), "stream": 0, "frames": frames}
+        if size > 0:
+            living[pointer] = entry
+            trace.append({"action": "alloc", **entry})
+        else:
+            born = living.pop(pointer, entry)  # of one that is older than the profile, the stack of its free
+            trace += [{"action": action, **born} for action in ("free_requested", "free_completed")]
+    left = [living[pointer] for pointer in sorted(living)]
+    return {
+        "device_traces": [trace],
+        "segments": [_segment(left, sum(sizes.values()))] if sizes else [],
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+
+
+def _changes(profiled: profile) -> Iterator[tuple[int, int, list[Values]]]:
+    """Pointer, bytes (negative for a free) and stack of every allocation and free on the CPU."""
+    for event in profiled_events(profiled):
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            yield event.extra_fields.ptr, event.extra_fields.alloc_size, _frames(event)
+
+
+def _segment(left: Sequence[Values], size: int) -> Values:
+    """One segment of this size with these allocations, in the order of their places."""
+    blocks: list[Values] = []
+    end = 0
+    for entry in left:
+        blocks += _free(end, entry["addr"] - end)
+        held = {"address": entry["addr"], "size": entry["size"], "requested_size": entry["size"]}
+        blocks.append({**held, "state": "active_allocated", "frames": entry["frames"]})
+        end = entry["addr"] + entry["size"]
+    blocks += _free(end, size - end)
+    used = sum(entry["size"] for entry in left)
+    whole = {"address": 0, "total_size": size, "allocated_size": used, "active_size": used, "stream": 0}
+    return whole | {"segment_type": "large", "device": 0, "frames": [], "blocks": blocks}
+
+
+def _free(begin: int, size: int) -> list[Values]:
+    block = {"address": begin, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
+    return [block] if size else []
+
+
+def _frames(event: Any) -> list[Values]:
+    """The operations and the functions around an event, the innermost first."""
+    found: list[Values] = []
+    parent = event.parent
+    while parent is not None and len(found) < MOST_FRAMES:
+        if (call := _CALL.match(parent.name)) is not None:
+            found.append({"name": call["name"], "filename": call["filename"], "line": int(call["line"])})
+        else:
+            found.append({"name": parent.name, "filename": "", "line": 0})
+        parent = parent.parent
+    return found
