@@ -515,7 +515,10 @@ def families() -> str:
     ]
     counts = [sum(row[column] == "yes" for row in rows.values()) for column in FAMILY_COLUMNS]
     planned = sum(not isinstance(row["plan"], str) for row in rows.values())
-    said = [f"{planned} plan in full size", *(f"{n} {c}" for n, c in zip(counts, FAMILY_COLUMNS, strict=True))]
+    said = [
+        f"{planned} plan in full size",
+        *(f"{n} {c}" for n, c in zip(counts, FAMILY_COLUMNS, strict=True)),
+    ]
     head = ("family", "parameters", "peak of a GPU", *FAMILY_COLUMNS)
     listed = "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
     return (
