@@ -127,7 +127,7 @@ def memory_misses(
         for kind in ("precision", "recall"):
             if row[kind] is not None and row[kind] < VERDICT_GOAL:
                 found.append(
-                    f'{name}: {kind} of "does not fit" is {row[kind]:.0%}, less than {VERDICT_GOAL:.0%}'
+                    f'{name}: {kind} of "does not fit" is {row[kind]:.1%}, less than {VERDICT_GOAL:.0%}'
                 )
     return found
 

@@ -22,17 +22,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import nanotron
+from interpolated import between
 from published import NODE, Published
+from stacks import NORM_IN_PARTS, changed, practice_of, synchronised
 
 from shardwise.core.cost import Collective, Kernel, StepCost
 from shardwise.core.strategy import Layout
 from shardwise.dryrun import run as running
+from shardwise.dryrun import target
 from shardwise.dryrun.tally import Tally
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.model.balance import Costs, blocks_per_stage
@@ -46,7 +51,7 @@ SIZES = (3, 5)
 LENGTH = 4096
 """The sequence length that is dry-run, without sequence parallelism."""
 
-VERSION = 1
+VERSION = 2
 """Of the format; part of every name, as the counted code is not."""
 
 
@@ -68,8 +73,15 @@ class Structure:
 
 
 def structures_of(run: Published) -> list[Structure]:
+    """The structures that have to be counted for a run."""
+    practice = practice_of(run)
+    found = _line_of(run, practice.settings)
+    return found + _line_of(run, {**practice.settings, **_WHOLE}) if practice.whole else found
+
+
+def _line_of(run: Published, changes: Mapping[str, object]) -> list[Structure]:
     """The structures that a run's cost is a line through: by tensor degree, and by micro-batch in each."""
-    settings = dict(run.settings)
+    settings = {**run.settings, **changes}
     if settings["zero_stage"] == 0:
         settings["zero_stage"] = 1
     model = {**run.model, "context": LENGTH if run.sequence == 1 else run.length}
@@ -89,6 +101,8 @@ def structures_of(run: Published) -> list[Structure]:
         for size in SIZES
     ]
 
+
+_WHOLE: Mapping[str, object] = {"activation_checkpointing": "full"}
 
 Tallies = dict[int | None, Tally]
 
@@ -119,10 +133,11 @@ def _count(structure: Structure, depth: int) -> Tallies:
         "batch_size": COUNT * data * structure.micro_batch,
         "cluster": {"preset": f"1x{world}xH100-80GB"},
     }
-    recipe = recipe_of(values, SETTINGS)
+    recipe, settings = recipe_of(values, SETTINGS), json.loads(structure.settings)
+    norm_in_parts = settings.pop(NORM_IN_PARTS, False)
     strategy = strategy_from(
         {
-            **json.loads(structure.settings),
+            **settings,
             "tensor_parallel": structure.tensor,
             "sequence_parallel": structure.sequence,
             "sequence_method": "ring",
@@ -137,12 +152,12 @@ def _count(structure: Structure, depth: int) -> Tallies:
         caught.append(dict(tallies))
         return whole_cost(tallies, seen, count)
 
-    running.whole_cost = catching
-    try:
+    with (
+        mock.patch.object(running, "whole_cost", catching),
+        mock.patch.object(target, "is_traced", (lambda: True) if norm_in_parts else target.is_traced),
+    ):
         cluster = cluster_of(recipe.cluster)
         running.dry_run(recipe, blueprint_of(recipe), strategy, cluster, depth=depth, history=False)
-    finally:
-        running.whole_cost = whole_cost
     return caught[0]
 
 
@@ -185,9 +200,9 @@ def _counted_cost(structure: Structure, folder: Path, count: int) -> tuple[StepC
     return shallow, deeper
 
 
-def parts_of(run: Published, folder: Path) -> tuple[StepCost, StepCost]:
+def parts_of(run: Published, folder: Path, changes: Mapping[str, object]) -> tuple[StepCost, StepCost]:
     """The costs of a step of two and of three blocks, for the run's own micro-batch, length and tensor degree."""
-    pairs = [_counted_cost(each, folder, run.passes) for each in structures_of(run)]
+    pairs = [_counted_cost(each, folder, run.passes) for each in _line_of(run, changes)]
     length = LENGTH if run.sequence == 1 else run.length
     size = run.micro_batch * run.length / length
     weight = (size - SIZES[0]) / (SIZES[1] - SIZES[0])
@@ -199,69 +214,6 @@ def parts_of(run: Published, folder: Path) -> tuple[StepCost, StepCost]:
         cost = lines[0] if len(lines) == 1 else between(*lines, (1 / 2 - 1 / run.tensor) / (1 / 2 - 1 / 4))
         parts.append(_lengthened(cost, run, length))
     return parts[0], parts[1]
-
-
-def between(here: StepCost, there: StepCost, weight: float) -> StepCost:
-    """The cost on the line through two, at 0 and at 1. Raises ValueError where their calls differ."""
-    return StepCost(
-        tuple(_line(a, b, weight) for a, b in _paired(here.kernels, there.kernels)),
-        tuple(_line(a, b, weight) for a, b in _paired(here.collectives, there.collectives)),
-        (),
-        here.micro_batches,
-    )
-
-
-def _paired(here: Sequence[Any], there: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """The same calls of two counts: in order, or by size where one count has two sizes and the other one."""
-    groups: dict[tuple[str, str], tuple[list[Any], list[Any]]] = {}
-    for side, counted in enumerate((here, there)):
-        for each in counted:
-            groups.setdefault(_named(each), ([], []))[side].append(each)
-    for name, (one, other) in groups.items():
-        if sum(each.calls for each in one) != sum(each.calls for each in other):
-            raise ValueError(f"the counts of {name} differ")
-        if [each.calls for each in one] == [each.calls for each in other]:
-            yield from zip(one, other, strict=True)
-        else:
-            yield from _split(sorted(one, key=_size), sorted(other, key=_size))
-
-
-def _named(each: Any) -> tuple[str, str]:
-    return (
-        (each.phase, each.operation) if isinstance(each, Kernel) else (each.phase, f"{each.kind} {each.axis}")
-    )
-
-
-def _size(each: Any) -> tuple[int, int]:
-    return (each.flops if isinstance(each, Kernel) else 0, each.bytes)
-
-
-def _split(here: list[Any], there: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Pairs of equally many calls."""
-    while here:
-        one, other = here.pop(0), there.pop(0)
-        calls = min(one.calls, other.calls)
-        yield replace(one, calls=calls), replace(other, calls=calls)
-        for rest, each in ((here, one), (there, other)):
-            if each.calls > calls:
-                rest.insert(0, replace(each, calls=each.calls - calls))
-
-
-def _line(here: Any, there: Any, weight: float) -> Any:
-    def at(a: int, b: int) -> int:
-        return max(1, round(a + weight * (b - a))) if a or b else 0
-
-    if isinstance(here, Kernel):
-        shape = tuple(at(a, b) for a, b in zip(here.shape, there.shape, strict=False))
-        return replace(
-            here, flops=at(here.flops, there.flops), bytes=at(here.bytes, there.bytes), shape=shape
-        )
-    return replace(
-        here,
-        elements=at(here.elements, there.elements),
-        bytes=at(here.bytes, there.bytes),
-        degree=there.degree,
-    )
 
 
 def _lengthened(cost: StepCost, run: Published, length: int) -> StepCost:
@@ -293,7 +245,8 @@ def layout_of(run: Published) -> Layout:
 
 def cluster_for(run: Published) -> Cluster:
     nodes, each = (run.gpus // NODE, NODE) if run.gpus % NODE == 0 else (1, run.gpus)
-    preset = f"{nodes}x{each}x{run.device}"
+    device = nanotron.DEVICE if run.stack == "nanotron" else run.device
+    preset = f"{nodes}x{each}x{device}"
     values = {"model": {"preset": "tiny"}, "steps": 1, "batch_size": 1, "cluster": {"preset": preset}}
     cluster = cluster_of(recipe_of(values, SETTINGS).cluster)
     return cluster if run.network is None else replace(cluster, network_bandwidth=run.network)
@@ -309,22 +262,30 @@ class Stages:
 
 def stages_of(run: Published, folder: Path) -> Stages:
     """The cost of a step on every rank of the pipeline; of one rank without a pipeline."""
-    shallow, deeper = parts_of(run, folder)
+    practice = practice_of(run)
+    shallow, deeper = parts_of(run, folder, practice.settings)
     layout = layout_of(run)
     if run.pipeline == 1:
-        return Stages((placed(shallow.extrapolated(deeper, run.layers - DEPTHS[0]), layout, run),), (0,))
+        whole = round((practice.whole or 0.0) * run.layers)
+        cost = shallow.extrapolated(deeper, run.layers - whole - DEPTHS[0])
+        if whole:
+            cost = _sum(cost, _blocks(*parts_of(run, folder, {**practice.settings, **_WHOLE}), whole))
+        return Stages((synchronised(placed(changed(cost, run, run.layers), layout, run), run, False),), (0,))
     rest, block = shallow.extrapolated(deeper, -DEPTHS[0]), shallow.extrapolated(deeper, 1 - DEPTHS[0])
     before, after = (_of_rest(rest, first) for first in (True, False))
     kinds: dict[tuple[int, bool, bool], int] = {}
     costs, of_rank = list[StepCost](), list[int]()
-    for rank, blocks in enumerate(blocks_of(run)):
-        kind = (blocks, rank == 0, rank == run.pipeline - 1)
+    for rank, stage in enumerate(cut_of(run)):
+        kind = (stage.blocks, rank == 0, stage.head)
         if kind not in kinds:
             kinds[kind] = len(costs)
-            own = _plus(block, rest, blocks)
+            own = _plus(block, rest, stage.blocks)
             kernels = own.kernels + (before.kernels if kind[1] else ()) + (after.kernels if kind[2] else ())
             collectives = own.collectives + (after.collectives if kind[2] else ()) + _message(run)
-            costs.append(placed(StepCost(kernels, collectives, (), own.micro_batches), layout, run))
+            cost = StepCost(kernels, collectives, (), own.micro_batches)
+            costs.append(
+                synchronised(placed(changed(cost, run, stage.blocks), layout, run), run, any(kind[1:]))
+            )
         of_rank.append(kinds[kind])
     return Stages(tuple(costs), tuple(of_rank))
 
@@ -341,6 +302,13 @@ def _message(run: Published) -> tuple[Collective, ...]:
     )
 
 
+def cut_of(run: Published) -> list[nanotron.Stage]:
+    """What every rank of the pipeline has."""
+    if practice_of(run).own_stages:
+        return nanotron.stages(run)
+    return [nanotron.Stage(blocks, n == run.pipeline - 1) for n, blocks in enumerate(blocks_of(run))]
+
+
 def blocks_of(run: Published) -> list[int]:
     """Blocks on every rank of the pipeline, as the planner cuts the model."""
     width, ffn = int(str(run.model["width"])), int(str(run.model["ffn"]))
@@ -353,6 +321,16 @@ def blocks_of(run: Published) -> list[int]:
         raise ValueError(f"{run.layers} blocks for {stages} stages")
     each = blocks_per_stage(run.layers, stages, Costs(block, head))
     return [sum(each[rank :: run.pipeline]) for rank in range(run.pipeline)]
+
+
+def _blocks(shallow: StepCost, deeper: StepCost, blocks: int) -> StepCost:
+    """What so many blocks cost."""
+    rest, one = shallow.extrapolated(deeper, -DEPTHS[0]), shallow.extrapolated(deeper, 1 - DEPTHS[0])
+    return _plus(one, rest, blocks)
+
+
+def _sum(one: StepCost, other: StepCost) -> StepCost:
+    return StepCost(one.kernels + other.kernels, one.collectives + other.collectives, (), one.micro_batches)
 
 
 def _plus(with_one: StepCost, rest: StepCost, blocks: int) -> StepCost:
@@ -385,14 +363,17 @@ def _of_rest(rest: StepCost, first: bool) -> StepCost:
     return StepCost(kernels, () if first else rest.collectives, (), rest.micro_batches)
 
 
+def _on_shards(kernel: Kernel) -> bool:
+    """Whether a kernel works on a rank's share of the weights: the update, and what FSDP2 casts before it gathers."""
+    cast = kernel.operation in ("fsdp::all_gather_copy_in", "aten::_foreach_copy_")
+    return cast or kernel.phase in ("clip", "optimizer")
+
+
 def placed(cost: StepCost, layout: Layout, run: Published) -> StepCost:
     """A cost counted on two ranks of each axis of the data, with the degrees of ``layout``."""
     replicated = run.settings["zero_stage"] == 0
     scale = 2.0 if replicated else 2 / layout.degree("shard")
-    kernels = tuple(
-        replace(k, bytes=round(k.bytes * scale)) if k.phase in ("clip", "optimizer") else k
-        for k in cost.kernels
-    )
+    kernels = tuple(replace(k, bytes=round(k.bytes * scale)) if _on_shards(k) else k for k in cost.kernels)
     collectives = []
     for c in cost.collectives:
         if c.axis == "shard" and replicated:

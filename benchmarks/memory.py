@@ -297,7 +297,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "machine": described(),
         "by stack": {name: quality(some) for name, some in kinds(measured).items()},
-        "fits": {name: verdicts(some) for name, some in kinds(made).items()},
+        "fits": {**{name: verdicts(some) for name, some in kinds(made).items()}, "all": verdicts(made)},
         "left out": dict(left_out.most_common()),
         "rows": made,
     }

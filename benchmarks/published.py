@@ -60,6 +60,7 @@ class Published:
         settings: of the strategy, less the degrees.
         seconds: of an optimizer step.
         memory_gib: peak, if it is published.
+        recomputation, eight_bits: in the source's words.
     """
 
     source: str
@@ -82,6 +83,15 @@ class Published:
     batch: int
     seconds: float | None
     memory_gib: float | None
+    recomputation: str = ""
+    eight_bits: str = ""
+    compiled: bool = False
+    notes: str = ""
+
+    @property
+    def software(self) -> str:
+        """The stack without "compiled"."""
+        return self.stack.split(",")[0]
 
     @property
     def passes(self) -> int:
@@ -127,9 +137,12 @@ def stack_of(row: Mapping[str, str]) -> str:
         ("torch", "torchtitan"),
     ):
         if word in source:
-            compiled = stack == "torchtitan" and row["compile"] not in ("", "no")
-            return f"{stack}, compiled" if compiled else stack
+            return f"{stack}, compiled" if stack == "torchtitan" and _compiled(row) else stack
     raise Inexpressible("another stack")
+
+
+def _compiled(row: Mapping[str, str]) -> bool:
+    return row["compile"] not in ("", "no")
 
 
 def _zero(row: Mapping[str, str], data: int) -> tuple[int, int]:
@@ -200,8 +213,9 @@ def _settings(row: Mapping[str, str], stack: str, stage: int) -> dict[str, objec
     }
     if precision == "fp8" and row["fp8"].startswith("rowwise"):
         settings["fp8_scaling"] = "row"
-    if "PURE" in row["precision"]:
-        settings["master_weights"] = False
+    if "PURE" in row["precision"] or stack == "fms-fsdp":
+        # composer/distributed/shared_utils.py and fms_fsdp/policies/mixed_precision.py reduce gradients in bf16.
+        settings["reduce_dtype"] = "compute"
     if int(row["tp"] or 1) > 1 and stack != "composer" and row["source"][:18] != "Megatron-LM SC21 T":
         settings["tensor_sequence_parallel"] = "gathered"
     return settings
@@ -264,6 +278,10 @@ def expressed(row: Mapping[str, str], model: Mapping[str, object] | None = None)
         batch=batch,
         seconds=_step_seconds(row, batch, gpus),
         memory_gib=memory,
+        recomputation=row["ac"],
+        eight_bits=row["fp8"],
+        compiled=_compiled(row),
+        notes=row["notes"],
     )
 
 

@@ -13,9 +13,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+import agreement
 import calibrate
+import cases
 import counted
+import interpolated
+import nanotron
 import published
+import stacks
 
 from shardwise.core.cost import Kernel, StepCost
 from shardwise.hardware.profiles import PROFILES
@@ -40,36 +45,71 @@ def test_korthikanti_s_175_billion_take_the_seconds_of_their_paper() -> None:
 def test_two_sizes_in_one_count_and_one_in_the_other_are_paired_by_size() -> None:
     small, large = (Kernel("forward", "aten::mm", "bf16", calls, 10 * calls, 8) for calls in (2, 4))
     both = replace(small, calls=6, flops=30)
-    line = counted.between(StepCost((small, large), ()), StepCost((both,), ()), 1.0)
+    line = interpolated.between(StepCost((small, large), ()), StepCost((both,), ()), 1.0)
     assert sum(k.calls for k in line.kernels) == 6
     assert sum(k.calls * k.flops for k in line.kernels) == 6 * 30
     with pytest.raises(ValueError, match="differ"):
-        counted.between(StepCost((small,), ()), StepCost((both,), ()), 1.0)
+        interpolated.between(StepCost((small,), ()), StepCost((both,), ()), 1.0)
 
 
-def case(seconds: float, **changes: object) -> calibrate.Case:
+def case(seconds: float, **changes: object) -> cases.Case:
     run = replace(ROWS[0], seconds=seconds, **changes)  # type: ignore[arg-type]
-    return calibrate.Case(run, None, None, None)  # type: ignore[arg-type]
+    return cases.Case(run, None, None, None)  # type: ignore[arg-type]
 
 
 def test_order_and_regret_of_a_group() -> None:
-    cases = [case(second) for second in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    runs = [case(second) for second in (1.0, 2.0, 3.0, 4.0, 5.0)]
     guessed = np.array([2.0, 1.0, 3.0, 4.0, 5.0])
-    [group] = calibrate.orders(cases, np.log(guessed / [1.0, 2.0, 3.0, 4.0, 5.0]))
+    [group] = agreement.orders(runs, np.log(guessed / [1.0, 2.0, 3.0, 4.0, 5.0]))
     assert (group.pairs, group.right, group.regret) == (10, 9, 1.0)
     assert group.spearman == pytest.approx(1 - 6 * 2 / (5 * 24))
-    assert calibrate.orders(cases[:4], np.zeros(4)) == []
+    assert agreement.orders(runs[:4], np.zeros(4)) == []
 
 
 def test_a_factor_is_that_of_most_runs() -> None:
     errors = -np.log(np.array([1.2, 1.21, 1.22, 1.19, 1.2, 9.0, 12.0, 30.0]))
-    assert calibrate.factor_of(errors) == pytest.approx(1.2, rel=0.02)
+    assert agreement.factor_of(errors) == pytest.approx(1.2, rel=0.02)
     assert math.exp(-np.median(errors)) > 1.2
 
 
 def test_a_run_that_its_source_shows_much_faster_is_dropped() -> None:
-    assert calibrate.repeated([case(19.0), case(89.0), case(20.0)]) == {1}
-    assert calibrate.repeated([case(19.0), case(89.0, micro_batch=2 * ROWS[0].micro_batch)]) == set()
+    assert cases.repeated([case(19.0), case(89.0), case(20.0)]) == {1}
+    assert cases.repeated([case(19.0), case(89.0, micro_batch=2 * ROWS[0].micro_batch)]) == set()
+
+
+def test_a_run_whose_passes_take_longer_than_those_of_larger_stages_is_stalled() -> None:
+    shape = {"pipeline": 2, "micro_batch": 1, "data": 1, "batch": 8}
+    quick, slow = case(9.0, **shape), case(40.0, **{**shape, "pipeline": 4})
+    assert cases.stalled([quick, slow]) == {1}
+    assert cases.stalled([quick, case(12.0, **{**shape, "pipeline": 4})]) == set()
+
+
+def test_only_the_playbook_s_tensor_groups_with_stages_on_several_nodes_wait() -> None:
+    playbook = next(
+        r for r in ROWS if r.stack == "nanotron" and (r.tensor, r.pipeline, r.gpus) == (8, 2, 512)
+    )
+    assert nanotron.waits(playbook) == 7
+    assert nanotron.waits(replace(playbook, pipeline=1)) == 0
+    assert nanotron.waits(replace(playbook, stack="megatron")) == 0
+    plain, own = (
+        calibrate.changed(cases.Case(run, None, None, counted.cluster_for(run)), {}).device.launch  # type: ignore[arg-type]
+        for run in (replace(playbook, stack="megatron"), playbook)
+    )
+    assert own.kernel == nanotron.LAUNCH_SECONDS > plain.kernel
+    assert own.collective == pytest.approx(plain.collective + 7 * nanotron.WAIT_SECONDS)
+
+
+def test_casts_to_eight_bits_are_as_each_software_makes_them() -> None:
+    run = replace(ROWS[0], data=4, copies=1, micro_batch=1, batch=8)
+    of_weight = Kernel("forward", f"shardwise::float8_cast{stacks.OF_WEIGHT}", "bf16", 6, 0, 400)
+    other = replace(of_weight, operation="shardwise::float8_cast")
+    made = {
+        how: [stacks._cast(k, how, run) for k in (of_weight, other)]
+        for how in ("every time", "gathered", "fused")
+    }
+    assert made["every time"] == [of_weight, other]
+    assert made["gathered"] == [replace(of_weight, bytes=100), other]
+    assert made["fused"] == [replace(of_weight, calls=3), None]
 
 
 def test_profiles_have_the_constants_of_the_committed_fit() -> None:
@@ -84,4 +124,6 @@ def test_profiles_have_the_constants_of_the_committed_fit() -> None:
         "launch.kernel_seconds": h100.launch.kernel,
         "overlap.interference": h100.interference,
         "tiles.inner": h100.tiles.inner,
+        calibrate.LAUNCH: nanotron.LAUNCH_SECONDS,
+        calibrate.WAIT: nanotron.WAIT_SECONDS,
     } == pytest.approx(fit, rel=0.05)

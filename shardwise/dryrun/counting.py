@@ -7,7 +7,7 @@ and a shallow dry run can be extrapolated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,16 @@ CONTROL_AXIS = "control"
 """Axis name for collectives of a single element (token count, loss, gradient norm).
 
 They are not traffic of the strategy, so they are not listed under the mesh axis of their group."""
+
+TEMPLATED = ("aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_")
+"""Operations that read only the shape of their argument."""
+
+_NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view")
+"""Allocations, and a view that does not call itself one: the device runs nothing."""
+
+_LOOKUPS = frozenset({"aten::embedding", "aten::gather", "aten::index_select", "aten::index.Tensor"})
+_SCATTERS = frozenset({"aten::scatter_add_", "aten::index_add_"})
+"""Operations that touch only the rows or elements of their first argument that the indices name."""
 
 _KINDS: dict[str, str] = {
     "allgather": "all_gather",
@@ -41,9 +51,9 @@ def kernels_of(
     phase: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 ) -> list[Kernel]:
     """The kernels that one call launches; [] for views and other calls that move no data."""
-    if func.is_view or func.namespace not in ("aten", "fsdp", "shardwise"):
-        return []
     name = func.name()
+    if func.is_view or func.namespace not in ("aten", "fsdp", "shardwise") or name.startswith(_NO_KERNEL):
+        return []
     tensors = tensors_in(args, kwargs, out)
     if not tensors:
         return []
@@ -58,7 +68,22 @@ def kernels_of(
     # A matrix product runs in the dtype of its operands; its result may have another dtype.
     typical = tensors[0] if flops else max(distinct, key=lambda t: t.numel())
     shape = product_shape(func, args) if flops else ()
-    return [Kernel(phase, name, dtype_name(typical.dtype), 0, flops, bytes_of(distinct), shape=shape)]
+    moved = _moved_bytes(name, args, out, distinct)
+    return [Kernel(phase, name, dtype_name(typical.dtype), 0, flops, moved, shape=shape)]
+
+
+def _moved_bytes(name: str, args: tuple[Any, ...], out: Any, distinct: Collection[Tensor]) -> int:
+    """Bytes that one call reads and writes: all of its tensors, except where it touches only a part of one."""
+    if name.startswith(TEMPLATED):
+        return bytes_of(tensors_in(out))
+    if name == "fsdp::all_gather_copy_in":
+        return 2 * bytes_of(args[0])
+    if name not in _LOOKUPS and name not in _SCATTERS:
+        return bytes_of(distinct)
+    others = [tensor for tensor in distinct if tensor is not args[0]]
+    if name in _LOOKUPS:  # reads as much of the table as it returns
+        return bytes_of(others) + bytes_of(tensors_in(out))
+    return bytes_of(others) + 2 * bytes_of(args[-1:])
 
 
 _DTYPES: Mapping[torch.dtype, str] = {

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -116,14 +116,30 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        y, rstd = torch.ops.shardwise.rms_norm(x, weight)
         ctx.save_for_backward(x, rstd, *([] if weight is None else [weight]))
-        return torch.empty_like(x)
+        return cast("Tensor", y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, _, *weight = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None
+        x, rstd, *weight = ctx.saved_tensors
+        to_x, *to_weight = torch.ops.shardwise.rms_norm_backward(grads[0], x, rstd, weight)
+        return to_x, to_weight[0] if weight else None
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+
+
+def _rms_norm_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(each) for each in (x, *weight)]
+
+
+_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
+_LIBRARY.define("rms_norm(Tensor x, Tensor? weight) -> (Tensor, Tensor)")
+_LIBRARY.define("rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor[] weight) -> Tensor[]")
+torch.library.register_fake("shardwise::rms_norm", _rms_norm, lib=_LIBRARY)
+torch.library.register_fake("shardwise::rms_norm_backward", _rms_norm_backward, lib=_LIBRARY)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.core.cost import Collective, Counted, Kernel, Transfer
-from shardwise.dryrun.counting import collective_of, group_of, kernels_of
+from shardwise.dryrun.counting import TEMPLATED, collective_of, group_of, kernels_of
 from shardwise.dryrun.modules import refused
 from shardwise.dryrun.tally import Tally
 from shardwise.engine.phase import current_micro_batch, current_phase
@@ -66,9 +66,6 @@ Optimizers of libraries read step counts, norms, and whether to update at all.
 """
 _READING = ("setup", "optimizer")
 """The phases in which it reads. A model must not: its step would wait for the device."""
-
-_TEMPLATED = ("aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_")
-"""Operations that read only the shape of their argument."""
 
 
 @dataclass(eq=False)
@@ -291,7 +288,7 @@ class Tracker(DispatchMode):
     ) -> Sequence[Kernel]:
         """The kernels, marked where they run on the host; a copy between the memories is counted instead."""
         # The written tensor comes first: the result, or the argument changed in place.
-        seen = out if name.startswith(_TEMPLATED) else (out, args, kwargs)
+        seen = out if name.startswith(TEMPLATED) else (out, args, kwargs)
         tensors = [t for t in tensors_in(seen) if isinstance(t, FakeTensor) and t.ndim > 0]
         memories = {self._on_host(t) for t in tensors}
         if memories == {True, False}:

@@ -9,8 +9,9 @@ Ranks are numbered node by node. A group of `degree` ranks, `stride` apart, is i
   - across nodes, the group uses one network adapter per member in a node, as NCCL's channels do, and is never
     faster than inside the node.
 
-Each group has a bandwidth, and a latency in each of two protocols, for small and for large payloads. They give the time
-of a ring; the faster protocol is taken, as NCCL does. Its LL128 protocol, between the two, is not modelled.
+Each group has a bandwidth, and latencies in each of two protocols, for small and for large payloads. They give the time
+of a ring, which passes every rank, and of a tree, which only all-reduces have; the fastest is taken, as NCCL does
+(tuning.cc). Its LL128 protocol, between the two, is not modelled.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Link:
         nodes: nodes that the group spans.
         bandwidth: bytes/s out of each rank, for large payloads.
         latency: seconds of one pass around the ring with an empty payload.
-        protocols: (seconds of a pass with an empty payload, fraction of the bandwidth) of each protocol.
+        protocols: seconds of an empty payload and fraction of the bandwidth of each, for a pass around the ring.
+        trees: the same for a pass up and down a tree.
     """
 
     degree: int
@@ -73,18 +75,23 @@ class Link:
     bandwidth: float
     latency: float
     protocols: tuple[tuple[float, float], ...]
+    trees: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, payload_bytes: float, rounds: int = 1) -> float:
-        """Seconds of one ring collective with a full payload of ``payload_bytes``.
+        """Seconds of one collective with a full payload of ``payload_bytes``.
 
-        ``rounds`` is 1 for all-gather, reduce-scatter and all-to-all, 2 for all-reduce:
-        rounds * (latency + (n-1)/n * payload / bandwidth) in the faster protocol.
-        (Thakur, Rabenseifner & Gropp 2005.)
+        ``rounds`` is 1 for all-gather and reduce-scatter, 2 for all-reduce. A ring takes
+        rounds * (latency + (n-1)/n * payload / bandwidth) in the faster protocol (Thakur, Rabenseifner & Gropp 2005).
+        A tree sends the whole payload twice.
         """
         if self.degree == 1:
             return 0.0
-        sent = (self.degree - 1) / self.degree * payload_bytes / self.bandwidth
-        return rounds * min(latency + sent / fraction for latency, fraction in self.protocols)
+        whole = payload_bytes / self.bandwidth
+        sent = (self.degree - 1) / self.degree * whole
+        ring = rounds * min(latency + sent / fraction for latency, fraction in self.protocols)
+        if rounds == 1:
+            return ring
+        return min(ring, *(latency + 2 * whole / fraction for latency, fraction in self.trees))
 
 
 @dataclass(frozen=True)
@@ -130,8 +137,9 @@ class Cluster:
     def _linked(self, degree: int, members: int, nodes: int, bandwidth: float) -> Link:
         device = self.device
         used = [device.latency] if device.bulk is None else [device.latency, device.bulk]
-        protocols = tuple((_ring_seconds(each, members, nodes), each.fraction) for each in used)
-        return Link(degree, nodes, bandwidth, protocols[0][0], protocols)
+        protocols = tuple((_ring_seconds(each, degree, nodes), each.fraction) for each in used)
+        trees = tuple((_tree_seconds(each, members, nodes), each.tree * each.fraction) for each in used)
+        return Link(degree, nodes, bandwidth, protocols[0][0], protocols, trees)
 
     def seconds_to_next(self, payload_bytes: float, degree: int, stride: int = 1) -> float:
         """Seconds for every rank to send ``payload_bytes`` to the next rank: one step of a ring.
@@ -181,10 +189,15 @@ class Cluster:
         return reached
 
 
-def _ring_seconds(step: Latency, members: int, nodes: int) -> float:
-    """Seconds of a pass around the node, plus the faster of a ring and a tree between nodes."""
-    between = min(nodes - 1, 2 * math.ceil(math.log2(nodes))) * step.network_hop
-    return step.start + (members - 1) * step.hop + between
+def _ring_seconds(step: Latency, degree: int, nodes: int) -> float:
+    """Seconds of ``degree`` - 1 steps: one leaves each node but the last. A link carries a message in every step."""
+    path = (degree - nodes) * step.hop + (nodes - 1) * step.network_hop
+    return step.start + max(path, (degree - 1) * step.message if nodes > 1 else 0.0)
+
+
+def _tree_seconds(step: Latency, members: int, nodes: int) -> float:
+    """Seconds up and down a chain in each node and a binary tree of nodes."""
+    return step.start + 2 * ((members - 1) * step.hop + math.ceil(math.log2(nodes)) * step.network_hop)
 
 
 def device_named(name: str) -> DeviceProfile | None:

@@ -99,12 +99,16 @@ class Latency:
         start: seconds to start a collective.
         hop, network_hop: seconds of a step to a neighbour in the node, and over the network.
         fraction: of a link's achieved bandwidth; flags within the data take the rest.
+        message: seconds between two messages of a ring on a link of the network, whatever their size.
+        tree: of a ring's bandwidth, what a tree reaches.
     """
 
     start: float
     hop: float
     network_hop: float
     fraction: float = 1.0
+    message: float = 0.0
+    tree: float = 0.9
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ _RATES = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandw
 _EFFICIENCIES = tuple(Efficiency.__dataclass_fields__)
 _OVERHEADS = ("context", "communicator", "workspace")
 _LATENCIES = ("start", "hop", "network_hop")
-_PROTOCOL = (*(f"{each}_seconds" for each in _LATENCIES), "fraction")
+_PROTOCOL = (*(f"{each}_seconds" for each in _LATENCIES), "fraction", "message_seconds", "tree_fraction")
 _LAUNCHES = ("floor", "kernel", "collective")
 
 _TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -142,7 +142,8 @@ def _profile(
 
 def _protocol(table: str, numbers: Mapping[str, float]) -> Latency:
     seconds = {each: numbers[f"{table}.{each}_seconds"] for each in _LATENCIES}
-    return Latency(**seconds, fraction=numbers[f"{table}.fraction"])
+    message, tree = numbers.get(f"{table}.message_seconds", 0.0), numbers.get(f"{table}.tree_fraction", 0.9)
+    return Latency(**seconds, fraction=numbers[f"{table}.fraction"], message=message, tree=tree)
 
 
 PROFILES = ProfileFolder(FOLDER)

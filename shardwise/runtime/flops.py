@@ -76,14 +76,15 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
 
 
 _PRODUCTS = {
-    "aten::mm": 0,
-    "aten::bmm": 0,
-    "aten::_scaled_mm": 0,
-    "aten::_int_mm": 0,
-    "aten::addmm": 1,
-    "aten::baddbmm": 1,
+    "aten::mm": (0, 1),
+    "aten::bmm": (0, 1),
+    "aten::_scaled_mm": (0, 1),
+    "aten::_int_mm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::baddbmm": (1, 2),
+    "shardwise::float8_product": (0, 2),
 }
-"""Operations of one product or of equal ones, and the position of the left operand."""
+"""Operations of one product or of equal ones, and the positions of both operands."""
 
 
 def recomputed_flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -128,9 +129,10 @@ def product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     if name in _FORWARD or name in _BACKWARD or name in (_VARLEN, _VARLEN_BACKWARD):
         query, key, _ = _shapes(func, args)
         return query[0] * query[1], query[2], key[-2], query[-1]
-    if name not in _PRODUCTS:
+    places = _PRODUCTS.get(name.removesuffix(".out"))  # compiled code gives the result's memory
+    if places is None:
         return ()
-    left, right = args[_PRODUCTS[name]].shape, args[_PRODUCTS[name] + 1].shape
+    left, right = (args[place].shape for place in places)
     return (left[0] if len(left) == 3 else 1), left[-2], right[-1], left[-1]
 
 

@@ -150,3 +150,29 @@ def test_the_ledger_sums_to_the_peak_and_names_where() -> None:
     assert counted.peak.phase in ("forward", "backward")
     highest = max(sample.ledger.total for sample in counted.timeline)
     assert highest <= counted.peak.bytes
+
+
+def moved(counted: DryRun, operation: str, phase: str) -> set[int]:
+    """Bytes of each kernel of this name."""
+    return {k.bytes for k in counted.cost.kernels if (k.operation, k.phase) == (operation, phase)}
+
+
+def test_kernels_move_what_they_read_and_write() -> None:
+    """Allocations and views move nothing, a norm its input and its gradients, a lookup the rows that it names."""
+    counted = run(recipe(4, 4, preset="4xH100-80GB"), zero_stage=3, precision="bf16")
+    names = {kernel.operation for kernel in counted.cost.kernels}
+    assert not any("empty" in name or "_unsafe_view" in name for name in names)
+    tokens, width = LENGTH, MODEL["width"]
+    activation, weight, row = 2 * tokens * width, 2 * width, 4 * tokens
+    assert moved(counted, "shardwise::rms_norm", "forward") == {2 * activation + weight + row}
+    assert moved(counted, "shardwise::rms_norm_backward", "backward") == {3 * activation + 2 * weight + row}
+    assert moved(counted, "aten::embedding", "forward") == {2 * activation + 8 * tokens}
+    gathered = {c.bytes for c in counted.cost.collectives if c.kind == "all_gather"}
+    # FSDP2 copies this rank's quarter into the buffer that it gathers.
+    assert moved(counted, "fsdp::all_gather_copy_in", "forward") == {2 * size // 4 for size in gathered}
+
+
+def test_products_have_their_shape_whatever_runs_them() -> None:
+    for settings in ({"precision": "fp8"}, {"precision": "bf16", "compile": "block"}):
+        counted = run(recipe(1, 1, preset="1xH100-80GB", layers=1), **settings)
+        assert all(len(k.shape) == 4 for k in counted.cost.kernels if k.flops), settings

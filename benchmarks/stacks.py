@@ -1,0 +1,178 @@
+"""Differences between published software and Shardwise: facts with their sources, none of them fitted.
+
+A fact becomes a setting of the dry run, or changes what it counted. One factor per stack is left for kernels, and it is
+fitted (calibrate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import nanotron
+from published import Published
+
+from shardwise.core.cost import Collective, Kernel, StepCost
+
+
+@dataclass(frozen=True)
+class Practice:
+    """How a run was made.
+
+    Attributes:
+        settings: of the dry run, in place of the run's own.
+        whole: share of blocks that are recomputed whole, where it is not the settings'.
+        repeats: the products that selective recomputation repeats: none | second | all.
+        attention: seconds of its attention kernels over those of FlashAttention-2.
+        casts: how it casts to 8 bits: every time, as here; weights once a step and the rest within other kernels
+            (fused); or weights before FSDP2 gathers them, and activations before tensor parallelism does (gathered).
+        own_stages: whether it cuts the model into stages by its own rule (nanotron.py).
+    """
+
+    settings: Mapping[str, object] = field(default_factory=dict)
+    whole: float | None = None
+    repeats: str = "none"
+    attention: float = 1.0
+    casts: str = "every time"
+    own_stages: bool = False
+
+
+NORM_IN_PARTS = "norm in parts"
+"""A setting of the dry run that is not Shardwise's: RMS norm as PyTorch's CUDA build ran it before 2.9."""
+
+CASTS = ("shardwise::float8_scale", "shardwise::float8_cast")
+OF_WEIGHT = " of a weight"
+"""Ends the name of a cast whose bytes do not depend on the micro-batch."""
+
+TRITON_ATTENTION = 1.8
+"""FlashAttention-2 is 1.3 to 2.5 times as fast as FlashAttention in Triton (arXiv:2307.08691, section 4.1): their
+geometric mean."""
+
+CUDNN_ATTENTION = 370 / 600
+"""TFLOP/s of FlashAttention-2 over cuDNN's: 8,192 tokens, heads of 128, on H100 (arXiv:2407.08608, figure 5)."""
+
+RECOMPUTED_BLOCKS: Mapping[tuple[str, str], float] = {
+    ("Llama2 13B", "A100-80GB"): 0.39,
+    ("Llama2 13B", "H100-80GB"): 0.21,
+    ("Llama2 34B", "A100-80GB"): 1.0,
+    ("Llama2 34B", "H100-80GB"): 0.87,
+}
+"""IBM's selective checkpointing recomputes a share of the blocks whole (fms_fsdp/policies/ac_handler.py). Its README
+gives HFU and MFU: a recomputed block takes a third more FLOPs."""
+
+
+FUSED_NORM = ("d9bdfbb206", "f4614f3337")
+"""Commits since November 2025, whose PyTorch has aten._fused_rms_norm (github.com/pytorch/pytorch/pull/153666)."""
+CUDNN = (*FUSED_NORM, "ad84033452")
+"""Commits that run cuDNN's attention (torchtitan/models/common/attention.py; "cuDNN SDPA" in the message of 2024)."""
+
+
+def practice_of(run: Published) -> Practice:
+    """The facts of a run's software."""
+    settings: dict[str, object] = {}
+    if run.compiled:
+        # The compiler chooses what a block saves; recomputed products are added below.
+        settings["compile"] = "block"
+    selective = run.settings["activation_checkpointing"] == "selective"
+    if run.stack == "composer":
+        # Its sweeps of 2023 ran `attn_impl: triton` (scripts/train/benchmarking/submit_benchmarks.py, b2a43a147);
+        # those on 128 and more H100 installed flash-attn 2 (5e85bd62d).
+        return Practice(settings, attention=1.0 if "Large Scale" in run.notes else TRITON_ATTENTION)
+    if run.stack == "fms-fsdp":
+        return Practice(
+            settings | {"activation_checkpointing": "none"},
+            whole=RECOMPUTED_BLOCKS[run.name, run.device] if selective else None,
+        )
+    if run.software == "torchtitan":
+        return _torchtitan(run, settings)
+    if run.stack == "megatron":
+        return _megatron(run)
+    if run.stack == "nanotron":
+        return Practice(settings, own_stages=True)
+    return Practice(settings)
+
+
+def _torchtitan(run: Published, settings: dict[str, object]) -> Practice:
+    repeats, whole = "none", None
+    if run.settings["activation_checkpointing"] == "selective":
+        if "layer" in run.recomputation:  # every second block
+            whole = 0.5
+        else:  # saves every second mm, and no _scaled_mm (torchtitan/distributed/activation_checkpoint.py)
+            repeats = "all" if run.settings["precision"] == "fp8" else "second"
+        if whole or run.compiled:
+            settings["activation_checkpointing"] = "none"
+    if not run.compiled and not run.source.endswith(FUSED_NORM):
+        settings[NORM_IN_PARTS] = True
+    attention = CUDNN_ATTENTION if run.source.endswith(CUDNN) else 1.0
+    casts = _torchtitan_casts(run)
+    return Practice(settings, whole, repeats, attention, casts)
+
+
+def _megatron(run: Published) -> Practice:
+    if run.device.startswith("H100"):
+        # Transformer Engine: cuDNN's attention, weights that are cast for the first micro-batch (is_first_microbatch),
+        # and other casts within the kernels before (LayerNormLinear, LayerNormMLP).
+        return Practice(attention=CUDNN_ATTENTION, casts="fused")
+    return Practice()
+
+
+def _torchtitan_casts(run: Published) -> str:
+    """With scales per tensor, torchao casts weights and activations before they are gathered (docs/float8.md)."""
+    per_tensor = run.eight_bits.startswith("tensorwise")
+    gathers = run.tensor > 1 or "gather" in run.eight_bits or "AG" in run.eight_bits
+    return "gathered" if per_tensor and gathers else "every time"
+
+
+def changed(cost: StepCost, run: Published, blocks: int) -> StepCost:
+    """The cost of a model of ``blocks`` blocks on one rank, with the software's own ways."""
+    practice = practice_of(run)
+    kernels = [_attending(kernel, practice.attention) for kernel in cost.kernels]
+    kernels = [cast for kernel in kernels if (cast := _cast(kernel, practice.casts, run)) is not None]
+    kernels += _repeated(cost.kernels, practice.repeats, blocks * run.passes)
+    collectives = tuple(_narrow(each, practice.casts) for each in cost.collectives)
+    return replace(cost, kernels=tuple(kernels), collectives=collectives)
+
+
+def synchronised(cost: StepCost, run: Published, tied: bool) -> StepCost:
+    """The cost of one rank with the software's own collectives over the data.
+
+    Args:
+        tied: whether the rank has the embedding or the head.
+    """
+    if run.stack != "nanotron":
+        return cost
+    return nanotron.synchronised(cost, run, tied and bool(run.model["tied"]))
+
+
+def _cast(kernel: Kernel, how: str, run: Published) -> Kernel | None:
+    """A cast to 8 bits as it was made, or None."""
+    if how == "every time" or not kernel.operation.startswith(CASTS):
+        return kernel
+    of_weight = kernel.operation.endswith(OF_WEIGHT)
+    if how == "gathered":
+        return replace(kernel, bytes=kernel.bytes // (run.data // run.copies)) if of_weight else kernel
+    return replace(kernel, calls=max(1, kernel.calls // run.passes)) if of_weight else None
+
+
+def _narrow(collective: Collective, how: str) -> Collective:
+    """All-gathers of blocks' weights and of activations in 8 instead of 16 bits."""
+    narrow = how == "gathered" and collective.kind == "all_gather" and collective.axis in ("shard", "tensor")
+    return replace(collective, bytes=collective.bytes // 2) if narrow else collective
+
+
+def _attending(kernel: Kernel, times: float) -> Kernel:
+    return replace(kernel, flops=round(kernel.flops * times)) if "attention" in kernel.operation else kernel
+
+
+def _repeated(kernels: tuple[Kernel, ...], which: str, blocks: int) -> list[Kernel]:
+    """Products of the forward pass that the backward pass repeats: of ``c`` equal ones in a block, c or c // 2."""
+    if which == "none":
+        return []
+    found: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.phase == "forward" and kernel.flops and "attention" not in kernel.operation:
+            each = kernel.calls // blocks
+            repeated = each if which == "all" else each // 2
+            if repeated:
+                found.append(replace(kernel, phase="backward", calls=repeated * blocks))
+    return found
