@@ -94,7 +94,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 COMPLETION = "_SHARDWISE_COMPLETE"
-"""Set by the scripts of ``--install-completion`` and ``--show-completion``: a shell asks what may follow."""
+"""Set by the scripts of ``--install-completion`` and ``--show-completion``: a shell asks for completions."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

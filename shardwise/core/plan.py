@@ -183,7 +183,7 @@ class Plan:
         assumptions: values from tables, which were not counted.
         layout: the mesh over all devices.
         pipeline: the schedule with the seconds of its passes, when there is a pipeline.
-        sites: what was counted at the peak, by allocation site; () in files of earlier versions.
+        sites: bytes at the peak, by allocation site; () in files of earlier versions.
         blocks: which block runs when in the first micro-batch, and what it keeps.
     """
 

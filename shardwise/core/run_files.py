@@ -126,7 +126,7 @@ class GradientHistogram:
     """Rank 0's gradients of one step in fp16 by size, scaled as they were computed.
 
     Attributes:
-        lowest: exponent of the first count: |g| in [2^lowest, 2^(lowest + 1)), and what is smaller.
+        lowest: exponent of the first count: |g| in [2^lowest, 2^(lowest + 1)), and everything smaller.
         counts: of values by exponent.
         non_finite: overflowed values.
     """

@@ -43,7 +43,7 @@ def train(
         plan: the plan to train; None makes one.
         exact_memory: measure memory over the whole run.
         say: gets each sentence for the user.
-        progress: gets a line about what is going on before and after the training.
+        progress: gets a line for each stage before and after the training.
 
     Raises:
         ShardwiseError: the data, the plan or the folder was refused, or what ``run_workers`` raises.

@@ -33,7 +33,7 @@ def verify(
         run_workers: runs the worker processes.
         plan: the plan to verify; None makes one.
         steps: optimizer steps to compare.
-        progress: gets a line about what is going on.
+        progress: gets a line for each stage.
 
     Raises:
         ShardwiseError: the data or the plan was refused, or what ``run_workers`` raises; the logs are kept

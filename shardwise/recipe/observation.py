@@ -1,4 +1,4 @@
-"""The sections `evaluation:` and `profile:` of a recipe: what a run measures besides its training."""
+"""The sections `evaluation:` and `profile:` of a recipe: measurements of a run in addition to its training."""
 
 from collections.abc import Mapping
 from typing import Annotated, TypeAlias

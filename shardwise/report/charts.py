@@ -93,5 +93,5 @@ def _points(name: str, x: Sequence[int], y: Sequence[float], colour: str) -> Val
 
 
 def _short(value: float) -> float | None:
-    """Six digits are enough to read; None for what is no number."""
+    """Six digits are enough to read; None for a value that is no number."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

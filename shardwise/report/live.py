@@ -1,4 +1,4 @@
-"""The page of a run while it trains: what it shows at first, and what has changed since.
+"""The page of a run while it trains: its first content, and its changes since.
 
 Pictures take seconds to draw, on the machine that trains. So the whole page is made once, and again only when the plan
 or the report is new. In between, the page asks for the head, the events and the series, which are text and numbers.
@@ -45,7 +45,7 @@ class LiveRun:
         return self._page[1]
 
     def now(self, stamp: str) -> str | None:
-        """What has changed since ``stamp``, as JSON; None if nothing. Raises DataError."""
+        """The changes since ``stamp``, as JSON; None if nothing. Raises DataError."""
         whole, changed = self._stamp(_PAGE), self._stamp(_CHANGES)
         if stamp == f"{whole}.{changed}":
             return None

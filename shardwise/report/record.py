@@ -61,7 +61,7 @@ class RunRecord:
         return self.folder.resolve().name
 
     def _repr_html_(self) -> str:
-        """The run in a notebook: measured beside predicted, and the loss over the steps."""
+        """The run in a notebook: measured and predicted memory, and the loss over the steps."""
         from shardwise.report.pictures import NARROW, loss_curve, svg  # matplotlib takes a second
 
         facts = [f"{len(self.steps):,} steps"]

@@ -95,7 +95,7 @@ class TaskModel(TemplateLM):
 
     @torch.no_grad()
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
-        """Each pair of what the model has read and its continuation, in batches of similar length."""
+        """Each pair of a context and its continuation, in batches of similar length."""
         order = sorted(range(len(pairs)), key=lambda index: -sum(map(len, pairs[index])))
         scores: dict[int, Scored] = {}
         for first in range(0, len(order), self._batch):

@@ -20,7 +20,7 @@ from shardwise.engine.run import Run
 from shardwise.train.meter import EXACT_STEPS
 
 LOWEST, HIGHEST = -64, 31
-"""Exponents of the first and the last bin, which also hold what is smaller or larger."""
+"""Exponents of the first and the last bin, which also count smaller and larger values."""
 
 _BINS = HIGHEST - LOWEST + 1
 _ZERO, _NON_FINITE = _BINS, _BINS + 1

@@ -24,7 +24,7 @@ _CALL = re.compile(r"^(?P<filename>.+)\((?P<line>\d+)\): (?P<name>.+)$")
 
 
 def allocations_of(profiled: profile) -> Values:
-    """Every allocation and free within the profile, and one segment with what is left of them at its end.
+    """Every allocation and free within the profile, and one segment with the blocks that are live at its end.
 
     Pointers are far apart in a process, so each gets a place of its own in the segment.
     """

@@ -52,7 +52,7 @@ def judged(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Judged:
             (Path(arguments[1]) / "verify.json").write_text(text_of(verdict), encoding="utf-8")
             return 0
 
-        monkeypatch.setattr(verifying, "make_plan", lambda *arguments: plan)
+        monkeypatch.setattr(verifying, "make_plan", lambda *arguments, **options: plan)
         monkeypatch.setattr(launching, "launch", launch)
 
     return judge

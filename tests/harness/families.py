@@ -71,18 +71,14 @@ _MORE: dict[str, dict[str, Any]] = {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "hc_lowrank": 4,
         "indexer_compress_ratio": 2,
     },
-    "t5": {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    "t5": {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
     "xlnet": {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "d_head": 8},
     "zamba": {"num_hidden_layers": 3, "layer_types": ["linear_attention", "hybrid", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types")
 """Keys with the kind of every block."""
-_EQUAL = (
-    ("num_key_value_heads", "num_attention_heads"),
-    ("head_dim", "qk_head_dim"),
-    ("head_dim", "qk_rope_head_dim"),
-)
+_EQUAL = (("head_dim", "qk_head_dim"), ("head_dim", "qk_rope_head_dim"))
 """Keys that stay equal to another where they are equal by default."""
 _VOCABULARIES = {"unpadded_vocab_size", "vocab_size_per_layer_input"}
 """Keys that repeat the vocabulary's size."""
@@ -124,6 +120,8 @@ def config_of(family: str, **changes: Any) -> Any:
     for key, other in _EQUAL:
         if stored.get(key) is not None and stored.get(key) == stored.get(other):
             values[key] = _SIZES[other]
+    if stored.get("kv_lora_rank") and "num_key_value_heads" in stored:  # latent attention has no groups of heads
+        values["num_key_value_heads"] = _SIZES["num_attention_heads"]
     values |= _blocks_of(stored) | _MORE.get(family, {}) | changes
     values |= {key: values["vocab_size"] for key in _VOCABULARIES if key in values}
     return kind(**values)

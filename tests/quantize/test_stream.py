@@ -97,7 +97,7 @@ def losses_of(base: nn.Module, model: nn.Module) -> dict[str, float]:
     return {"base": float(found[0]), "quantized": float(found[1]), "kl": float(kl)}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "bloom", "falcon", "phi3", "mpt"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "bloom", "falcon", "phi3", "mpt"])
 def test_streamed_is_what_the_whole_model_gives(family: str, tmp_path: Path) -> None:
     """Every layer's codes, and the losses, of a loop that has the whole model in memory."""
     folder = saved_model(tmp_path / "model", family)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +171,12 @@ def test_no_damage_to_a_plan_gets_through(pipeline: Timetable | None, plan: Plan
 
 
 def _lacks_a_setting(plan: Plan, values: dict[str, Any]) -> bool:
-    """Whether the strategy has fewer values, and the right ones: as a plan of an older version."""
+    """Whether settings are missing, and the others right: as in a plan of an older version."""
+    optional = {field.name for field in fields(Plan) if field.default is not MISSING}
+    stored = json.loads(plan.to_json())
+    missing = stored.keys() - values.keys()
+    if missing:
+        return missing <= optional and values.items() <= stored.items()
     return dict(plan.strategy.values).items() > values["strategy"].items()
 
 

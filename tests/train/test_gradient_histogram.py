@@ -25,7 +25,7 @@ def test_values_are_counted_by_exponent() -> None:
     counts = counted([torch.tensor(values, dtype=torch.float64), torch.tensor([odd]).half()])
     *bins, zeros, non_finite = counts.tolist()
     found = {LOWEST + index: count for index, count in enumerate(bins) if count}
-    assert found == {-64: 1, -30: 1, -24: 1, 0: 2, 1: 1, 31: 1}, "the edges hold what is beyond them"
+    assert found == {-64: 1, -30: 1, -24: 1, 0: 2, 1: 1, 31: 1}, "the edges count values beyond them"
     assert (zeros, non_finite) == (2, 3)
 
 
