@@ -740,7 +740,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "ledger": ledger,
     "guard": guard,
     **{name: partial(measured, name) for name in ("wsd", "scaling-rule", "scaling-law")},
-    **{name: partial(measured, name) for name in ("time-accuracy", "memory-accuracy")},
+    **{name: partial(measured, name) for name in ("time-accuracy", "memory-accuracy", "scaling-curves")},
     "activation-memory": partial(measured, "activation-memory-cpu"),
     "loss": partial(measured, "loss-cpu"),
     "clock": partial(measured, "clock-cpu"),

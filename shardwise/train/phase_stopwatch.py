@@ -1,6 +1,7 @@
 """Times the phases of one step on every rank, to compare them with the plan's.
 
-The step is the first one after the steps whose memory is measured. On the CPU, where collectives block, the step after
+The step is the second one after the steps whose memory is measured. The first one takes longer on the CPU: the heap,
+which returned its memory in those steps, grows again. On the CPU, where collectives block, the step after
 it gives the seconds of communication: a clock around every operation slows that step by some milliseconds. On
 accelerators communication is part of the phase in which it is not hidden.
 """
@@ -19,6 +20,9 @@ from shardwise.engine.run import Run
 from shardwise.engine.step_clock import OperationClock, PhaseClock, communicates
 from shardwise.train.meter import EXACT_STEPS
 
+BEFORE = EXACT_STEPS + 1
+"""Steps before the one that is timed."""
+
 _ENOUGH = 3
 """Steps that must follow, so that the run's typical seconds are those of undisturbed steps."""
 
@@ -27,7 +31,7 @@ class PhaseStopwatch:
     """Times phases in one step of a run, and communication in the next. The run starts, or resumes, after ``first``."""
 
     def __init__(self, run: Run, first: int) -> None:
-        self._device, self._index = run.device, first + EXACT_STEPS
+        self._device, self._index = run.device, first + BEFORE
         blocks = run.device.type == "cpu" and run.context.layout.world_size > 1
         self._sends = blocks and self._index + 1 + _ENOUGH < run.recipe.steps
         self._clock: PhaseClock | None = None

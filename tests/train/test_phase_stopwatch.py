@@ -16,8 +16,7 @@ from shardwise.engine.step_clock import PhaseClock
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import strategy_from
-from shardwise.train.meter import EXACT_STEPS
-from shardwise.train.phase_stopwatch import PhaseStopwatch
+from shardwise.train.phase_stopwatch import BEFORE, PhaseStopwatch
 from tests.harness.pool import Pool
 
 MODEL = {"layers": 1, "width": 16, "heads": 2, "kv_heads": 2, "ffn": 32, "vocab": 256}
@@ -51,17 +50,17 @@ def phases_rank(steps: int) -> tuple[PhasesRecord | None, list[float]]:
 
 
 def test_a_step_s_phases_and_its_communication(pool: Pool) -> None:
-    (found, spent), (other, _) = pool.run(2, phases_rank, EXACT_STEPS + 6)
-    assert found is not None and found.step == EXACT_STEPS + 1
+    (found, spent), (other, _) = pool.run(2, phases_rank, BEFORE + 6)
+    assert found is not None and found.step == BEFORE + 1
     assert found.seconds.keys() == {"forward", "backward", "optimizer", "communication"}
     assert found.seconds["communication"] > 0
     assert found == other and found.ranks[0] == found.seconds, "all ranks have the seconds of all"
     assert len(found.ranks) == 2 and found.ranks[0] != found.ranks[1]
     # Phases and the communication of the next step: together neither much less nor more than these two steps.
-    assert 0 < sum(found.seconds.values()) < spent[EXACT_STEPS] + spent[EXACT_STEPS + 1]
+    assert 0 < sum(found.seconds.values()) < spent[BEFORE] + spent[BEFORE + 1]
 
 
 def test_a_short_run_times_no_communication_or_nothing(pool: Pool) -> None:
-    short, none = (pool.run(2, phases_rank, steps)[0][0] for steps in (EXACT_STEPS + 1, EXACT_STEPS))
+    short, none = (pool.run(2, phases_rank, steps)[0][0] for steps in (BEFORE + 1, BEFORE))
     assert short is not None and "communication" not in short.seconds
     assert none is None
