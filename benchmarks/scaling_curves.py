@@ -70,7 +70,7 @@ SERIES = (
         "GPT 1.7B to 462B, Megatron-LM, H100", {"source": "Megatron-LM README weak scaling"}, extended=False
     ),
     Series("GPT 530B, Megatron-LM, 280 model ranks, A100", {**_TABLE_2, "pp": "35"}, strong=True, least=280),
-    Series("GPT 530B, DeepSpeed ZeRO 3, A100", {**_TABLE_2, "pp": "1"}, strong=True, least=560),
+    Series("GPT 530B, DeepSpeed ZeRO 3, A100", {**_TABLE_2, "pp": "1"}, strong=True, extended=False),
 )
 
 
@@ -171,7 +171,7 @@ def _tera(rate: float | None) -> str:
 @matplotlib.rc_context(STYLE)
 def picture(points: Sequence[Point], width: float = WIDE) -> Figure:
     """Weak and strong scaling: predictions are lines, published runs are circles of the same colour."""
-    figure = Figure(figsize=(width, 3.6), layout="constrained")
+    figure = Figure(figsize=(width, 4.6), layout="constrained")
     for axes, strong in zip(figure.subplots(1, 2, sharey=True), (False, True), strict=True):
         colours = iter(matplotlib.colormaps["tab10"].colors)  # type: ignore[attr-defined]
         for series in (each for each in SERIES if each.strong == strong):
@@ -188,12 +188,16 @@ def picture(points: Sequence[Point], width: float = WIDE) -> Figure:
                 label=series.name,
             )
         axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks := [2**power for power in range(3, 15, 2)], [f"{each:,}" for each in ticks])
+        axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set_xlabel("GPUs", color=MUTED)
         axes.set_title(
-            "strong scaling: one batch" if strong else "weak scaling: one batch per GPU", loc="left", color=INK
+            "strong scaling: one batch" if strong else "weak scaling: one batch per GPU",
+            loc="left",
+            color=INK,
         )
-        axes.legend(fontsize=6, loc="lower left")
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
     figure.axes[0].set_ylabel("TFLOP/s of a GPU", color=MUTED)
     return figure
 
@@ -205,8 +209,9 @@ def main() -> None:
     factors = json.loads(FACTORS.read_text(encoding="utf-8"))["factors"]
     points: list[Point] = []
     for series in SERIES:
-        points += points_of(series, factors, arguments.cache)
-        print(series.name, *(f"{p.devices}:{_tera(p.published)}/{_tera(p.predicted)}" for p in points if p.series == series.name), flush=True)  # fmt: skip
+        own = list(points_of(series, factors, arguments.cache))
+        print(series.name, *(f"{p.devices}:{_tera(p.published)}/{_tera(p.predicted)}" for p in own), flush=True)
+        points += own
     result: dict[str, Any] = {
         "machine": described(),
         "points": [vars(point) for point in points],
