@@ -162,9 +162,9 @@ class _Visit:
         meshes = self.walked
         if not meshes:
             return
-        queue, seen = [min(meshes, key=_size)], set[Mesh]()
+        queue, seen = [min(meshes, key=math.prod)], set[Mesh]()
         while queue and len(seen) < MOST_MESHES:
-            mesh = min(queue, key=_size)
+            mesh = min(queue, key=math.prod)
             queue.remove(mesh)
             seen.add(mesh)
             before = self._least()
@@ -207,7 +207,9 @@ class _Visit:
         """Consider all completions of an origin."""
         if self._flat(origin) not in self.composed:
             self.composed.append(self._flat(origin))
-        self._within(origin, list(self.space.completions(origin)))
+        every = list(self.space.completions(origin))
+        with self.predictor.reading_ahead(list(filter(self.predictor.smallest_may_fit, every))):
+            self._within(origin, every)
 
     def _trial(self, origin: Strategy, every: Sequence[Strategy]) -> Quick | None:
         """The figures of one completion, from its own dry runs, if it fits and is faster than the best so far."""
@@ -252,18 +254,23 @@ class _Visit:
         bases = (bases or self.composed)[:BASES]
         staged = (every for mesh, every in self.meshes.items() if mesh not in self.walked)
         origins = [origin for every in staged for origin in every if self._flat(origin) in bases]
-        estimates = []
-        for origin in origins:
-            for strategy in self.space.completions(origin):
-                for size in self.predictor.micro_batch_sizes(strategy):
-                    trial = strategy.with_values(micro_batch_size=size)
-                    if trial in self.failed or not self.predictor.may_fit(trial):
-                        continue
-                    try:
-                        estimates.append(figures_of_stages(self.predictor, trial))
-                    except (NotComposable, RecipeError):
-                        break
+        every = (strategy for origin in origins for strategy in self.space.completions(origin))
+        completed = [strategy for strategy in every if self.predictor.smallest_may_fit(strategy)]
+        flat = list(dict.fromkeys(without_stages(strategy) for strategy in completed))
+        with self.predictor.reading_ahead(flat):
+            estimates = [each for strategy in completed for each in self._estimates_of(strategy)]
         return sorted((each for each in estimates if each.fits), key=self._value)
+
+    def _estimates_of(self, strategy: Strategy) -> Iterator[Quick]:
+        """Estimates of one strategy with stages, by micro-batch size, as far as they can be composed."""
+        for size in self.predictor.micro_batch_sizes(strategy):
+            trial = strategy.with_values(micro_batch_size=size)
+            if trial in self.failed or not self.predictor.may_fit(trial):
+                continue
+            try:
+                yield figures_of_stages(self.predictor, trial)
+            except (NotComposable, RecipeError):
+                return
 
     def _flat(self, strategy: Strategy) -> Strategy:
         """The origin of a strategy without its stages."""
@@ -361,7 +368,7 @@ class _Visit:
     def _largest(self, strategy: Strategy, above: int, first_will_do: bool) -> Quick | None:
         """The figures with the largest micro-batch that may fit, of those ``above``."""
         predictor, sizes = self.predictor, self._sizes(strategy)
-        if sizes[0] <= above or not predictor.may_fit(strategy.with_values(micro_batch_size=sizes[-1])):
+        if sizes[0] <= above or not self.predictor.smallest_may_fit(strategy):
             return None
         largest = float(sizes[0])
         for size in sizes:
@@ -389,7 +396,3 @@ class _Visit:
                 break
             best = smaller
         return best
-
-
-def _size(mesh: Mesh) -> int:
-    return math.prod(mesh)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate
 from shardwise.core.strategy import Strategy
 from shardwise.core.units import format_bytes
 from shardwise.plan.predict import Prediction
-from shardwise.plan.predictor import UNKNOWN, Predictor
+from shardwise.plan.predictor import UNKNOWN, Judgement, Predictor
+from shardwise.plan.read_ahead import ReadAhead
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, layout_of
 
 
@@ -22,18 +24,24 @@ def predict_neighbours(predictor: Predictor, chosen: Prediction) -> None:
     ]
     size, sizes = strategy[MICRO_BATCH_SIZE], predictor.micro_batch_sizes(strategy)
     changes += [{MICRO_BATCH_SIZE.key: near} for near in sizes if size // 2 <= near <= 2 * size + 1]
-    for neighbour in predictor.possible(strategy.with_values(**change) for change in changes):
-        if neighbour in predictor.candidates:
-            continue
-        # A strategy that needs a missing package cannot be built here, and is not shown.
-        try:
-            if predictor.may_fit(neighbour):
-                ranks = _worst_of(predictor, neighbour, chosen)
-                predictor.predict(neighbour, quick=True, ranks=ranks, once=True)
-        except RecipeError:
-            continue
-        except Exception as error:  # of the model or a kernel, in a strategy that is only compared
-            predictor.record_failure(neighbour, error)
+    possible = predictor.possible(strategy.with_values(**change) for change in changes)
+    neighbours = [each for each in dict.fromkeys(possible) if each not in predictor.candidates]
+    with ReadAhead(partial(_predicted, predictor, chosen), neighbours, predictor.quiet) as ahead:
+        for number, neighbour in enumerate(neighbours):
+            predictor.adopt(neighbour, ahead.get(number))
+
+
+def _predicted(predictor: Predictor, chosen: Prediction, neighbour: Strategy) -> Judgement | None:
+    """A neighbour's judgement; None for one that cannot be built here because a package is missing."""
+    try:
+        if predictor.may_fit(neighbour):
+            ranks = _worst_of(predictor, neighbour, chosen)
+            predictor.predict(neighbour, quick=True, ranks=ranks, once=True)
+    except RecipeError:
+        return None
+    except Exception as error:  # of the model or a kernel, in a strategy that is only compared
+        predictor.record_failure(neighbour, error)
+    return predictor.judgement(neighbour)
 
 
 def _worst_of(predictor: Predictor, strategy: Strategy, chosen: Prediction) -> list[int] | None:

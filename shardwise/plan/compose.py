@@ -17,6 +17,8 @@ differ; and a treatment of blocks that depends on the depth of the whole model.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shardwise.core.strategy import Strategy
@@ -24,6 +26,7 @@ from shardwise.plan.compose_align import Alignment, NotComposable
 from shardwise.plan.compose_corner import Counting, Point
 from shardwise.plan.compose_form import LinearForm, NotLinear
 from shardwise.plan.compose_sum import ROLES, Composed, Sum, Term
+from shardwise.plan.read_ahead import ReadAhead
 from shardwise.technique import MICRO_BATCH_SIZE, OF_BLOCKS, PARTS, STATES, within
 
 SHALLOW = 4
@@ -67,6 +70,38 @@ class CountComposer:
             elif alone != origin:
                 terms.append(self._alone(alone, part, plain, size))
         return Sum(terms, self._alignments, micro_batches, size)
+
+    @contextmanager
+    def reading_ahead(self, strategies: Iterable[Strategy]) -> Iterator[None]:
+        """Count ahead, in other processes, what these strategies need."""
+        wanted = list(strategies)
+        found = (point for start in (1, 2) for each in wanted for point in self._expected(each, start))
+        points = list(dict.fromkeys(found))
+        number = {point: index for index, point in enumerate(points)}
+        here = self.count
+        with ReadAhead(here, points) as ahead:
+            self.count = lambda point: ahead.get(number[point]) if point in number else here(point)
+            try:
+                yield
+            finally:
+                self.count = here
+
+    def _expected(self, strategy: Strategy, start: int) -> Iterator[Point]:
+        """Points that ``whole`` may take, where forms are linear from a micro-batch of ``start``."""
+        size = strategy[MICRO_BATCH_SIZE]
+        single = strategy.with_values(**{MICRO_BATCH_SIZE.key: 1})
+        origin = within(single, None)
+        for part in (None, *PARTS) if start <= size else ():
+            alone = within(single, part)
+            for passes in (1, ROLES) if part == STATES else (1,):
+                unchanged = part is not None and passes == 1 and alone == origin
+                if unchanged or (alone, passes, start) in self._forms:
+                    continue
+                yield Point(alone, SHALLOW, start, passes)
+                if part is None or part in (*OF_BLOCKS, STATES):
+                    yield Point(alone, SHALLOW + 1, start, passes)
+                if part != STATES and size > start:
+                    yield Point(alone, SHALLOW, 2 * start, passes)
 
     def knows(self, strategy: Strategy) -> bool:
         """Whether the origin of a strategy has been counted."""

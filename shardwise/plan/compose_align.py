@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -98,6 +99,7 @@ def _nearest(
 _NUMBER = re.compile(r"(.*?)\.-?\d+")
 
 
+@lru_cache(maxsize=1 << 16)
 def _block(name: str) -> tuple[str, bool]:
     """The phase and the block of a moment, or its module's first name; and whether it is in a block."""
     phase, _, rest = name.partition("|")

@@ -38,6 +38,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.plan.compose import CountComposer
 from shardwise.plan.compose_align import NotComposable
 from shardwise.plan.phase_times import phase_times
+from shardwise.plan.read_ahead import ReadAhead
 from shardwise.plan.timing import mfu, step_time
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import has_stages, layout_of, micro_batches
@@ -268,19 +269,24 @@ def _quick(
     place = place_of(recipe, blueprint, strategy, cluster, rank) if staged else None
     if place is not None:
         depth = place.depth
+
+    def filled(blocks: int) -> DryRun:
+        return _filled(partial(run, blocks), place, count)
+
     repeat = 1
     while depth is not None and depth > shallow + 1 + repeat:
-        first = _filled(partial(run, shallow), place, count)
-        repeat = first.hints.repeat_every
-        if repeat == 0:
-            break
-        if shallow < first.hints.min_depth:
-            shallow = first.hints.min_depth
-            continue
-        if over := (depth - shallow) % repeat:
-            shallow += over  # so that whole repetitions are missing from the model's own depth
-            continue
-        second = _filled(partial(run, shallow + repeat), place, count)
+        with ReadAhead(filled, (shallow, shallow + repeat)) as ahead:
+            first, tried = ahead.get(0), repeat
+            repeat = first.hints.repeat_every
+            if repeat == 0:
+                break
+            if shallow < first.hints.min_depth:
+                shallow = first.hints.min_depth
+                continue
+            if over := (depth - shallow) % repeat:
+                shallow += over  # so that whole repetitions are missing from the model's own depth
+                continue
+            second = ahead.get(1) if repeat == tried else filled(shallow + repeat)
         if _same_place(first, shallow, second, shallow + repeat):
             return _extrapolated(first, second, (depth - shallow) // repeat)
         shallow *= 2

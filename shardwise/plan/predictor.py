@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -30,7 +30,14 @@ from shardwise.plan.sketch import Share, Sketch, Sketcher
 from shardwise.plan.worst_rank import predict_worst
 from shardwise.recipe.checks import MOST_TOKENS
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, broken_rules, layout_of, native, one_line
+from shardwise.technique import (
+    MICRO_BATCH_SIZE,
+    broken_rules,
+    has_stages,
+    layout_of,
+    native,
+    one_line,
+)
 from shardwise.technique.base import MOST_PASSES
 
 RESERVE: Mapping[str, float] = {"cpu": 0.0, "cuda": 0.02, "rocm": 0.02}
@@ -46,6 +53,14 @@ not computed."""
 
 UNKNOWN = "could not be predicted"
 """Verdict on a candidate whose dry run failed."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A candidate, and whether its memory has its fragmentation; None if it was excluded by the lower bound."""
+
+    candidate: Candidate
+    replayed: bool | None
 
 
 @dataclass
@@ -148,6 +163,10 @@ class Predictor:
         self._record(strategy, least, 0.0, "does not fit", reason, "at least")
         return False
 
+    def smallest_may_fit(self, strategy: Strategy) -> bool:
+        """The same of a strategy with its smallest micro-batch."""
+        return self.may_fit(strategy.with_values(micro_batch_size=self.micro_batch_sizes(strategy)[-1]))
+
     def least_bytes(self, strategy: Strategy) -> int:
         """A lower bound of a strategy's memory: weights, optimizer state, and a step's samples."""
         layout = layout_of(strategy, self.cluster.world_size)
@@ -220,6 +239,14 @@ class Predictor:
         with self._counting(strategy):
             return self.sketcher.sketch(strategy, count, share)
 
+    def reading_ahead(self, strategies: Sequence[Strategy]) -> AbstractContextManager[None]:
+        """Count ahead what strategies of one mesh without stages need, on the device where they are composed."""
+        staged = any(has_stages(layout_of(each, self.cluster.world_size)) for each in strategies[:1])
+        if self.composer is None or staged or self.cluster.device.kind == "cpu":
+            return nullcontext()
+        trials = (each.with_values(micro_batch_size=self.micro_batch_sizes(each)[0]) for each in strategies)
+        return self.composer.reading_ahead(trials)
+
     @contextmanager
     def _counting(self, strategy: Strategy) -> Iterator[None]:
         try:
@@ -255,6 +282,23 @@ class Predictor:
         self._replayed[strategy] = not caches
         peak_is: PeakIs = "counted" if not caches else "at least" if reason else "estimated"
         self._record(strategy, size, seconds, verdict, reason, peak_is)
+
+    def quiet(self) -> None:
+        """Show no progress from now on."""
+        self.progress = silent
+
+    def judgement(self, strategy: Strategy) -> Judgement:
+        """The record of a strategy."""
+        return Judgement(self.candidates[strategy], self._replayed.get(strategy))
+
+    def adopt(self, strategy: Strategy, found: Judgement | None) -> None:
+        """Record what another process found, as the last candidate."""
+        self.candidates.pop(strategy, None)
+        if found is None:
+            return
+        self.candidates[strategy] = found.candidate
+        if found.replayed is not None:
+            self._replayed[strategy] = found.replayed
 
     def record_failure(self, strategy: Strategy, error: Exception) -> None:
         """Record a candidate whose dry run raised an error."""

@@ -34,7 +34,14 @@ SHORT = ["--tokenizer", "bytes", "--sequences", "4", "--sequence-length", "16"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a small model in ``base`` and text in ``words.txt``."""
     folder = tmp_path_factory.mktemp("quantize")
-    saved_model(folder / "base", vocab_size=256, num_hidden_layers=1, hidden_size=64, head_dim=16, intermediate_size=64)
+    saved_model(
+        folder / "base",
+        vocab_size=256,
+        num_hidden_layers=1,
+        hidden_size=64,
+        head_dim=16,
+        intermediate_size=64,
+    )
     write_words(folder / "words.txt", 2000)
     return folder
 

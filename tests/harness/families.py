@@ -120,7 +120,9 @@ def config_of(family: str, **changes: Any) -> Any:
     for key, other in _EQUAL:
         if stored.get(key) is not None and stored.get(key) == stored.get(other):
             values[key] = _SIZES[other]
-    if stored.get("kv_lora_rank") and "num_key_value_heads" in stored:  # latent attention has no groups of heads
+    if (
+        stored.get("kv_lora_rank") and "num_key_value_heads" in stored
+    ):  # latent attention has no groups of heads
         values["num_key_value_heads"] = _SIZES["num_attention_heads"]
     values |= _blocks_of(stored) | _MORE.get(family, {}) | changes
     values |= {key: values["vocab_size"] for key in _VOCABULARIES if key in values}

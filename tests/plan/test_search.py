@@ -13,6 +13,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
+from shardwise.plan import read_ahead
 from shardwise.plan.predict import predict
 from shardwise.plan.predictor import RESERVE, Predictor
 from shardwise.plan.search import plan_for
@@ -199,6 +200,7 @@ def test_a_peak_after_the_first_block_is_extrapolated_as_well(monkeypatch: pytes
     depths: list[int | None] = []
     run = module.dry_run
     monkeypatch.setattr(module, "dry_run", lambda *a, **k: depths.append(k.get("depth")) or run(*a, **k))
+    monkeypatch.setattr(read_ahead, "usable_cores", lambda: 1)
     quick = predict(*arguments, quick=True)
     assert (full.peak.phase, full.peak.where) == ("backward", "embed_tokens")
     assert (quick.peak.bytes, depths) == (full.peak.bytes, [2, 3])

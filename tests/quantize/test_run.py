@@ -82,7 +82,13 @@ def test_the_folder_has_the_loss_that_was_reported(
 ) -> None:
     """AWQ's folded norms and a rotation's untied output layer are in it; 8-bit inputs are what a server makes."""
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    sizes = {"vocab_size": 256, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "head_dim": 16,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+    }
     base = saved_model(tmp_path / "base", tie_word_embeddings=tied, **sizes)
     text = write_words(tmp_path / "words.txt", 2000)
     names = {"calibrate": str(text), "tokenizer": "bytes", "sequences": 4, "length": LENGTH}
