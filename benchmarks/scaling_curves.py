@@ -210,7 +210,9 @@ def main() -> None:
     points: list[Point] = []
     for series in SERIES:
         own = list(points_of(series, factors, arguments.cache))
-        print(series.name, *(f"{p.devices}:{_tera(p.published)}/{_tera(p.predicted)}" for p in own), flush=True)
+        print(
+            series.name, *(f"{p.devices}:{_tera(p.published)}/{_tera(p.predicted)}" for p in own), flush=True
+        )
         points += own
     result: dict[str, Any] = {
         "machine": described(),
