@@ -42,7 +42,7 @@ _running: set[BaseProcess] = set()
 
 
 class ReadAhead(Generic[T, R]):
-    """Results of tasks that several processes do. ``close`` ends the children and drops what nobody asked for."""
+    """Results of tasks that several processes do. ``close`` ends the children; results not yet taken are lost."""
 
     def __init__(
         self, run: Callable[[T], R], tasks: Sequence[T], prepare: Callable[[], object] = lambda: None

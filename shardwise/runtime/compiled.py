@@ -5,7 +5,8 @@ structure share one compilation. AOTAutograd traces both passes into a joint gra
 tensors to save, and inductor fuses the operations between matrix products.
 
 The method is replaced, not the module: names stay, and hooks of the block itself (FSDP2 gathers weights in them) run
-outside of the graph. Hooks of layers within it are traced. Weights that are DTensors enter as their local tensors.
+outside of the graph. Hooks of layers within it are traced, and so are torch function modes around it. Weights that are
+DTensors enter as their local tensors.
 
 A dry run compiles the same graphs down to the generated Python code, and runs that on fake tensors: its allocations,
 reuses and frees are those of the real code, and ``shardwise::fused`` stands for each generated kernel. Without
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.attention_kernels import planned_device
-from shardwise.runtime.torch_private import FakeTensor, TreeSpec, tree_flatten, tree_unflatten
+from shardwise.runtime.torch_private import FakeTensor, TreeSpec, function_modes, tree_flatten, tree_unflatten
 from shardwise.runtime.torch_private_compiler import Function, compiled
 
 MOST_KEPT = 64
@@ -61,6 +62,15 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
         block.forward = CompiledForward(block)
 
 
+def compiled_as(block: nn.Module) -> object:
+    """Equal for compiled blocks that share their compilations; the block itself if it is not compiled.
+
+    It is known after the block's first call.
+    """
+    forward = block.forward
+    return forward.kin if isinstance(forward, CompiledForward) else block
+
+
 def seconds_compiling() -> float:
     """Seconds that this process has spent compiling."""
     return _seconds
@@ -72,25 +82,30 @@ def is_traced() -> bool:
 
 
 class CompiledForward:
-    """The forward method of one block."""
+    """The forward method of one block.
+
+    Attributes:
+        kin: equal for blocks that share their compilations; None before the first call.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._eager = block.forward
         self._own = frozenset(vars(block))  # FSDP2 will add its state
         self._weights: list[tuple[dict[str, Any], str]] | None = None
-        self._kin: Any = None
+        self.kin: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._eager(*args, **kwargs)
         if self._weights is None:
             self._weights = list(_slots(self._block))
-            self._kin = _kin_of(self._block, self._own)
+            self.kin = _kin_of(self._block, self._own)
         weights = [_local(held[name]) for held, name in self._weights]
         call, tensors = _taken_apart(args, kwargs)
         inputs = [*weights, *tensors]
-        key = (self._kin, call, planned_device(), *map(_kind, inputs))
+        modes = tuple(map(_Same, function_modes()))
+        key = (self.kin, call, planned_device(), modes, *map(_kind, inputs))
         if (compilation := _kept.get(key)) is None:
             compilation = self._compiled(key, inputs, call)
         return tree_unflatten(list(compilation.run(*inputs)), compilation.result)

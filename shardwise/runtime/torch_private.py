@@ -66,6 +66,13 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
+def function_modes() -> list[Any]:
+    """The torch function modes around this call, the outermost first: a graph traced here contains their changes."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    return _get_current_function_mode_stack()
+
+
 # -- tensors and storages ----------------------------------------------------------------------------
 
 

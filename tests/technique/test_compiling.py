@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,16 +23,17 @@ WIDTH, FFN, BATCH, LENGTH, LAYERS = 64, 192, 2, 64, 3
 MODEL = {"layers": LAYERS, "width": WIDTH, "heads": 4, "kv_heads": 4, "ffn": FFN, "vocab": 256}
 
 
-def planned(**settings: Any) -> DryRun:
-    values = {"model": MODEL, "data": {"sequence_length": LENGTH}, "steps": 2, "batch_size": BATCH}
-    recipe = recipe_of(values, SETTINGS)
+def planned(length: int = LENGTH, ranks: int = 1, **settings: Any) -> DryRun:
+    cluster = {"device": "cpu", "devices_per_node": ranks}
+    values = {"model": MODEL, "data": {"sequence_length": length}, "steps": 2, "batch_size": BATCH}
+    recipe = recipe_of({**values, "cluster": cluster}, SETTINGS)
     strategy = strategy_from({"micro_batch_size": BATCH, **settings})
     return dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
 
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """One entry for each compilation of the test."""
+    """One entry for each compilation of the test, which begins without any."""
     made: list[object] = []
 
     def counted(*args: Any) -> Any:
@@ -40,6 +42,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
 
     original = compiled.compiled
     monkeypatch.setattr(compiled, "compiled", counted)
+    monkeypatch.setattr(compiled, "_kept", OrderedDict())
     yield made
 
 
@@ -55,6 +58,19 @@ def test_equal_blocks_share_one_compilation_and_the_plan_counts_its_kernels(
     assert len(products) == 1, "the same matrix products run"
     saved = LAYERS * BATCH * LENGTH * FFN * 4
     assert fused.peak.ledger.activations <= eager.peak.ledger.activations - saved
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_compiled_blocks_with_context_parallelism_send_the_same_messages(
+    method: str, compilations: list[object]
+) -> None:
+    """Blocks share one graph of this model. A graph without context parallelism is not taken for it."""
+    planned(length=LENGTH // 2, compile="block")
+    divided = {"sequence_parallel": 2, "sequence_method": method}
+    eager, fused = planned(ranks=2, **divided), planned(ranks=2, compile="block", **divided)
+    assert len(compilations) == 2
+    assert fused.cost.traffic_by_axis() == eager.cost.traffic_by_axis() != {}
+    assert fused.cost.flops == eager.cost.flops
 
 
 def test_a_compiled_block_is_one_word_of_the_strategy() -> None:

@@ -184,3 +184,26 @@ _LIBRARY.define(
 )
 for _name, _function in PARTS.items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("shardwise::ring_attention", lib=_LIBRARY)
+def _traced_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, group_name: str) -> tuple[Tensor, Tensor]:
+    """Results of a compiled block's trace: no rank sends anything in it."""
+    out, logarithms = kernels_for(q).forward(q, k, v, True, scale)
+    return torch.empty_like(out, dtype=q.dtype), logarithms.contiguous()
+
+
+@torch.library.register_fake("shardwise::ring_attention_backward", lib=_LIBRARY)
+def _traced_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logarithms: Tensor,
+    scale: float,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, *_ = kernels_for(q).backward(gradient, q, k, v, out, logarithms, causal=True, scale=scale)
+    dk, dv = torch.empty_like(torch.stack((k, v)))
+    return dq, dk, dv

@@ -17,7 +17,6 @@ Labels are shifted before they are sharded, so the last token of a part has its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.core.errors import RecipeError
+from shardwise.runtime.compiled import compiled_as
 from shardwise.runtime.documents import Documents, set_sequence_ranks
 
 Mask = Tensor | Documents | None
@@ -84,10 +84,11 @@ class ContextParallelAttention:
     attend: Attend
     ranks: int
     packed: bool
-    _open: list[ExitStack] = field(default_factory=list)
+    _running: list[nn.Module] = field(default_factory=list)
     _met: set[nn.Module] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        self._router = _AttentionRouter(self.attend, self.ranks if self.packed else None, self._meet)
         for block in self.blocks:
             block.register_forward_pre_hook(self._enter)
             block.register_forward_hook(self._leave, always_call=True)
@@ -95,16 +96,21 @@ class ContextParallelAttention:
         set_sequence_ranks(self.model, self.ranks)
 
     def _enter(self, block: nn.Module, args: Any) -> None:
-        self._open.append(stack := ExitStack())
-        ranks = self.ranks if self.packed else None
-        stack.enter_context(_AttentionRouter(self.attend, ranks, lambda: self._met.add(block)))
+        self._running.append(block)
+        self._router.__enter__()
 
     def _leave(self, *_: object) -> None:
-        if self._open:
-            self._open.pop().close()
+        if self._running:
+            self._running.pop()
+            self._router.__exit__(None, None, None)
+
+    def _meet(self) -> None:
+        self._met.add(self._running[-1])
 
     def _require_all(self, *_: object) -> None:
-        missing = next((block for block in self.blocks if block not in self._met), None)
+        """Every block called attention. Of compiled blocks that share a graph, only the traced one did."""
+        met = {compiled_as(block) for block in self._met}
+        missing = next((block for block in self.blocks if compiled_as(block) not in met), None)
         if missing is not None:
             raise refusal(
                 f"{type(missing).__name__} does not call scaled_dot_product_attention, which context parallelism"
@@ -117,20 +123,21 @@ class _AttentionRouter(TorchFunctionMode):
 
     Args:
         ranks: among which rows of packed documents are divided; None if rows are not packed.
+        meet: called at every attention.
     """
 
-    def __init__(self, attend: Attend, ranks: int | None, met: Callable[[], None]) -> None:
+    def __init__(self, attend: Attend, ranks: int | None, meet: Callable[[], None]) -> None:
         super().__init__()
         self._attend = attend
         self._ranks = ranks
-        self._met = met
+        self._meet = meet
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        self._met()
+        self._meet()
         return self._attend_all(*args, **(kwargs or {}))
 
     def _attend_all(
