@@ -32,7 +32,7 @@ from shardwise.runtime.torch_private import (
     eigenvectors_of,
     flash_attention,
     onednn_compiles,
-    scoped_library,
+    scoped_kernels,
 )
 
 
@@ -149,17 +149,15 @@ def cuda_kernels(device_type: str = "cuda") -> Iterator[None]:
     The kernels are registered at the dispatcher's autograd key, so they apply to every call of these operations, in the
     forward pass and in recomputation.
     """
-    with (
-        warnings.catch_warnings(),
-        scoped_library() as library,
-        kernels_as(device_type),
-        _Parts({**PARTS, **_SOLVERS}),
-    ):
+    kernels: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": _cuda_attention,
+        "rms_norm": _fused_rms_norm,
+        "dropout": _fused_dropout,
+    }
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        library.impl("scaled_dot_product_attention", _cuda_attention, "AutogradCPU")
-        library.impl("rms_norm", _fused_rms_norm, "AutogradCPU")
-        library.impl("dropout", _fused_dropout, "AutogradCPU")
-        yield
+        with scoped_kernels(kernels, "AutogradCPU"), kernels_as(device_type), _Parts({**PARTS, **_SOLVERS}):
+            yield
 
 
 def _fused_rms_norm(

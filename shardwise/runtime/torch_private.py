@@ -11,7 +11,7 @@ Modules that take long to import (DTensor, FSDP2, pipelining) are imported insid
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -211,9 +211,28 @@ def packet_of(operation: Any) -> Any:
     return operation._overloadpacket
 
 
-def scoped_library() -> AbstractContextManager[Any]:
-    """Kernels of ``aten`` operators for one block. The public ``Library`` keeps them until it is collected."""
-    return cast("AbstractContextManager[Any]", torch.library._scoped_library("aten", "IMPL"))
+@contextmanager
+def scoped_kernels(kernels: Mapping[str, Callable[..., Any]], key: str) -> Iterator[None]:
+    """Kernels of ``aten`` operators at one dispatch key, for one block.
+
+    The public ``Library`` keeps them until it is collected. A compiler's trace dispatches in Python, and the operators
+    cache which kernel it found: without ``_uncache_dispatch`` a later trace would take that of another block.
+    """
+    dispatched = [getattr(torch.ops.aten, name).default for name in kernels]
+    slot = getattr(torch._C.DispatchKey, key)
+
+    def forget() -> None:
+        for operator in dispatched:
+            operator._uncache_dispatch(slot)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, key)
+        forget()
+        try:
+            yield
+        finally:
+            forget()
 
 
 def onednn_compiles() -> dict[torch.dtype, bool]:

@@ -186,12 +186,12 @@ def test_a_dataset_of_the_hub_is_streamed_from_its_state(
     """The library's own iterable dataset, in shards; the Hub is replaced by rows in memory."""
     datasets = pytest.importorskip("datasets")
     texts = [text_of(number) for number in range(700)]
-    rows = datasets.Dataset.from_dict({"text": texts, "other": range(700)}).to_iterable_dataset(num_shards=3)
+    rows = datasets.Dataset.from_dict({"text": texts, "other": range(700)})
     opened = []
 
     def load(repository: str, **chosen: Any) -> Any:
         opened.append((repository, chosen))
-        return rows
+        return rows.to_iterable_dataset(num_shards=3)  # each reader's own: it holds the reader's position
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr("shardwise.data.hub._revision", lambda repository, name: "abc")

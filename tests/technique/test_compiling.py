@@ -23,12 +23,16 @@ WIDTH, FFN, BATCH, LENGTH, LAYERS = 64, 192, 2, 64, 3
 MODEL = {"layers": LAYERS, "width": WIDTH, "heads": 4, "kv_heads": 4, "ffn": FFN, "vocab": 256}
 
 
-def planned(length: int = LENGTH, ranks: int = 1, **settings: Any) -> DryRun:
-    cluster = {"device": "cpu", "devices_per_node": ranks}
+def planned(length: int = LENGTH, ranks: int = 1, device: str = "cpu", **settings: Any) -> DryRun:
+    cluster = {"device": device, "devices_per_node": ranks}
     values = {"model": MODEL, "data": {"sequence_length": length}, "steps": 2, "batch_size": BATCH}
     recipe = recipe_of({**values, "cluster": cluster}, SETTINGS)
     strategy = strategy_from({"micro_batch_size": BATCH, **settings})
     return dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
+
+
+def attention_of(run: DryRun) -> set[str]:
+    return {kernel.operation for kernel in run.cost.kernels if "attention" in kernel.operation}
 
 
 @pytest.fixture
@@ -58,6 +62,16 @@ def test_equal_blocks_share_one_compilation_and_the_plan_counts_its_kernels(
     assert len(products) == 1, "the same matrix products run"
     saved = LAYERS * BATCH * LENGTH * FFN * 4
     assert fused.peak.ledger.activations <= eager.peak.ledger.activations - saved
+
+
+def test_a_plan_for_a_gpu_leaves_no_kernel_behind_in_the_compiler(compilations: list[object]) -> None:
+    """The compiler's trace caches the kernel that an operator dispatches to; CUDA's have no gradient on a CPU."""
+    for device in ("cpu", "H100-80GB", "cpu", "H100-80GB"):
+        compiled._kept.clear()
+        eager, fused = planned(device=device), planned(device=device, compile="block")
+        assert attention_of(eager) == attention_of(fused) != set(), device
+        assert eager.cost.flops == fused.cost.flops, device
+    assert len(compilations) == 4
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
