@@ -168,6 +168,7 @@ METHODS: dict[str, Callable[[Tensor], tuple[float, float]]] = {
     ALTERNATED: quantized(Kashin(steps=0, rotate=False), CHANNEL),
     SEARCHED: quantized(Kashin(), CHANNEL),
 }
+ROUND_TO_NEAREST = [name for name in METHODS if "RTN" in name and "groups" not in name]
 KASHIN = {ROUNDED: "plain", ALTERNATED: "refitted", SEARCHED: "refitted"}
 """Rows with a bound."""
 
@@ -182,6 +183,15 @@ def errors_of(weights: Weights) -> dict[str, dict[str, float]]:
         if bound is not None:
             rows[name]["published"] = bound
     return rows
+
+
+def spread_of(weights: Weights) -> dict[str, list[float]]:
+    """Least, median and largest error of round to nearest over 40 draws: it follows the largest weight of each row."""
+    spread = {}
+    for name in ROUND_TO_NEAREST:
+        found = sorted(METHODS[name](weights.draw(seed))[0] for seed in range(40))
+        spread[name] = [found[0], statistics.median(found), found[-1]]
+    return spread
 
 
 def expansion_of(weights: Weights) -> dict[str, Any]:
@@ -271,6 +281,7 @@ def main() -> None:
         "machine": described(),
         "seeds": SEEDS,
         "errors": errors,
+        "spread": {name: spread_of(WEIGHTS[name]) for name in ("normal", "t4")},
         "expansions": expansions,
         "seconds_per_million": seconds,
         "met": reached,
