@@ -87,7 +87,7 @@ def planned(case: Case) -> dict[str, Any]:
             "model": {"preset": case.model, "context": case.length},
             "data": {"sequence_length": case.length},
             "batch_size": case.batch,
-            "steps": 1000,
+            "steps": 100_000,
             "cluster": {"preset": case.cluster},
             "strategy": PINNED,
         },
