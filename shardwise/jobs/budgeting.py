@@ -41,10 +41,12 @@ def find_budget(
         ResourceError: no size fits the cluster.
     """
 
-    def planned(dimensions: Dimensions) -> Plan:
+    def planned(dimensions: Dimensions, tokens: float) -> Plan:
         size = f"{dimensions.layers} layers of width {dimensions.width:,}"
         progress(f"planning {size}")
-        return make_plan(of_size(recipe, dimensions), cluster)
+        # What costs seconds once, such as compiling, pays in a run of this length or does not.
+        steps = max(1, round(tokens / (recipe.batch_size * recipe.data.sequence_length)))
+        return make_plan(of_size(recipe, dimensions).model_copy(update={"steps": steps}), cluster)
 
     rate = _UTILISATION * cluster.world_size * cluster.device.peak_flops("bf16")
     search = BudgetSearch(sizes(family_of(recipe.model)), limit, law, planned, rate)

@@ -27,8 +27,8 @@ _SHOWN = 2.0
 _PROBED = 3.0
 """Sizes are planned on both sides of the choice, this much smaller and larger: another strategy may be faster there."""
 
-Planned = Callable[[Dimensions], Plan]
-"""Plans the recipe with the model of this size: the only way in which the search uses the planner."""
+Planned = Callable[[Dimensions, float], Plan]
+"""Plans the recipe with the model of this size, trained on about so many tokens; the search's only use of the planner."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class BudgetSearch:
                 "no size of the family fits", where="shardwise budget", why=self._refusal or ""
             )
         try:
-            plan = self._planner(self._family[index])
+            plan = self._planner(self._family[index], self._tokens(index))
         except RecipeError as error:
             self._refuse(index, error.what)
             return

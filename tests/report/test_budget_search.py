@@ -37,7 +37,7 @@ class Planner:
         utilisation = 0.5 * size.width / (size.width + 2000)
         return self.flops_per_token(size) / (RATE * utilisation)
 
-    def __call__(self, size: Dimensions) -> Plan:
+    def __call__(self, size: Dimensions, tokens: float) -> Plan:
         self.asked.append(size.parameters)
         step = StepEstimate(
             seconds=TOKENS * self.seconds_per_token(size),
