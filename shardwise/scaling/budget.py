@@ -28,7 +28,7 @@ _PROBED = 3.0
 """Sizes are planned on both sides of the choice, this much smaller and larger: another strategy may be faster there."""
 
 Planned = Callable[[Dimensions, float], Plan]
-"""Plans the recipe with the model of this size, trained on about so many tokens; the search's only use of the planner."""
+"""Plans the recipe with the model of this size, trained on about so many tokens."""
 
 
 @dataclass(frozen=True)
