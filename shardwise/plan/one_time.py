@@ -21,16 +21,15 @@ _SURE = 3.0
 
 
 def with_one_time_costs(predictor: Predictor, best: Quick) -> Iterator[Strategy]:
-    """Strategies to confirm, best first: with values that surely save more than they cost, and without."""
+    """Strategies to confirm, best first: with values that surely save more than they cost, and without.
+
+    A recipe with epochs has no steps until its data is counted, so nothing is sure.
+    """
     steps, objective = predictor.recipe.steps, predictor.recipe.plan.objective
-    for setting in SETTINGS:
+    for setting in SETTINGS if steps and objective != "memory" else ():
         for value, cost in setting.once.items():
             least = _SURE * cost / steps
-            if (
-                setting.key in predictor.recipe.strategy
-                or objective == "memory"
-                or least >= _MOST * best.seconds
-            ):
+            if setting.key in predictor.recipe.strategy or least >= _MOST * best.seconds:
                 continue
             for strategy in predictor.possible([best.strategy.with_values(**{setting.key: value})]):
                 try:

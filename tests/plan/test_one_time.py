@@ -73,6 +73,11 @@ def test_only_what_is_free_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried(monkeypatch, recipe(10_000, compile="none"), 0.9) == ["none"]
 
 
+def test_epochs_have_no_steps_until_the_data_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recipe(1).model_copy(update={"steps": 0, "epochs": 3.0})
+    assert tried(monkeypatch, asked, 0.1) == ["none"]
+
+
 @pytest.mark.long
 def test_a_long_run_is_compiled() -> None:
     """The plan says the assumption."""
