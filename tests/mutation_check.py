@@ -79,7 +79,7 @@ FAULTS = (
         "activation checkpointing: a segment runs again with another dropout mask",
         "runtime/recompute/calls.py",
         "        self.restore_generators()",
-        "pass",
+        "        pass",
         ("tests/technique/test_checkpointing.py::test_gradients_are_bit_identical_with_dropout",),
     ),
     Fault(

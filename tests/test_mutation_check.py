@@ -11,5 +11,6 @@ from tests.mutation_check import FAULTS, ROOT, Fault
 def test_a_fault_is_one_line_of_the_code(fault: Fault) -> None:
     text = (ROOT / "shardwise" / fault.file).read_text(encoding="utf-8")
     assert text.count(fault.line) == 1 and fault.line != fault.instead
+    compile(text.replace(fault.line, fault.instead), fault.file, "exec")  # with the fault it is still Python
     file, _, test = fault.tests[0].partition("::")
     assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8")

@@ -183,7 +183,6 @@ def test_init_writes_a_recipe_and_replaces_none(tmp_path: Path, capsys: pytest.C
     assert run(given) == 2 and "nothing is replaced" in capsys.readouterr().err
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_small_model_learns_conversations_in_one_command(
     method: str, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
