@@ -185,6 +185,7 @@ class Plan:
         pipeline: the schedule with the seconds of its passes, when there is a pipeline.
         sites: bytes at the peak, by allocation site; () in files of earlier versions.
         blocks: which block runs when in the first micro-batch, and what it keeps.
+        trained_parameters: of ``parameters``; None in files of earlier versions.
     """
 
     strategy: StrategyValues
@@ -211,6 +212,15 @@ class Plan:
     pipeline: Timetable | None
     sites: tuple[AllocationSite, ...] = ()
     blocks: BlockTimes | None = None
+    trained_parameters: Size | None = None
+
+    @property
+    def parameters_in_words(self) -> str:
+        """The number of parameters, and how many of them are trained if not all are."""
+        trained, whole = self.trained_parameters, format_count(self.parameters)
+        if trained is None or trained == self.parameters:
+            return f"{whole} parameters"
+        return f"{format_count(trained)} of {whole} parameters trained"
 
     @property
     def fits(self) -> bool:
@@ -228,7 +238,7 @@ class Plan:
         facts = [
             f"{format_bytes(self.peak.bytes)} of {format_bytes(room)}: {verdict}",
             f"{format_seconds(step.seconds)} per step of {format_count(step.tokens)} tokens, predicted",
-            f"{format_count(self.parameters)} parameters on {self.cluster}",
+            f"{self.parameters_in_words} on {self.cluster}",
             *self.reasons,
         ]
         rows = sorted(((size, row) for row, size in self.ledger.as_dict().items() if size), reverse=True)

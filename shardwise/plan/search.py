@@ -82,6 +82,7 @@ def _plan(predictor: Predictor, chosen: Prediction) -> Plan:
         pipeline=chosen.timetable,
         sites=chosen.run.sites,
         blocks=chosen.run.blocks,
+        trained_parameters=predictor.blueprint.parameter_counts()[0],
     )
 
 

@@ -138,7 +138,7 @@ def headline(plan: Plan, width: int) -> Iterator[Text]:
     both = Text.assemble(strategy, "   ", figures)
     yield from [both] if both.cell_len <= width else [strategy, figures]
     said = (verdict(plan), "bold green" if plan.fits else "bold red")
-    about = f"{format_count(plan.parameters)} parameters · {one_line(plan.cluster)}"
+    about = f"{plan.parameters_in_words} · {one_line(plan.cluster)}"
     yield Text.assemble(said, (f" · {about} · {format_count(plan.step.tokens)} tokens per step", "dim"))
 
 

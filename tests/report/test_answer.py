@@ -75,6 +75,13 @@ def test_a_run_without_an_interval_says_so(plan: Plan, answer: Answer) -> None:
     assert "the fewest that are enough" not in text
 
 
+def test_the_head_says_how_many_parameters_are_trained(plan: Plan) -> None:
+    whole = replace(plan, parameters=5_050_000, trained_parameters=5_050_000)
+    assert "5.05M parameters ·" in plan_text(whole)
+    adapter = replace(whole, trained_parameters=448_500)
+    assert "448.5K of 5.05M parameters trained ·" in plan_text(adapter)
+
+
 @pytest.mark.parametrize(
     ("other", "words"),
     [
