@@ -18,7 +18,7 @@ from shardwise.runtime import documents
 from shardwise.runtime.documents import Documents, documents_of, offsets
 from shardwise.runtime.parallel.attention_kernels import kernels_as
 from shardwise.runtime.parallel.shard_slices import named_parameters
-from shardwise.runtime.torch_private import scoped_library
+from shardwise.runtime.torch_private import scoped_kernels
 from tests.harness.pool import Pool
 from tests.harness.tiny_run import equal, full, make_run
 
@@ -94,9 +94,8 @@ def reference_kernel() -> Iterator[None]:
     before = documents.has_varlen_kernel
     documents.has_varlen_kernel = lambda *_: True  # type: ignore[assignment]
     try:
-        with scoped_library() as library, kernels_as("cuda"):
-            library.impl("_flash_attention_forward", forward, "CPU")
-            library.impl("_flash_attention_backward", backward, "CPU")
+        kernels = {"_flash_attention_forward": forward, "_flash_attention_backward": backward}
+        with scoped_kernels(kernels, "CPU"), kernels_as("cuda"):
             yield
     finally:
         documents.has_varlen_kernel = before
