@@ -20,11 +20,15 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 
 from shardwise.core.errors import RankError, ResourceError
 from shardwise.hardware.allocator_options import DEFAULTS, unset
+from shardwise.launch.attempt import attempt_store
 from shardwise.launch.placement import LOOPBACK, STORE_SOCKET, Placement, launched_by
 from shardwise.runtime.torch_private import set_allocator
 
 TIMEOUT = timedelta(minutes=30)
 """How long a collective, or the rendezvous, may take."""
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set to "True" by torchrun where its agent has the store at MASTER_ADDR and MASTER_PORT."""
 
 _ALONE = Placement("", rank=0, world_size=1, local_rank=0, nodes=1, host="", port=0)
 
@@ -107,7 +111,7 @@ def _store(placement: Placement) -> Store | None:
     if placement == _ALONE:
         return HashStore()
     if placement.by == "torchrun":
-        return None
+        return _store_of_agent(placement) if os.environ.get(AGENT_STORE) == "True" else None
     listening = None
     if placement.rank == 0 and STORE_SOCKET in os.environ:
         listening = int(os.environ.pop(STORE_SOCKET))
@@ -122,3 +126,8 @@ def _store(placement: Placement) -> Store | None:
         wait_for_workers=False,
         master_listen_fd=listening,
     )
+
+
+def _store_of_agent(placement: Placement) -> Store:
+    store = TCPStore(placement.host, placement.port, placement.world_size, is_master=False, timeout=TIMEOUT)
+    return attempt_store(store, placement.rank, placement.world_size, TIMEOUT)
