@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwise.core.strategy import Layout, Strategy
-from shardwise.technique.base import Wrapping
+from shardwise.technique.base import MICRO_BATCH_SIZE, Wrapping
 from shardwise.technique.offload import OFFLOAD, of_part, parts
 from shardwise.technique.site import Site
 
@@ -47,7 +47,7 @@ class ActivationOffload(Wrapping):
             return
         site.hints.needs_depth(2 * ON_DEVICE)  # with fewer, most of the blocks never leave
         if len(site.view.blocks) > ON_DEVICE:
-            OffloadedBlocks(site.view.model, site.view.blocks)
+            OffloadedBlocks(site.view.model, site.view.blocks, site.strategy[MICRO_BATCH_SIZE])
         else:
             site.hints.note(
                 f"activations are not offloaded: of {len(site.view.blocks)} blocks all are needed at once"

@@ -30,7 +30,10 @@ from shardwise.technique import (
     strategy_from,
 )
 
-MODEL = {"layers": 6, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 256, "context": 64}
+LENGTH = 512
+MODEL = {"layers": 6, "width": 128, "heads": 4, "kv_heads": 2, "ffn": 320, "vocab": 512, "context": LENGTH}
+"""Large enough that activations are offloaded, and that a rank has more tokens than a chunked loss has chunks."""
+
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "bf16", "fp32", "fp16"),
     "zero_stage": (0, 1, 2, 3),
@@ -49,7 +52,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 def recipe(batch_size: int = 32, **cluster: Any) -> Recipe:
     values = {
         "model": MODEL,
-        "data": {"sequence_length": 64},
+        "data": {"sequence_length": LENGTH},
         "steps": 2,
         "batch_size": batch_size,
         "cluster": cluster or {"preset": "4xA100-80GB"},

@@ -69,8 +69,8 @@ def test_with_room_to_spare_it_takes_one_pass_without_recomputation() -> None:
 
 
 @pytest.mark.long
-def test_it_takes_the_smallest_stage_and_the_largest_micro_batch_that_fit() -> None:
-    """Just too little for the smallest pass of stage 0: the next stage that fits, and why."""
+def test_it_takes_the_fastest_stage_and_the_largest_micro_batch_that_fit() -> None:
+    """Just too little for the smallest micro-batch of stage 0: another stage, and why."""
     limit = needed_mib(0, 1) - 1
     plan = planned(recipe(limit, model=DEEP, activation_checkpointing="none"))
     stage, size = plan.strategy[ZERO_STAGE], plan.strategy[MICRO_BATCH_SIZE]
@@ -79,8 +79,10 @@ def test_it_takes_the_smallest_stage_and_the_largest_micro_batch_that_fit() -> N
     passed = {(c.strategy[ZERO_STAGE], c.strategy[MICRO_BATCH_SIZE]): c for c in plan.candidates}
     refused = {key: c.reason for key, c in passed.items() if c.verdict == "does not fit"}
     assert (stage, 2 * size) in refused or "empties its cache" in passed[stage, 2 * size].reason
-    assert all((smaller, 1) in refused for smaller in range(stage))
+    assert (0, 1) in refused and not any(c.verdict == "fits" for (s, _), c in passed.items() if s == 0)
     assert all("too much" in r or "alone" in r or "fragmentation" in r for r in refused.values())
+    assert {s for s, _ in passed} == {0, 1, 2, 3}
+    assert plan.step.seconds <= min(c.step_seconds for c in plan.candidates if c.verdict == "fits")
 
 
 def test_a_pipeline_takes_the_fastest_micro_batch_not_the_largest() -> None:

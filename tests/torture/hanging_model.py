@@ -95,13 +95,14 @@ class Classifier(nn.Module):
 
 
 def make(fault: str, rank: int, call: int, began: str) -> tuple[nn.Module, Callable[..., Any], Dataset[Any]]:
-    """Rank ``rank`` meets ``fault`` in the ``call``-th loss, and writes the time into the file ``began``."""
+    """Rank ``rank`` meets ``fault`` in the ``call``-th training loss, and writes the time into the file ``began``."""
     calls = 0
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         nonlocal calls
         hidden = model(batch["points"])
-        if dist.is_initialized() and "RANK" in os.environ and type(batch["points"]) is Tensor:
+        trains = torch.is_grad_enabled() and type(batch["points"]) is Tensor  # neither evaluates nor plans
+        if trains and dist.is_initialized() and "RANK" in os.environ:
             calls += 1
             if not _group:
                 _group.append(dist.new_group())
