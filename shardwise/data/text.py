@@ -25,6 +25,9 @@ from shardwise.data.tokenizer import Tokenizer, mask_token, open_tokenizer
 from shardwise.data.windows import Windows
 from shardwise.recipe.sections import DataSpec, Recipe
 
+MOSTLY_PADDING = 0.5
+"""Filled part of the sequences below which packing is advised."""
+
 Document = list[tuple[int, bool]]
 """(tokens, trained mask)."""
 
@@ -126,6 +129,11 @@ class Examples:
             f" {divided.held_out.sequences:,} held out, {'packed' if spec.packing else 'one record each'}:"
             f" {filled:.1%} filled",
         ]
+        if not spec.packing and filled < MOSTLY_PADDING:
+            said.append(
+                f"padding takes {1 - filled:.0%} of the computation: data.packing=true puts several records into a"
+                " sequence, and attention keeps them apart"
+            )
         if divided.truncated or divided.dropped:
             said.append(
                 f"too long for a sequence: {divided.truncated:,} records cut at their end,"

@@ -1,10 +1,15 @@
 """The `data:` section of a recipe, and the items of its mixture."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from shardwise.recipe.section import Section, Text, words
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"
+)  # fmt: skip
 
 
 class MixtureSpec(Section):
@@ -29,7 +34,7 @@ class DataSpec(Section):
     mixture: Annotated[tuple[MixtureSpec, ...] | None, BeforeValidator(words)] = None
     """several sources instead of one, with weights: [{source, weight, format, text_key}, ...]"""
     tokenizer: Text = "bytes"
-    """bytes (byte-level), or the path or id of a Hugging Face tokenizer"""
+    """bytes (byte-level), or the path or id of a Hugging Face tokenizer; by default that of model.hf, if it has one"""
     begin: Literal["auto", "none"] = "auto"
     """beginning-of-sequence token (BOS) before every document and prompt: auto adds it if the tokenizer itself does;
     none adds none. A chat template writes its own"""
@@ -74,3 +79,11 @@ class DataSpec(Section):
             )
             for part in self.mixture or ()
         ) or (self,)
+
+
+def brings_tokenizer(model: str) -> bool:
+    """Whether a model of Hugging Face has a tokenizer: a folder with a tokenizer's file, or an id on the Hub."""
+    path = Path(model).expanduser()
+    if path.exists() or model.startswith((".", "/", "~")):
+        return any((path / name).is_file() for name in _TOKENIZER_FILES)
+    return True

@@ -35,7 +35,8 @@ OTHER_NAMES = {
     "save_every": "every", "interval": "every", "zero": "zero_stage", "stage": "zero_stage",
     "dtype": "precision", "micro_batch": "micro_batch_size", "tp": "tensor_parallel",
     "pp": "pipeline_parallel", "decay_steps": "decay", "cooldown": "decay", "resume_from": "start_from",
-    "load_from": "start_from", "init_from": "start_from", "base_batch_size": "from_batch",
+    "model_name_or_path": "hf", "pretrained_model_name_or_path": "hf", "name_or_path": "hf",
+    "base_model": "hf", "load_from": "start_from", "init_from": "start_from", "base_batch_size": "from_batch",
 }  # fmt: skip
 """Names of keys in other trainers -> the key of a recipe. Used for hints only."""
 

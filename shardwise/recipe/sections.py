@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, mod
 
 from shardwise.recipe.data_sections import DataSpec as DataSpec
 from shardwise.recipe.data_sections import MixtureSpec as MixtureSpec
+from shardwise.recipe.data_sections import brings_tokenizer
 from shardwise.recipe.observation import EvaluationSpec as EvaluationSpec
 from shardwise.recipe.observation import ProfileSpec as ProfileSpec
 from shardwise.recipe.section import Arguments, Section, Target, Text, TrackerName, words
@@ -358,3 +359,17 @@ class Recipe(Section):
         if not isinstance(optimizer, Mapping) or "weight_decay" in optimizer:
             return values
         return {**values, "optimizer": {**optimizer, "weight_decay": 0.0}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokenizer_of_model(cls, values: Any) -> Any:
+        """A model of Hugging Face reads the tokens of its own tokenizer unless the recipe names another."""
+        model, data = (
+            (values.get(key, {}) for key in ("model", "data")) if isinstance(values, Mapping) else (0, 0)
+        )
+        if not isinstance(model, Mapping) or not isinstance(data, Mapping) or "tokenizer" in data:
+            return values
+        named = model.get("hf")
+        if not isinstance(named, str) or not brings_tokenizer(named):
+            return values
+        return {**values, "data": {**data, "tokenizer": named}}

@@ -23,6 +23,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.filling import fill_packed, without_adapters
 from shardwise.model.lora import adapt, is_adapter
 from shardwise.model.open import base_of
+from shardwise.recipe.data_sections import brings_tokenizer
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of, refuse_other_base
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
@@ -32,7 +33,6 @@ OWN = "own"
 """Name of the adapter that the opened run trained."""
 
 _CONFIG = "config.json"
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _open_folder(folder: Path, tokenizer: str | None, dtype: torch.dtype, device
     blueprint = HuggingFaceModel(str(folder), sequence_length=1, objective=None)
     require_text(blueprint)
     blueprint.require_objective()
-    if tokenizer is None and not any((folder / name).is_file() for name in _TOKENIZERS):
+    if tokenizer is None and not brings_tokenizer(str(folder)):
         # transformers would create an empty tokenizer.
         raise DataError(
             "the model's folder has no tokenizer",
