@@ -39,7 +39,7 @@ class ActivationOffload(Wrapping):
             return
         import torch
 
-        from shardwise.runtime.offload.activations import ON_DEVICE, OffloadedBlocks
+        from shardwise.runtime.offload.activations import ON_DEVICE, SMALLEST, OffloadedBlocks
         from shardwise.runtime.offload.host import has_separate_host_memory
 
         if not has_separate_host_memory(torch.device(site.context.mesh.device_type)):
@@ -47,7 +47,9 @@ class ActivationOffload(Wrapping):
             return
         site.hints.needs_depth(2 * ON_DEVICE)  # with fewer, most of the blocks never leave
         if len(site.view.blocks) > ON_DEVICE:
-            OffloadedBlocks(site.view.model, site.view.blocks, site.strategy[MICRO_BATCH_SIZE])
+            # The same storages for every size of micro-batch: a plan composes sizes from counts of other sizes.
+            smallest = SMALLEST * site.strategy[MICRO_BATCH_SIZE]
+            OffloadedBlocks(site.view.model, site.view.blocks, smallest)
         else:
             site.hints.note(
                 f"activations are not offloaded: of {len(site.view.blocks)} blocks all are needed at once"

@@ -9,8 +9,8 @@ needs them at once.
 
 Storages are moved, not tensors. A storage that several operations or views save is copied once and comes back as one
 storage with the same strides and offsets, so gradients are bit-identical. Not moved: weights and buffers; storages
-smaller than ``SMALLEST`` per sequence; arguments of two blocks in a row, such as a mask or rotary angles; and a storage
-that a later block saves again, because then the model still holds it.
+smaller than ``smallest``; arguments of two blocks in a row, such as a mask or rotary angles; and a storage that a later
+block saves again, because then the model still holds it.
 
 Lifetimes follow from references and the order of calls only, never from the completion of an event. So the dry run
 counts the lifetimes of a real device, and the host never waits. ``record_stream`` would free memory at times that
@@ -46,10 +46,7 @@ ON_DEVICE = 2
 """Block calls whose activations are on the device: one in use, one being copied."""
 
 SMALLEST = 32 * 1024
-"""Bytes per sequence of the smallest storage that is moved. At 50 GB/s smaller copies take less time than their launch.
-
-Per sequence, so that every micro-batch size moves the same storages: a plan composes sizes from counts of other sizes.
-"""
+"""Bytes of the smallest storage that is moved. At 50 GB/s smaller copies take less time than their launch."""
 
 
 class SavedTensor(Protocol):
@@ -75,14 +72,11 @@ class OffloadedBlocks:
     Args:
         model: its weights and buffers are never moved.
         blocks: in the order of their calls, before they are sharded, so that gathered weights are recognised.
-        sequences: in a micro-batch.
-        smallest: bytes per sequence of the smallest storage that is moved; None for ``SMALLEST``.
+        smallest: bytes of the smallest storage that is moved.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[nn.Module], sequences: int = 1, smallest: int | None = None
-    ) -> None:
-        self.smallest = sequences * (SMALLEST if smallest is None else smallest)
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], smallest: int = SMALLEST) -> None:
+        self.smallest = smallest
         self.stream = CopyStream()
         self._known: weakref.WeakValueDictionary[int, _SavedStorage] = weakref.WeakValueDictionary()
         self._newest: _BlockCall | None = None
