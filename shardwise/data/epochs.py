@@ -49,4 +49,5 @@ def with_steps(recipe: Recipe) -> Recipe:
 def epoch_sentences(asked: Recipe, counted: Recipe) -> Iterator[str]:
     """The steps that the epochs of ``asked`` are, if it gives epochs."""
     if asked.epochs is not None:
-        yield f"{asked.epochs:g} epochs are {counted.steps:,} steps of {counted.batch_size:,} sequences"
+        word = "epoch is" if asked.epochs == 1 else "epochs are"
+        yield f"{asked.epochs:g} {word} {counted.steps:,} steps of {counted.batch_size:,} sequences"
