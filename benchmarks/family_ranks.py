@@ -51,8 +51,8 @@ def logit_difference(folder: str, vocabulary: int, length: int) -> float:
 
     values = {"model": {"hf": folder}, "data": {"sequence_length": length}, "steps": 1, "batch_size": 1}
     blueprint = blueprint_of(recipe_of(values, SETTINGS))
-    model = reference_model(blueprint, 0, torch.float32)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    model = reference_model(blueprint, 0, torch.float32).eval()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.randint(3, vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = plain(input_ids=ids, use_cache=False).logits

@@ -39,7 +39,7 @@ def _interrupted(error: BaseException) -> bool:
 
 def _unexpected(error: Exception) -> ShardwiseError:
     """A bug of Shardwise or of the user's own model, as one line; the trace is printed on request."""
-    what = f"{type(error).__name__}: {error}"
+    what = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     again = "SHARDWISE_TRACE=1 shows where; please report it if it is not your model's"
     return ShardwiseError("unexpected failure", why=what, fix=again)
 

@@ -250,6 +250,9 @@ class Tracker(DispatchMode):
             out = func(*args, **kwargs) if into is None else into
         except NEEDS_VALUES as error:
             raise refused(name, self._where()) from error
+        except RuntimeError as error:
+            error.add_note(f"{name} in {self._where() or 'the loss'}")
+            raise
         if self._muted:
             return out
         for tensor in tensors_in(out):

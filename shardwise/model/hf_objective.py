@@ -57,7 +57,7 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
     except Exception as error:  # each class checks its config in its own way, or not at all
         plain = isinstance(error, ValueError | ImportError)
         why = str(error) if plain else f"{type(error).__name__}: {error}"
-        raise RecipeError(f"not {_NAMES[objective]} language model", where=where, why=why) from error
+        raise RecipeError("transformers does not build the model", where=where, why=why) from error
     if torch.get_default_device().type == "meta":
         _leave_the_host(made)
     if objective == "causal":

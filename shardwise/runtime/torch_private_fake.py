@@ -5,6 +5,7 @@ All names were checked on torch 2.13.0 (``torch_private.CHECKED``).
 
 from __future__ import annotations
 
+import logging
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from shardwise.runtime.torch_private import FakeTensor, FakeTensorMode
+
+logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
+"""The fake mode logs a trace of every operation that fails, also of those whose error is caught."""
 
 _PLAIN = frozenset(
     (bool, int, float, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)

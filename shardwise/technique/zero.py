@@ -36,6 +36,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.technique.base import STATES, Axis, Dividing
 from shardwise.technique.in_backward import OPTIMIZER_IN_BACKWARD
@@ -189,6 +190,7 @@ def _shard(site: Site, mesh: DeviceMesh, reshard: bool) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     dtypes, view = site.options.dtypes, site.view
+    _refuse_shared_weights(view.blocks)
     precision = MixedPrecisionPolicy(
         param_dtype=dtypes.compute if dtypes.compute != dtypes.storage else None,
         reduce_dtype=dtypes.reduce,
@@ -205,6 +207,20 @@ def _shard(site: Site, mesh: DeviceMesh, reshard: bool) -> None:
         fully_shard(
             group, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
         )
+
+
+def _refuse_shared_weights(blocks: Sequence[nn.Module]) -> None:
+    """FSDP2 gathers a weight with one group. Raises RecipeError for a weight that two blocks use."""
+    first: dict[nn.Parameter, int] = {}
+    for index, block in enumerate(blocks):
+        for name, parameter in block.named_parameters():
+            if first.setdefault(parameter, index) != index:
+                raise RecipeError(
+                    "blocks that share weights are not sharded",
+                    where="strategy.zero_stage",
+                    why=f"the blocks {first[parameter]} and {index} share {name}",
+                    fix="set zero_stage: 0, with a precision that stores and computes in one dtype",
+                )
 
 
 def _members(view: ModelView) -> list[list[FSDPModule]]:

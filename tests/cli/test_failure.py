@@ -20,6 +20,7 @@ from shardwise.core.plan import Plan
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.serve import serving
+from tests.harness.families import save_tiny
 
 
 def raising(error: BaseException) -> Callable[..., NoReturn]:
@@ -111,3 +112,23 @@ def test_a_full_disk_leaves_recipe_and_plan_as_they_were(tmp_path: Path, plan: P
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.*")} == before
+
+
+def test_an_error_of_a_models_own_code_names_the_module(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT's attention multiplies fp32 by bf16. PyTorch would also log a trace of the operation."""
+    pytest.importorskip("transformers")
+    save_tiny("openai-gpt", tmp_path / "gpt", vocab_size=264)
+    recipe = tmp_path / "recipe.yaml"
+    pinned = "{precision: bf16, zero_stage: 0, micro_batch_size: 1}"
+    cluster = "{device: cpu, devices_per_node: 1}"
+    recipe.write_text(
+        f"model: {{hf: {tmp_path / 'gpt'}}}\ndata: {{sequence_length: 16}}\nsteps: 1\nbatch_size: 1\n"
+        f"cluster: {cluster}\nstrategy: {pinned}\n"
+    )
+    capsys.readouterr()
+    assert run(["plan", str(recipe)]) == 1
+    error = line(capsys)
+    assert "found torch.bfloat16" in error or "BFloat16" in error
+    assert "aten::bmm in transformer.h.0.attn" in error

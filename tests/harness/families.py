@@ -139,6 +139,9 @@ def save_tiny(family: str, folder: Path, **changes: Any) -> int:
     with torch.no_grad():  # no weight is left at 0 or 1, which would hide errors
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0.0  # some families reset it after reading the files
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 

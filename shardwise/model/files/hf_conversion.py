@@ -28,7 +28,7 @@ from shardwise.runtime.parallel.shard_slices import (
     share,
     shared_names,
 )
-from shardwise.runtime.torch_private import non_persistent_buffers
+from shardwise.runtime.torch_private import non_persistent_buffers, version_of
 
 
 @dataclass
@@ -235,16 +235,21 @@ def restore_buffers(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     modules = dict(model.named_modules())
-    missing = {path: names for path, module in modules.items() if (names := non_persistent_buffers(module))}
-    for path, names in missing.items():
-        for name in names:
-            _mark_undefined(modules[path].get_buffer(name))
+    missing = {
+        path: {name: (module.get_buffer(name), version_of(module.get_buffer(name))) for name in names}
+        for path, module in modules.items()
+        if (names := non_persistent_buffers(module))
+    }
     with initialization.guard_torch_init_functions():
-        for path, names in missing.items():
+        for path, buffers in missing.items():
             around = [modules[part] for part in _ancestors(path)]  # innermost first, with itself
             owner = next(module for module in around if isinstance(module, PreTrainedModel))
             for module in around:
-                undefined = [name for name in names if _is_undefined(modules[path].get_buffer(name))]
+                undefined = [
+                    name
+                    for name, (buffer, version) in buffers.items()
+                    if modules[path].get_buffer(name) is buffer and version_of(buffer) == version
+                ]
                 if not undefined:
                     break
                 owner._init_weights(module)
@@ -253,18 +258,6 @@ def restore_buffers(model: nn.Module) -> None:
                     f"buffer {path}.{undefined[0]} cannot be computed",
                     why=f"{type(owner).__name__} does not initialize it",
                 )
-
-
-def _mark_undefined(buffer: Tensor) -> None:
-    if buffer.dtype != torch.bool:
-        buffer.fill_(float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
-
-
-def _is_undefined(buffer: Tensor) -> bool:
-    if buffer.dtype == torch.bool:
-        return False
-    marks = buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min
-    return bool(marks.any())
 
 
 def _ancestors(path: str) -> Iterator[str]:
