@@ -56,6 +56,11 @@ COMPLETED: Mapping[str, Mapping[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16},
     },
     "deepseek_v2": {"num_experts_per_tok": 6, "n_routed_experts": 160, "topk_group": 3, "n_group": 8},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": [*["conv", "conv", "full_attention"] * 10, "conv", "conv"]},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
