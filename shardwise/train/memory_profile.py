@@ -7,6 +7,7 @@ a contradiction, as in steps with several threads. The events of a profile have 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -26,7 +27,8 @@ _CALL = re.compile(r"^(?P<filename>.+)\((?P<line>\d+)\): (?P<name>.+)$")
 def allocations_of(profiled: profile) -> Values:
     """Every allocation and free within the profile, and one segment with the blocks that are live at its end.
 
-    Pointers are far apart in a process, so each gets a place of its own in the segment.
+    Pointers are far apart in a process, so each gets a place of its own in the segment. Another thread may note a free
+    only after the same memory has been allocated again; that free belongs before the allocation.
     """
     found = list(_changes(profiled))
     sizes: dict[int, int] = {}
@@ -35,14 +37,22 @@ def allocations_of(profiled: profile) -> Values:
     places = dict(zip(sorted(sizes), accumulate((0, *(sizes[key] for key in sorted(sizes)))), strict=False))
     trace: list[Values] = []
     living: dict[int, Values] = {}
+    early: Counter[int] = Counter()  # frees that are in the trace before their events
     for pointer, size, frames in found:
         entry = {"addr": places[pointer], "size": abs(size), "stream": 0, "frames": frames}
+        freed = None
+        if size > 0:
+            freed = living.get(pointer)
+            early[pointer] += freed is not None
+        elif early[pointer]:
+            early[pointer] -= 1
+        else:
+            freed = living.pop(pointer, entry)  # of one that is older than the profile, the stack of its free
+        if freed is not None:
+            trace += [{"action": action, **freed} for action in ("free_requested", "free_completed")]
         if size > 0:
             living[pointer] = entry
             trace.append({"action": "alloc", **entry})
-        else:
-            born = living.pop(pointer, entry)  # of one that is older than the profile, the stack of its free
-            trace += [{"action": action, **born} for action in ("free_requested", "free_completed")]
     left = [living[pointer] for pointer in sorted(living)]
     return {
         "device_traces": [trace],

@@ -13,8 +13,10 @@ import torch
 from torch.cuda import _memory_viz
 
 from shardwise.checkpoint.run_folder import write_job
+from shardwise.core.memory_snapshot import snapshot_bytes
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, strategy_from
+from shardwise.train import memory_profile
 from shardwise.train.loop import Job, Trainer
 from tests.harness.memory_viewer import viewed
 from tests.harness.plans import small_plan
@@ -63,6 +65,15 @@ def test_named_steps_and_ranks_are_recorded(pool: Pool, tmp_path: Path, corpus: 
     names = {frame["name"] for entry in snapshot["device_traces"][0] for frame in entry["frames"]}
     assert "aten::mm" in names and any("rms_norm" in name or "embedding" in name for name in names)
     assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[3])["step"] == 4
+
+
+def test_a_free_that_another_thread_notes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Address 8 is freed before the profile knows of it, and 64 is allocated again before its free is noted."""
+    events: list[tuple[int, int, list[Any]]]
+    events = [(8, -16, []), (64, 32, []), (64, 48, []), (64, -32, []), (8, 16, []), (64, -48, [])]
+    monkeypatch.setattr(memory_profile, "_changes", lambda profiled: events)
+    _, levels = viewed(snapshot_bytes(memory_profile.allocations_of(None)))  # type: ignore[arg-type]
+    assert levels[-1] == 16 and max(levels) == 64 and min(levels) == 0
 
 
 def test_a_profile_without_memory_has_a_trace_alone(pool: Pool, tmp_path: Path, corpus: Path) -> None:
