@@ -11,7 +11,7 @@ The families are all causal text models in transformers' own mapping. Of each fa
 
 A cell is ``yes``, or the reason of the refusal or the failure. Results are written after every family to
 benchmarks/results/families.json: an interrupted run goes on, with the same versions of transformers and torch. About an
-hour on a core. ``docs/generate.py`` makes docs/reference/families.md of them.
+hour on two cores. ``docs/generate.py`` makes docs/reference/families.md of them.
 """
 
 from __future__ import annotations
