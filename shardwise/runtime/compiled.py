@@ -21,9 +21,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.attention_kernels import planned_device
+from shardwise.runtime.same_code import Same, code_of_module
 from shardwise.runtime.torch_private import FakeTensor, TreeSpec, function_modes, tree_flatten, tree_unflatten
 from shardwise.runtime.torch_private_compiler import Function, compiled
 
@@ -68,7 +68,7 @@ def compiled_as(block: nn.Module) -> object:
     It is known after the block's first call.
     """
     forward = block.forward
-    return forward.kin if isinstance(forward, CompiledForward) else block
+    return forward.code if isinstance(forward, CompiledForward) else block
 
 
 def seconds_compiling() -> float:
@@ -85,7 +85,7 @@ class CompiledForward:
     """The forward method of one block.
 
     Attributes:
-        kin: equal for blocks that share their compilations; None before the first call.
+        code: equal for blocks that share their compilations; None before the first call.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -93,19 +93,19 @@ class CompiledForward:
         self._eager = block.forward
         self._own = frozenset(vars(block))  # FSDP2 will add its state
         self._weights: list[tuple[dict[str, Any], str]] | None = None
-        self.kin: Any = None
+        self.code: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._eager(*args, **kwargs)
         if self._weights is None:
             self._weights = list(_slots(self._block))
-            self.kin = _kin_of(self._block, self._own)
+            self.code = code_of_module(self._block, self._own)
         weights = [_local(held[name]) for held, name in self._weights]
         call, tensors = _taken_apart(args, kwargs)
         inputs = [*weights, *tensors]
-        modes = tuple(map(_Same, function_modes()))
-        key = (self.kin, call, planned_device(), modes, *map(_kind, inputs))
+        modes = tuple(map(Same, function_modes()))
+        key = (self.code, call, planned_device(), modes, *map(_kind, inputs))
         if (compilation := _kept.get(key)) is None:
             compilation = self._compiled(key, inputs, call)
         return tree_unflatten(list(compilation.run(*inputs)), compilation.result)
@@ -229,58 +229,6 @@ def _put_together(form: Any, tensors: Iterator[Tensor]) -> Any:
 
 def _form(value: Any) -> Any:
     return _TENSOR if isinstance(value, Tensor) else value
-
-
-_PLAIN = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.device, torch.Size)
-
-
-def _kin(value: Any) -> Any:
-    """Equal for modules that compute the same from the same weights and arguments.
-
-    Objects of unknown kinds are the same only if they are one object.
-    """
-    if isinstance(value, nn.Module):
-        return _kin_of(value, vars(value), _HOOKS)
-    if isinstance(value, CompiledForward):
-        return CompiledForward
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, dict):
-        return tuple((_kin(key), _kin(each)) for key, each in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value), tuple(map(_kin, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value), tuple(_kin(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return _Same(value)
-
-
-def _kin_of(module: nn.Module, named: Collection[str], hooks: Sequence[str] = ()) -> Any:
-    """Of a module's attributes only those ``named``, and its ``hooks``; those of a block run outside of the graph."""
-    own = {name: value for name, value in vars(module).items() if name in named and name not in _OF_MODULES}
-    called = [hook for name in hooks for hook in vars(module)[name].values()]
-    held = (*module._parameters, *module._buffers)
-    return type(module), held, _kin(own), _kin(dict(module.named_children())), _kin(called)
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-
-
-class _Same:
-    """Equal only to another of one object, which it does not keep alive."""
-
-    def __init__(self, value: Any) -> None:
-        self._number = id(value)
-        try:
-            self._value: Any = weakref.ref(value)
-        except TypeError:
-            self._value = lambda: value
-
-    def __hash__(self) -> int:
-        return self._number
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value() is not None and self._value() is other._value()
 
 
 def _refusal(block: nn.Module, error: Exception) -> RecipeError:

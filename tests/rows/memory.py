@@ -119,20 +119,6 @@ def valid(row: Row) -> bool:
 
 def known_difference(row: Row) -> str:
     """Why a plan is known to differ by more than 5 % from the measurement, and is not fixed; "" of others."""
-    if (
-        row.get("adapter", "qlora") != "qlora"
-        and "budget" in row["activation_checkpointing"]
-        and row["precision"] == "bf16"
-    ):
-        return (
-            "up to 12.2 % too much on AMD Zen 5: the first forward pass, which measures a block's candidates, runs"
-            " before oneDNN has compiled the kernels of the backward pass; one dry-run step counts both at once"
-        )
-    if row.get("compile") == "block" and not row["tensor"].endswith(" 1"):
-        return (
-            "up to 8 % too little with compiled blocks under tensor parallelism: 8 to 10 MiB of 130 to 170, the same"
-            " after 1, 3 and 8 steps; without either it is within 1.5 %, and the cause is not known"
-        )
     small = {"precision": "bf16", "reduce_dtype": "compute", "optimizer": "sgd"}.items() <= row.items()
     if small and row["tensor"].startswith("regathered"):
         return (

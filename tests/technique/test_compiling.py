@@ -87,6 +87,18 @@ def test_compiled_blocks_with_context_parallelism_send_the_same_messages(
     assert fused.cost.flops == eager.cost.flops
 
 
+@pytest.mark.parametrize("layers", ["none", "gathered"])
+def test_equal_blocks_share_one_compilation_under_tensor_parallelism(
+    layers: str, compilations: list[object]
+) -> None:
+    """Every layer has hooks of its own, which differ between blocks in nothing but the module."""
+    divided = {"tensor_parallel": 2, "tensor_sequence_parallel": layers}
+    eager, fused = planned(ranks=2, **divided), planned(ranks=2, compile="block", **divided)
+    assert len(compilations) == 1
+    assert fused.cost.traffic_by_axis() == eager.cost.traffic_by_axis() != {}
+    assert fused.cost.flops == eager.cost.flops
+
+
 def test_a_compiled_block_is_one_word_of_the_strategy() -> None:
     strategy = strategy_from({"compile": "block"})
     assert "compiled" in one_line(strategy, layout_of(strategy, 1), 1)

@@ -14,6 +14,7 @@ projections, which are one matrix, by strides that no file and no other axis has
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,14 +35,21 @@ def divisible_experts(module: nn.Module) -> bool:
     return known and not nested and all(weight.shape[0] == count for weight in own)
 
 
+@dataclass(eq=False)
 class DividedExperts:
-    """Hooks of an experts module whose weights are sharded: before it runs, and after."""
+    """Hooks of an experts module whose weights are sharded: before it runs, and after. This rank has some of them."""
 
-    def __init__(self, module: nn.Module, ranks: TPGroup) -> None:
+    ranks: TPGroup
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, module: nn.Module, ranks: TPGroup) -> DividedExperts:
+        """Those of a module, which is told that it has fewer experts."""
         held: Any = module
-        self._ranks = ranks
-        self._start, self._stop = ranks.span(held.num_experts)
-        held.num_experts, held._is_expert_parallel = self._stop - self._start, True
+        start, stop = ranks.span(held.num_experts)
+        held.num_experts, held._is_expert_parallel = stop - start, True
+        return cls(ranks, start, stop)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if len(args) != _ARGUMENTS:
@@ -52,15 +60,16 @@ class DividedExperts:
                 fix="the nearest that works is tensor_parallel: 1",
             )
         x, index, weight = args
-        elsewhere = (index < self._start) | (index >= self._stop)
-        here = (index - self._start).masked_fill(elsewhere, self._stop - self._start)
-        own = copied(weight, self._ranks).masked_fill(elsewhere, 0.0)
-        return copied(x, self._ranks), here, own
+        elsewhere = (index < self.start) | (index >= self.stop)
+        here = (index - self.start).masked_fill(elsewhere, self.stop - self.start)
+        own = copied(weight, self.ranks).masked_fill(elsewhere, 0.0)
+        return copied(x, self.ranks), here, own
 
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        return summed(result, self._ranks)
+        return summed(result, self.ranks)
 
 
+@dataclass(eq=False)
 class SummedTail:
     """All-reduces the gradient of a replicated layer's last outputs, which only parts of the heads read.
 
@@ -68,9 +77,9 @@ class SummedTail:
     each rank has some. Its other outputs go to a column layer, whose input's gradient is whole.
     """
 
-    def __init__(self, ranks: TPGroup, size: int) -> None:
-        self._ranks, self._size = ranks, size
+    ranks: TPGroup
+    size: int
 
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        whole, shared = result.split([result.shape[-1] - self._size, self._size], dim=-1)
-        return torch.cat([whole, copied(shared, self._ranks)], dim=-1)
+        whole, shared = result.split([result.shape[-1] - self.size, self.size], dim=-1)
+        return torch.cat([whole, copied(shared, self.ranks)], dim=-1)

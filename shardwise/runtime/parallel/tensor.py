@@ -223,13 +223,15 @@ def _register_hooks(
     """Register a layer's hooks: outermost first before the layer, innermost first after it."""
     how = split.how
     weights = LocalWeights(
-        layer, ranks, how == "summed" or sequence_parallel, "bias" if how in _REDUCED else ""
+        ranks,
+        _summed(layer) if how == "summed" or sequence_parallel else (),
+        "bias" if how in _REDUCED else "",
     )
     around: VocabularyRows | DividedExperts | None = None
     if how == "vocabulary":
         around = VocabularyRows(ranks, sequence_parallel)
     elif how == "experts":
-        around = DividedExperts(layer, ranks)
+        around = DividedExperts.of(layer, ranks)
     if how in _ENTERED and column_input is not None:
         layer.register_forward_pre_hook(column_input.before)
     elif how in _REDUCED and column_input is not None:
@@ -252,3 +254,8 @@ def _register_hooks(
         layer.register_forward_hook(SummedTail(ranks, split.last).after)
     elif how == "logits":
         layer.register_forward_hook(WholeLogits(model).after)
+
+
+def _summed(layer: nn.Module) -> tuple[str, ...]:
+    """The names of a layer's replicated parameters, whose gradients are partial sums."""
+    return tuple(name for name, value in layer._parameters.items() if not isinstance(value, DTensor))

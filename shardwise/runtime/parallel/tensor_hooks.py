@@ -1,8 +1,13 @@
-"""Hooks of layers that are sharded for tensor parallelism: local weights, and the collectives around a layer."""
+"""Hooks of layers that are sharded for tensor parallelism: local weights, and the collectives around a layer.
+
+They are dataclasses, so that blocks whose hooks have equal fields share a compilation (runtime/compiled.py). What a
+hook keeps during a forward pass is no part of the comparison.
+"""
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,26 +26,25 @@ from shardwise.runtime.parallel.tp_collectives import (
 from shardwise.runtime.parallel.vocabulary import vocabulary_of
 
 
+@dataclass(eq=False)
 class LocalWeights:
     """Replaces a layer's weights by plain local tensors while it runs.
 
-    The parameter ``without`` is hidden, for a later hook. If ``summed``, gradients of replicated parameters are
-    all-reduced. In a block that is traced, sharded parameters are local tensors already.
+    The parameter ``without`` is hidden, for a later hook. Gradients of the parameters ``summed`` are all-reduced. In a
+    block that is traced, sharded parameters are local tensors already.
     """
 
-    def __init__(self, layer: nn.Module, ranks: TPGroup, summed: bool, without: str = "") -> None:
-        self._ranks = ranks
-        self._without = without
-        own = layer._parameters.items()
-        self._summed = {name for name, value in own if summed and not isinstance(value, DTensor)}
-        self._held: dict[str, nn.Parameter | None] | None = None
+    ranks: TPGroup
+    summed: tuple[str, ...]
+    without: str = ""
+    _held: dict[str, nn.Parameter | None] | None = field(default=None, init=False, compare=False)
 
     def before(self, module: nn.Module, args: Any) -> None:
         self.after(module)  # the previous forward pass may not have finished
         self._held = dict(module._parameters)
         for name, parameter in self._held.items():
             if parameter is not None:
-                plain = None if name == self._without else self.plain(name, parameter)
+                plain = None if name == self.without else self.plain(name, parameter)
                 module._parameters[name] = plain  # type: ignore[assignment]
 
     def after(self, module: nn.Module, *_: object) -> None:
@@ -52,29 +56,29 @@ class LocalWeights:
         if isinstance(parameter, DTensor):
             part: Tensor = parameter.to_local()
             return part
-        return copied(parameter, self._ranks) if name in self._summed else parameter
+        return copied(parameter, self.ranks) if name in self.summed else parameter
 
 
+@dataclass(eq=False)
 class ColumnInput:
     """The input of sibling column layers, communicated once for all of them.
 
     The result is freed after the last of the ``layers``, or when their row layer begins.
     """
 
-    def __init__(self, ranks: TPGroup, layers: int, sequence_parallel: bool) -> None:
-        self._ranks = ranks
-        self._layers = layers
-        self._sequence_parallel = sequence_parallel
-        self._source: weakref.ref[Tensor] | None = None
-        self._entered: tuple[Tensor, RegatheredInput] | None = None
-        self._left = 0
+    ranks: TPGroup
+    layers: int
+    sequence_parallel: bool
+    _source: weakref.ref[Tensor] | None = field(default=None, init=False, compare=False)
+    _entered: tuple[Tensor, RegatheredInput] | None = field(default=None, init=False, compare=False)
+    _left: int = field(default=0, init=False, compare=False)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
         if self._source is None or self._source() is not x:
-            entered = (gathered if self._sequence_parallel else copied)(x, self._ranks)
-            self._source, self._left = weakref.ref(x), self._layers
-            self._entered = entered, RegatheredInput(self._ranks)
+            entered = (gathered if self.sequence_parallel else copied)(x, self.ranks)
+            self._source, self._left = weakref.ref(x), self.layers
+            self._entered = entered, RegatheredInput(self.ranks)
         assert self._entered is not None
         entered, regathered = self._entered
         self._left -= 1
@@ -86,31 +90,31 @@ class ColumnInput:
         self._source = self._entered = None
 
 
+@dataclass(eq=False)
 class RowOutput:
     """All-reduces (or reduce-scatters) a row layer's output and adds the bias once."""
 
-    def __init__(self, ranks: TPGroup, sequence_parallel: bool, weights: LocalWeights) -> None:
-        self._ranks = ranks
-        self._sequence_parallel = sequence_parallel
-        self._weights = weights
+    ranks: TPGroup
+    sequence_parallel: bool
+    weights: LocalWeights
 
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        out = (scattered if self._sequence_parallel else summed)(result, self._ranks)
+        out = (scattered if self.sequence_parallel else summed)(result, self.ranks)
         bias = module._parameters.get("bias")
-        return out if bias is None else out + self._weights.plain("bias", bias)
+        return out if bias is None else out + self.weights.plain("bias", bias)
 
 
+@dataclass(eq=False)
 class VocabularyRows:
     """Looks up the local rows, sets other ids to zero, and reduces."""
 
-    def __init__(self, ranks: TPGroup, sequence_parallel: bool) -> None:
-        self._ranks = ranks
-        self._sequence_parallel = sequence_parallel
-        self._elsewhere: Tensor | None = None
+    ranks: TPGroup
+    sequence_parallel: bool
+    _elsewhere: Tensor | None = field(default=None, init=False, compare=False)
 
     def before(self, module: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, *rest = args
-        start, stop = self._ranks.span(module.num_embeddings)
+        start, stop = self.ranks.span(module.num_embeddings)
         self._elsewhere = (ids < start) | (ids >= stop)
         return ((ids - start).masked_fill(self._elsewhere, 0), *rest)
 
@@ -118,39 +122,40 @@ class VocabularyRows:
         elsewhere, self._elsewhere = self._elsewhere, None
         assert elsewhere is not None
         own = result.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return (scattered if self._sequence_parallel else summed)(own, self._ranks)
+        return (scattered if self.sequence_parallel else summed)(own, self.ranks)
 
 
+@dataclass(eq=False)
 class InputPart:
     """Takes this rank's part of the input's last dim."""
 
-    def __init__(self, ranks: TPGroup) -> None:
-        self._ranks = ranks
+    ranks: TPGroup
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
-        return (part_of_last_dim(x, self._ranks), *rest)
+        return (part_of_last_dim(x, self.ranks), *rest)
 
 
+@dataclass(eq=False)
 class GatheredOutput:
     """All-gathers the outputs."""
 
-    def __init__(self, ranks: TPGroup, size: int) -> None:
-        self._ranks, self._size = ranks, size
+    ranks: TPGroup
+    size: int
 
     def after(self, module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        return gathered_last_dim(result, self._ranks, self._size)
+        return gathered_last_dim(result, self.ranks, self.size)
 
 
+@dataclass(eq=False)
 class PositionsPart:
     """Takes this rank's part of the positions [..., s]."""
 
-    def __init__(self, ranks: TPGroup) -> None:
-        self._ranks = ranks
+    ranks: TPGroup
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         positions, *rest = args
-        start, stop = self._ranks.span(positions.shape[-1])
+        start, stop = self.ranks.span(positions.shape[-1])
         return (positions[..., start:stop], *rest)
 
 

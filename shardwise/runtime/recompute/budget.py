@@ -1,9 +1,10 @@
 """Activation checkpointing under a budget: a block keeps the share of its activations that spares most recomputation.
 
-The choice is made at a block's first call with given shapes. That call keeps every candidate: results of products and
-attention, and single results that autograd saves. It counts the cost and size of each. When the block ends, it drops
-the results that the knapsack (knapsack.py) does not choose. Later calls keep the chosen results only. The choice uses
-shapes and dtypes, never the device, so the dry run, the training run and all ranks choose alike.
+The choice is made at the first call with given shapes of all blocks that run the same code. That call keeps every
+candidate: results of products and attention, and single results that autograd saves. It counts the cost and size of
+each. When the block ends, it drops the results that the knapsack (knapsack.py) does not choose. Later calls, of other
+blocks too, keep the chosen results only. The choice uses shapes and dtypes, never the device, so the dry run, the
+training run and all ranks choose alike.
 
 In the backward pass the block runs again as a segment of one block (segments.py), and kept results are returned in
 place of their operations (selective.py). All other operations run, up to the last tensor that the backward pass needs.
@@ -38,6 +39,7 @@ from shardwise.runtime.recompute.selective import (
     runs_once,
     written_by,
 )
+from shardwise.runtime.same_code import code_of_module
 from shardwise.runtime.storages import is_plain, storage_keys
 from shardwise.runtime.torch_private import schema_of, storage_key, tree_iter
 
@@ -49,23 +51,28 @@ def within_budget(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
     """Wrap the blocks. Each wrapper keeps at most ``share`` of its block's activations; 0 <= share <= 1."""
     if share == 1:
         return list(blocks)
-    return [Segment([block], Budget(share)).members[0] for block in blocks]
+    chosen: dict[Any, frozenset[Call]] = {}
+    return [Segment([block], Budget(block, share, chosen)).members[0] for block in blocks]
 
 
 class Budget:
     """Decides what each call of one block keeps.
 
-    Attributes:
-        chosen: by the shapes of a call, whose results to keep.
+    Args:
+        chosen: by the code of a block and the shapes of a call, whose results to keep. Blocks may share it.
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, block: nn.Module, share: float, chosen: dict[Any, frozenset[Call]]) -> None:
         self.share = share
-        self.chosen: dict[Any, frozenset[Call]] = {}
+        self.chosen = chosen
+        self._own = frozenset(vars(block))  # FSDP2 will add its state
+        self._code: Any = None
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saving:
+        if self._code is None:
+            self._code = code_of_module(block, self._own)
         given = [_kind(leaf) for leaf in tree_iter((args, kwargs))]
-        shapes = (block.training, *given, *map(_kind, block.parameters()))
+        shapes = (self._code, block.training, *given, *map(_kind, block.parameters()))
         if shapes in self.chosen:
             return _Chosen(block, self.chosen[shapes])
         return _Measured(block, self, shapes)
