@@ -1,7 +1,7 @@
 """Which modules run the same code: with equal weights and arguments they compute the same.
 
-Blocks of one model differ in their weights and names. What was found out about one of them (a compilation, the results
-to keep for the backward pass) holds for all others that run the same code.
+Blocks of one model differ in their weights and names. Findings about one of them (a compilation, the results
+to keep for the backward pass) hold for all others that run the same code.
 """
 
 from __future__ import annotations
