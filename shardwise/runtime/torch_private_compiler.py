@@ -77,20 +77,21 @@ def _fakes(like: Sequence[Tensor]) -> list[Tensor]:
 def _options(real: bool) -> Iterator[None]:
     """How every graph is compiled: in this process, one kernel at a time, for static shapes.
 
-    ``real``: kernels are compiled. Inductor compiles a program to find the CPU's vector instructions, 8 seconds once;
-    without kernels the flags of the CPU will do.
+    ``real``: kernels are compiled. Inductor compiles a program to find the CPU's vector instructions, 8 seconds once.
+    Without kernels it writes scalar code: that is half of the time, and vectors change no buffer
+    (tests/technique/test_compiling.py).
     """
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
     with (
-        inductor.patch({"compile_threads": 1, "fx_graph_cache": real, **({} if real else _FLAGS_DO)}),
+        inductor.patch({"compile_threads": 1, "fx_graph_cache": real, **({} if real else _SCALAR)}),
         functorch.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
     ):
         yield
 
 
-_FLAGS_DO = {"cpp.vec_isa_ok": True}
+_SCALAR = {"cpp.vec_isa_ok": True, "cpp.simdlen": 1}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.runtime.torch_private import FakeTensor, FakeTensorMode
+from shardwise.runtime.torch_private import FakeTensor, FakeTensorMode, storage_key, tree_iter
 
 logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
 """The fake mode logs a trace of every operation that fails, also of those whose error is caught."""
@@ -31,7 +31,8 @@ class StaticFakeMode(FakeTensorMode):
     cache returns twice for the same arguments is made here from then on, without its checks.
     """
 
-    _results: ClassVar[dict[tuple[Any, ...], tuple[bool, tuple[_Produced, ...]]]] = {}
+    _results: ClassVar[dict[tuple[Any, ...], tuple[type | None, tuple[_Produced, ...]]]] = {}
+    """By the call: the type of the sequence of results, if it is one, and how each is made."""
 
     def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
@@ -43,22 +44,24 @@ class StaticFakeMode(FakeTensorMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _PROFILED:
+        if func in _PROFILED:
             return func(*args)  # reads no tensor
-        described: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        key = None
-        if self._describe(described, args) and (not kwargs or self._describe(described, kwargs)):
-            key = tuple(described)
-            known = self._results.get(key)
-            if known is not None:
-                made = tuple([self._made(result, args) for result in known[1]])
-                return made if known[0] else made[0]
+        kwargs = kwargs or {}
+        key = self._key(func, args, kwargs)
+        if key is not None and (known := self._results.get(key)) is not None:
+            made = [self._made(result, args, kwargs) for result in known[1]]
+            return made[0] if known[0] is None else known[0](made)
         self._asked = key
-        found: Any = self.dispatch(func, types, args, kwargs or {})
-        if key is not None and func in _VIEWS:
-            several = not isinstance(found, Tensor)
-            self._results[key] = several, tuple(map(_view, found if several else (found,)))
+        found: Any = self.dispatch(func, types, args, kwargs)
+        if key is not None and (func in _NOT_CACHED or func.namespace in _OPERATORS):
+            self._remember(key, func, found, args, kwargs)
         return found
+
+    def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+        """What the results of a call may depend on; None if an argument is neither a plain value nor a fake tensor."""
+        described: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        known = self._describe(described, args) and (not kwargs or self._describe(described, kwargs))
+        return tuple(described) if known else None
 
     def _describe(self, result: list[Any], args: Any) -> bool:
         """Append what a result may depend on; False if an argument is neither a plain value nor a fake tensor."""
@@ -71,20 +74,29 @@ class StaticFakeMode(FakeTensorMode):
             if kind is FakeTensor:
                 if arg.fake_mode is not self or arg.constant is not None or arg.layout is not torch.strided:
                     return False
-                result.append(_metadata(arg))
+                result.append(_metadata(arg, arg.fake_device))
             elif kind in _PLAIN:
                 result += kind, arg
             elif kind is list or kind is tuple:
                 result.append(kind)
                 if not self._describe(result, arg):
                     return False
+            elif kind is Tensor and arg.is_meta:
+                result += _META, _metadata(arg, arg.device)
             else:
                 return False
         return True
 
+    def _remember(self, key: tuple[Any, ...], func: Any, found: Any, args: Any, kwargs: Any) -> None:
+        """Keep the results of an operation that PyTorch does not cache, unless it has changed an argument's shape."""
+        several = type(found) if isinstance(found, list | tuple) else None
+        made = [_produced(each, args, kwargs) for each in (found if several else (found,))]
+        if all(each is not None for each in made) and self._key(func, args, kwargs) == key:
+            self._results[key] = several, tuple(each for each in made if each is not None)
+
     def _prep_args_for_hash(self, result: list[Any], args: Any, state: Any, hashed_by_id: list[Any]) -> None:
         described: list[Any] = []
-        if not self._describe(described, args):
+        if not self._describe(described, args) or _META in described:
             described.clear()
             super()._prep_args_for_hash(described, args, state, hashed_by_id)
         result += described
@@ -98,21 +110,22 @@ class StaticFakeMode(FakeTensorMode):
         asked, self._asked = self._asked, None
         func = key.key[0]
         if asked is not None and asked[0] is func and (made := _results_of(entry, func.is_view)) is not None:
-            self._results[asked] = entry.is_output_tuple, made
+            self._results[asked] = tuple if entry.is_output_tuple else None, made
         return super()._output_from_cache_entry(state, entry, key, *call)
 
-    def _made(self, result: _Produced, args: Any) -> Any:
-        """One result: an argument itself, a view of it, or a new tensor."""
+    def _made(self, result: _Produced, args: Any, kwargs: Any) -> Any:
+        """One result: nothing, an argument itself, a view of it, or a new tensor."""
+        given = None if result.argument is None else _argument(result.argument, args, kwargs)
         if result.shape is None:
-            return args[result.argument]
+            return given
         like: dict[str, Any] = {
             "dtype": result.dtype,
             "device": "meta",
             "requires_grad": result.requires_grad,
         }
         held = torch.empty_strided(result.shape, result.stride, **like)
-        if result.argument is not None:
-            held.set_(args[result.argument].untyped_storage(), result.offset, result.shape, result.stride)
+        if given is not None:
+            held.set_(given.untyped_storage(), result.offset, result.shape, result.stride)
         device = result.device
         made = Tensor._make_subclass(
             FakeTensor, held, result.requires_grad, dispatch_device=True, device_for_backend_keys=device
@@ -124,16 +137,34 @@ class StaticFakeMode(FakeTensorMode):
         return made
 
 
-_PROFILED: Any = torch.ops.profiler._record_function_enter_new.default
-_VIEWS = frozenset({torch.ops.aten._unsafe_view.default, torch.ops.aten.split_with_sizes.default})
-"""Views of their first argument that PyTorch does not cache: one calls itself no view, the other decomposes."""
+_META = "on the meta device, and not fake"
+_ATEN = torch.ops.aten
+_PROFILED: frozenset[Any] = frozenset(
+    (
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    )
+)
+_NOT_CACHED: frozenset[Any] = frozenset(
+    (
+        *(
+            _ATEN._unsafe_view.default,
+            _ATEN.split_with_sizes.default,
+        ),  # of its results, one is no view by its schema
+        *(_ATEN.mm.out, _ATEN.addmm.out, _ATEN.bmm.out, _ATEN.baddbmm.out),
+        _ATEN.empty_like.default,  # of tensors on the meta device
+    )
+)
+"""Operations that PyTorch's cache leaves out although their results follow from the metadata of their arguments."""
+_OPERATORS = ("fsdp", "shardwise")
+"""Namespaces of more of these."""
 
 
 class _Produced(NamedTuple):
-    """One result of an operation: the argument at an index, where it has no shape of its own; else metadata, and the
-    argument whose memory it views, if any."""
+    """One result of an operation: the argument at an index or name, where it has no shape of its own; else metadata,
+    and the argument whose memory it views, if any. Without either it is None."""
 
-    argument: int | None
+    argument: int | str | None
     shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] = ()
     offset: int = 0
@@ -142,10 +173,27 @@ class _Produced(NamedTuple):
     device: torch.device | None = None
 
 
-def _view(tensor: Tensor) -> _Produced:
-    """A view of the first argument."""
-    shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-    return _Produced(0, shape, stride, offset, tensor.dtype, tensor.requires_grad, tensor.device)
+def _argument(where: int | str, args: Any, kwargs: Any) -> Any:
+    return args[where] if isinstance(where, int) else kwargs[where]
+
+
+def _produced(found: Any, args: Any, kwargs: Any) -> _Produced | None:
+    """How a result is made; None where it is no fake tensor, or a view of one within a list."""
+    if found is None:
+        return _Produced(None)
+    if type(found) is not FakeTensor:
+        return None
+    storage, viewed = storage_key(found.untyped_storage()), None
+    for where, given in (*enumerate(args), *kwargs.items()):
+        if given is found:
+            return _Produced(where)
+        for tensor in tree_iter(given):
+            if isinstance(tensor, Tensor) and storage_key(tensor.untyped_storage()) == storage:
+                if tensor is not given:
+                    return None
+                viewed = where
+    shape, stride, offset = tuple(found.shape), found.stride(), int(found.storage_offset())
+    return _Produced(viewed, shape, stride, offset, found.dtype, found.requires_grad, found.device)
 
 
 def _results_of(entry: Any, is_view: bool) -> tuple[_Produced, ...] | None:
@@ -165,7 +213,7 @@ def _results_of(entry: Any, is_view: bool) -> tuple[_Produced, ...] | None:
     return tuple(found)
 
 
-def _metadata(t: FakeTensor) -> tuple[Any, ...]:
+def _metadata(t: Tensor, device: torch.device) -> tuple[Any, ...]:
     """What the result of an operation may depend on."""
-    memory = (t.shape, t.stride(), t.storage_offset(), t.untyped_storage().nbytes(), t.fake_device)
+    memory = (t.shape, t.stride(), t.storage_offset(), t.untyped_storage().nbytes(), device)
     return (*memory, t.dtype, t.requires_grad, t.is_conj(), t.is_neg(), t.is_inference())

@@ -12,6 +12,7 @@ from shardwise.runtime.torch_private import FakeTensorMode
 from shardwise.runtime.torch_private_fake import StaticFakeMode
 
 Call = Callable[[], Tensor]
+WEIGHTS = torch.empty(4, 3, device="meta"), torch.empty(3, 4, dtype=torch.bfloat16, device="meta").t()
 CALLS: dict[str, tuple[Call, ...]] = {
     "shape": (lambda: torch.ones(2, 6) * 2, lambda: torch.ones(3, 4) * 2, lambda: torch.ones(12) * 2),
     "stride": (lambda: torch.ones(4, 4) * 2, lambda: torch.ones(4, 4).t() * 2),
@@ -39,6 +40,16 @@ CALLS: dict[str, tuple[Call, ...]] = {
         lambda: torch.cat([torch.ones(2, 3), torch.ones(4, 3)]),
         lambda: torch.cat([torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3)]),
     ),
+    "tensor for the result": (
+        lambda: torch.mm(torch.ones(2, 3), torch.ones(3, 4), out=torch.empty(2, 4)),
+        lambda: torch.mm(torch.ones(2, 3), torch.ones(3, 4), out=torch.empty(4, 2).t()),
+        lambda: torch.mm(torch.ones(2, 3), torch.ones(3, 4), out=torch.empty(9)[1:].view(2, 4)),
+    ),
+    "real tensors on the meta device": (
+        lambda: torch.empty_like(WEIGHTS[0], device="cpu"),
+        lambda: torch.empty_like(WEIGHTS[1], device="cpu"),
+        lambda: torch.empty_like(WEIGHTS[0]),
+    ),
     "in place": (lambda: torch.ones(4).mul_(2), lambda: torch.ones(2, 4)[1].mul_(2)),
 }
 
@@ -52,9 +63,9 @@ def seen(call: Call) -> tuple[object, ...]:
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
 def test_finds_what_pytorch_s_mode_finds(calls: tuple[Call, ...]) -> None:
     """Each call twice: the second time its result comes from the cache."""
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         expected = [seen(call) for call in calls]
-    with StaticFakeMode():
+    with StaticFakeMode(allow_non_fake_inputs=True):
         assert [[seen(call) for call in calls] for _ in "12"] == [expected, expected]
 
 
@@ -65,3 +76,40 @@ def test_a_call_again_is_found_in_the_cache() -> None:
         found = mode.cache_hits
         tensor.exp()
         assert mode.cache_hits == found + 1
+
+
+def test_a_call_again_returns_the_tensor_that_it_is_given() -> None:
+    a, b = torch.empty(2, 3, device="meta"), torch.empty(3, 4, device="meta")
+    with StaticFakeMode(allow_non_fake_inputs=True):
+        left, right = torch.empty_like(a, device="cpu"), torch.empty_like(b, device="cpu")
+        for _ in "123":
+            result, storage = torch.empty(2, 4), torch.empty(2, 4).untyped_storage()
+            assert torch.mm(left, right, out=result) is result
+            assert result.untyped_storage()._cdata != storage._cdata
+
+
+def test_a_call_that_resizes_the_tensor_that_it_is_given_resizes_it_again() -> None:
+    with StaticFakeMode():
+        for _ in "123":
+            result = torch.empty(0)
+            torch.mm(torch.ones(2, 3), torch.ones(3, 4), out=result)
+            assert result.shape == (2, 4)
+
+
+def test_fsdp_s_operators_find_what_pytorch_s_mode_finds() -> None:
+    """They write into a tensor that they are given, return nothing, or return a view."""
+    import torch.distributed.fsdp
+
+    def results() -> list[object]:
+        flat, gathered = torch.empty(2, 12), torch.empty(24)
+        shards = [torch.ones(2, 4), torch.ones(4)]
+        concatenated = torch.ops.fsdp.chunk_cat(shards, dim=0, num_chunks=2, out=torch.empty(2, 6))
+        split = torch.ops.fsdp.split_with_sizes_copy(flat, [8, 4], dim=1, out=[flat[:, :8], flat[:, 8:]])
+        mine, whole = torch.ops.fsdp.all_gather_copy_in(shards, gathered, [8, 4], 12, 1)
+        assert whole is gathered and mine.untyped_storage()._cdata == gathered.untyped_storage()._cdata
+        return [concatenated, split, seen(lambda: mine), seen(lambda: whole)]
+
+    with FakeTensorMode():
+        expected = results()
+    with StaticFakeMode():
+        assert [results() for _ in "123"] == [expected] * 3

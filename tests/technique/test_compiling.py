@@ -15,7 +15,7 @@ from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
-from shardwise.runtime import compiled
+from shardwise.runtime import compiled, torch_private_compiler
 from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, strategy_from
 from shardwise.technique.compiling import COMPILE
 
@@ -62,6 +62,20 @@ def test_equal_blocks_share_one_compilation_and_the_plan_counts_its_kernels(
     assert len(products) == 1, "the same matrix products run"
     saved = LAYERS * BATCH * LENGTH * FFN * 4
     assert fused.peak.ledger.activations <= eager.peak.ledger.activations - saved
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device", ["cpu", "A100-80GB"])
+def test_the_scalar_code_of_a_dry_run_has_the_buffers_of_the_vectorized(
+    device: str, precision: str, compilations: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scalar = planned(device=device, compile="block", precision=precision)
+    compiled._kept.clear()
+    monkeypatch.delitem(torch_private_compiler._SCALAR, "cpp.simdlen")
+    vectorized = planned(device=device, compile="block", precision=precision)
+    assert len(compilations) == 2
+    assert scalar.timeline == vectorized.timeline
+    assert scalar.cost == vectorized.cost
 
 
 def test_a_plan_for_a_gpu_leaves_no_kernel_behind_in_the_compiler(compilations: list[object]) -> None:
