@@ -37,14 +37,11 @@ def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
     """
     if schedule.factory is not None:
         return _given(schedule.factory, step, steps)
-    warmup = schedule.warmup_steps(steps)
-    if step < warmup:
+    if step < (warmup := schedule.warmup_steps(steps)):
         return (step + 1) / warmup
-    wsd = schedule.name == "wsd"
-    start = steps - schedule.decay_steps(steps) if wsd else warmup
+    start = schedule.decay_start(steps)
     done = min(1.0, max(0, step - start) / max(1, steps - start))
-    shape = schedule.shape if wsd else schedule.name
-    return schedule.floor + (1 - schedule.floor) * _SHAPES[shape](done)
+    return schedule.floor + (1 - schedule.floor) * _SHAPES[schedule.shape](done)
 
 
 def _given(target: str, step: int, steps: int) -> float:

@@ -21,15 +21,15 @@ class StepResult:
     Attributes:
         loss: mean over the valid targets of the global batch, in nats, whatever was skipped.
         grad_norm: of the unscaled gradient, before clipping.
-        tokens: valid targets.
         skipped: 1 when the update was left out because the loss or a gradient was not finite, else 0.
+        tokens: valid targets.
         loss_scale: the factor this step's loss was scaled by.
     """
 
     loss: Tensor
     grad_norm: Tensor
-    tokens: Tensor
     skipped: Tensor
+    tokens: Tensor
     loss_scale: Tensor
 
 
@@ -48,5 +48,4 @@ def step(run: Run, steps: Steps, learning_rate: float, skip: Tensor | None = Non
 def end_step(run: Run, tokens: Tensor, loss: Tensor) -> StepResult:
     """From the gradients of a step, its valid targets and its mean loss to the update."""
     scale = run.loss_scale.value.clone()
-    grad_norm, skipped = run.update.finish(loss)
-    return StepResult(loss, grad_norm, tokens, skipped, scale)
+    return StepResult(loss, *run.update.finish(loss), tokens, scale)

@@ -180,10 +180,14 @@ class ScheduleSpec(Section):
         """Decay steps of a wsd run of ``steps`` steps."""
         return steps_of(0.1 if self.decay is None else self.decay, steps)
 
+    def decay_start(self, steps: int) -> int:
+        """The step that the decay of a run of ``steps`` steps begins with: that after the warmup, if not of wsd."""
+        return steps - self.decay_steps(steps) if self.name == "wsd" else self.warmup_steps(steps)
+
     @property
     def shape(self) -> str:
-        """The shape of a wsd run's decay."""
-        return self.decay_shape or "sqrt"
+        """The shape of the decay."""
+        return self.decay_shape or "sqrt" if self.name == "wsd" else self.name
 
 
 class LossScaleSpec(Section):

@@ -39,7 +39,6 @@ from shardwise.launch.signals import StopRequest
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
-from shardwise.runtime.compiled import seconds_compiling
 from shardwise.train.batches import RankBatches, require_vocabulary
 from shardwise.train.evaluation import evaluate
 from shardwise.train.faults.oom_restart import followed_oom, stop_on_oom
@@ -237,12 +236,11 @@ class Trainer:
         """Run a step without waiting for the device."""
         recipe, run = self.job.recipe, self.run
         seed_step(recipe.seed, index, run.random_rank)
-        before = seconds_compiling()
         with self._monitored(index):
             result = step(run, batches, learning_rate(recipe, index), self._skip)
-        compiling, flags = seconds_compiling() - before, self._agreed(index)
+        flags = self._agreed(index)
         self._skip = flags[-1] if self.hooks.may_ask and run.synchronous else None
-        return _Pending(index, result, flags, self.log.lap() - compiling, compiling)
+        return _Pending(index, result, flags, *self.log.lap())
 
     @contextmanager
     def _monitored(self, index: int) -> Iterator[None]:
@@ -312,7 +310,7 @@ class Trainer:
         index, recipe, noise = pending.index, self.job.recipe, None
         losses: dict[str, float] = {}
         float(pending.result.loss)  # waits for the device
-        pending.seconds += self.log.lap()
+        pending.seconds += self.log.lap()[0]
         asked |= read(pending.flags)
         stop, last = PREEMPT in asked, STOP in asked
         evaluates = (self.pauses.evaluates(index) or last or EVALUATE in asked) and not stop

@@ -20,6 +20,7 @@ from shardwise.core.run_files import (
     StepRecord,
 )
 from shardwise.core.units import format_count
+from shardwise.runtime.compiled import seconds_compiling
 from shardwise.train.meter import EXACT_STEPS, Measured
 from shardwise.train.metrics import MetricsFile, typical_seconds
 from shardwise.train.progress import Progressing
@@ -35,7 +36,8 @@ class RunLog:
     def __init__(self, folder: Path, plan: Plan, steps: int, resumed: int) -> None:
         self._folder, self._plan, self._resumed = folder, plan, resumed
         self._writes = dist.get_rank() == 0
-        self._started = self._lap_began = time.perf_counter()
+        self._started = time.perf_counter()
+        self._lap_began = self._started, seconds_compiling()
         self.validation_loss: float | None = None
         self._set_losses: Mapping[str, float] = {}
         self._trained: int | None = None
@@ -54,10 +56,11 @@ class RunLog:
             forget_report(self._folder)
             Attempts(self._folder).training(self._resumed)
 
-    def lap(self) -> float:
-        """Seconds since the last call."""
-        before, self._lap_began = self._lap_began, time.perf_counter()
-        return self._lap_began - before
+    def lap(self) -> tuple[float, float]:
+        """Seconds since the last call, without those of compiling kernels, and of compiling."""
+        began, compiled = self._lap_began
+        now, compiling = self._lap_began = time.perf_counter(), seconds_compiling()
+        return now - began - (compiling - compiled), compiling - compiled
 
     def step(self, record: StepRecord) -> None:
         """Log a step."""

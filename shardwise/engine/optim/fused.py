@@ -6,8 +6,9 @@ on local shards. DTensor dispatch would do nothing for an elementwise update and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from torch.optim.sgd import sgd
 from shardwise.engine.optim.chunk import Chunk
 from shardwise.engine.optim.optimizer import Rate
 from shardwise.runtime.torch_private import foreach_mul_
+
+_ADAM_STATE = "exp_avg", "exp_avg_sq", "step"
 
 
 @dataclass(frozen=True)
@@ -34,23 +37,16 @@ class FusedAdamW:
         }
 
     def update(self, chunks: Sequence[Chunk], rate: Rate, skip: Tensor) -> None:
-        adamw(
-            [c.weight for c in chunks],
-            [c.grad for c in chunks],
-            [c.state["exp_avg"] for c in chunks],
-            [c.state["exp_avg_sq"] for c in chunks],
-            [],
-            [c.state["step"] for c in chunks],
-            fused=True,
-            found_inf=skip,
-            amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=rate.learning_rate,
-            weight_decay=rate.weight_decay,
-            eps=self.epsilon,
-            maximize=False,
-        )
+        weights, gradients = [c.weight for c in chunks], [c.grad for c in chunks]
+        means, squares, steps = ([c.state[name] for c in chunks] for name in _ADAM_STATE)
+        varying = {"lr": rate.learning_rate, "weight_decay": rate.weight_decay, "found_inf": skip}
+        self._kernel(weights, gradients, means, squares, [], steps, **varying)
+
+    @cached_property
+    def _kernel(self) -> Callable[..., None]:
+        """torch's kernel with the arguments that are the same in all steps."""
+        b1, b2 = self.betas
+        return partial(adamw, fused=True, amsgrad=False, maximize=False, beta1=b1, beta2=b2, eps=self.epsilon)
 
 
 @dataclass(frozen=True)
