@@ -22,7 +22,7 @@ import dataclasses
 import gc
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,26 +32,29 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.attention_kernels import planned_device
-from shardwise.runtime.same_code import Same, code_of_module
+from shardwise.runtime.same_code import Number, Same, code_of_module, numbers_of, numbers_read
 from shardwise.runtime.torch_private import FakeTensor, TreeSpec, function_modes, tree_flatten, tree_unflatten
 from shardwise.runtime.torch_private_compiler import Function, compiled
 
 MOST_KEPT = 64
-"""Compilations that a process keeps."""
+"""Kinds of blocks and arguments whose compilations a process keeps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Compilation:
     """Both passes of a block, for arguments of one kind.
 
-    ``result``: the structure of the block's result.
+    Attributes:
+        result: the structure of the block's result.
+        numbers: attributes of modules that were read, with their values.
     """
 
     run: Function
     result: TreeSpec
+    numbers: Mapping[Number, int]
 
 
-_kept: OrderedDict[Any, _Compilation] = OrderedDict()
+_kept: OrderedDict[Any, list[_Compilation]] = OrderedDict()
 _seconds = 0.0
 _tracing = False
 
@@ -68,7 +71,7 @@ def compiled_as(block: nn.Module) -> object:
     It is known after the block's first call.
     """
     forward = block.forward
-    return forward.code if isinstance(forward, CompiledForward) else block
+    return forward.shares if isinstance(forward, CompiledForward) else block
 
 
 def seconds_compiling() -> float:
@@ -85,7 +88,7 @@ class CompiledForward:
     """The forward method of one block.
 
     Attributes:
-        code: equal for blocks that share their compilations; None before the first call.
+        shares: equal for blocks that share their compilations; None before the first call.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -93,22 +96,30 @@ class CompiledForward:
         self._eager = block.forward
         self._own = frozenset(vars(block))  # FSDP2 will add its state
         self._weights: list[tuple[dict[str, Any], str]] | None = None
-        self.code: Any = None
+        self._code: Any = None
+        self._numbers: dict[Number, int] = {}
+        self.shares: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._eager(*args, **kwargs)
         if self._weights is None:
             self._weights = list(_slots(self._block))
-            self.code = code_of_module(self._block, self._own)
+            self._code = code_of_module(self._block, self._own)
+            self._numbers = numbers_of(self._block, self._own)
         weights = [_local(held[name]) for held, name in self._weights]
         call, tensors = _taken_apart(args, kwargs)
         inputs = [*weights, *tensors]
         modes = tuple(map(Same, function_modes()))
-        key = (self.code, call, planned_device(), modes, *map(_kind, inputs))
-        if (compilation := _kept.get(key)) is None:
-            compilation = self._compiled(key, inputs, call)
+        key = (self._code, call, planned_device(), modes, *map(_kind, inputs))
+        compilation = self._known(key) or self._compiled(key, inputs, call)
+        self.shares = self._code, tuple(compilation.numbers.items())
         return tree_unflatten(list(compilation.run(*inputs)), compilation.result)
+
+    def _known(self, key: Any) -> _Compilation | None:
+        """The compilation of a block with this key, and with the same numbers as far as they were read."""
+        of_key = _kept.get(key, ())
+        return next((each for each in of_key if each.numbers.items() <= self._numbers.items()), None)
 
     def _compiled(self, key: Any, inputs: Sequence[Tensor], call: _CallForm) -> _Compilation:
         global _seconds
@@ -124,10 +135,12 @@ class CompiledForward:
 
         fake = isinstance(inputs[0], FakeTensor)
         try:
-            run = compiled(traced, inputs, _fused if fake else None)
+            with numbers_read(self._block, self._numbers) as read:
+                run = compiled(traced, inputs, _fused if fake else None)
         except Exception as error:
             raise _refusal(self._block, error) from error
-        compilation = _kept[key] = _Compilation(run, results[-1])
+        compilation = _Compilation(run, results[-1], {each: self._numbers[each] for each in sorted(read)})
+        _kept.setdefault(key, []).append(compilation)
         while len(_kept) > MOST_KEPT:
             _kept.popitem(last=False)
         if not fake:

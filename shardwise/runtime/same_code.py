@@ -1,25 +1,33 @@
 """Which modules run the same code: with equal weights and arguments they compute the same.
 
-Blocks of one model differ in their weights and names. Findings about one of them (a compilation, the results
-to keep for the backward pass) hold for all others that run the same code.
+Blocks of one model differ in their weights and names. Findings about one of them (a compilation, the results to keep
+for the backward pass) hold for all others that run the same code.
+
+Blocks may also differ in whole numbers, most often in their own number (``layer_idx`` in transformers), which few of
+them read. ``numbers_read`` notes which numbers a forward pass reads. Another block with the same code, and with the
+same values of these, takes the same path through it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+Number = tuple[str, str]
+"""The path of a module within a block, and the name of its attribute."""
+
 _PLAIN = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def code_of(value: Any) -> Any:
-    """Equal for modules that compute the same from the same weights and arguments.
+    """Equal for modules that compute the same from the same weights, arguments and numbers.
 
     Methods of a dataclass, such as hooks, are the same if its compared fields are. Objects of unknown kinds are the
     same only if they are one object.
@@ -42,10 +50,56 @@ def code_of(value: Any) -> Any:
 
 def code_of_module(module: nn.Module, named: Collection[str], hooks: Sequence[str] = ()) -> Any:
     """The same of a module's attributes ``named`` and its ``hooks`` alone, so that others do not count."""
-    own = {name: value for name, value in vars(module).items() if name in named and name not in _OF_MODULES}
+    given = {name: value for name, value in vars(module).items() if name in named and name not in _OF_MODULES}
+    own = {name: value for name, value in given.items() if not _is_number(module, value)}
     called = [hook for name in hooks for hook in vars(module)[name].values()]
     held = (*module._parameters, *module._buffers)
     return type(module), held, code_of(own), code_of(dict(module.named_children())), code_of(called)
+
+
+def numbers_of(block: nn.Module, named: Collection[str]) -> dict[Number, int]:
+    """The whole numbers that are attributes of modules in a block; of the block itself those ``named``."""
+    return {
+        (path, name): value
+        for path, module in block.named_modules()
+        for name, value in vars(module).items()
+        if _is_number(module, value) and (path or name in named)
+    }
+
+
+@contextmanager
+def numbers_read(block: nn.Module, numbers: Mapping[Number, int]) -> Iterator[set[Number]]:
+    """The set of those of a block's ``numbers`` that are read within this context."""
+    read: set[Number] = set()
+    with ExitStack() as stack:
+        for path in dict.fromkeys(path for path, _ in numbers):
+            names = {name: (path, name) for own, name in numbers if own == path}
+            stack.enter_context(_watched(block.get_submodule(path), names, read))
+        yield read
+
+
+@contextmanager
+def _watched(module: nn.Module, names: Mapping[str, Number], read: set[Number]) -> Iterator[None]:
+    """In this context the module is of a subclass that notes which of its attributes ``names`` are read."""
+    before = type(module)
+
+    def noting(self: nn.Module, name: str) -> Any:
+        if name in names:
+            read.add(names[name])
+        return before.__getattribute__(self, name)
+
+    module.__class__ = type(before.__name__, (before,), {"__getattribute__": noting})
+    try:
+        yield
+    finally:
+        module.__class__ = before
+
+
+def _is_number(module: nn.Module, value: Any) -> bool:
+    """Whether an attribute is one of ``numbers_of``. Those of torch's own layers are sizes and belong to the code."""
+    return type(value) is int and any(
+        not kind.__module__.startswith("torch.") for kind in type(module).__mro__ if kind is not object
+    )
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")

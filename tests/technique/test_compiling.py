@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Strategy
@@ -16,6 +18,7 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.runtime import compiled, torch_private_compiler
+from shardwise.runtime.torch_private_fake import StaticFakeMode
 from shardwise.technique import SETTINGS, broken_rules, layout_of, one_line, strategy_from
 from shardwise.technique.compiling import COMPILE
 
@@ -111,6 +114,43 @@ def test_equal_blocks_share_one_compilation_under_tensor_parallelism(
     assert len(compilations) == 1
     assert fused.cost.traffic_by_axis() == eager.cost.traffic_by_axis() != {}
     assert fused.cost.flops == eager.cost.flops
+
+
+class Numbered(nn.Module):
+    """A block that knows its number, as those of transformers do."""
+
+    def __init__(self, number: int, reads: bool) -> None:
+        super().__init__()
+        self.number, self.reads = number, reads
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.number if self.reads else self.layer(x).relu()
+
+
+@pytest.mark.parametrize(("reads", "count"), [(False, 1), (True, 3)])
+def test_blocks_that_differ_in_their_number_share_a_compilation_unless_they_read_it(
+    reads: bool, count: int, compilations: list[object]
+) -> None:
+    with StaticFakeMode():
+        blocks = [Numbered(number, reads) for number in (1, 2, 3)]
+        compiled.compile_blocks(blocks)
+        for _ in "12":
+            for block in blocks:
+                assert block(torch.ones(2, 8)).shape == (2, 8)
+        assert len(compilations) == count
+        assert len({compiled.compiled_as(block) for block in blocks}) == count
+    assert {type(block) for block in blocks} == {Numbered}
+
+
+def test_each_block_computes_with_the_number_that_it_reads() -> None:
+    """Real kernels; the second call finds both compilations."""
+    blocks = [Numbered(number, reads=True) for number in (2, 5)]
+    x = torch.ones(2, 8)
+    expected = [block(x) for block in blocks]
+    compiled.compile_blocks(blocks)
+    for _ in "12":
+        torch.testing.assert_close([block(x) for block in blocks], expected)
 
 
 def test_a_compiled_block_is_one_word_of_the_strategy() -> None:

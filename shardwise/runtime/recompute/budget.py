@@ -39,7 +39,7 @@ from shardwise.runtime.recompute.selective import (
     runs_once,
     written_by,
 )
-from shardwise.runtime.same_code import code_of_module
+from shardwise.runtime.same_code import code_of_module, numbers_of
 from shardwise.runtime.storages import is_plain, storage_keys
 from shardwise.runtime.torch_private import schema_of, storage_key, tree_iter
 
@@ -70,7 +70,7 @@ class Budget:
 
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saving:
         if self._code is None:
-            self._code = code_of_module(block, self._own)
+            self._code = code_of_module(block, self._own), tuple(numbers_of(block, self._own).items())
         given = [_kind(leaf) for leaf in tree_iter((args, kwargs))]
         shapes = (self._code, block.training, *given, *map(_kind, block.parameters()))
         if shapes in self.chosen:
