@@ -28,7 +28,8 @@ class StaticFakeMode(FakeTensorMode):
 
     The fake mode finds the result of an operation by the metadata of its arguments. PyTorch's key takes every size
     and stride for itself, because it may be symbolic. Here the metadata of a tensor is one tuple. What PyTorch's own
-    cache returns twice for the same arguments is made here from then on, without its checks.
+    cache returns twice for the same arguments is made here from then on, without its checks. So are the results of
+    operations that its cache leaves out (``_NOT_CACHED``, ``_OPERATORS``).
     """
 
     _results: ClassVar[dict[tuple[Any, ...], tuple[type | None, tuple[_Produced, ...]]]] = {}
@@ -58,13 +59,16 @@ class StaticFakeMode(FakeTensorMode):
         return found
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-        """What the results of a call may depend on; None if an argument is neither a plain value nor a fake tensor."""
+        """What the results of a call may depend on; None if that is not known of an argument (``_describe``)."""
         described: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         known = self._describe(described, args) and (not kwargs or self._describe(described, kwargs))
         return tuple(described) if known else None
 
     def _describe(self, result: list[Any], args: Any) -> bool:
-        """Append what a result may depend on; False if an argument is neither a plain value nor a fake tensor."""
+        """Append what a result may depend on.
+
+        False if an argument is neither a plain value, nor a fake tensor, nor on the meta device.
+        """
         if isinstance(args, dict):
             result.append(tuple(args))
             args = args.values()
@@ -147,10 +151,8 @@ _PROFILED: frozenset[Any] = frozenset(
 )
 _NOT_CACHED: frozenset[Any] = frozenset(
     (
-        *(
-            _ATEN._unsafe_view.default,
-            _ATEN.split_with_sizes.default,
-        ),  # of its results, one is no view by its schema
+        # views: the schema of the first says that it is none, the second is decomposed
+        *(_ATEN._unsafe_view.default, _ATEN.split_with_sizes.default),
         *(_ATEN.mm.out, _ATEN.addmm.out, _ATEN.bmm.out, _ATEN.baddbmm.out),
         _ATEN.empty_like.default,  # of tensors on the meta device
     )
