@@ -19,7 +19,7 @@ taken only when nothing else fits, and offloading only where nothing fits withou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -69,14 +69,13 @@ _MARGIN = 1.1
 """For memory that does not grow in proportion to the micro-batch, such as rounding to pages."""
 
 
-def choose(predictor: Predictor) -> Prediction:
+def choose(predictor: Predictor, expect: Callable[[Strategy], None] = lambda _: None) -> Prediction:
     """The best strategy that fits, else a tight one, else the one that needs the least memory."""
-    plain, last = Space(predictor.recipe, predictor.cluster), Space(predictor.recipe, predictor.cluster, True)
     separate_host = predictor.cluster.device.kind != "cpu"
     tight: Prediction | None = None
     refused: RecipeError | None = None
-    for space in (plain, last) if separate_host else (plain,):
-        visit = _Visit(predictor, space)
+    for last_resort in (False, True) if separate_host else (False,):
+        visit = _Visit(predictor, Space(predictor.recipe, predictor.cluster, last_resort), expect)
         for full in visit.confirmed():
             if full.retries == 0:
                 return full
@@ -97,6 +96,7 @@ class _Visit:
     """One walk through a space.
 
     Attributes:
+        expect: called with a strategy that is likely to be chosen, before its full prediction.
         found: figures of strategies that may fit, plainest first.
         failed: strategies that do not fit by their full predictions, or are tight.
         reference: seconds of the kernels of the first strategy's passes, for how many sequences of each rank.
@@ -107,6 +107,7 @@ class _Visit:
 
     predictor: Predictor
     space: Space
+    expect: Callable[[Strategy], None]
     found: list[Quick] = field(default_factory=list)
     promising: dict[Strategy, Quick] = field(default_factory=dict)
     composed: list[Strategy] = field(default_factory=list)
@@ -135,7 +136,8 @@ class _Visit:
         self._walk()
         while self.found:
             quick = self._best()
-            for strategy in with_one_time_costs(self.predictor, quick):
+            for strategy in with_one_time_costs(self.predictor, quick, self.expect):
+                self.expect(strategy)
                 full = self.predictor.predict(strategy, quick=False)
                 if self.predictor.fits(full):
                     yield full

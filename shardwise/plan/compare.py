@@ -2,52 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate
-from shardwise.core.strategy import Strategy
+from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.units import format_bytes
 from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import UNKNOWN, Judgement, Predictor
 from shardwise.plan.read_ahead import ReadAhead
-from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, layout_of
+from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, has_stages, layout_of
 
 
-def predict_neighbours(predictor: Predictor, chosen: Prediction) -> None:
-    """Predict every strategy that differs from the chosen one in one setting; the predictor records them."""
-    strategy = chosen.strategy
-    changes: list[Mapping[str, object]] = [
-        {s.key: value} for s in SETTINGS for value in (*s.candidates, *s.compared) if value != strategy[s]
-    ]
-    size, sizes = strategy[MICRO_BATCH_SIZE], predictor.micro_batch_sizes(strategy)
-    changes += [{MICRO_BATCH_SIZE.key: near} for near in sizes if size // 2 <= near <= 2 * size + 1]
-    possible = predictor.possible(strategy.with_values(**change) for change in changes)
-    neighbours = [each for each in dict.fromkeys(possible) if each not in predictor.candidates]
-    with ReadAhead(partial(_predicted, predictor, chosen), neighbours, predictor.quiet) as ahead:
-        for number, neighbour in enumerate(neighbours):
-            predictor.adopt(neighbour, ahead.get(number))
+@dataclass
+class Neighbours:
+    """Predictions of every strategy that differs from one in one setting; the predictor records them.
+
+    They begin on free cores as soon as a strategy is expected to be chosen.
+    """
+
+    predictor: Predictor
+    _of: Strategy | None = None
+    _listed: Sequence[Strategy] = ()
+    _ahead: ReadAhead[Strategy, Judgement | None] | None = None
+
+    def __enter__(self) -> Neighbours:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def expect(self, strategy: Strategy) -> None:
+        """Begin with a strategy's neighbours, and end those of another. Of stages, the worst rank must be known."""
+        if strategy != self._of and not has_stages(self._layout(strategy)):
+            self._begin(strategy, None)
+
+    def record(self, chosen: Prediction) -> None:
+        """Record the neighbours of the chosen strategy."""
+        if chosen.strategy != self._of:
+            self._begin(chosen.strategy, None if chosen.run.place is None else chosen.rank)
+        assert self._ahead is not None
+        for number, neighbour in enumerate(self._listed):
+            self.predictor.adopt(neighbour, self._ahead.get(number))
+
+    def _begin(self, strategy: Strategy, rank: int | None) -> None:
+        self._close()
+        self._of, self._listed = strategy, self._unknown(strategy)
+        run = partial(_predicted, self.predictor, self._layout(strategy), rank)
+        self._ahead = ReadAhead(run, self._listed, self.predictor.quiet)
+
+    def _close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _unknown(self, strategy: Strategy) -> list[Strategy]:
+        """Neighbours that are possible and have no prediction."""
+        predictor = self.predictor
+        changes: list[Mapping[str, object]] = [
+            {s.key: value} for s in SETTINGS for value in (*s.candidates, *s.compared) if value != strategy[s]
+        ]
+        size, sizes = strategy[MICRO_BATCH_SIZE], predictor.micro_batch_sizes(strategy)
+        changes += [{MICRO_BATCH_SIZE.key: near} for near in sizes if size // 2 <= near <= 2 * size + 1]
+        possible = predictor.possible(strategy.with_values(**change) for change in changes)
+        return [
+            each for each in dict.fromkeys(possible) if each not in predictor.candidates and each != strategy
+        ]
+
+    def _layout(self, strategy: Strategy) -> Layout:
+        return layout_of(strategy, self.predictor.cluster.world_size)
 
 
-def _predicted(predictor: Predictor, chosen: Prediction, neighbour: Strategy) -> Judgement | None:
-    """A neighbour's judgement; None for one that cannot be built here because a package is missing."""
+def _predicted(
+    predictor: Predictor, layout: Layout, rank: int | None, neighbour: Strategy
+) -> Judgement | None:
+    """A neighbour's judgement; None for one that cannot be built here because a package is missing.
+
+    Args:
+        rank: the worst one of the strategy that is compared, whose layout is given; None where all are alike.
+    """
+    same = layout_of(neighbour, predictor.cluster.world_size) == layout
     try:
         if predictor.may_fit(neighbour):
-            ranks = _worst_of(predictor, neighbour, chosen)
+            ranks = [rank] if same and rank is not None else None
             predictor.predict(neighbour, quick=True, ranks=ranks, once=True)
     except RecipeError:
         return None
     except Exception as error:  # of the model or a kernel, in a strategy that is only compared
         predictor.record_failure(neighbour, error)
     return predictor.judgement(neighbour)
-
-
-def _worst_of(predictor: Predictor, strategy: Strategy, chosen: Prediction) -> list[int] | None:
-    """The rank to predict: the chosen strategy's worst if both have the same mesh; None for all."""
-    same = layout_of(strategy, predictor.cluster.world_size) == chosen.layout
-    return [chosen.rank] if same and chosen.run.place is not None else None
 
 
 def judged(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:

@@ -17,7 +17,7 @@ differ; and a treatment of blocks that depends on the depth of the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -59,7 +59,7 @@ class CountComposer:
         """The terms of one strategy's sum. Raises NotComposable."""
         size = strategy[MICRO_BATCH_SIZE]
         single = strategy.with_values(**{MICRO_BATCH_SIZE.key: 1})
-        passes = 1 if micro_batches == 1 else ROLES
+        passes = _run_of(micro_batches)
         origin = within(single, None)
         plain = self._form(origin, 1, size)
         terms = [Term(plain, size, self.depth)]
@@ -72,10 +72,19 @@ class CountComposer:
         return Sum(terms, self._alignments, micro_batches, size)
 
     @contextmanager
-    def reading_ahead(self, strategies: Iterable[Strategy]) -> Iterator[None]:
-        """Count ahead, in other processes, what these strategies need."""
-        wanted = list(strategies)
-        found = (point for start in (1, 2) for each in wanted for point in self._expected(each, start))
+    def reading_ahead(self, wanted: Iterable[tuple[Strategy, Sequence[int]]]) -> Iterator[None]:
+        """Count ahead, in other processes, what strategies need, each with the numbers of micro-batches it may have.
+
+        What the first of these numbers needs is counted first.
+        """
+        asked = [(each, list(dict.fromkeys(map(_run_of, counts)))) for each, counts in wanted]
+        found = (
+            point
+            for choice in (0, 1)
+            for start in (1, 2)
+            for strategy, passes in asked
+            for point in self._expected(strategy, start, passes[choice : choice + 1])
+        )
         points = list(dict.fromkeys(found))
         number = {point: index for index, point in enumerate(points)}
         here = self.count
@@ -86,14 +95,14 @@ class CountComposer:
             finally:
                 self.count = here
 
-    def _expected(self, strategy: Strategy, start: int) -> Iterator[Point]:
+    def _expected(self, strategy: Strategy, start: int, passes_run: Sequence[int]) -> Iterator[Point]:
         """Points that ``whole`` may take, where forms are linear from a micro-batch of ``start``."""
         size = strategy[MICRO_BATCH_SIZE]
         single = strategy.with_values(**{MICRO_BATCH_SIZE.key: 1})
         origin = within(single, None)
         for part in (None, *PARTS) if start <= size else ():
             alone = within(single, part)
-            for passes in (1, ROLES) if part == STATES else (1,):
+            for passes in passes_run if part == STATES else (1,):
                 unchanged = part is not None and passes == 1 and alone == origin
                 if unchanged or (alone, passes, start) in self._forms:
                     continue
@@ -157,3 +166,8 @@ class CountComposer:
         if least > depth:
             depth, base = least, self.count(Point(strategy, least, size, passes))
         return LinearForm(base, depth, size, repeat=repeat)
+
+
+def _run_of(micro_batches: int) -> int:
+    """How many micro-batches are run for a step of so many."""
+    return 1 if micro_batches == 1 else ROLES

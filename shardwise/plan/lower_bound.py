@@ -55,12 +55,16 @@ def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:
 
 
 def _undivided(strategy: Strategy) -> Strategy:
-    """The strategy's settings that change weights and optimizer state, and no mesh axis; defaults of all others."""
+    """The strategy's settings that change weights and optimizer state, and no mesh axis; defaults of all others.
+
+    What costs seconds once, such as compiling, changes neither.
+    """
     kept = {
         setting.key: strategy[setting]
         for technique in ORDER
         if not technique.degrees(strategy, 1)
         for setting in technique.settings
+        if not setting.once
     }
     return within(strategy_from(kept), STATES)
 

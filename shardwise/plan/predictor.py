@@ -35,6 +35,7 @@ from shardwise.technique import (
     broken_rules,
     has_stages,
     layout_of,
+    micro_batches,
     native,
     one_line,
 )
@@ -244,8 +245,13 @@ class Predictor:
         staged = any(has_stages(layout_of(each, self.cluster.world_size)) for each in strategies[:1])
         if self.composer is None or staged or self.cluster.device.kind == "cpu":
             return nullcontext()
-        trials = (each.with_values(micro_batch_size=self.micro_batch_sizes(each)[0]) for each in strategies)
-        return self.composer.reading_ahead(trials)
+        return self.composer.reading_ahead(map(self._trial, strategies))
+
+    def _trial(self, strategy: Strategy) -> tuple[Strategy, Sequence[int]]:
+        """A strategy with its largest micro-batch, and the numbers of micro-batches of all sizes that are tried."""
+        layout = layout_of(strategy, self.cluster.world_size)
+        trials = [strategy.with_values(micro_batch_size=size) for size in self.micro_batch_sizes(strategy)]
+        return trials[0], [micro_batches(trial, layout, self.recipe.batch_size) for trial in trials]
 
     @contextmanager
     def _counting(self, strategy: Strategy) -> Iterator[None]:

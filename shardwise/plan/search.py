@@ -7,7 +7,7 @@ from shardwise.core.progress import Progress, silent
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.choose import choose
-from shardwise.plan.compare import judged, predict_neighbours
+from shardwise.plan.compare import Neighbours, judged
 from shardwise.plan.explain import assumptions, once_in_words, reasons
 from shardwise.plan.predict import Prediction, predict
 from shardwise.plan.predictor import Predictor
@@ -43,9 +43,11 @@ def plan_for(
     refuse_broken(recipe, cluster.world_size, lambda key: f"strategy.{key}")
     refuse_unsupported(recipe.strategy, cluster.device, lambda key: f"strategy.{key}")
     predictor = Predictor(recipe, blueprint, cluster, progress=progress)
-    chosen = choose(predictor)
-    if compare:
-        predict_neighbours(predictor, chosen)
+    if not compare:
+        return _plan(predictor, choose(predictor))
+    with Neighbours(predictor) as neighbours:
+        chosen = choose(predictor, neighbours.expect)
+        neighbours.record(chosen)
     return _plan(predictor, chosen)
 
 

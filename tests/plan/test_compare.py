@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from shardwise.core.plan import Candidate
+from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.compare import judged
+from shardwise.plan import read_ahead
+from shardwise.plan.compare import Neighbours, judged
 from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import Predictor
 from shardwise.recipe.load import recipe_of
@@ -86,3 +90,43 @@ def test_what_fits_only_by_emptying_the_cache_is_tight(monkeypatch: pytest.Monke
     monkeypatch.setattr(Prediction, "retries", property(lambda found: 1))
     candidate, _ = compared({"device": "cpu"})
     assert candidate.verdict == "tight" and "step time" in candidate.reason
+
+
+def small(devices: int) -> Predictor:
+    values = {
+        "model": MODEL,
+        "data": {"sequence_length": 64},
+        "steps": 2,
+        "batch_size": 4,
+        "cluster": {"device": "cpu", "devices_per_node": devices},
+    }
+    asked = recipe_of(values, SETTINGS)
+    return Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+
+
+def neighbours(*expected: Strategy, of: Strategy) -> Mapping[Strategy, Candidate]:
+    """Candidates after the neighbours of a strategy are recorded, where others were expected before it."""
+    predictor = small(devices=1)
+    with Neighbours(predictor) as ahead:
+        for strategy in expected:
+            ahead.expect(strategy)
+        ahead.record(predictor.predict(of, quick=False))
+    assert not read_ahead._running
+    return predictor.candidates
+
+
+def test_neighbours_are_the_same_whatever_was_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "usable_cores", lambda: 2)
+    chosen = strategy_from({"micro_batch_size": 2, "precision": "fp32"})
+    other = chosen.with_values(activation_checkpointing="full")
+    found = neighbours(of=chosen)
+    assert other in found and all(len(chosen.differences(each)) <= 1 for each in found)
+    assert found == neighbours(chosen, of=chosen) == neighbours(other, chosen, of=chosen)
+
+
+def test_neighbours_of_stages_are_predicted_once_their_worst_rank_is_known() -> None:
+    staged = strategy_from({"micro_batch_size": 1, "precision": "fp32", "pipeline_parallel": 2})
+    predictor = small(devices=2)
+    with Neighbours(predictor) as ahead:
+        ahead.expect(staged)
+        assert not predictor.candidates and not read_ahead._running

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from shardwise.core.strategy import Strategy
 from shardwise.dryrun.run import dry_run
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan import compose_corner
+from shardwise.plan import compose, compose_corner
 from shardwise.plan.compose_align import NotComposable
+from shardwise.plan.compose_corner import Corner, Point
 from shardwise.plan.compose_sum import Composed
 from shardwise.plan.predictor import Predictor
+from shardwise.plan.read_ahead import ReadAhead
 from shardwise.plan.timing import step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
@@ -181,3 +183,33 @@ def test_what_depends_on_the_depth_is_not_composed() -> None:
     asked = predictor(recipe(batch_size=4))
     with pytest.raises(NotComposable, match="depends on the depth"):
         composed(asked, strategy_from({"activation_checkpointing": "sqrt"}))
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_what_is_counted_ahead_is_needed(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pinned micro-batch: a step has one, or several, and never either."""
+    given = {"preset": "4xA100-80GB"}
+    asked = recipe(batch_size, **given).model_copy(update={"strategy": {"micro_batch_size": 1}})
+    of, ahead, counted = predictor(asked), list[Point](), list[Point]()
+
+    class Recorded(ReadAhead[Point, Corner]):
+        def __init__(self, run: Callable[[Point], Corner], tasks: Sequence[Point]) -> None:
+            super().__init__(run, [])
+            self._tasks = list(tasks)
+            ahead.extend(tasks)
+
+        def get(self, number: int) -> Corner:
+            counted.append(self._tasks[number])
+            return self._run(self._tasks[number])
+
+    monkeypatch.setattr(compose, "ReadAhead", Recorded)
+    strategies = [
+        strategy_from({"zero_stage": stage, "activation_checkpointing": kind, "loss": loss})
+        for stage in (0, 1, 3)
+        for kind in ("none", "full")
+        for loss in ("logits", "chunked")
+    ]
+    with of.reading_ahead(strategies):
+        for strategy in strategies:
+            composed(of, strategy)
+    assert ahead and set(counted) == set(ahead)

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from shardwise.dryrun.run import DryRun
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.lower_bound import least_state_bytes
+from shardwise.plan import lower_bound
+from shardwise.plan.lower_bound import _bytes_per_parameter, least_state_bytes
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, layout_of, strategy_from
 from tests.harness.dry_runs import dry_run
@@ -68,3 +70,21 @@ def test_bound_of_frozen_weights(quantize: str, bytes_per_weight: float) -> None
     outside = blueprint.parameter_counts(depth=0)[1]
     frozen = 2 * outside + bytes_per_weight * (counts[1] - outside)
     assert held - 12 * counts[0] == pytest.approx(frozen, rel=0.04)
+
+
+def test_compiled_blocks_hold_as_much_and_the_bound_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ran = recipe_of({"model": MODEL, "steps": 1, "batch_size": 1}, SETTINGS), []
+
+    def recorded(*arguments: Any) -> DryRun:
+        ran.append(arguments[2].values["compile"])
+        return dry_run(*arguments)
+
+    def least(compile_: str) -> int:
+        _bytes_per_parameter.cache_clear()
+        strategy = strategy_from({"compile": compile_})
+        return least_state_bytes(
+            (1000, 0), strategy, layout_of(strategy, 1), asked, cluster_of(asked.cluster)
+        )
+
+    monkeypatch.setattr(lower_bound, "dry_run", recorded)
+    assert least("block") == least("none") and ran == ["none"] * 2
