@@ -169,5 +169,5 @@ class CountComposer:
 
 
 def _run_of(micro_batches: int) -> int:
-    """How many micro-batches are run for a step of so many."""
+    """The micro-batches that a dry run needs for a step with this number of them."""
     return 1 if micro_batches == 1 else ROLES
