@@ -187,7 +187,7 @@ def test_what_depends_on_the_depth_is_not_composed() -> None:
 
 @pytest.mark.parametrize("batch_size", [4, 16])
 def test_what_is_counted_ahead_is_needed(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a pinned micro-batch: a step has one, or several, and never either."""
+    """A pinned micro-batch gives the number of micro-batches, so no other number is counted."""
     given = {"preset": "4xA100-80GB"}
     asked = recipe(batch_size, **given).model_copy(update={"strategy": {"micro_batch_size": 1}})
     of, ahead, counted = predictor(asked), list[Point](), list[Point]()
