@@ -324,6 +324,8 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true", help="measure nothing; plan every case again")
     options = parser.parse_args()
     begin, calibration = time.monotonic(), tables()
+    if not calibration:
+        parser.error("this machine has no calibration; run: shardwise doctor --calibrate")
     cases = [case for case in (*CASES, *CHOICES, *RIVALS) if options.only in case.name]
     rows = [] if options.only else known(RUNS, calibration)
     plans = {case.name: predicted(case, planned(case)[1]) for case in cases} if options.predict else {}

@@ -164,7 +164,7 @@ def dry_run(
         saved_bytes=tracker.disk_bytes + _saved_bytes(run, world_size // (place.ranks if place else 1)),
         communicators=len(tracker.groups),
         depth=blueprint.depth if place is None else place.depth,
-        place=place,
+        place=None if place is None else place.without_groups(),
         pass_bytes=_pass_bytes(tracker, entries) if place is not None and history else 0,
         moments=moments(tracker, start, depth) if with_moments else None,
         sites=sites_at_peak(tracker, start) if history else (),

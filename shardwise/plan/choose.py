@@ -258,8 +258,7 @@ class _Visit:
         origins = [origin for every in staged for origin in every if self._flat(origin) in bases]
         every = (strategy for origin in origins for strategy in self.space.completions(origin))
         completed = [strategy for strategy in every if self.predictor.smallest_may_fit(strategy)]
-        flat = list(dict.fromkeys(without_stages(strategy) for strategy in completed))
-        with self.predictor.reading_ahead(flat):
+        with self.predictor.reading_ahead(completed):
             estimates = [each for strategy in completed for each in self._estimates_of(strategy)]
         return sorted((each for each in estimates if each.fits), key=self._value)
 

@@ -77,7 +77,7 @@ class CountComposer:
 
         What the first of these numbers needs is counted first.
         """
-        asked = [(each, list(dict.fromkeys(map(_run_of, counts)))) for each, counts in wanted]
+        asked = dict.fromkeys((each, tuple(dict.fromkeys(map(_run_of, counts)))) for each, counts in wanted)
         found = (
             point
             for choice in (0, 1)

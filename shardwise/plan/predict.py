@@ -260,7 +260,7 @@ def _quick(
     count = micro_batches(strategy, layout, recipe.batch_size)
     depth, shallow = blueprint.depth, SHALLOW
 
-    def run(blocks: int, reduced: Reduced = WHOLE_STEP) -> DryRun:
+    def run(blocks: int | None, reduced: Reduced = WHOLE_STEP) -> DryRun:
         return dry_run(
             recipe, blueprint, strategy, cluster, rank=rank, depth=blocks, reduced=reduced, history=False
         )
@@ -290,20 +290,22 @@ def _quick(
         if _same_place(first, shallow, second, shallow + repeat):
             return _extrapolated(first, second, (depth - shallow) // repeat)
         shallow *= 2
-    return _full(recipe, blueprint, strategy, cluster, rank)
+    if place is None or place.shortcut(count) is None:
+        return _full(recipe, blueprint, strategy, cluster, rank)
+    few = _filled(partial(run, None), place, count)
+    return _Counts(few.peaks, few.host, few.disk_bytes, 0, few.cost, few.parameters, few, whole=False)
 
 
 def _filled(run: Callable[..., DryRun], place: Place | None, count: int) -> DryRun:
     """A dry run of a whole step, or two reduced ones where its peaks can be extrapolated from them."""
-    shortcut = None if place is None else place.shortcut(count)
-    if shortcut is None:
+    if place is None or (shortcut := place.shortcut(count)) is None:
         return run()
     more, fewer = run(shortcut.more), run(shortcut.fewer)
     peaks = {
         phase: Peak(fewer.peaks[phase].ledger.extrapolated(peak.ledger, shortcut.times), phase, peak.where)
         for phase, peak in more.peaks.items()
     }
-    return replace(more, peaks=peaks, place=place)
+    return replace(more, peaks=peaks, place=place.without_groups())
 
 
 def _extrapolated(first: DryRun, second: DryRun, times: int) -> _Counts:

@@ -33,11 +33,11 @@ from shardwise.recipe.sections import Recipe
 from shardwise.technique import (
     MICRO_BATCH_SIZE,
     broken_rules,
-    has_stages,
     layout_of,
     micro_batches,
     native,
     one_line,
+    without_stages,
 )
 from shardwise.technique.base import MOST_PASSES
 
@@ -241,17 +241,20 @@ class Predictor:
             return self.sketcher.sketch(strategy, count, share)
 
     def reading_ahead(self, strategies: Sequence[Strategy]) -> AbstractContextManager[None]:
-        """Count ahead what strategies of one mesh without stages need, on the device where they are composed."""
-        staged = any(has_stages(layout_of(each, self.cluster.world_size)) for each in strategies[:1])
-        if self.composer is None or staged or self.cluster.device.kind == "cpu":
+        """Count ahead what strategies need, or without stages those with them, where they are composed."""
+        if self.composer is None or self.cluster.device.kind == "cpu":
             return nullcontext()
         return self.composer.reading_ahead(map(self._trial, strategies))
 
     def _trial(self, strategy: Strategy) -> tuple[Strategy, Sequence[int]]:
-        """A strategy with its largest micro-batch, and the numbers of micro-batches of all sizes that are tried."""
+        """A strategy with its largest micro-batch, and the numbers of micro-batches of all sizes that are tried.
+
+        A strategy with stages is composed without them; its numbers of micro-batches are its own.
+        """
         layout = layout_of(strategy, self.cluster.world_size)
         trials = [strategy.with_values(micro_batch_size=size) for size in self.micro_batch_sizes(strategy)]
-        return trials[0], [micro_batches(trial, layout, self.recipe.batch_size) for trial in trials]
+        counts = [micro_batches(trial, layout, self.recipe.batch_size) for trial in trials]
+        return without_stages(trials[0]), counts
 
     @contextmanager
     def _counting(self, strategy: Strategy) -> Iterator[None]:

@@ -8,16 +8,18 @@ if that needs too much: the others change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from shardwise.core.plan import StepEstimate
 from shardwise.core.strategy import Layout, Strategy
+from shardwise.dryrun.run import place_of
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.compose import CountComposer
 from shardwise.plan.predict import Prediction, predict
+from shardwise.plan.read_ahead import ReadAhead
 from shardwise.plan.timing import PASSES, step_time
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import has_stages, layout_of, micro_batches
@@ -47,35 +49,27 @@ def predict_worst(
         seen: quick predictions that have been made, and are not made again; new ones are added.
         composer: composes quick predictions where it can.
     """
-    seen = {} if seen is None else seen
-    predicted = partial(predict, recipe, blueprint, strategy, cluster, budget=budget, composer=composer)
-
-    def of(rank: int, quick: bool) -> Prediction:
-        known = seen.get((strategy, rank))
-        if known is not None and (quick or known.whole):
-            return known
-        found = predicted(rank=rank, quick=quick)
-        if quick:
-            seen[strategy, rank] = found
-        return found
-
-    small = cluster.world_size <= EVERY_RANK
     layout = layout_of(strategy, cluster.world_size)
-    look = quick or (not small and has_stages(layout))
-    known = {rank: of(rank, look) for rank in (ranks or [0])}
-    first = next(iter(known.values()))
-    if (place := first.run.place) is None:
-        return first
-    stride = layout.stride(place.axis)
-    if ranks is None and not (quick and budget is not None and first.sum_bytes > budget):
-        others = [number for number in place.ranks_to_probe(every=small and not quick) if number > 0]
-        known |= {number * stride: of(number * stride, look) for number in others}
+    small, staged = cluster.world_size <= EVERY_RANK, has_stages(layout)
+    looks = _Looks(
+        partial(predict, recipe, blueprint, strategy, cluster, budget=budget, composer=composer),
+        strategy,
+        {} if seen is None else seen,
+    )
+    wanted, look = list(ranks or (0,)), quick or (not small and staged)
+    start = place_of(recipe, blueprint, strategy, cluster, rank=0) if staged and ranks is None else None
+    if start is not None:
+        numbers = start.ranks_to_probe(every=small and not quick)
+        wanted = [number * layout.stride(start.axis) for number in numbers]
+    known = looks.at(wanted, look, enough=budget if quick else None)
+    if (place := known[wanted[0]].run.place) is None:
+        return known[wanted[0]]
     worst = max(known, key=lambda rank: known[rank].peak.bytes)
     if look and not quick:
-        known[worst] = of(worst, False)
+        known |= looks.at([worst], quick=False)
+    stride, count = layout.stride(place.axis), micro_batches(strategy, layout, recipe.batch_size)
     probed = {rank // stride: found for rank, found in known.items()}
     every = [probed[place.stand_in(number, probed)] for number in range(place.ranks)]
-    count = micro_batches(strategy, layout, recipe.batch_size)
     times = [_time(found, layout, cluster) for found in every]
     whole = place.combined(times, count, worst // stride, known[worst].run.pass_bytes)
     return replace(
@@ -88,6 +82,37 @@ def predict_worst(
         parameters=blueprint.parameter_count(),
         allocated_by_rank={rank: found.allocated_bytes for rank, found in known.items()},
     )
+
+
+@dataclass(frozen=True)
+class _Looks:
+    """Predictions of single ranks of a strategy.
+
+    Attributes:
+        predict: predicts one rank.
+        seen: quick predictions by strategy and rank.
+    """
+
+    predict: Callable[..., Prediction]
+    strategy: Strategy
+    seen: dict[tuple[Strategy, int], Prediction]
+
+    def at(self, ranks: Sequence[int], quick: bool, enough: int | None = None) -> dict[int, Prediction]:
+        """Predictions of these ranks, on all cores; only of the first one if it needs more than ``enough`` bytes."""
+        missing = [rank for rank in ranks if self._known(rank, quick) is None]
+        found: dict[int, Prediction] = {}
+        with ReadAhead(lambda rank: self.predict(rank=rank, quick=quick), missing) as ahead:
+            for rank in ranks:
+                found[rank] = self._known(rank, quick) or ahead.get(missing.index(rank))
+                if quick:
+                    self.seen[self.strategy, rank] = found[rank]
+                if enough is not None and found[ranks[0]].sum_bytes > enough:
+                    break
+        return found
+
+    def _known(self, rank: int, quick: bool) -> Prediction | None:
+        known = self.seen.get((self.strategy, rank))
+        return known if known is not None and (quick or known.whole) else None
 
 
 def _time(found: Prediction, layout: Layout, cluster: Cluster) -> RankTime:

@@ -135,6 +135,10 @@ class Place(ABC):
         """The same place with fewer ranks after it."""
 
     @abstractmethod
+    def without_groups(self) -> Place:
+        """The same place without process groups. It can be pickled, and is good for planning only."""
+
+    @abstractmethod
     def shortcut(self, micro_batches: int) -> Shortcut | None:
         """A quicker way to the peaks of a step; None where there is none."""
 

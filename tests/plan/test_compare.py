@@ -10,13 +10,14 @@ from shardwise.core.plan import Candidate
 from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan import read_ahead
+from shardwise.plan import compare, read_ahead
 from shardwise.plan.compare import Neighbours, judged
 from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import Predictor
 from shardwise.recipe.load import recipe_of
 from shardwise.report.tables import peak_of
 from shardwise.technique import SETTINGS, strategy_from
+from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 
 MODEL = {"layers": 5, "width": 32, "heads": 2, "kv_heads": 2, "ffn": 64, "vocab": 256, "context": 64}
 
@@ -117,6 +118,7 @@ def neighbours(*expected: Strategy, of: Strategy) -> Mapping[Strategy, Candidate
 
 def test_neighbours_are_the_same_whatever_was_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_ahead, "usable_cores", lambda: 2)
+    monkeypatch.setattr(compare, "SETTINGS", [ACTIVATION_CHECKPOINTING])
     chosen = strategy_from({"micro_batch_size": 2, "precision": "fp32"})
     other = chosen.with_values(activation_checkpointing="full")
     found = neighbours(of=chosen)

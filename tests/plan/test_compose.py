@@ -17,8 +17,9 @@ from shardwise.model.open import blueprint_of
 from shardwise.plan import compose, compose_corner
 from shardwise.plan.compose_align import NotComposable
 from shardwise.plan.compose_corner import Corner, Point
-from shardwise.plan.compose_sum import Composed
+from shardwise.plan.compose_sum import ROLES, Composed
 from shardwise.plan.predictor import Predictor
+from shardwise.plan.quick import figures_of_stages
 from shardwise.plan.read_ahead import ReadAhead
 from shardwise.plan.timing import step_time
 from shardwise.recipe.load import recipe_of
@@ -185,31 +186,60 @@ def test_what_depends_on_the_depth_is_not_composed() -> None:
         composed(asked, strategy_from({"activation_checkpointing": "sqrt"}))
 
 
+def counted_ahead(of: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Point], list[Point]]:
+    """Points that are listed to be counted ahead, and all that are counted."""
+    ahead, counted = list[Point](), list[Point]()
+    assert of.composer is not None
+    count = of.composer.count
+
+    class Listed(ReadAhead[Point, Corner]):
+        def __init__(self, run: Callable[[Point], Corner], tasks: Sequence[Point]) -> None:
+            super().__init__(run, tasks[:1])  # no child
+            self._tasks = list(tasks)
+            ahead.extend(tasks)
+
+        def get(self, number: int) -> Corner:
+            return self._run(self._tasks[number])
+
+    def recorded(point: Point) -> Corner:
+        counted.append(point)
+        return count(point)
+
+    monkeypatch.setattr(compose, "ReadAhead", Listed)
+    monkeypatch.setattr(of.composer, "count", recorded)
+    return ahead, counted
+
+
+def parts(**others: object) -> list[Strategy]:
+    return [
+        strategy_from({"zero_stage": stage, "activation_checkpointing": kind, "loss": loss, **others})
+        for stage in (0, 1, 3)
+        for kind in ("none", "full")
+        for loss in ("logits", "chunked")
+    ]
+
+
 @pytest.mark.parametrize("batch_size", [4, 16])
 def test_what_is_counted_ahead_is_needed(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pinned micro-batch gives the number of micro-batches, so no other number is counted."""
     given = {"preset": "4xA100-80GB"}
     asked = recipe(batch_size, **given).model_copy(update={"strategy": {"micro_batch_size": 1}})
-    of, ahead, counted = predictor(asked), list[Point](), list[Point]()
-
-    class Recorded(ReadAhead[Point, Corner]):
-        def __init__(self, run: Callable[[Point], Corner], tasks: Sequence[Point]) -> None:
-            super().__init__(run, [])
-            self._tasks = list(tasks)
-            ahead.extend(tasks)
-
-        def get(self, number: int) -> Corner:
-            counted.append(self._tasks[number])
-            return self._run(self._tasks[number])
-
-    monkeypatch.setattr(compose, "ReadAhead", Recorded)
-    strategies = [
-        strategy_from({"zero_stage": stage, "activation_checkpointing": kind, "loss": loss})
-        for stage in (0, 1, 3)
-        for kind in ("none", "full")
-        for loss in ("logits", "chunked")
-    ]
-    with of.reading_ahead(strategies):
-        for strategy in strategies:
+    of = predictor(asked)
+    ahead, counted = counted_ahead(of, monkeypatch)
+    with of.reading_ahead(parts()):
+        for strategy in parts():
             composed(of, strategy)
     assert ahead and set(counted) == set(ahead)
+
+
+def test_what_stages_need_is_counted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages on 4 devices have two micro-batches on each rank where the model without stages has one."""
+    asked = recipe(4, preset="4xA100-80GB").model_copy(update={"strategy": {"micro_batch_size": 1}})
+    of = predictor(asked)
+    ahead, counted = counted_ahead(of, monkeypatch)
+    staged = [each for each in parts(pipeline_parallel=2) if not any(broken_rules(each, 4, asked))]
+    with of.reading_ahead(staged):
+        for strategy in staged:
+            figures_of_stages(of, strategy.with_values(micro_batch_size=1))
+    assert ahead and set(counted) == set(ahead)
+    assert {point.passes for point in counted} == {1, ROLES}

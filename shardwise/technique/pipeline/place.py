@@ -128,6 +128,9 @@ class Pipeline(Place):
         after = to.ranks_after
         return self if after is None else replace(self, ranks=min(self.ranks, self.rank + 1 + after))
 
+    def without_groups(self) -> Pipeline:
+        return replace(self, channels={}, tied_group=None, stage_group=None)
+
     def shortcut(self, micro_batches: int) -> Shortcut | None:
         """All micro-batches that are in flight, extrapolated where they are many.
 

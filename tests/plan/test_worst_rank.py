@@ -1,0 +1,55 @@
+"""Ranks that hold different blocks: their predictions do not depend on the processes that make them."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.plan import read_ahead
+from shardwise.plan.predict import Prediction, predict
+from shardwise.plan.worst_rank import predict_worst
+from shardwise.recipe.load import recipe_of
+from shardwise.technique import SETTINGS, strategy_from
+
+ASKED = recipe_of(
+    {
+        "model": {
+            "layers": 5,
+            "width": 32,
+            "heads": 2,
+            "kv_heads": 2,
+            "ffn": 64,
+            "vocab": 256,
+            "context": 64,
+        },
+        "data": {"sequence_length": 64},
+        "steps": 2,
+        "batch_size": 16,
+        "cluster": {"preset": "8xA100-80GB", "nodes": 2},
+    },
+    SETTINGS,
+)
+STAGED = strategy_from({"micro_batch_size": 1, "precision": "fp32", "pipeline_parallel": 4})
+
+
+def worst(cores: int, quick: bool, monkeypatch: pytest.MonkeyPatch) -> Prediction:
+    monkeypatch.setattr(read_ahead, "usable_cores", lambda: cores)
+    return predict_worst(ASKED, blueprint_of(ASKED), STAGED, cluster_of(ASKED.cluster), quick=quick)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_two_cores_predict_as_one(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (worst(cores, quick, monkeypatch) for cores in (1, 2))
+    assert len(one.allocated_by_rank) >= 3 and one.whole == two.whole
+    for name in ("rank", "peak", "step", "cost", "host", "timetable", "allocated_by_rank"):
+        assert getattr(one, name) == getattr(two, name), name
+
+
+def test_a_prediction_of_a_stage_can_be_sent_to_another_process() -> None:
+    found = predict(ASKED, blueprint_of(ASKED), STAGED, cluster_of(ASKED.cluster), rank=0, quick=True)
+    sent = pickle.loads(pickle.dumps(found))  # noqa: S301 - its own bytes
+    assert found.run.place is not None and sent.run.place == found.run.place
+    assert sent.peak == found.peak and sent.step == found.step
