@@ -241,7 +241,7 @@ class Predictor:
             return self.sketcher.sketch(strategy, count, share)
 
     def reading_ahead(self, strategies: Sequence[Strategy]) -> AbstractContextManager[None]:
-        """Count ahead what strategies need, or without stages those with them, where they are composed."""
+        """Count ahead what strategies need where they are composed. Those with stages are composed without them."""
         if self.composer is None or self.cluster.device.kind == "cpu":
             return nullcontext()
         return self.composer.reading_ahead(map(self._trial, strategies))
