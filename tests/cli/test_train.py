@@ -16,8 +16,9 @@ import pytest
 from tests.harness.commands import Shell
 
 STEPS = 30
+# The model is wider than that of the warm-up, whose freed memory a smaller one would use again, unmeasured.
 RECIPE = f"""
-model: {{layers: 2, width: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 256, context: 32}}
+model: {{layers: 2, width: 128, heads: 4, kv_heads: 2, ffn: 256, vocab: 256, context: 32}}
 data: {{source: CORPUS, sequence_length: 32}}
 steps: {STEPS}
 batch_size: 6
@@ -95,8 +96,7 @@ def _check_files(out: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
-    # The model takes less than 1 MiB: on one rank, file pages that the system takes back may outweigh it.
-    assert any(rank["measured_peak_bytes"] > 0 for rank in report["ranks"])
+    assert all(rank["measured_peak_bytes"] > 0 for rank in report["ranks"])
     assert isinstance(report["sample"], str) and report["sample"]
     assert sum(report["ledger"].values()) == json.loads((out / "plan.json").read_text())["peak"]["bytes"]
 

@@ -53,3 +53,14 @@ def test_a_prediction_of_a_stage_can_be_sent_to_another_process() -> None:
     sent = pickle.loads(pickle.dumps(found))  # noqa: S301 - its own bytes
     assert found.run.place is not None and sent.run.place == found.run.place
     assert sent.peak == found.peak and sent.step == found.step
+
+
+def test_a_quick_prediction_of_a_short_stage_is_the_full_one() -> None:
+    """Its micro-batches in flight are extrapolated, though its blocks are too few for that."""
+    quick, full = (
+        predict(ASKED, blueprint_of(ASKED), STAGED, cluster_of(ASKED.cluster), rank=0, quick=how)
+        for how in (True, False)
+    )
+    assert full.whole and not quick.whole
+    assert quick.sum_bytes == pytest.approx(full.sum_bytes, rel=0.01)
+    assert quick.cost.flops == full.cost.flops

@@ -96,7 +96,7 @@ class Pipeline(Place):
     @property
     def endless(self) -> bool:
         """Whether stages are at different steps at the same time."""
-        return self.stage_group is not None
+        return self.schedule == "pipedream"
 
     # -- planning -----------------------------------------------------------------------------------
 
