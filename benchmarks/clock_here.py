@@ -1,14 +1,15 @@
 """Predicted against measured step time on this machine: ``python benchmarks/clock_here.py [--minutes M]``.
 
-Run ``shardwise doctor --calibrate`` first, with the same ``OMP_NUM_THREADS`` or none. Every run is planned, then
-trained for a few optimizer steps by the public API: 1, 2 and 4 processes, and every mesh axis. Runs go round all
-cases, so a slow minute of the machine hits each case alike; the measured time of a case is the median of its rounds.
+Every run is planned, then trained for a few optimizer steps by the public API: 1, 2 and 4 processes, and every mesh
+axis. Runs go round all cases, so a slow minute of the machine hits each case alike. Each round begins with
+``shardwise doctor --calibrate``, because the speed of a shared machine drifts by the hour. It replaces the
+calibration of this machine. The error of a case is the median of its errors in all rounds.
 For five recipes the planner chooses the strategy. Its choice is trained in the same rounds and compared with every
-strategy that was trained for the recipe.
+strategy that was trained for the recipe; of different choices in several rounds, the slowest counts.
 
-A run is one line of results/clock-cpu.jsonl. Started again, the benchmark goes on after the last line; after a new
-calibration it starts anew. results/clock-cpu.json is the summary. ``--predict`` measures nothing: it plans every case
-again and compares with the measured lines, after a change of the time model.
+A run is one line of results/clock-cpu.jsonl. Started again, the benchmark goes on after the last line; after another
+calibration it starts anew. results/clock-cpu.json is the summary. ``--predict`` measures nothing: after a change of
+the time model, it plans every case again and compares with the lines of the last calibration.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -200,16 +204,16 @@ def accuracy(rows: Sequence[Row], plans: Mapping[str, Row]) -> list[Row]:
         runs = [row for row in rows if row["case"] == name and "failed" not in row]
         if not runs:
             continue
-        plan = plans.get(name, runs[-1])
-        seconds = median(runs, "measured_seconds")
+        runs = [row | plans.get(name, {}) for row in runs]
+        ratios = [row["predicted_seconds"] / row["measured_seconds"] for row in runs]
         found.append(
             {
                 "case": name,
                 "rounds": len(runs),
-                "predicted_seconds": plan["predicted_seconds"],
-                "measured_seconds": seconds,
-                "error": plan["predicted_seconds"] / seconds - 1,
-                "predicted_phases": plan["predicted_phases"],
+                "predicted_seconds": median(runs, "predicted_seconds"),
+                "measured_seconds": median(runs, "measured_seconds"),
+                "error": statistics.median(ratios) - 1,
+                "predicted_phases": runs[-1]["predicted_phases"],
                 "measured_phases": {
                     phase: statistics.median(row["measured_phases"].get(phase, 0.0) for row in runs)
                     for phase in runs[-1]["measured_phases"]
@@ -228,9 +232,11 @@ def regrets(rows: Sequence[Row], plans: Mapping[str, Row]) -> list[Row]:
             if row["work"] == case.work and "failed" not in row:
                 measured.setdefault(row["strategy"], []).append(row)
         seconds = {strategy: median(runs, "measured_seconds") for strategy, runs in measured.items()}
-        choice = plans.get(case.name) or next((row for row in rows if row["case"] == case.name), None)
-        if choice is None or "failed" in choice or not seconds:
+        chosen = [row for row in rows if row["case"] == case.name and "failed" not in row]
+        choices = [plans[case.name]] if case.name in plans else chosen
+        if not choices or not seconds:
             continue
+        choice = max(choices, key=lambda row: seconds.get(row["strategy"], math.inf))
         best = min(seconds, key=lambda strategy: seconds[strategy])
         own = seconds.get(choice["strategy"])
         found.append(
@@ -306,12 +312,17 @@ def tables() -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.exists() else ""
 
 
-def known(path: Path, calibration: str) -> list[Row]:
-    """The lines of this calibration."""
+def calibrate() -> None:
+    """Measure the speeds of this machine, in a process of its own."""
+    subprocess.run([sys.executable, "-m", "shardwise", "doctor", "--calibrate"], check=True)
+
+
+def known(path: Path) -> list[Row]:
+    """The lines, if the machine's calibration is still that of the last one."""
     if not path.exists():
         return []
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row["calibration"] == calibration]
+    return rows if rows and rows[-1]["calibration"] == tables() else []
 
 
 def main() -> None:
@@ -323,31 +334,36 @@ def main() -> None:
     parser.add_argument("--only", default="", help="the cases whose name contains this, and write nothing")
     parser.add_argument("--predict", action="store_true", help="measure nothing; plan every case again")
     options = parser.parse_args()
-    begin, calibration = time.monotonic(), tables()
-    if not calibration:
-        parser.error("this machine has no calibration; run: shardwise doctor --calibrate")
+    begin = time.monotonic()
     cases = [case for case in (*CASES, *CHOICES, *RIVALS) if options.only in case.name]
-    rows = [] if options.only else known(RUNS, calibration)
+    rows = [] if options.only else known(RUNS)
+    if options.predict:
+        rows = [row for row in rows if row["calibration"] == rows[-1]["calibration"]]
     plans = {case.name: predicted(case, planned(case)[1]) for case in cases} if options.predict else {}
-    every = [] if options.predict else [(number, case) for number in range(options.rounds) for case in cases]
-    done = {(row["round"], row["case"]) for row in rows}
+    every = [] if options.predict else missing(cases, rows, options.rounds)
     for index, (number, case) in enumerate(every, 1):
         spent = time.monotonic() - begin
-        if (number, case.name) in done:
-            continue
         if spent > 60 * options.minutes:
             print(f"stopped after {spent / 60:.0f} minutes; the same command goes on", flush=True)
             break
-        rows.append({"round": number, "calibration": calibration, **run(case)})
+        if all(row["round"] != number for row in rows):
+            calibrate()
+        rows.append({"round": number, "calibration": tables(), **run(case)})
         print(f"{index}/{len(every)} {spent:4.0f} s  {case.name}: {told(rows[-1])}", flush=True)
         if not options.only:
-            with RUNS.open("a", encoding="utf-8") as file:
+            with RUNS.open("a" if len(rows) > 1 else "w", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             write(summary(rows, plans))
     results = summary(rows, plans)
     if not options.only:
         write(results)
     show(results)
+
+
+def missing(cases: Sequence[Case], rows: Sequence[Row], rounds: int) -> list[tuple[int, Case]]:
+    """The runs of all rounds that are not among the rows."""
+    done = {(row["round"], row["case"]) for row in rows}
+    return [(number, case) for number in range(rounds) for case in cases if (number, case.name) not in done]
 
 
 def told(row: Row) -> str:

@@ -14,13 +14,20 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def calibrations() -> list[str]:
+    """The machine's calibrations, the last of which is in use."""
+    return ["calibration 0"]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, calibrations: list[str]) -> Any:
     """The benchmark with runs that take the seconds of a table, and its results in a folder of their own."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module: Any = importlib.import_module("clock_here")
     monkeypatch.setattr(module, "RUNS", tmp_path / "runs.jsonl")
     monkeypatch.setattr(module, "SUMMARY", tmp_path / "summary.json")
-    monkeypatch.setattr(module, "tables", lambda: "today")
+    monkeypatch.setattr(module, "tables", lambda: calibrations[-1])
+    monkeypatch.setattr(module, "calibrate", lambda: calibrations.append(f"calibration {len(calibrations)}"))
     monkeypatch.setattr(module, "CASES", module.CASES[1:3])
     monkeypatch.setattr(module, "CHOICES", module.CHOICES[1:2])
     monkeypatch.setattr(module, "RIVALS", ())
@@ -57,12 +64,25 @@ def test_rounds_are_medians_and_a_choice_has_its_regret(clock: Any, monkeypatch:
     assert "| 2.000 s |" in found["table"]
 
 
-def test_a_second_start_goes_on(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_goes_on(clock: Any, monkeypatch: pytest.MonkeyPatch, calibrations: list[str]) -> None:
     assert ran(clock, monkeypatch, "--minutes", "-1") == []
     assert len(ran(clock, monkeypatch, "--rounds", "1")) == 3
     assert len(ran(clock, monkeypatch, "--rounds", "2")) == 3
-    monkeypatch.setattr(clock, "tables", lambda: "another calibration")
+    rows = [json.loads(line) for line in clock.RUNS.read_text().splitlines()]
+    assert [row["calibration"] for row in rows] == ["calibration 1"] * 3 + ["calibration 2"] * 3
+    calibrations.append("another calibration")
     assert len(ran(clock, monkeypatch, "--rounds", "1")) == 3
+    assert len(clock.RUNS.read_text().splitlines()) == 3
+
+
+def test_a_round_that_was_interrupted_keeps_its_calibration(
+    clock: Any, monkeypatch: pytest.MonkeyPatch, calibrations: list[str]
+) -> None:
+    ran(clock, monkeypatch, "--rounds", "1")
+    lines = clock.RUNS.read_text().splitlines(keepends=True)
+    clock.RUNS.write_text("".join(lines[:2]))
+    assert len(ran(clock, monkeypatch, "--rounds", "1")) == 1
+    assert calibrations == ["calibration 0", "calibration 1"]
 
 
 def test_recipes_of_the_cases_are_sound_and_cover_every_axis(monkeypatch: pytest.MonkeyPatch) -> None:
