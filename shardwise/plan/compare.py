@@ -10,9 +10,12 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.units import format_bytes
+from shardwise.plan.compose_align import NotComposable
 from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import UNKNOWN, Judgement, Predictor
+from shardwise.plan.quick import record_in_proportion
 from shardwise.plan.read_ahead import ReadAhead
+from shardwise.plan.worst_rank import EVERY_RANK
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, has_stages, layout_of
 
 
@@ -35,22 +38,22 @@ class Neighbours:
         self._close()
 
     def expect(self, strategy: Strategy) -> None:
-        """Begin with a strategy's neighbours, and end those of another. Of stages, the worst rank must be known."""
+        """Begin with a strategy's neighbours, and end those of another. Of stages, the prediction must be known."""
         if strategy != self._of and not has_stages(self._layout(strategy)):
             self._begin(strategy, None)
 
     def record(self, chosen: Prediction) -> None:
         """Record the neighbours of the chosen strategy."""
         if chosen.strategy != self._of:
-            self._begin(chosen.strategy, None if chosen.run.place is None else chosen.rank)
+            self._begin(chosen.strategy, None if chosen.run.place is None else chosen)
         assert self._ahead is not None
         for number, neighbour in enumerate(self._listed):
             self.predictor.adopt(neighbour, self._ahead.get(number))
 
-    def _begin(self, strategy: Strategy, rank: int | None) -> None:
+    def _begin(self, strategy: Strategy, staged: Prediction | None) -> None:
         self._close()
         self._of, self._listed = strategy, self._unknown(strategy)
-        run = partial(_predicted, self.predictor, self._layout(strategy), rank)
+        run = partial(_predicted, self.predictor, self._layout(strategy), staged)
         self._ahead = ReadAhead(run, self._listed, self.predictor.quiet)
 
     def _close(self) -> None:
@@ -75,23 +78,39 @@ class Neighbours:
 
 
 def _predicted(
-    predictor: Predictor, layout: Layout, rank: int | None, neighbour: Strategy
+    predictor: Predictor, layout: Layout, staged: Prediction | None, neighbour: Strategy
 ) -> Judgement | None:
     """A neighbour's judgement; None for one that cannot be built here because a package is missing.
 
     Args:
-        rank: the worst one of the strategy that is compared, whose layout is given; None where all are alike.
+        layout: of the strategy that is compared.
+        staged: the prediction of that strategy's worst rank; None where all ranks are alike.
     """
     same = layout_of(neighbour, predictor.cluster.world_size) == layout
     try:
-        if predictor.may_fit(neighbour):
-            ranks = [rank] if same and rank is not None else None
+        if predictor.may_fit(neighbour) and not (staged and _estimated(predictor, staged, neighbour)):
+            ranks = [staged.rank] if same and staged is not None else None
             predictor.predict(neighbour, quick=True, ranks=ranks, once=True)
     except RecipeError:
         return None
     except Exception as error:  # of the model or a kernel, in a strategy that is only compared
         predictor.record_failure(neighbour, error)
     return predictor.judgement(neighbour)
+
+
+def _estimated(predictor: Predictor, staged: Prediction, neighbour: Strategy) -> bool:
+    """Whether a neighbour has stages in a large world, and its figures were estimated and recorded.
+
+    Dry runs of its ranks would take many seconds each.
+    """
+    world_size = predictor.cluster.world_size
+    if world_size <= EVERY_RANK or not has_stages(layout_of(neighbour, world_size)):
+        return False
+    try:
+        record_in_proportion(predictor, neighbour, staged)
+    except NotComposable:
+        return False
+    return True
 
 
 def judged(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:

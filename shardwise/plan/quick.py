@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from shardwise.core.strategy import Strategy
 from shardwise.plan.compose_align import NotComposable
 from shardwise.plan.lower_bound import least_state_bytes
+from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import Predictor
 from shardwise.plan.sketch import Share, Sketch
 from shardwise.technique import AXES, has_stages, layout_of, micro_batches, stretch, without_stages
@@ -56,17 +57,44 @@ def quick_figures(predictor: Predictor, strategy: Strategy, once: bool = False) 
 
 def figures_of_stages(predictor: Predictor, strategy: Strategy) -> Quick:
     """The same of stages of equal work, estimated. Raises NotComposable."""
+    return _judged(predictor, strategy, sketch_of_stages(predictor, strategy), record=False)
+
+
+def record_in_proportion(predictor: Predictor, strategy: Strategy, known: Prediction) -> None:
+    """Record a strategy with stages: its estimate, times what another one's prediction is over its own estimate.
+
+    Raises NotComposable.
+    """
+    other, found = (sketch_of_stages(predictor, each) for each in (known.strategy, strategy))
+    size = found.bytes * (known.sum_bytes - known.peak.ledger.overhead) // other.bytes
+    seconds = found.seconds * known.step.seconds / other.seconds
+    scaled = replace(found, bytes=size, seconds=seconds, communicators=known.run.communicators)
+    _judged(predictor, strategy, scaled, record=True)
+
+
+def sketch_of_stages(predictor: Predictor, strategy: Strategy) -> Sketch:
+    """A rank's share of the sketch of the strategy without stages, and without the communicators of stages.
+
+    Raises NotComposable.
+    """
     layout = layout_of(strategy, predictor.cluster.world_size)
     count = micro_batches(strategy, layout, predictor.recipe.batch_size)
     ranks = math.prod(layout.degree(axis.name) for axis in AXES if axis.stages)
     waits, flat = stretch(strategy, count), without_stages(strategy)
-    share = Share(1 / ranks, 1 / ranks, waits.kept, waits.longer)
-    found = predictor.sketched(flat, count, share)
-    # Sharded states are divided among as many ranks with and without stages.
+    here, there = _state_bytes(predictor, strategy), _state_bytes(predictor, flat)
+    found = predictor.sketched(
+        flat, count, Share(1 / ranks, 1 / ranks, waits.kept, waits.longer, here / there)
+    )
+    # A single group of shards has as many ranks with and without stages, so its part does not get smaller.
+    size, host = found.bytes + int(here - there / ranks), int(found.host_bytes * here / there)
+    return replace(found, bytes=size, host_bytes=host)
+
+
+def _state_bytes(predictor: Predictor, strategy: Strategy) -> int:
+    """Bytes of a rank's weights and optimizer state, at least."""
+    layout = layout_of(strategy, predictor.cluster.world_size)
     counts = predictor.parameter_counts
-    sharded = least_state_bytes(counts, strategy, layout, predictor.recipe, predictor.cluster)
-    more = int(sharded * (1 - 1 / ranks))
-    return _judged(predictor, strategy, replace(found, bytes=found.bytes + more), record=False)
+    return least_state_bytes(counts, strategy, layout, predictor.recipe, predictor.cluster)
 
 
 def _judged(predictor: Predictor, strategy: Strategy, found: Sketch, record: bool) -> Quick:

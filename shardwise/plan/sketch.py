@@ -52,12 +52,14 @@ class Share(NamedTuple):
         work: the share of the passes.
         states, activations: the share of weights, gradients and optimizer state, and of the activations.
         longer: by how much the passes take longer because ranks wait for each other.
+        updates: the share of the other phases' kernels, such as those of the optimizer.
     """
 
     work: float = 1.0
     states: float = 1.0
     activations: float = 1.0
     longer: float = 1.0
+    updates: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Sketcher:
                 calls[number] = calls[number] - each if number in calls else -each
         table = np.tensordot(weights, seconds, 1)
         table[: len(PASSES)] *= share.work
+        table[len(PASSES) :] *= share.updates
         rows = np.maximum(table, 0.0).tolist()
         sums = {phase: row for phase, row in zip(PHASES, rows, strict=True) if any(row)}
         exchanges = self._exchanges(calls, layout, weights, share)

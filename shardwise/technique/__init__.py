@@ -6,6 +6,7 @@ write its file and add it here (docs/how-to/add-a-technique.md).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -190,9 +191,10 @@ def stages_of(strategy: Strategy) -> int:
 
 
 def without_stages(strategy: Strategy) -> Strategy:
-    """The strategy with all blocks on every rank."""
-    divide = (each for each in ORDER if isinstance(each, Dividing) and any(axis.stages for axis in each.axes))
-    return strategy.with_values(**{s.key: s.default for each in divide for s in each.settings})
+    """The strategy with all blocks on every rank, on as many devices."""
+    divide, ranks = (each for each in ORDER if isinstance(each, Dividing)), strategy[PIPELINE_PARALLEL]
+    changed = (each.without_stages(strategy, ranks).items() for each in divide)
+    return strategy.with_values(**dict(itertools.chain.from_iterable(changed)))
 
 
 def stretch(strategy: Strategy, micro_batches: int) -> Stretch:

@@ -122,6 +122,11 @@ class Dividing(Technique):
     @abstractmethod
     def degrees(self, strategy: Strategy, left: int) -> Mapping[str, int]: ...
 
+    def without_stages(self, strategy: Strategy, ranks: int) -> Mapping[str, object]:
+        """Settings that differ where all blocks are on each of the ``ranks`` that have stages now."""
+        stages = any(axis.stages for axis in self.axes)
+        return {s.key: s.default for s in self.settings} if stages else {}
+
     def stretch(self, strategy: Strategy, micro_batches: int) -> Stretch:
         """What its stages make of a step."""
         return Stretch()

@@ -123,6 +123,11 @@ class ZeRO(Dividing):
         copies = left if strategy[ZERO_STAGE] == 0 else strategy[REPLICATE]
         return {COPIES: copies, SHARDS: max(1, left // copies)}
 
+    def without_stages(self, strategy: Strategy, ranks: int) -> dict[str, object]:
+        """Copies of groups of as many shards; a single group shards over all ranks."""
+        copies = strategy[REPLICATE]
+        return {REPLICATE.key: copies * ranks if copies > 1 else copies}
+
     def label(self, strategy: Strategy, layout: Layout) -> str:
         shards, copies, sequence = (layout.degree(axis) for axis in (SHARDS, COPIES, "sequence"))
         if strategy[ZERO_STAGE] == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -132,3 +133,32 @@ def test_neighbours_of_stages_are_predicted_once_their_worst_rank_is_known() -> 
     with Neighbours(predictor) as ahead:
         ahead.expect(staged)
         assert not predictor.candidates and not read_ahead._running
+
+
+def test_neighbours_of_stages_in_a_large_world_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank of a neighbour with stages is dry-run; its figures are near those that a dry run gives."""
+    asked = recipe_of(
+        {"model": {**MODEL, "layers": 16, "width": 128}, "data": {"sequence_length": 64}, "steps": 2}
+        | {"batch_size": 128, "cluster": {"preset": "16xH100-80GB"}, "strategy": {"pipeline_parallel": 2}},
+        SETTINGS,
+    )
+    predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+    strategy = strategy_from({"precision": "bf16", "micro_batch_size": 2, "pipeline_parallel": 2})
+    chosen = predictor.predict(strategy, quick=False)
+    predicted = list[Strategy]()
+    predict = Predictor.predict
+
+    def noted(self: Predictor, strategy: Strategy, **options: Any) -> Prediction:
+        predicted.append(strategy)
+        return predict(self, strategy, **options)
+
+    neighbour = strategy.with_values(activation_checkpointing="full")
+    monkeypatch.setattr(Predictor, "predict", noted)
+    monkeypatch.setattr(Predictor, "possible", lambda *_: iter([neighbour]))
+    with Neighbours(predictor) as neighbours:
+        neighbours.record(chosen)
+    candidate = predictor.candidates[neighbour]
+    assert not predicted and candidate.peak_is == "estimated"
+    own = predict(predictor, neighbour, quick=True)
+    assert candidate.step_seconds == pytest.approx(own.step.seconds, rel=0.1)
+    assert candidate.peak_bytes == pytest.approx(own.sum_bytes, rel=0.1)

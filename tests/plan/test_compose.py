@@ -19,7 +19,7 @@ from shardwise.plan.compose_align import NotComposable
 from shardwise.plan.compose_corner import Corner, Point
 from shardwise.plan.compose_sum import ROLES, Composed
 from shardwise.plan.predictor import Predictor
-from shardwise.plan.quick import figures_of_stages
+from shardwise.plan.quick import figures_of_stages, sketch_of_stages
 from shardwise.plan.read_ahead import ReadAhead
 from shardwise.plan.timing import step_time
 from shardwise.recipe.load import recipe_of
@@ -31,6 +31,7 @@ from shardwise.technique import (
     micro_batches,
     refuse_unsupported,
     strategy_from,
+    without_stages,
 )
 
 LENGTH = 512
@@ -243,3 +244,35 @@ def test_what_stages_need_is_counted_ahead(monkeypatch: pytest.MonkeyPatch) -> N
             figures_of_stages(of, strategy.with_values(micro_batch_size=1))
     assert ahead and set(counted) == set(ahead)
     assert {point.passes for point in counted} == {1, ROLES}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"zero_stage": 0},
+        {"zero_stage": 3},
+        {"zero_stage": 1, "replicate": 2},
+        {"zero_stage": 3, "replicate": 2},
+        {"zero_stage": 1, "pipeline_parallel": 4},
+    ],
+    ids=str,
+)
+def test_estimates_of_stages_hold_what_predictions_of_their_ranks_hold(settings: dict[str, Any]) -> None:
+    """Embedding and head are small, so that stages have about equal work."""
+    values = recipe(64, preset="16xH100-80GB").model_dump(exclude_none=True)
+    values["model"] = {**MODEL, "layers": 16, "width": 512, "ffn": 1536, "vocab": 256}
+    of = predictor(recipe_of(values, SETTINGS))
+    strategy = strategy_from({"precision": "bf16", "micro_batch_size": 2, "pipeline_parallel": 2, **settings})
+    estimate = sketch_of_stages(of, strategy)
+    own = of.predict(strategy, quick=True)
+    assert estimate.bytes == pytest.approx(own.sum_bytes - own.peak.ledger.overhead, rel=0.05)
+    assert estimate.seconds == pytest.approx(own.step.seconds, rel=0.25)
+
+
+def test_without_stages_groups_of_shards_keep_their_size() -> None:
+    strategy = strategy_from({"zero_stage": 3, "replicate": 2, "pipeline_parallel": 4})
+    whole = without_stages(strategy)
+    degrees = [layout_of(each, 64).degree("shard") for each in (strategy, whole)]
+    assert degrees == [8, 8] and layout_of(whole, 64).degree("replicate") == 8
+    alone = without_stages(strategy_from({"zero_stage": 3, "pipeline_parallel": 4}))
+    assert layout_of(alone, 64).degree("shard") == 64
