@@ -17,11 +17,11 @@ fp16 weights without master weights, whose updates vanish below 1/2048 of the we
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.core.strategy import Layout, Setting, Strategy
-from shardwise.technique.base import Wrapping
+from shardwise.technique.base import STATES, Wrapping
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Dtypes, Site
 
@@ -96,6 +96,11 @@ class Precision(Wrapping):
     rounds = True
     settings = (PRECISION, MASTER_WEIGHTS, REDUCE_DTYPE, BUFFER_DTYPE)
     rules = RULES
+
+    def within(self, strategy: Strategy, part: str | None) -> Mapping[str, object]:
+        """Weights are stored where the states are; the other settings change everything."""
+        own = super().within(strategy, part)
+        return own if part == STATES else {**own, MASTER_WEIGHTS.key: MASTER_WEIGHTS.default}
 
     def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
         """Digits are the recipe's to choose, unless it allows the planner 8-bit products."""

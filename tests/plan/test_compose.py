@@ -40,6 +40,7 @@ MODEL = {"layers": 6, "width": 128, "heads": 4, "kv_heads": 2, "ffn": 320, "voca
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "bf16", "fp32", "fp16"),
+    "master_weights": (True, True, False),
     "zero_stage": (0, 1, 2, 3),
     "replicate": (1, 1, 2),
     "tensor_parallel": (1, 1, 2),
@@ -109,6 +110,7 @@ def drawn(seed: int, asked: Recipe) -> Iterator[Strategy]:
     ("batch_size", "values"),
     [
         (16, {"zero_stage": 3, "activation_checkpointing": "full", "micro_batch_size": 4}),
+        (16, {"master_weights": False, "zero_stage": 2, "loss": "chunked", "micro_batch_size": 2}),
         pytest.param(4, {"zero_stage": 1, "loss": "chunked"}, marks=pytest.mark.long),
         pytest.param(
             32,
