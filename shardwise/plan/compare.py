@@ -10,12 +10,10 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.units import format_bytes
-from shardwise.plan.compose_align import NotComposable
 from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import UNKNOWN, Judgement, Predictor
-from shardwise.plan.quick import record_in_proportion
+from shardwise.plan.quick import figures_in_proportion, figures_of
 from shardwise.plan.read_ahead import ReadAhead
-from shardwise.plan.worst_rank import EVERY_RANK
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, has_stages, layout_of
 
 
@@ -88,7 +86,10 @@ def _predicted(
     """
     same = layout_of(neighbour, predictor.cluster.world_size) == layout
     try:
-        if predictor.may_fit(neighbour) and not (staged and _estimated(predictor, staged, neighbour)):
+        known = staged and figures_of(predictor, staged)
+        if predictor.may_fit(neighbour) and not (
+            known and figures_in_proportion(predictor, neighbour, known)
+        ):
             ranks = [staged.rank] if same and staged is not None else None
             predictor.predict(neighbour, quick=True, ranks=ranks, once=True)
     except RecipeError:
@@ -96,21 +97,6 @@ def _predicted(
     except Exception as error:  # of the model or a kernel, in a strategy that is only compared
         predictor.record_failure(neighbour, error)
     return predictor.judgement(neighbour)
-
-
-def _estimated(predictor: Predictor, staged: Prediction, neighbour: Strategy) -> bool:
-    """Whether a neighbour has stages in a large world, and its figures were estimated and recorded.
-
-    Dry runs of its ranks would take many seconds each.
-    """
-    world_size = predictor.cluster.world_size
-    if world_size <= EVERY_RANK or not has_stages(layout_of(neighbour, world_size)):
-        return False
-    try:
-        record_in_proportion(predictor, neighbour, staged)
-    except NotComposable:
-        return False
-    return True
 
 
 def judged(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Strategy
 from shardwise.plan.predictor import Predictor
-from shardwise.plan.quick import Quick, quick_figures
+from shardwise.plan.quick import Quick, figures_in_proportion, quick_figures
 from shardwise.technique import SETTINGS
 
 _MOST = 0.15
@@ -39,7 +39,8 @@ def with_one_time_costs(
             for strategy in predictor.possible([best.strategy.with_values(**{setting.key: value})]):
                 expect(strategy)
                 try:
-                    found = quick_figures(predictor, strategy, once=True)
+                    found = figures_in_proportion(predictor, strategy, best)
+                    found = found or quick_figures(predictor, strategy, once=True)
                 except RecipeError:  # the model refuses
                     continue
                 if found.fits and found.seconds < best.seconds - least:

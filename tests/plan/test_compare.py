@@ -15,6 +15,7 @@ from shardwise.plan import compare, read_ahead
 from shardwise.plan.compare import Neighbours, judged
 from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import Predictor
+from shardwise.plan.quick import UNSURE, figures_in_proportion, quick_figures
 from shardwise.recipe.load import recipe_of
 from shardwise.report.tables import peak_of
 from shardwise.technique import SETTINGS, strategy_from
@@ -162,3 +163,19 @@ def test_neighbours_of_stages_in_a_large_world_are_estimated(monkeypatch: pytest
     own = predict(predictor, neighbour, quick=True)
     assert candidate.step_seconds == pytest.approx(own.step.seconds, rel=0.1)
     assert candidate.peak_bytes == pytest.approx(own.sum_bytes, rel=0.1)
+
+
+def test_where_it_is_not_sure_to_fit_ranks_are_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recipe_of(
+        {"model": {**MODEL, "layers": 8}, "data": {"sequence_length": 64}, "steps": 2, "batch_size": 128}
+        | {"cluster": {"preset": "16xH100-80GB"}},
+        SETTINGS,
+    )
+    predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+    strategy = strategy_from({"precision": "bf16", "micro_batch_size": 2, "pipeline_parallel": 2})
+    neighbour = strategy.with_values(activation_checkpointing="full")
+    known = quick_figures(predictor, strategy)
+    found = figures_in_proportion(predictor, neighbour, known)
+    assert found is not None and predictor.candidates[neighbour].peak_is == "estimated"
+    monkeypatch.setattr(Predictor, "budget_bytes", int(found.bytes * (1 + UNSURE / 2)))
+    assert figures_in_proportion(predictor, neighbour, known) is None

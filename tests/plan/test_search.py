@@ -24,6 +24,9 @@ from shardwise.technique.zero import ZERO_STAGE
 
 MODEL = {"layers": 2, "width": 256, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 1024, "context": 128}
 DEEP = MODEL | {"layers": 6}
+DEEPER = MODEL | {"layers": 8}
+"""Whose quick predictions are extrapolated from 4 and 5 blocks."""
+
 ONE_AXIS = {"tensor_parallel": 1, "sequence_parallel": 1, "pipeline_parallel": 1}
 """Data parallelism alone; tests/plan/test_choose.py looks at the other axes."""
 
@@ -179,10 +182,16 @@ def test_the_plan_survives_json() -> None:
     assert set(data["step"]) >= {"seconds", "tokens", "flops", "traffic_bytes", "mfu"}
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), 3])
-def test_a_quick_prediction_is_the_full_one(stage: int) -> None:
-    asked = recipe(model=DEEP)
-    strategy = strategy_from({"precision": "bf16", "zero_stage": stage, "micro_batch_size": 8})
+@pytest.mark.parametrize(
+    ("stage", "recomputed"),
+    [(0, "none"), pytest.param(1, "none", marks=pytest.mark.long), (3, "none"), (3, "full")],
+)
+def test_a_quick_prediction_is_the_full_one(stage: int, recomputed: str) -> None:
+    """Of two and three blocks that are sharded and recomputed, the difference would be 67 % too much for twelve."""
+    asked = recipe(model=DEEPER)
+    strategy = strategy_from({"precision": "bf16", "zero_stage": stage, "micro_batch_size": 8}).with_values(
+        activation_checkpointing=recomputed
+    )
     arguments = (asked, blueprint_of(asked), strategy, cluster_of(asked.cluster))
     quick, full = predict(*arguments, quick=True), predict(*arguments)
     assert quick.sum_bytes == full.sum_bytes
@@ -195,7 +204,7 @@ def test_a_peak_after_the_first_block_is_extrapolated_as_well(monkeypatch: pytes
     """Few tokens: the gradients outweigh the saved activations, and are complete when the embedding is done."""
     from shardwise.plan import predict as module
 
-    values = {"model": DEEP, "data": {"sequence_length": 8}, "steps": 2, "batch_size": 1}
+    values = {"model": DEEPER, "data": {"sequence_length": 8}, "steps": 2, "batch_size": 1}
     asked = recipe_of({**values, "cluster": {"device": "cpu"}}, SETTINGS)
     arguments = (asked, blueprint_of(asked), strategy_from({}), cluster_of(asked.cluster))
     full = predict(*arguments)
@@ -205,7 +214,7 @@ def test_a_peak_after_the_first_block_is_extrapolated_as_well(monkeypatch: pytes
     monkeypatch.setattr(read_ahead, "usable_cores", lambda: 1)
     quick = predict(*arguments, quick=True)
     assert (full.peak.phase, full.peak.where) == ("backward", "embed_tokens")
-    assert (quick.peak.bytes, depths) == (full.peak.bytes, [2, 3])
+    assert (quick.peak.bytes, depths) == (full.peak.bytes, [4, 5])
 
 
 def test_resharding_llama_3_8b_saves_what_was_published() -> None:
