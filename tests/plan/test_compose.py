@@ -18,6 +18,7 @@ from shardwise.plan import compose, compose_corner
 from shardwise.plan.compose_align import NotComposable
 from shardwise.plan.compose_corner import Corner, Point
 from shardwise.plan.compose_sum import ROLES, Composed
+from shardwise.plan.predict import predict
 from shardwise.plan.predictor import Predictor
 from shardwise.plan.quick import figures_of_stages, sketch_of_stages
 from shardwise.plan.read_ahead import ReadAhead
@@ -278,3 +279,20 @@ def test_without_stages_groups_of_shards_keep_their_size() -> None:
     assert degrees == [8, 8] and layout_of(whole, 64).degree("replicate") == 8
     alone = without_stages(strategy_from({"zero_stage": 3, "pipeline_parallel": 4}))
     assert layout_of(alone, 64).degree("shard") == 64
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_random_strategies_are_extrapolated_as_counted(seed: int) -> None:
+    """Ten strategies of one recipe for each seed, with and without stages, from models of four and five blocks."""
+    values = recipe(16, preset="16xH100-80GB").model_dump(exclude_none=True)
+    asked = recipe_of({**values, "model": {**MODEL, "layers": (11, 12, 16, 21)[seed]}}, SETTINGS)
+    blueprint, cluster = blueprint_of(asked), cluster_of(asked.cluster)
+    strategies, staged = drawn(seed, asked), random.Random(seed)
+    for _ in range(10):
+        strategy = next(strategies).with_values(pipeline_parallel=staged.choice((1, 1, 2)))
+        if any(broken_rules(strategy, 16, asked)):
+            continue
+        quick, full = (predict(asked, blueprint, strategy, cluster, quick=each) for each in (True, False))
+        assert quick.sum_bytes == pytest.approx(full.sum_bytes, rel=0.01), strategy
+        assert quick.step.seconds == pytest.approx(full.step.seconds, rel=0.05), strategy
