@@ -103,20 +103,14 @@ def sketch_of_stages(predictor: Predictor, strategy: Strategy) -> Sketch:
     count = micro_batches(strategy, layout, predictor.recipe.batch_size)
     ranks = math.prod(layout.degree(axis.name) for axis in AXES if axis.stages)
     waits, flat = stretch(strategy, count), without_stages(strategy)
-    here, there = _state_bytes(predictor, strategy), _state_bytes(predictor, flat)
-    found = predictor.sketched(
-        flat, count, Share(1 / ranks, 1 / ranks, waits.kept, waits.longer, here / there)
-    )
-    # A single group of shards has as many ranks with and without stages, so its part does not get smaller.
-    size, host = found.bytes + int(here - there / ranks), int(found.host_bytes * here / there)
-    return replace(found, bytes=size, host_bytes=host)
-
-
-def _state_bytes(predictor: Predictor, strategy: Strategy) -> int:
-    """Bytes of a rank's weights and optimizer state, at least."""
-    layout = layout_of(strategy, predictor.cluster.world_size)
+    copies = layout_of(flat, predictor.cluster.world_size).degree("replicate")
+    # A rank's share of states in proportion to the model without stages: 1 where a single group shards over all ranks.
+    held = layout.degree("replicate") / copies
+    found = predictor.sketched(flat, count, Share(1 / ranks, 1 / ranks, waits.kept, waits.longer, held))
     counts = predictor.parameter_counts
-    return least_state_bytes(counts, strategy, layout, predictor.recipe, predictor.cluster)
+    states = least_state_bytes(counts, strategy, layout, predictor.recipe, predictor.cluster)
+    size = found.bytes + int(states * (1 - 1 / (held * ranks)))
+    return replace(found, bytes=size, host_bytes=int(found.host_bytes * held))
 
 
 def _judged(

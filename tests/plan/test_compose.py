@@ -257,6 +257,7 @@ def test_what_stages_need_is_counted_ahead(monkeypatch: pytest.MonkeyPatch) -> N
         {"zero_stage": 1, "replicate": 2},
         {"zero_stage": 3, "replicate": 2},
         {"zero_stage": 1, "pipeline_parallel": 4},
+        {"zero_stage": 3, "offload": "optimizer+parameters"},
     ],
     ids=str,
 )
