@@ -53,6 +53,7 @@ class Share(NamedTuple):
         states, activations: the share of weights, gradients and optimizer state, and of the activations.
         longer: by how much the passes take longer because ranks wait for each other.
         updates: the share of the other phases' kernels, such as those of the optimizer.
+        layout: the mesh on which its collectives take place; None for the strategy's own.
     """
 
     work: float = 1.0
@@ -60,6 +61,7 @@ class Share(NamedTuple):
     activations: float = 1.0
     longer: float = 1.0
     updates: float = 1.0
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -138,21 +140,27 @@ class Sketcher:
         self, calls: Mapping[int, Floats], layout: Layout, weights: Floats, share: Share
     ) -> Sequence[CollectiveCalls]:
         found, collectives = [], list(self._numbers)
-        for number, each in calls.items():
-            total = float(each @ weights)
+        for number, counts in calls.items():
+            total = float(counts @ weights)
             if total <= 0:
                 continue
             collective = collectives[number]
-            passes = float((each[1:] > 0) @ weights[1:]) or 1.0
+            passes = float((counts[1:] > 0) @ weights[1:]) or 1.0
             if collective.phase in PASSES:
                 total *= share.work
-            found.append(CollectiveCalls(collective, total, passes, self._each(number, collective, layout)))
+            each = self._each(number, collective, layout, share.layout or layout)
+            found.append(CollectiveCalls(collective, total, passes, each))
         return found
 
-    def _each(self, number: int, collective: Collective, layout: Layout) -> float:
-        key = (layout, number)
+    def _each(self, number: int, collective: Collective, counted: Layout, placed: Layout) -> float:
+        """Seconds of one call on the mesh ``placed``, where it was counted on another one."""
+        key = (placed, number)
         if key not in self._seconds:
-            self._seconds[key] = collective_seconds(replace(collective, calls=1), layout, self.cluster)
+            axis, degree = collective.axis, collective.degree
+            if axis in counted:
+                degree = degree * placed.degree(axis) // counted.degree(axis)
+            one = replace(collective, calls=1, degree=degree)
+            self._seconds[key] = collective_seconds(one, placed, self.cluster) if degree > 1 else 0.0
         return self._seconds[key]
 
     def _work(self, form: LinearForm, depth: int, size: int) -> _Work:
