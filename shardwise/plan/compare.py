@@ -14,6 +14,7 @@ from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import UNKNOWN, Judgement, Predictor
 from shardwise.plan.quick import figures_in_proportion, figures_of
 from shardwise.plan.read_ahead import ReadAhead
+from shardwise.plan.worst_rank import EVERY_RANK
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, has_stages, layout_of
 
 
@@ -84,13 +85,15 @@ def _predicted(
         layout: of the strategy that is compared.
         staged: the prediction of that strategy's worst rank; None where all ranks are alike.
     """
-    same = layout_of(neighbour, predictor.cluster.world_size) == layout
+    world_size = predictor.cluster.world_size
+    small, same = world_size <= EVERY_RANK, layout_of(neighbour, world_size) == layout
+    known = staged and figures_of(predictor, staged)
     try:
-        known = staged and figures_of(predictor, staged)
         if predictor.may_fit(neighbour) and not (
             known and figures_in_proportion(predictor, neighbour, known)
         ):
-            ranks = [staged.rank] if same and staged is not None else None
+            # In a large world another kind of rank may be the worst.
+            ranks = [staged.rank] if staged is not None and small and same else None
             predictor.predict(neighbour, quick=True, ranks=ranks, once=True)
     except RecipeError:
         return None
