@@ -20,7 +20,7 @@ from shardwise.plan.sketch import Share, Sketch
 from shardwise.plan.worst_rank import EVERY_RANK
 from shardwise.technique import AXES, has_stages, layout_of, micro_batches, stretch, without_stages
 
-UNSURE = 0.5
+UNSURE = 0.4
 """Relative error of memory that is estimated in proportion. Of 405B weights on 32 stages it was 35 %: which moment is
 the highest depends on how much the micro-batches in flight hold."""
 
