@@ -139,7 +139,7 @@ def test_neighbours_of_stages_are_predicted_once_their_worst_rank_is_known() -> 
 def test_neighbours_of_stages_in_a_large_world_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank of a neighbour with stages is dry-run; its figures are near those that a dry run gives."""
     asked = recipe_of(
-        {"model": {**MODEL, "layers": 16, "width": 128}, "data": {"sequence_length": 64}, "steps": 2}
+        {"model": {**MODEL, "layers": 6, "width": 128}, "data": {"sequence_length": 64}, "steps": 2}
         | {"batch_size": 128, "cluster": {"preset": "16xH100-80GB"}, "strategy": {"pipeline_parallel": 2}},
         SETTINGS,
     )
@@ -167,7 +167,7 @@ def test_neighbours_of_stages_in_a_large_world_are_estimated(monkeypatch: pytest
 
 def test_where_it_is_not_sure_to_fit_ranks_are_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = recipe_of(
-        {"model": {**MODEL, "layers": 8}, "data": {"sequence_length": 64}, "steps": 2, "batch_size": 128}
+        {"model": {**MODEL, "layers": 6}, "data": {"sequence_length": 64}, "steps": 2, "batch_size": 128}
         | {"cluster": {"preset": "16xH100-80GB"}},
         SETTINGS,
     )

@@ -111,7 +111,11 @@ def drawn(seed: int, asked: Recipe) -> Iterator[Strategy]:
     ("batch_size", "values"),
     [
         (16, {"zero_stage": 3, "activation_checkpointing": "full", "micro_batch_size": 4}),
-        (16, {"master_weights": False, "zero_stage": 2, "loss": "chunked", "micro_batch_size": 2}),
+        pytest.param(
+            16,
+            {"master_weights": False, "zero_stage": 2, "loss": "chunked", "micro_batch_size": 2},
+            marks=pytest.mark.long,
+        ),
         pytest.param(4, {"zero_stage": 1, "loss": "chunked"}, marks=pytest.mark.long),
         pytest.param(
             32,
@@ -253,10 +257,10 @@ def test_what_stages_need_is_counted_ahead(monkeypatch: pytest.MonkeyPatch) -> N
     "settings",
     [
         {"zero_stage": 0},
-        {"zero_stage": 3},
-        {"zero_stage": 1, "replicate": 2},
+        pytest.param({"zero_stage": 3}, marks=pytest.mark.long),
+        pytest.param({"zero_stage": 1, "replicate": 2}, marks=pytest.mark.long),
         {"zero_stage": 3, "replicate": 2},
-        {"zero_stage": 1, "pipeline_parallel": 4},
+        pytest.param({"zero_stage": 1, "pipeline_parallel": 4}, marks=pytest.mark.long),
         {"zero_stage": 3, "offload": "optimizer+parameters"},
     ],
     ids=str,
