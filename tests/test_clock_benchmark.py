@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture
 def calibrations() -> list[str]:
-    """The machine's calibrations, the last of which is in use."""
+    """The machine's calibrations; the last one is in use."""
     return ["calibration 0"]
 
 
