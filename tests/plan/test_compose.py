@@ -41,7 +41,6 @@ MODEL = {"layers": 6, "width": 128, "heads": 4, "kv_heads": 2, "ffn": 320, "voca
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("bf16", "bf16", "fp32", "fp16"),
-    "master_weights": (True, True, False),
     "zero_stage": (0, 1, 2, 3),
     "replicate": (1, 1, 2),
     "tensor_parallel": (1, 1, 2),
@@ -100,8 +99,11 @@ def assert_sketched(predictor: Predictor, strategy: Strategy, found: Composed, s
 def drawn(seed: int, asked: Recipe) -> Iterator[Strategy]:
     """Random strategies that break no rule."""
     choose, cluster = random.Random(seed), cluster_of(asked.cluster)
+    masters = random.Random(seed)
     while True:
-        strategy = strategy_from({key: choose.choice(values) for key, values in CHOICES.items()})
+        values = {key: choose.choice(values) for key, values in CHOICES.items()}
+        without = values["precision"] == "bf16" and masters.random() < 0.3
+        strategy = strategy_from({**values, "master_weights": not without})
         if not any(broken_rules(strategy, cluster.world_size, asked)):
             refuse_unsupported(strategy.values, cluster.device, str)
             yield strategy
