@@ -25,7 +25,7 @@ from shardwise.technique.zero import ZERO_STAGE
 MODEL = {"layers": 2, "width": 256, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 1024, "context": 128}
 DEEP = MODEL | {"layers": 6}
 DEEPER = MODEL | {"layers": 8}
-"""Whose quick predictions are extrapolated from 4 and 5 blocks."""
+"""A model with quick predictions that are extrapolated from 4 and 5 blocks."""
 
 ONE_AXIS = {"tensor_parallel": 1, "sequence_parallel": 1, "pipeline_parallel": 1}
 """Data parallelism alone; tests/plan/test_choose.py looks at the other axes."""
@@ -187,7 +187,7 @@ def test_the_plan_survives_json() -> None:
     [(0, "none"), pytest.param(1, "none", marks=pytest.mark.long), (3, "none"), (3, "full")],
 )
 def test_a_quick_prediction_is_the_full_one(stage: int, recomputed: str) -> None:
-    """Of two and three blocks that are sharded and recomputed, the difference would be 67 % too much for twelve."""
+    """Sharded and recomputed blocks have a peak that cannot be extrapolated from two and three blocks."""
     asked = recipe(model=DEEPER)
     strategy = strategy_from({"precision": "bf16", "zero_stage": stage, "micro_batch_size": 8}).with_values(
         activation_checkpointing=recomputed
