@@ -31,7 +31,8 @@ from shardwise.technique import MICRO_BATCH_SIZE, OF_BLOCKS, PARTS, STATES, with
 
 SHALLOW = 4
 """Blocks of the shallower model: the first and the last differ from those between them, and what these hold in the
-backward pass is linear in their number, so its largest is at the second or at the last but one."""
+backward pass is linear in their number, so its largest is at the second or at the last but one. Where the treatment of
+blocks repeats itself after several, it is so many times as many."""
 
 
 @dataclass
@@ -47,7 +48,7 @@ class CountComposer:
     count: Counting
     depth: int
     sample_bytes: int
-    _forms: dict[tuple[Strategy, int, int | None], LinearForm] = field(default_factory=dict)
+    _forms: dict[tuple[Strategy, int, int, int], LinearForm] = field(default_factory=dict)
     _alignments: dict[tuple[int, ...], Alignment] = field(default_factory=dict)
     _unlike: set[tuple[Strategy, int]] = field(default_factory=set)
 
@@ -56,20 +57,28 @@ class CountComposer:
         return self.whole(strategy, micro_batches).composed(self.sample_bytes)
 
     def whole(self, strategy: Strategy, micro_batches: int) -> Sum:
-        """The terms of one strategy's sum. Raises NotComposable."""
+        """The terms of one strategy's sum, all of models with the same blocks. Raises NotComposable."""
+        terms = self._terms(strategy, micro_batches, SHALLOW)
+        deepest = max(term.form.depth for term in terms)
+        if terms[0].form.depth < deepest:  # its blocks between the first and the last are not all alike
+            terms = self._terms(strategy, micro_batches, deepest)
+        return Sum(terms, self._alignments, micro_batches, strategy[MICRO_BATCH_SIZE])
+
+    def _terms(self, strategy: Strategy, micro_batches: int, least: int) -> list[Term]:
+        """The terms, of models of at least so many blocks."""
         size = strategy[MICRO_BATCH_SIZE]
         single = strategy.with_values(**{MICRO_BATCH_SIZE.key: 1})
         passes = _run_of(micro_batches)
         origin = within(single, None)
-        plain = self._form(origin, 1, size)
+        plain = self._form(origin, 1, size, least)
         terms = [Term(plain, size, self.depth)]
         for part in PARTS:
             alone = within(single, part)
             if part == STATES and (alone != origin or passes > 1):
-                terms.append(Term(self._known(alone, passes, plain.size), plain.size, self.depth))
+                terms.append(Term(self._known(alone, passes, plain.size, least), plain.size, self.depth))
             elif alone != origin:
                 terms.append(self._alone(alone, part, plain, size))
-        return Sum(terms, self._alignments, micro_batches, size)
+        return terms
 
     @contextmanager
     def reading_ahead(self, wanted: Iterable[tuple[Strategy, Sequence[int]]]) -> Iterator[None]:
@@ -104,7 +113,7 @@ class CountComposer:
             alone = within(single, part)
             for passes in passes_run if part == STATES else (1,):
                 unchanged = part is not None and passes == 1 and alone == origin
-                if unchanged or (alone, passes, start) in self._forms:
+                if unchanged or (alone, passes, start, SHALLOW) in self._forms:
                     continue
                 yield Point(alone, SHALLOW, start, passes)
                 if part is None or part in (*OF_BLOCKS, STATES):
@@ -115,37 +124,39 @@ class CountComposer:
     def knows(self, strategy: Strategy) -> bool:
         """Whether the origin of a strategy has been counted."""
         origin = within(strategy.with_values(**{MICRO_BATCH_SIZE.key: 1}), None)
-        return any(known == origin for known, _, _ in self._forms)
+        return any(known == origin for known, *_ in self._forms)
 
     def _alone(self, strategy: Strategy, part: str, plain: LinearForm, size: int) -> Term:
         """What one part changes: in a model as shallow as the origin's base, if its blocks are the same."""
         if part not in OF_BLOCKS:
-            form = self._form(strategy, 1, size, deep=False)
+            form = self._form(strategy, 1, size, plain.depth, deep=False)
             if form.depth == plain.depth:
                 return Term(form, size, form.depth)
-        return Term(self._form(strategy, 1, size), size, self.depth)
+        return Term(self._form(strategy, 1, size, plain.depth), size, self.depth)
 
-    def _form(self, strategy: Strategy, passes: int, size: int, deep: bool = True) -> LinearForm:
+    def _form(
+        self, strategy: Strategy, passes: int, size: int, least: int, *, deep: bool = True
+    ) -> LinearForm:
         """A form for this size: linear in the size from 1, else from 2, else of this size alone."""
         for start in (1, 2) if size > 2 else (1,):
             if start == size:
-                return self._known(strategy, passes, size, deep=deep)
+                return self._known(strategy, passes, size, least, deep=deep)
             if (strategy, start) not in self._unlike:
-                form = self._known(strategy, passes, start, wide=True, deep=deep)
+                form = self._known(strategy, passes, start, least, wide=True, deep=deep)
                 try:
                     form.require_linear()
                     return form
                 except NotLinear:
                     self._unlike.add((strategy, start))
-                    self._forms[strategy, passes, start] = form.of_one_size()
-        return self._known(strategy, passes, size, deep=deep)
+                    self._forms[strategy, passes, start, least] = form.of_one_size()
+        return self._known(strategy, passes, size, least, deep=deep)
 
     def _known(
-        self, strategy: Strategy, passes: int, size: int, *, wide: bool = False, deep: bool = True
+        self, strategy: Strategy, passes: int, size: int, least: int, *, wide: bool = False, deep: bool = True
     ) -> LinearForm:
         """The form that starts at this size; ``wide`` asks for a larger micro-batch, too, ``deep`` for more blocks."""
-        key = (strategy, passes, size)
-        known = self._forms.get(key) or self._base(strategy, passes, size)
+        key = (strategy, passes, size, least)
+        known = self._forms.get(key) or self._base(strategy, passes, size, least)
         if deep and known.deeper is None and known.depth < self.depth:
             deeper = self.count(Point(strategy, known.depth + known.repeat, size, passes))
             known = known.with_corners(deeper=deeper)
@@ -154,14 +165,14 @@ class CountComposer:
         self._forms[key] = known
         return known
 
-    def _base(self, strategy: Strategy, passes: int, size: int) -> LinearForm:
+    def _base(self, strategy: Strategy, passes: int, size: int, least: int) -> LinearForm:
         """A form of one corner, whose blocks are repeated a whole number of times in the model."""
-        depth = min(SHALLOW, self.depth)
+        depth = min(least, self.depth)
         base = self.count(Point(strategy, depth, size, passes))
         repeat = base.repeat_every
         if repeat == 0:
             raise NotComposable("how a block is treated depends on the depth of the model")
-        least = max(depth, base.min_depth)
+        least = max(depth, SHALLOW * repeat, base.min_depth)
         least = min(least + (self.depth - least) % repeat, self.depth)
         if least > depth:
             depth, base = least, self.count(Point(strategy, least, size, passes))

@@ -282,8 +282,8 @@ def _quick(
             repeat = first.hints.repeat_every
             if repeat == 0:
                 break
-            if shallow < first.hints.min_depth:
-                shallow = first.hints.min_depth
+            if shallow < (least := max(SHALLOW * repeat, first.hints.min_depth)):
+                shallow = least
                 continue
             if over := (depth - shallow) % repeat:
                 shallow += over  # so that whole repetitions are missing from the model's own depth

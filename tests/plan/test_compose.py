@@ -113,6 +113,7 @@ def drawn(seed: int, asked: Recipe) -> Iterator[Strategy]:
     ("batch_size", "values"),
     [
         (16, {"zero_stage": 3, "activation_checkpointing": "full", "micro_batch_size": 4}),
+        (4, {"zero_stage": 3, "activation_checkpointing": "every:2", "offload": "activations"}),
         pytest.param(
             16,
             {"master_weights": False, "zero_stage": 2, "loss": "chunked", "micro_batch_size": 2},
