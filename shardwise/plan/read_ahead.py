@@ -9,7 +9,6 @@ backward pass (with a CUDA device in use), and where processes cannot be forked.
 
 from __future__ import annotations
 
-import gc
 import mmap
 import multiprocessing
 import os
@@ -25,6 +24,7 @@ from typing import Generic, TypeVar
 import torch
 
 from shardwise.hardware.this_machine import usable_cores
+from shardwise.plan.collector import frozen
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -149,12 +149,6 @@ class ReadAhead(Generic[T, R]):
 @contextmanager
 def _forking() -> Iterator[None]:
     """Keep the garbage collector from writing to pages that a child shares."""
-    gc.freeze()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of other threads: they only draw the progress
-            yield
-    finally:
-        gc.unfreeze()
+    with frozen(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads: they only draw the progress
+        yield

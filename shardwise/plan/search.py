@@ -7,6 +7,7 @@ from shardwise.core.progress import Progress, silent
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.choose import choose
+from shardwise.plan.collector import frozen
 from shardwise.plan.compare import Neighbours, judged
 from shardwise.plan.explain import assumptions, once_in_words, reasons
 from shardwise.plan.predict import Prediction, predict
@@ -43,12 +44,13 @@ def plan_for(
     refuse_broken(recipe, cluster.world_size, lambda key: f"strategy.{key}")
     refuse_unsupported(recipe.strategy, cluster.device, lambda key: f"strategy.{key}")
     predictor = Predictor(recipe, blueprint, cluster, progress=progress)
-    if not compare:
-        return _plan(predictor, choose(predictor))
-    with Neighbours(predictor) as neighbours:
-        chosen = choose(predictor, neighbours.expect)
-        neighbours.record(chosen)
-    return _plan(predictor, chosen)
+    with frozen():
+        if not compare:
+            return _plan(predictor, choose(predictor))
+        with Neighbours(predictor) as neighbours:
+            chosen = choose(predictor, neighbours.expect)
+            neighbours.record(chosen)
+        return _plan(predictor, chosen)
 
 
 def _plan(predictor: Predictor, chosen: Prediction) -> Plan:
