@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -19,6 +19,17 @@ class Tally:
     kernels: Counter[Kernel] = field(default_factory=Counter)
     collectives: Counter[Collective] = field(default_factory=Counter)
     transfers: Counter[Transfer] = field(default_factory=Counter)
+
+    def add_calls(
+        self, kernels: Sequence[Kernel], collectives: Sequence[Collective], transfers: Sequence[Transfer]
+    ) -> None:
+        """Count one call of each."""
+        for kernel in kernels:
+            self.kernels[kernel] += 1
+        for collective in collectives:
+            self.collectives[collective] += 1
+        for transfer in transfers:
+            self.transfers[transfer] += 1
 
     def copy(self) -> Tally:
         return Tally(self.kernels.copy(), self.collectives.copy(), self.transfers.copy())

@@ -316,12 +316,11 @@ class Tracker(DispatchMode):
         transfers: Sequence[Transfer] = (),
     ) -> None:
         """Count calls in the tally of the running micro-batch."""
-        tally, running = self.tally, current_micro_batch()
-        tally.kernels.update(kernels)
-        tally.collectives.update(collectives)
-        tally.transfers.update(transfers)
         calls: list[Counted] = [*kernels, *collectives, *transfers]
-        self.calls += [(running, call) for call in calls]
+        if calls:
+            self.tally.add_calls(kernels, collectives, transfers)
+            running = current_micro_batch()
+            self.calls += [(running, call) for call in calls]
 
     def _on_host(self, tensor: Tensor) -> bool:
         living = self._living.get(storage_key(tensor.untyped_storage()))

@@ -1,19 +1,19 @@
 """A fake process group of any size in one process, for planning.
 
 It uses PyTorch's fake backend, whose collectives return at once. ``DeviceMesh`` and FSDP2 run on it unchanged, as any
-rank of a world of any size (16,384 ranks take 0.2 s). Two operations are patched because their cost grows with the
+rank of a world of any size. Two operations are patched because their cost grows with the
 world size:
 
 - FSDP2 splits every parameter into one tensor per rank and keeps one of them. At 16,384 ranks that takes a minute per
   hundred layers. The patch creates only the chunks that are read.
-- Meshes and stages create the process groups of all ranks. The patch creates only the groups of this rank.
+- Meshes and stages create the process groups of all ranks. The patches create only the groups of this rank.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import device_mesh
 
-from shardwise.runtime.torch_private import fake_store, forget_sharding
+from shardwise.runtime.torch_private import fake_store, forget_sharding, own_groups_of_meshes
 from shardwise.runtime.torch_private_fsdp import fsdp_chunking
 
 
@@ -52,10 +52,14 @@ class _Chunks(Sequence[Tensor]):
 _new_group = dist.new_group
 
 
-def _own_group(ranks: list[int] | None = None, **how: Any) -> Any:
-    """A new process group if this rank is a member. In a fake world no other rank waits for this call."""
-    member = ranks is None or dist.get_rank() in ranks
-    return _new_group(ranks, **how) if member else dist.GroupMember.NON_GROUP_MEMBER
+def _own_group(rank: int) -> Callable[..., Any]:
+    """``new_group`` that creates a group only if ``rank`` is a member: in a fake world no other rank waits for it."""
+
+    def create(ranks: list[int] | None = None, **how: Any) -> Any:
+        member = ranks is None or rank in ranks
+        return _new_group(ranks, **how) if member else dist.GroupMember.NON_GROUP_MEMBER
+
+    return create
 
 
 @contextmanager
@@ -77,9 +81,9 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
         sys.excepthook = hook
-        mesh.new_group = package.new_group = _own_group
+        mesh.new_group = package.new_group = _own_group(rank)
         try:
-            with fsdp_chunking(_Chunks):
+            with fsdp_chunking(_Chunks), own_groups_of_meshes(rank):
                 yield
         finally:
             mesh.new_group = package.new_group = _new_group

@@ -296,6 +296,38 @@ def fake_store() -> Store:
     return FakeStore()
 
 
+@contextmanager
+def own_groups_of_meshes(rank: int) -> Iterator[None]:
+    """In this block a mesh looks only at groups with this rank: the groups of 16,384 ranks take 0.1 s.
+
+    Where a release has other names, it looks at all groups.
+    """
+    from torch.distributed import _mesh_layout
+    from torch.distributed.device_mesh import DeviceMesh
+
+    layout: Any = getattr(_mesh_layout, "_MeshLayout", None)
+    create = getattr(DeviceMesh, "_init_one_process_group", None)
+    if create is None or not hasattr(layout, "remap_to_tensor"):
+        yield
+        return
+    every = layout.remap_to_tensor
+
+    def own(self: Any, rank_map: Tensor) -> Tensor:
+        groups = every(self, rank_map)
+        return cast("Tensor", groups[(groups == rank).any(dim=-1)])
+
+    def create_own(*args: Any, **kwargs: Any) -> Any:
+        with replaced(layout, "remap_to_tensor", own):
+            return create(*args, **kwargs)
+
+    mesh: Any = DeviceMesh
+    mesh._init_one_process_group = staticmethod(create_own)
+    try:
+        yield
+    finally:
+        mesh._init_one_process_group = staticmethod(create)
+
+
 def default_group() -> dist.ProcessGroup:
     """The process group of all ranks."""
     return dist.distributed_c10d._get_default_group()

@@ -151,14 +151,14 @@ _PROFILED: frozenset[Any] = frozenset(
 )
 _NOT_CACHED: frozenset[Any] = frozenset(
     (
-        # views: the schema of the first says that it is none, the second is decomposed
-        *(_ATEN._unsafe_view.default, _ATEN.split_with_sizes.default),
+        # views: the schema of the first says that it is none, the others are decomposed
+        *(_ATEN._unsafe_view.default, _ATEN.split_with_sizes.default, _ATEN.unbind.int, _ATEN.to.dtype),
         *(_ATEN.mm.out, _ATEN.addmm.out, _ATEN.bmm.out, _ATEN.baddbmm.out),
         _ATEN.empty_like.default,  # of tensors on the meta device
     )
 )
 """Operations that PyTorch's cache leaves out although their results follow from the metadata of their arguments."""
-_OPERATORS = ("fsdp", "shardwise")
+_OPERATORS = ("fsdp", "shardwise", "_c10d_functional")
 """Namespaces of more of these."""
 
 

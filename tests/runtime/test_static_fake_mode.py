@@ -8,11 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.runtime.torch_private import FakeTensorMode
+from shardwise.dryrun.world import fake_world
+from shardwise.runtime.torch_private import FakeTensorMode, default_group
 from shardwise.runtime.torch_private_fake import StaticFakeMode
 
 Call = Callable[[], Tensor]
 WEIGHTS = torch.empty(4, 3, device="meta"), torch.empty(3, 4, dtype=torch.bfloat16, device="meta").t()
+
+
+def below(dtype: torch.dtype) -> Tensor:
+    """A cast as an operator sees it: of the tensor itself to its own dtype, else a copy."""
+    with torch._C._AutoDispatchBelowAutograd():  # type: ignore[attr-defined]
+        return torch.ones(2, 3)[1:].to(dtype)
+
+
 CALLS: dict[str, tuple[Call, ...]] = {
     "shape": (lambda: torch.ones(2, 6) * 2, lambda: torch.ones(3, 4) * 2, lambda: torch.ones(12) * 2),
     "stride": (lambda: torch.ones(4, 4) * 2, lambda: torch.ones(4, 4).t() * 2),
@@ -50,6 +59,12 @@ CALLS: dict[str, tuple[Call, ...]] = {
         lambda: torch.empty_like(WEIGHTS[1], device="cpu"),
         lambda: torch.empty_like(WEIGHTS[0]),
     ),
+    "one of several views": (
+        lambda: torch.ones(3, 2, 4).unbind(0)[1],
+        lambda: torch.ones(3, 2, 4).unbind(1)[1],
+        lambda: torch.ones(3, 2, 4)[1:].unbind(0)[1],
+    ),
+    "cast below autograd": (lambda: below(torch.float32), lambda: below(torch.bfloat16)),
     "in place": (lambda: torch.ones(4).mul_(2), lambda: torch.ones(2, 4)[1].mul_(2)),
 }
 
@@ -112,3 +127,22 @@ def test_fsdp_s_operators_find_what_pytorch_s_mode_finds() -> None:
         expected = results()
     with StaticFakeMode():
         assert [results() for _ in "123"] == [expected] * 3
+
+
+def test_functional_collectives_find_what_pytorch_s_mode_finds() -> None:
+    def results(group: str) -> list[object]:
+        ops, t = torch.ops._c10d_functional, torch.ones(8, 3)
+        return [
+            seen(lambda: ops.reduce_scatter_tensor(t, "sum", 4, group)),
+            seen(lambda: ops.all_gather_into_tensor(t, 4, group)),
+            seen(lambda: ops.all_reduce(t.t(), "sum", group)),
+            seen(lambda: ops.all_to_all_single(t, [2, 2, 2, 2], [5, 1, 1, 1], group)),
+            ops.all_reduce_(t, "sum", group) is t,
+        ]
+
+    with fake_world(1, 4):
+        name = default_group().group_name
+        with FakeTensorMode():
+            expected = results(name)
+        with StaticFakeMode():
+            assert [results(name) for _ in "123"] == [expected] * 3
