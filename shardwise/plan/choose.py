@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Strategy
@@ -255,16 +255,17 @@ class _Visit:
         bases = list(dict.fromkeys(self._flat(each.strategy) for each in sorted(self.found, key=self._value)))
         bases = (bases or self.composed)[:BASES]
         staged = (every for mesh, every in self.meshes.items() if mesh not in self.walked)
-        origins = [origin for every in staged for origin in every if self._flat(origin) in bases]
+        origins = [each for every in staged for each in every if self._flat(each) in bases]
+        origins = [each for each in origins if not self.found or self._may_beat(each, self._least())]
         every = (strategy for origin in origins for strategy in self.space.completions(origin))
         completed = [strategy for strategy in every if self.predictor.smallest_may_fit(strategy)]
-        with self.predictor.reading_ahead(completed):
+        with self.predictor.reading_ahead(completed, partial(self._sizes, filled=1)):
             estimates = [each for strategy in completed for each in self._estimates_of(strategy)]
         return sorted((each for each in estimates if each.fits), key=self._value)
 
     def _estimates_of(self, strategy: Strategy) -> Iterator[Quick]:
         """Estimates of one strategy with stages, by micro-batch size, as far as they can be composed."""
-        for size in self.predictor.micro_batch_sizes(strategy):
+        for size in self._sizes(strategy, filled=1):  # else half of the stages wait
             trial = strategy.with_values(micro_batch_size=size)
             if trial in self.failed or not self.predictor.may_fit(trial):
                 continue
@@ -297,10 +298,9 @@ class _Visit:
 
     def _sequences(self, strategy: Strategy) -> float:
         """Sequences of a step for each rank, were each divided over the ranks that compute it."""
-        layout = self._layout(strategy)
+        layout, batch = self._layout(strategy), self.predictor.recipe.batch_size
         data = data_degree(layout)
-        share = -(-self.predictor.recipe.batch_size // data)
-        return share * data / layout.world_size
+        return -(-batch // data) * data / layout.world_size
 
     # -- strategies of one mesh ---------------------------------------------------------------------
 
@@ -351,8 +351,8 @@ class _Visit:
         few = [best if best is not None and best in every else every[0], self._smallest(every)]
         return list(dict.fromkeys(few))
 
-    def _sizes(self, strategy: Strategy) -> Sequence[int]:
-        """Micro-batch sizes, largest first; of stages among other meshes, those that fill them."""
+    def _sizes(self, strategy: Strategy, filled: int = _FILLED) -> Sequence[int]:
+        """Micro-batch sizes, largest first; of stages among other meshes, those with ``filled`` for each."""
         sizes, stages = self.predictor.micro_batch_sizes(strategy), stages_of(strategy)
         if self.by_memory:
             return sizes[-1:]
@@ -362,7 +362,7 @@ class _Visit:
         filling = [
             size
             for size in sizes
-            if micro_batches(strategy.with_values(micro_batch_size=size), layout, batch) >= _FILLED * stages
+            if micro_batches(strategy.with_values(micro_batch_size=size), layout, batch) >= filled * stages
         ]
         return filling or sizes[-1:]
 

@@ -7,7 +7,7 @@ its offloaded state within that rank's share of host memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -240,19 +240,26 @@ class Predictor:
         with self._counting(strategy):
             return self.sketcher.sketch(strategy, count, share)
 
-    def reading_ahead(self, strategies: Sequence[Strategy]) -> AbstractContextManager[None]:
-        """Count ahead what strategies need where they are composed. Those with stages are composed without them."""
+    def reading_ahead(
+        self, strategies: Sequence[Strategy], sizes: Callable[[Strategy], Sequence[int]] | None = None
+    ) -> AbstractContextManager[None]:
+        """Count ahead what strategies need where they are composed. Those with stages are composed without them.
+
+        Args:
+            sizes: micro-batch sizes of a strategy that are tried, largest first; ``micro_batch_sizes`` by default.
+        """
         if self.composer is None or self.cluster.device.kind == "cpu":
             return nullcontext()
-        return self.composer.reading_ahead(map(self._trial, strategies))
+        sizes = sizes or self.micro_batch_sizes
+        return self.composer.reading_ahead(self._trial(each, sizes(each)) for each in strategies)
 
-    def _trial(self, strategy: Strategy) -> tuple[Strategy, Sequence[int]]:
-        """A strategy with its largest micro-batch, and the numbers of micro-batches of all sizes that are tried.
+    def _trial(self, strategy: Strategy, sizes: Sequence[int]) -> tuple[Strategy, Sequence[int]]:
+        """A strategy with its largest micro-batch, and the numbers of micro-batches of all sizes.
 
         A strategy with stages is composed without them; its numbers of micro-batches are its own.
         """
         layout = layout_of(strategy, self.cluster.world_size)
-        trials = [strategy.with_values(micro_batch_size=size) for size in self.micro_batch_sizes(strategy)]
+        trials = [strategy.with_values(micro_batch_size=size) for size in sizes]
         counts = [micro_batches(trial, layout, self.recipe.batch_size) for trial in trials]
         return without_stages(trials[0]), counts
 

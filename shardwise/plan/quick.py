@@ -18,7 +18,15 @@ from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import Predictor
 from shardwise.plan.sketch import Share, Sketch
 from shardwise.plan.worst_rank import EVERY_RANK
-from shardwise.technique import AXES, has_stages, layout_of, micro_batches, stretch, without_stages
+from shardwise.technique import (
+    AXES,
+    MICRO_BATCH_SIZE,
+    has_stages,
+    layout_of,
+    micro_batches,
+    stretch,
+    without_stages,
+)
 
 UNSURE = 0.4
 """Relative error of memory that is estimated in proportion. Of 405B weights on 32 stages it was 35 %: which moment is
@@ -83,7 +91,7 @@ def figures_in_proportion(predictor: Predictor, strategy: Strategy, known: Quick
     if world_size <= EVERY_RANK or not all(has_stages(layout_of(each, world_size)) for each in pair):
         return None
     try:
-        with predictor.reading_ahead([strategy]):
+        with predictor.reading_ahead([strategy], lambda asked: [asked[MICRO_BATCH_SIZE]]):
             other, found = (sketch_of_stages(predictor, each) for each in pair)
     except NotComposable:
         return None

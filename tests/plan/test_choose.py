@@ -9,8 +9,9 @@ import pytest
 from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.choose import TELLS, choose
+from shardwise.plan.choose import TELLS, _Visit, choose
 from shardwise.plan.predictor import RESERVE, Predictor
+from shardwise.plan.quick import Quick
 from shardwise.plan.space import Space, children
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
@@ -130,3 +131,23 @@ def test_no_stage_of_zero_is_faster() -> None:
 @pytest.mark.parametrize("objective", ["seconds", "memory"])
 def test_nothing_in_the_space_is_better(objective: str) -> None:
     assert_nothing_is_better(objective)
+
+
+@pytest.mark.parametrize(("computing", "estimated"), [(0.95, False), (0.5, True)])
+def test_stages_are_estimated_only_where_they_may_be_faster(computing: float, estimated: bool) -> None:
+    """Stages divide the computation as data parallelism does, so its seconds bound both."""
+    alone = {
+        "tensor_parallel": 1,
+        "sequence_parallel": 1,
+        "zero_stage": 0,
+        "precision": "bf16",
+        "loss": "logits",
+    }
+    strategy = {**alone, "activation_checkpointing": "none", "micro_batch_size": 1}
+    asked = recipe("2xA100-80GB", strategy=strategy, model={**MODEL, "layers": 5}, batch_size=8)
+    predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+    visit = _Visit(predictor, space(asked), lambda _: None)
+    flat = next(iter(visit.walked.values()))[0]
+    visit.found = [Quick(flat, seconds=1.0, bytes=1, fits=True)]
+    visit.reference = computing, visit._sequences(flat)
+    assert bool(visit._estimates()) == estimated
