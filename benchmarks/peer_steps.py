@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 RATE, CLIP = 1e-4, 1.0
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+TRACE = "trace.json.gz"
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -42,16 +43,28 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class Clock:
-    """Writes the seconds between the ends of two steps; those of the first are since this process began."""
+    """Writes the seconds between the ends of two steps; those of the first are since this process began.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        profiled: the step of which rank 0 writes a profile; 0 for none.
+    """
+
+    def __init__(self, folder: Path, profiled: int = 0) -> None:
         self._path, self._last = folder / "steps.jsonl", time.perf_counter()
+        self._trace, self._profiled, self._steps = folder / TRACE, profiled, 0
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
     def step(self) -> None:
         now = time.perf_counter()
         if RANK == 0:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"seconds": now - self._last}) + "\n")
+            self._steps += 1
+            if self._steps == self._profiled - 1:
+                self._profile.start()
+            elif self._steps == self._profiled:
+                self._profile.stop()
+                self._profile.export_chrome_trace(str(self._trace))
         self._last = now
 
 
@@ -199,8 +212,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--profiled", type=int, default=0, help="step to profile, from 2 on")
     given = parser.parse_args()
-    given.clock, given.blocks = Clock(given.folder), Blocks(given.tokens, given.length)
+    given.clock, given.blocks = Clock(given.folder, given.profiled), Blocks(given.tokens, given.length)
     PEERS[given.peer](given)
 
 

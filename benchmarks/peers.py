@@ -37,7 +37,9 @@ import numpy as np
 import yaml
 from machine import described
 from peer_picture import peer_picture
-from peer_steps import LORA, PEERS
+from peer_profiles import read
+from peer_profiles import table as profile_table
+from peer_steps import LORA, PEERS, TRACE
 
 from shardwise.core.units import MiB
 from shardwise.hardware.this_machine import usable_cores
@@ -57,6 +59,8 @@ CONFIG = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
+PROFILED, PROFILED_STEP = (*OWN, "plain PyTorch", "torch.compile"), 8
+"""Contenders of which one more run profiles a step: that step is slower and is not in the table of speeds."""
 LIMIT = 600.0
 """Seconds after which a contender is stopped."""
 
@@ -104,8 +108,8 @@ def inputs(folder: Path) -> Inputs:
     return Inputs(folder / "model", folder / "tokens.bin", folder / "corpus.txt")
 
 
-def peer_command(peer: str, task: Task, given: Inputs, folder: Path) -> list[str]:
-    """A peer's processes, started by torchrun where there are several."""
+def peer_command(peer: str, task: Task, given: Inputs, folder: Path, profiled: int = 0) -> list[str]:
+    """A peer's processes, started by torchrun where it needs that; ``profiled``: the step to profile."""
     script = [
         str(Path(__file__).with_name("peer_steps.py")),
         peer,
@@ -115,15 +119,15 @@ def peer_command(peer: str, task: Task, given: Inputs, folder: Path) -> list[str
     ]
     sizes = ["--length", str(LENGTH), "--batch", str(BATCH // task.processes), "--steps", str(STEPS)]
     launcher = []
-    if task.processes > 1:
+    if task.processes > 1 or peer == "DeepSpeed":  # which else asks mpi4py for its rank
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={task.processes}", "--standalone"]
         launcher += ["--local-addr=127.0.0.1"]
-    sizes += ["--precision", task.precision]
+    sizes += ["--precision", task.precision, "--profiled", str(profiled)]
     return [sys.executable, *launcher, *script, *sizes, *(["--lora"] if task.lora else [])]
 
 
-def own_command(compiled: str, task: Task, given: Inputs, folder: Path) -> list[str]:
-    """``shardwise train`` of a recipe that names the model, the data and the processes."""
+def own_command(compiled: str, task: Task, given: Inputs, folder: Path, profiled: int = 0) -> list[str]:
+    """``shardwise train`` of a recipe that names the model, the data and the processes, and a step to profile."""
     recipe: dict[str, Any] = {
         "model": {"hf": str(given.model)},
         "data": {"source": str(given.corpus), "tokenizer": "bytes", "sequence_length": LENGTH},
@@ -132,6 +136,7 @@ def own_command(compiled: str, task: Task, given: Inputs, folder: Path) -> list[
         "optimizer": {"learning_rate": 1e-4},
         "cluster": {"device": "cpu", "devices_per_node": task.processes},
         "strategy": {"precision": task.precision, "compile": compiled},
+        "profile": {"steps": [profiled] if profiled else [], "memory": False},
     }
     if task.lora:
         recipe["adapter"] = {"rank": LORA["r"], "alpha": float(str(LORA["lora_alpha"]))}
@@ -199,6 +204,29 @@ def one(contender: str, task: Task, given: Inputs) -> dict[str, Any]:
             return measured(command, Path(folder) / "run" / "metrics.jsonl", task.processes)
         command = peer_command(contender, task, given, Path(folder))
         return measured(command, Path(folder) / "steps.jsonl", task.processes)
+
+
+def profiled(contender: str, task: Task, given: Inputs) -> dict[str, float] | None:
+    """Seconds of one step by kind of work; None where the contender does not run."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if contender in OWN:
+            command = own_command(OWN[contender], task, given, folder, PROFILED_STEP)
+            steps = folder / "run" / "metrics.jsonl"
+            trace = folder / "run" / "profile" / f"step-{PROFILED_STEP}" / "rank-0.trace.json.gz"
+        else:
+            command = peer_command(contender, task, given, folder, PROFILED_STEP)
+            steps, trace = folder / "steps.jsonl", folder / TRACE
+        return None if "failed" in measured(command, steps, task.processes) else read(trace)
+
+
+def profiles(given: Inputs) -> Iterator[dict[str, Any]]:
+    """One step of each task and of the contenders that are profiled."""
+    for task in TASKS:
+        for contender in (each for each in contenders(task) if each in PROFILED):
+            if (seconds := profiled(contender, task, given)) is not None:
+                print("profile", task.name, contender, seconds, file=sys.stderr, flush=True)
+                yield {"task": task.name, "contender": contender, "seconds": seconds}
 
 
 def versions() -> dict[str, str]:
@@ -272,6 +300,7 @@ def main() -> None:
                         continue
                     before.append(one(contender, task, given))
                     print(number + 1, task.name, contender, before[-1], file=sys.stderr, flush=True)
+        steps = [] if options.only or options.task else list(profiles(given))
     made = list(rows(found))
     result = {
         "machine": described(),
@@ -281,6 +310,8 @@ def main() -> None:
         "rounds": options.rounds,
         "rows": made,
         "table": table(made),
+        "profiles": steps,
+        "profile_table": profile_table(steps),
     }
     options.results.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     options.results.with_suffix(".png").write_bytes(png(peer_picture(made)))
