@@ -478,12 +478,12 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def measured(name: str) -> str:
-    """The table that a benchmark wrote with its figures."""
+def measured(name: str, key: str = "table") -> str:
+    """A table that a benchmark wrote with its figures."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return "No results are committed yet."
-    return str(json.loads(path.read_text(encoding="utf-8"))["table"])
+    return str(json.loads(path.read_text(encoding="utf-8"))[key])
 
 
 FAMILY_COLUMNS = ("logits", "all weights", "LoRA", "ZeRO 3", "tensor", "pipeline")
@@ -745,6 +745,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "loss": partial(measured, "loss-cpu"),
     "clock": partial(measured, "clock-cpu"),
     "peers": partial(measured, "peers-cpu"),
+    "peer-profiles": partial(measured, "peers-cpu", "profile_table"),
     "pipelines": partial(measured, "pipelines-cpu"),
     "families": families,
     "updates": partial(measured, "updates-cpu"),
