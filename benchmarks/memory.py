@@ -1,13 +1,15 @@
 """Predicted against published peak memory, and "does not fit" against failures: ``python benchmarks/memory.py``.
 
 Rows of benchmarks/data/published_runs.csv with a peak, of the stacks of published.py, become a recipe, a cluster and a
-strategy. The planner's own predictor says what the allocator reserves, which is what these sources print: torchtitan's
-"memory" is the peak reserved by any rank. Three things are read from a row's notes: ``reshard_after_forward=never``
-(stage 2), a chunked loss, and the model of Qwen3, whose heads are wider than width / heads (read by transformers).
+strategy. The planner's own predictor says what the allocator reserves. torchtitan's "memory" is the peak reserved by
+any rank. The playbook does not say what its figures are: they are compared without fragmentation. Two things are read
+from a row's notes: ``reshard_after_forward=never`` (stage 2), and the model of Qwen3, whose heads are wider than width
+/ heads (read by transformers).
 
-Rows of FSDP2 without torch.compile are predicted by whole dry runs, with the allocator's replay: it is the path that
-Shardwise itself runs. Others are predicted quickly, without fragmentation. Of nanotron's sweeps all failures without
-stages are taken, every RAN-th of the others without stages, and every STAGED-th with stages.
+Dry runs have the loss and the recomputation of the row's software (stacks.py, practised.py): both hold more or less
+than Shardwise's. Rows without stages are predicted by whole dry runs, with the allocator's replay. Those with stages
+are predicted quickly, without fragmentation. Of nanotron's sweeps all failures without stages are taken, every
+RAN-th of the others without stages, and every STAGED-th with stages.
 
 A failure counts as one of memory where the source says so, or where the same settings with a smaller micro-batch ran:
 the playbook (published_failures.csv) does not separate crashes from memory.
@@ -29,14 +31,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from accuracy import memory_tables
 from counted import cluster_for
 from machine import described
+from practised import practised
 from published import Inexpressible, Published, expressed, lines, stack_of
+from stacks import practice_of
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.ledger import Ledger
 from shardwise.core.units import GiB
 from shardwise.hardware.allocator_options import VARIABLES
 from shardwise.model.open import blueprint_of
@@ -47,6 +53,11 @@ from shardwise.technique import SETTINGS, strategy_from
 RESULTS = Path(__file__).parent / "results" / "memory-accuracy.json"
 RAN, STAGED = 8, 200
 OWN, SWEPT = "FSDP2", "nanotron"
+STATES = 12
+"""Bytes of a master weight and its two states of Adam."""
+
+CHUNKED = "f4614f3337"
+"""A commit whose loss has no logits of a whole sequence (torchtitan/components/loss.py, ChunkedLossWrapper)."""
 
 OLD = "torchtitan commit 83c879f187"
 """Before torchtitan's run_train.sh set expandable segments."""
@@ -70,13 +81,27 @@ class Row:
     expandable: bool
 
     @property
+    def fused(self) -> bool:
+        """Whether the compiler chooses what a block saves; with selective recomputation its policy does."""
+        return self.run.compiled and self.run.settings["activation_checkpointing"] != "selective"
+
+    @property
     def key(self) -> str:
         run = self.run
         model = {key: value for key, value in run.model.items() if key != "hf"}
         parts = (run.name, run.layers, model, run.length, run.device, run.gpus, run.tensor, run.pipeline)
         degrees = (run.sequence, run.copies, run.stages, run.micro_batch, run.batch)
         return json.dumps(
-            [parts, degrees, dict(run.settings), dict(self.extra), self.expandable], sort_keys=True
+            [
+                parts,
+                degrees,
+                dict(run.settings),
+                dict(self.extra),
+                self.expandable,
+                str(practice_of(run)),
+                self.fused,
+            ],
+            sort_keys=True,
         )
 
 
@@ -133,7 +158,7 @@ def _add(
     if "POC" in notes:
         left_out["an experiment of its source"] += 1
         return
-    extra: dict[str, object] = {"loss": "chunked" if "chunked CE" in notes else "logits"}
+    extra: dict[str, object] = {"loss": "chunked" if run.source.endswith(CHUNKED) else "logits"}
     if "reshard_after_forward=never" in notes:
         extra["zero_stage"] = 2
     found.append(Row(run, stack, failed, extra, expandable=run.stack != SWEPT and run.source != OLD))
@@ -164,7 +189,7 @@ def _qwen(line: Mapping[str, str], folder: Path) -> Mapping[str, object] | None:
 
 def predicted(row: Row) -> dict[str, Any]:
     """What the allocator reserves by the planner, and whether it says that the row fits."""
-    run = row.run
+    run, practice = row.run, practice_of(row.run)
     model = dict(run.model) if "hf" in run.model else {**run.model, "layers": run.layers}
     settings = {
         **run.settings,
@@ -176,6 +201,11 @@ def predicted(row: Row) -> dict[str, Any]:
         "replicate": run.copies if run.settings["zero_stage"] != 0 else 1,
         "micro_batch_size": run.micro_batch,
     }
+    if row.fused:
+        settings["compile"] = "block"
+    if practice.whole is not None:
+        assert practice.whole == 0.5, "no other share is in these rows"
+        settings["activation_checkpointing"] = "every:2"
     if run.stages > 1:
         settings |= {"pipeline_schedule": "interleaved", "pipeline_stages_per_rank": run.stages}
     values = {
@@ -189,20 +219,39 @@ def predicted(row: Row) -> dict[str, Any]:
     os.environ[VARIABLES[0]] = f"expandable_segments:{row.expandable}"
     cluster = cluster_for(run)
     predictor = Predictor(recipe, blueprint_of(recipe), cluster)
-    quick = row.stack != OWN
+    quick = run.pipeline > 1
     strategy, began = strategy_from(settings), time.perf_counter()
     if not predictor.may_fit(strategy):
         peak = predictor.candidates[strategy].peak_bytes
         return {"gib": peak / GiB, "how": "states alone", "fits": False}
-    found = predictor.worst(strategy, quick=quick, budget=predictor.budget_bytes)
-    reserved = found.peak.bytes - cluster.device.overhead.outside_allocator(found.run.communicators)
+    with (
+        practised(practice),
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, SHARDWISE_CACHE=folder),
+    ):
+        found = predictor.worst(strategy, quick=quick, budget=predictor.budget_bytes)
+    more = held_in_addition(run, predictor, found.peak.ledger)
+    reserved = found.peak.bytes + more - cluster.device.overhead.outside_allocator(found.run.communicators)
+    if run.stack == SWEPT:
+        reserved -= found.peak.ledger.fragmentation
     return {
         "gib": reserved / GiB,
         "how": "quick" if quick else "full",
-        "fits": predictor.fits(found),
+        "fits": predictor.fits(found) and found.peak.bytes + more <= predictor.budget_bytes,
         "ledger": {name: size / GiB for name, size in found.peak.ledger.as_dict().items() if size},
         "seconds": round(time.perf_counter() - began, 1),
     }
+
+
+def held_in_addition(run: Published, predictor: Predictor, peak: Ledger) -> int:
+    """Bytes of states that the run's software holds at the peak, and Shardwise does not; of equal stages."""
+    practice = practice_of(run)
+    if not practice.held:
+        return 0
+    parameters = sum(predictor.parameter_counts) / (run.tensor * run.pipeline)
+    shards = run.data if run.settings["zero_stage"] == 1 else 1
+    own = peak.parameters + peak.master_weights + peak.gradients + peak.optimizer_state
+    return int(parameters * (practice.held + STATES / shards)) - own
 
 
 def kept(rows: Sequence[Row], path: Path, only: bool) -> Iterator[dict[str, Any]]:
@@ -285,10 +334,12 @@ def main() -> None:
     parser.add_argument(
         "--cache", type=Path, default=Path(".cache") / "memory.jsonl", help="file of predictions"
     )
+    parser.add_argument("--only", default="", help="stacks whose name contains this")
     parser.add_argument("--kept", action="store_true", help="only rows that are in the file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows, left_out = rows_of(Path(folder))
+        rows = [row for row in rows if options.only in row.stack]
         made = list(kept(rows, options.cache, options.kept))
     left_out.update(row["left out"] for row in made if "left out" in row)
     made = [row for row in made if "left out" not in row]

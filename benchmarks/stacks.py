@@ -27,6 +27,9 @@ class Practice:
         casts: how it casts to 8 bits: every time, as here; weights once a step and the rest within other kernels
             (fused); or weights before FSDP2 gathers them, and activations before tensor parallelism does (gathered).
         own_stages: whether it cuts the model into stages by its own rule (nanotron.py).
+        loss: the loss, by its name in practised.py, where it holds more than Shardwise's.
+        held: bytes that a rank keeps of each of its parameters for the whole run, without master weights and optimizer
+            states, where that differs from Shardwise.
     """
 
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -35,7 +38,13 @@ class Practice:
     attention: float = 1.0
     casts: str = "every time"
     own_stages: bool = False
+    loss: str = ""
+    held: int = 0
 
+
+HELD_BY_NANOTRON = 2 + 4 + 2
+"""Weights in bf16; gradients in fp32, also with ZeRO 1; and DDP's buckets of gradients in bf16, which its hook reads
+(nanotron/optim/gradient_accumulator.py, build_grad_buffers and get_fp32_accum_hook)."""
 
 NORM_IN_PARTS = "norm in parts"
 """A setting of the dry run that is not Shardwise's: RMS norm as PyTorch's CUDA build ran it before 2.9."""
@@ -63,6 +72,9 @@ gives HFU and MFU: a recomputed block takes a third more FLOPs."""
 
 FUSED_NORM = ("d9bdfbb206", "f4614f3337")
 """Commits since November 2025, whose PyTorch has aten._fused_rms_norm (github.com/pytorch/pytorch/pull/153666)."""
+COMPILED_LOSS = (*FUSED_NORM, "d66b72a6ac", "H200 trainy", "asyncTP 2025-06")
+"""Sources since 2 April 2025 (commit bbb1b616e), when torchtitan compiled the loss again. It had not since 18 December
+2024 (e8977b007), nor before 22 October 2024 (e10cb9494). torchao's table got its MI300X in August 2025."""
 CUDNN = (*FUSED_NORM, "ad84033452")
 """Commits that run cuDNN's attention (torchtitan/models/common/attention.py; "cuDNN SDPA" in the message of 2024)."""
 
@@ -88,7 +100,7 @@ def practice_of(run: Published) -> Practice:
     if run.stack == "megatron":
         return _megatron(run)
     if run.stack == "nanotron":
-        return Practice(settings, own_stages=True)
+        return Practice(settings, own_stages=True, loss="softmax", held=HELD_BY_NANOTRON)
     return Practice(settings)
 
 
@@ -104,8 +116,12 @@ def _torchtitan(run: Published, settings: dict[str, object]) -> Practice:
     if not run.compiled and not run.source.endswith(FUSED_NORM):
         settings[NORM_IN_PARTS] = True
     attention = CUDNN_ATTENTION if run.source.endswith(CUDNN) else 1.0
-    casts = _torchtitan_casts(run)
-    return Practice(settings, whole, repeats, attention, casts)
+    loss = "fp32 in chunks" if "chunked CE" in run.notes else "fp32"
+    since_august = run.source.startswith("torchao") and run.device.startswith("MI300X")
+    fused = since_august or run.source.endswith(COMPILED_LOSS)
+    if run.compiled and fused:
+        loss = ""
+    return Practice(settings, whole, repeats, attention, _torchtitan_casts(run), loss=loss)
 
 
 def _megatron(run: Published) -> Practice:

@@ -1,0 +1,56 @@
+"""What benchmarks/memory.py puts in the place of Shardwise's loss and recomputation computes the same."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise.runtime.parallel.vocabulary import WHOLE
+from shardwise.runtime.recompute import selective
+
+ROWS, CLASSES = 24, 40
+
+
+@pytest.fixture
+def practised(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module("practised")
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp32 in chunks", "softmax", "sharded"])
+def test_a_loss_is_cross_entropy(practised: Any, name: str) -> None:
+    logits = torch.randn(2, ROWS // 2, CLASSES, dtype=torch.float64, generator=torch.manual_seed(0)).float()
+    labels = torch.randint(CLASSES, (2, ROWS // 2), generator=torch.manual_seed(1))
+    own, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    expected = F.cross_entropy(own.flatten(0, 1), labels.flatten(), reduction="sum")
+    if name == "sharded":
+        found = practised._LogSoftmax.apply(theirs.flatten(0, 1), labels.flatten(), WHOLE)
+    else:
+        found = practised.LOSSES[name](theirs, labels, WHOLE)
+    (3 * expected).backward()
+    (3 * found).backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(theirs.grad, own.grad)
+
+
+def test_every_second_product_is_kept(practised: Any) -> None:
+    results = selective.Results()
+    x = torch.ones(4, 8)
+    with selective.Keeping(results, practised.keeps_every_second):
+        for _ in range(4):
+            x = (x @ torch.ones(8, 8)).relu()
+    assert [number for _, number in results.calls()] == [0, 2]
+
+
+def test_what_is_replaced_is_put_back(practised: Any) -> None:
+    stacks, language_loss = importlib.import_module("stacks"), practised.language_loss
+    before = language_loss.cross_entropy_sum, selective.selective_contexts
+    with practised.practised(stacks.Practice(repeats="second", loss="fp32")):
+        assert language_loss.cross_entropy_sum is practised.LOSSES["fp32"]
+        assert selective.selective_contexts is not before[1]
+    assert (language_loss.cross_entropy_sum, selective.selective_contexts) == before
