@@ -352,7 +352,7 @@ class _Visit:
         return list(dict.fromkeys(few))
 
     def _sizes(self, strategy: Strategy, filled: int = _FILLED) -> Sequence[int]:
-        """Micro-batch sizes, largest first; of stages among other meshes, those with ``filled`` for each."""
+        """Micro-batch sizes, largest first; of stages among other meshes, with ``filled`` for each stage."""
         sizes, stages = self.predictor.micro_batch_sizes(strategy), stages_of(strategy)
         if self.by_memory:
             return sizes[-1:]
