@@ -46,7 +46,7 @@ class Clock:
     """Writes the seconds between the ends of two steps; those of the first are since this process began.
 
     Args:
-        profiled: the step of which rank 0 writes a profile; 0 for none.
+        profiled: the step that rank 0 profiles; 0 for none.
     """
 
     def __init__(self, folder: Path, profiled: int = 0) -> None:

@@ -60,7 +60,7 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
 PROFILED, PROFILED_STEP = (*OWN, "plain PyTorch", "torch.compile"), 8
-"""Contenders of which one more run profiles a step: that step is slower and is not in the table of speeds."""
+"""Contenders that run once more with one step profiled. That step is slower, and is not in the table of speeds."""
 LIMIT = 600.0
 """Seconds after which a contender is stopped."""
 
