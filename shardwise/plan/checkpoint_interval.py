@@ -36,8 +36,10 @@ def effective_share(interval: float, stall: float, restart: float, between_failu
         interval: seconds of training between two saves.
         restart: seconds from a failure to the first step after it.
     """
-    lost = math.exp(restart / between_failures) * math.expm1((interval + stall) / between_failures)
-    return interval / (between_failures * lost)
+    segment = (interval + stall) / between_failures
+    # 1 / (exp(restart) * expm1(segment)), which would overflow where nearly every segment fails.
+    kept = math.exp(-segment - restart / between_failures) / -math.expm1(-segment)
+    return interval / between_failures * kept
 
 
 def advice(recipe: Recipe, chosen: Prediction, cluster: Cluster) -> Iterator[str]:

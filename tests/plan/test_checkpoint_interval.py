@@ -49,6 +49,11 @@ def test_no_other_interval_is_better() -> None:
             assert effective_share(factor * best, stall, 100.0, 10_000.0) < share
 
 
+def test_nothing_is_left_of_a_run_that_fails_a_thousand_times_between_saves() -> None:
+    """405B in fp32 on 16,384 devices with one save at the end."""
+    assert effective_share(3e6, 60.0, 600.0, 3000.0) == 0.0
+
+
 def test_youngs_formula_is_the_limit_of_short_saves() -> None:
     assert best_interval(1e-3, 1e5) == pytest.approx((2 * 1e-3 * 1e5) ** 0.5, rel=1e-3)
 
