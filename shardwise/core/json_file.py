@@ -22,6 +22,8 @@ from shardwise.core.errors import DataError
 
 T = TypeVar("T")
 Size = Annotated[int, Field(ge=0, lt=2**63)]
+Total = Annotated[int, Field(ge=0, lt=2**128)]
+"""A number that 64 bits may not hold, as the FLOPs of a batch of 405B weights."""
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -16,7 +16,17 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from shardwise.core.block_times import BlockTimes
 from shardwise.core.errors import DataError
-from shardwise.core.json_file import Count, Finite, Seconds, Size, plain, read_json, text_of, written_as
+from shardwise.core.json_file import (
+    Count,
+    Finite,
+    Seconds,
+    Size,
+    Total,
+    plain,
+    read_json,
+    text_of,
+    written_as,
+)
 from shardwise.core.ledger import Ledger
 from shardwise.core.notebook_html import card
 from shardwise.core.strategy import Layout, Setting, Strategy
@@ -51,11 +61,11 @@ class StepEstimate:
 
     seconds: Annotated[Finite, Field(gt=0)]
     tokens: Size
-    flops: int
+    flops: Total
     traffic_bytes: Mapping[str, Size]
     mfu: Finite
     split: Mapping[str, Seconds]
-    model_flops: Size = 0
+    model_flops: Total = 0
     phases: Mapping[str, Seconds] = field(default_factory=dict)
 
     @property

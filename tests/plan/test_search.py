@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,8 @@ def test_the_plan_survives_json() -> None:
     plan = planned(recipe(zero_stage=2))
     again = parsed(plan.to_json(), Plan, Path("plan.json"))
     assert again.as_dict() == plan.as_dict()
+    large = replace(plan, step=replace(plan.step, flops=2**70, model_flops=2**80))  # of 405B weights: 2^65
+    assert parsed(large.to_json(), Plan, Path("plan.json")) == large
     data = plan.as_dict()
     assert sum(data["ledger"].values()) == data["peak"]["bytes"]
     assert set(data["strategy"]) == {s.key for s in SETTINGS}
