@@ -22,7 +22,11 @@ def main() -> None:
     """Run the command line of this process."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # a job in the background ignores it
         signal.signal(signal.SIGINT, _end)
-    from shardwise.cli.main import main as run
+    from shardwise.core.collector import not_at_exit, paused
+
+    not_at_exit()
+    with paused():
+        from shardwise.cli.main import main as run
 
     try:
         if signal.getsignal(signal.SIGINT) == _end:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.manifest import committed
+from shardwise.core.collector import paused
 from shardwise.core.errors import ResourceError
 from shardwise.core.memory_snapshot import snapshot_bytes
 from shardwise.core.plan import Plan
@@ -49,8 +50,9 @@ def make_plan(
     """
 
     def make() -> Plan:
-        from shardwise.model.open import blueprint_of
-        from shardwise.plan.search import plan_for
+        with paused():
+            from shardwise.model.open import blueprint_of
+            from shardwise.plan.search import plan_for
 
         return plan_for(recipe, blueprint_of(recipe), cluster, compare=compare, progress=progress)
 

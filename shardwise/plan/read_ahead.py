@@ -23,8 +23,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from shardwise.core.collector import frozen
 from shardwise.hardware.this_machine import usable_cores
-from shardwise.plan.collector import frozen
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from shardwise.core.collector import frozen
 from shardwise.core.plan import DiskSpace, HostMemory, Plan, PlannedPeak, TimelinePoint
 from shardwise.core.progress import Progress, silent
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.plan.choose import choose
-from shardwise.plan.collector import frozen
 from shardwise.plan.compare import Neighbours, judged
 from shardwise.plan.explain import assumptions, once_in_words, reasons
 from shardwise.plan.predict import Prediction, predict
