@@ -43,8 +43,12 @@ def least_state_bytes(
     held = parameters[0] * _bytes_per_parameter(undivided, optimizer, device)
     if parameters[1] and recipe.adapter is not None:
         held += parameters[1] * _bytes_per_frozen(undivided, optimizer, recipe.adapter.quantize, device)
-    # Replicas are counted; other copies of a layout are known only to the dry run.
-    return int(_MARGIN * held * layout.degree("replicate") / layout.world_size)
+    return int(_MARGIN * held * share_of_states(layout))
+
+
+def share_of_states(layout: Layout) -> float:
+    """What a rank holds of all states, at least. Of the copies of a layout, only the dry run knows those in shards."""
+    return layout.degree("replicate") / layout.world_size
 
 
 def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:

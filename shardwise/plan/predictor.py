@@ -24,7 +24,7 @@ from shardwise.model.blueprint import Blueprint, batch_shapes
 from shardwise.plan.compose import SHALLOW, CountComposer
 from shardwise.plan.compose_cache import remembered
 from shardwise.plan.compose_corner import counted
-from shardwise.plan.lower_bound import least_state_bytes
+from shardwise.plan.lower_bound import least_state_bytes, share_of_states
 from shardwise.plan.predict import Prediction
 from shardwise.plan.sketch import Share, Sketch, Sketcher
 from shardwise.plan.worst_rank import predict_worst
@@ -155,7 +155,8 @@ class Predictor:
     def may_fit(self, strategy: Strategy) -> bool:
         """Whether the lower bound is within the budget. Records the candidate when it is not."""
         layout = layout_of(strategy, self.cluster.world_size)
-        if sum(self.parameter_counts) * MOST_PER_PARAMETER + self._sample_bytes(layout) <= self.budget_bytes:
+        most = sum(self.parameter_counts) * MOST_PER_PARAMETER * share_of_states(layout)
+        if most + self._sample_bytes(layout) <= self.budget_bytes:
             return True
         least = self.least_bytes(strategy)
         if least <= self.budget_bytes:
