@@ -64,3 +64,23 @@ def test_a_quick_prediction_of_a_short_stage_is_the_full_one() -> None:
     assert full.whole and not quick.whole
     assert quick.sum_bytes == pytest.approx(full.sum_bytes, rel=0.01)
     assert quick.cost.flops == full.cost.flops
+
+
+@pytest.mark.parametrize(
+    ("rank", "batch", "extrapolated"), [(0, 16, True), (4, 16, True), (12, 16, True), (0, 32, False)]
+)
+def test_a_quick_prediction_of_interleaved_stages_is_the_full_one(
+    rank: int, batch: int, extrapolated: bool
+) -> None:
+    """Parts in flight are extrapolated where each micro-batch adds as many of every stage."""
+    asked = ASKED.model_copy(
+        update={"model": ASKED.model.model_copy(update={"layers": 8}), "batch_size": batch}
+    )
+    staged = STAGED.with_values(pipeline_schedule="interleaved", activation_checkpointing="full")
+    quick, full = (
+        predict(asked, blueprint_of(asked), staged, cluster_of(ASKED.cluster), rank=rank, quick=how)
+        for how in (True, False)
+    )
+    assert full.whole and quick.whole is not extrapolated
+    assert quick.sum_bytes == pytest.approx(full.sum_bytes, rel=0.01)
+    assert quick.cost.flops == full.cost.flops

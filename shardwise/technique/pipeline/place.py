@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardwise.core.pipeline.schedule import Order, in_flight, orders, step_time
+from shardwise.core.pipeline.schedule import Order, fullest, in_flight, orders, step_time
 from shardwise.core.timetable import Timetable
 from shardwise.technique.place import Place, RankTime, Reduced, Shortcut, Stretch, WholeStep
 
@@ -138,12 +139,23 @@ class Pipeline(Place):
         micro-batches. In others: fewer micro-batches. Two such runs differ by one micro-batch in flight.
         """
         flying = self.in_flight(micro_batches)
-        if self.endless or flying is None or flying <= FEW:
+        if flying is None:
+            return self._of_fewer(micro_batches)
+        if self.endless or flying <= FEW:
             return None
         shorter = self.reduced(Reduced(ranks_after=FEW - 1)).in_flight(micro_batches)
         if shorter is not None and shorter < flying:
             return Shortcut(Reduced(ranks_after=FEW - 1), Reduced(ranks_after=FEW - 2), 1 + flying - shorter)
         return Shortcut(Reduced(micro_batches=FEW), Reduced(micro_batches=FEW - 1), 1 + flying - FEW)
+
+    def _of_fewer(self, count: int) -> Shortcut | None:
+        """The same where a rank holds parts of micro-batches, if each of these adds as many parts of every stage."""
+        times = 1 + count - FEW
+        most, more, fewer = (fullest(self.order(number)) for number in (count, FEW, FEW - 1))
+        added = more - fewer
+        if times < 1 or most != Counter({stage: fewer[stage] + times * added[stage] for stage in self.held}):
+            return None
+        return Shortcut(Reduced(micro_batches=FEW), Reduced(micro_batches=FEW - 1), times)
 
     def combined(
         self, times: Sequence[RankTime], micro_batches: int, worst: int, pass_bytes: int
