@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.attention_kernels import planned_device
-from shardwise.runtime.same_code import Number, Same, code_of_module, numbers_of, numbers_read
+from shardwise.runtime.same_code import Number, code_of, code_of_module, numbers_of, numbers_read
 from shardwise.runtime.torch_private import FakeTensor, TreeSpec, function_modes, tree_flatten, tree_unflatten
 from shardwise.runtime.torch_private_compiler import Function, compiled
 
@@ -110,7 +110,7 @@ class CompiledForward:
         weights = [_local(held[name]) for held, name in self._weights]
         call, tensors = _taken_apart(args, kwargs)
         inputs = [*weights, *tensors]
-        modes = tuple(map(Same, function_modes()))
+        modes = tuple(map(code_of, function_modes()))
         key = (self._code, call, planned_device(), modes, *map(_kind, inputs))
         compilation = self._known(key) or self._compiled(key, inputs, call)
         self.shares = self._code, tuple(compilation.numbers.items())

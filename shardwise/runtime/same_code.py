@@ -14,10 +14,12 @@ import dataclasses
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 Number = tuple[str, str]
@@ -29,8 +31,8 @@ _PLAIN = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.dev
 def code_of(value: Any) -> Any:
     """Equal for modules that compute the same from the same weights, arguments and numbers.
 
-    Methods of a dataclass, such as hooks, are the same if its compared fields are. Objects of unknown kinds are the
-    same only if they are one object.
+    Methods of a dataclass, such as hooks, are the same if its compared fields are, and process groups if their names
+    are: one process makes many worlds in dry runs. Objects of unknown kinds are the same only if they are one object.
     """
     if isinstance(value, nn.Module):
         return code_of_module(value, vars(value), _HOOKS)
@@ -40,6 +42,10 @@ def code_of(value: Any) -> Any:
         return tuple((code_of(key), code_of(each)) for key, each in value.items())
     if isinstance(value, list | tuple | set | frozenset):
         return type(value), tuple(map(code_of, value))
+    if isinstance(value, dist.ProcessGroup):
+        return type(value), value.group_name, value.rank(), value.size()  # collectives look it up by its name
+    if isinstance(value, partial):
+        return partial, code_of(value.func), code_of(value.args), code_of(value.keywords)
     if isinstance(value, MethodType) and dataclasses.is_dataclass(value.__self__):
         return value.__func__, code_of(value.__self__)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

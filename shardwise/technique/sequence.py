@@ -19,6 +19,7 @@ parallelism.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.core.strategy import Layout, Setting, Strategy
@@ -175,21 +176,8 @@ class SequenceParallel(Dividing):
 
 
 def _attend(site: Site, ring: bool) -> Attend:
-    from torch import Tensor
+    from shardwise.runtime.parallel.sequence import attend_by_ring, attend_by_ulysses
 
-    from shardwise.runtime.parallel.ring import ring_attention
-    from shardwise.runtime.parallel.sequence import Mask, refusal
-    from shardwise.runtime.parallel.ulysses import ulysses_attention
-
-    group = site.context.mesh.get_group("sequence")
-
-    def by_ulysses(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float) -> Tensor:
-        return ulysses_attention(q, k, v, dropout, scale, group, mask)
-
-    def by_ring(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float) -> Tensor:
-        assert mask is None  # a rule refuses packed documents
-        if dropout:
-            raise refusal("the ring has no dropout of attention's probabilities; sequence_method ulysses has")
-        return ring_attention(q, k, v, scale, group)
-
-    return by_ring if ring else by_ulysses
+    return partial(
+        attend_by_ring if ring else attend_by_ulysses, group=site.context.mesh.get_group("sequence")
+    )

@@ -128,6 +128,22 @@ class Numbered(nn.Module):
         return self.layer(x) * self.number if self.reads else self.layer(x).relu()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"tensor_parallel": 2}, {"sequence_parallel": 2, "sequence_method": "ring"}, {"sequence_parallel": 2}],
+)
+def test_a_later_dry_run_takes_the_compilation_of_one_before(
+    settings: dict[str, Any], compilations: list[object]
+) -> None:
+    """Its process groups are other objects with the same names."""
+    runs = [planned(ranks=4, compile="block", zero_stage=stage, **settings) for stage in (3, 1)]
+    assert len(compilations) == 1
+    compiled._kept.clear()
+    own = planned(ranks=4, compile="block", zero_stage=1, **settings)
+    assert len(compilations) == 2
+    assert own.cost == runs[1].cost and own.peaks["backward"] == runs[1].peaks["backward"]
+
+
 @pytest.mark.parametrize(("reads", "count"), [(False, 1), (True, 3)])
 def test_blocks_that_differ_in_their_number_share_a_compilation_unless_they_read_it(
     reads: bool, count: int, compilations: list[object]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -28,6 +29,8 @@ from torch.overrides import TorchFunctionMode
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.compiled import compiled_as
 from shardwise.runtime.documents import Documents, set_sequence_ranks
+from shardwise.runtime.parallel.ring import ring_attention
+from shardwise.runtime.parallel.ulysses import ulysses_attention
 
 Mask = Tensor | Documents | None
 """Of whole rows, [b, 1, s, s], for packed documents; None for causal attention."""
@@ -109,7 +112,8 @@ class ContextParallelAttention:
 
     def _require_all(self, *_: object) -> None:
         """Every block called attention. Of compiled blocks that share a graph, only the traced one did."""
-        met = {compiled_as(block) for block in self._met}
+        _traced.update(shared for block in self._met if (shared := compiled_as(block)) is not block)
+        met = self._met | _traced
         missing = next((block for block in self.blocks if compiled_as(block) not in met), None)
         if missing is not None:
             raise refusal(
@@ -118,26 +122,32 @@ class ContextParallelAttention:
             )
 
 
+_traced: set[object] = set()
+"""What compiled blocks share that called attention when they were traced, in this model or in one before it."""
+
+
+@dataclass(eq=False)
 class _AttentionRouter(TorchFunctionMode):
     """Replaces ``scaled_dot_product_attention`` while it is active.
 
-    Args:
+    Attributes:
         ranks: among which rows of packed documents are divided; None if rows are not packed.
         meet: called at every attention.
     """
 
-    def __init__(self, attend: Attend, ranks: int | None, meet: Callable[[], None]) -> None:
+    attend: Attend
+    ranks: int | None
+    meet: Callable[[], None] = field(compare=False)
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._attend = attend
-        self._ranks = ranks
-        self._meet = meet
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        self._meet()
+        self.meet()
         return self._attend_all(*args, **(kwargs or {}))
 
     def _attend_all(
@@ -155,12 +165,29 @@ class _AttentionRouter(TorchFunctionMode):
             raise refusal("this model passes a mask to its attention")
         if is_causal == (attn_mask is not None) or query.shape[2] != key.shape[2]:
             raise refusal("this model has attention that is not causal self-attention")
-        return self._attend(query, key, value, attn_mask, dropout_p, scale or query.shape[-1] ** -0.5)
+        return self.attend(query, key, value, attn_mask, dropout_p, scale or query.shape[-1] ** -0.5)
 
     def _of_whole_rows(self, mask: Tensor | Documents, tokens: int) -> bool:
         """Whether a mask is that of packed documents, and not one that the model makes of its own tokens."""
         length = mask.length if isinstance(mask, Documents) else mask.shape[-1]
-        return self._ranks is not None and length == self._ranks * tokens
+        return self.ranks is not None and length == self.ranks * tokens
+
+
+def attend_by_ulysses(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float, *, group: dist.ProcessGroup
+) -> Tensor:
+    """Ulysses attention, as ``Attend``."""
+    return ulysses_attention(q, k, v, dropout, scale, group, mask)
+
+
+def attend_by_ring(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float, *, group: dist.ProcessGroup
+) -> Tensor:
+    """Ring attention, as ``Attend``. Raises RecipeError for dropout."""
+    assert mask is None  # a rule refuses packed documents
+    if dropout:
+        raise refusal("the ring has no dropout of attention's probabilities; sequence_method ulysses has")
+    return ring_attention(q, k, v, scale, group)
 
 
 def refusal(why: str) -> RecipeError:
