@@ -69,7 +69,7 @@ _MARGIN = 1.1
 """For memory that does not grow in proportion to the micro-batch, such as rounding to pages."""
 
 
-def choose(predictor: Predictor, expect: Callable[[Strategy], None] = lambda _: None) -> Prediction:
+def choose(predictor: Predictor, expect: Callable[[Strategy | None], None] = lambda _: None) -> Prediction:
     """The best strategy that fits, else a tight one, else the one that needs the least memory."""
     separate_host = predictor.cluster.device.kind != "cpu"
     tight: Prediction | None = None
@@ -96,7 +96,7 @@ class _Visit:
     """One walk through a space.
 
     Attributes:
-        expect: called with a strategy that is likely to be chosen, before its full prediction.
+        expect: called with a strategy that may be chosen, before its full prediction; with None if it is not.
         found: figures of strategies that may fit, plainest first.
         failed: strategies that do not fit by their full predictions, or are tight.
         reference: seconds of the kernels of the first strategy's passes, for how many sequences of each rank.
@@ -107,7 +107,7 @@ class _Visit:
 
     predictor: Predictor
     space: Space
-    expect: Callable[[Strategy], None]
+    expect: Callable[[Strategy | None], None]
     found: list[Quick] = field(default_factory=list)
     promising: dict[Strategy, Quick] = field(default_factory=dict)
     composed: list[Strategy] = field(default_factory=list)
@@ -136,12 +136,13 @@ class _Visit:
         self._walk()
         while self.found:
             quick = self._best()
-            for strategy in with_one_time_costs(self.predictor, quick, self.expect):
+            for strategy in with_one_time_costs(self.predictor, quick):
                 self.expect(strategy)
                 full = self.predictor.predict(strategy, quick=False)
                 if self.predictor.fits(full):
                     yield full
             self.failed.add(quick.strategy)
+            self.expect(None)
             self.found.clear()
             self.promising.clear()
             self._walk()  # figures are remembered

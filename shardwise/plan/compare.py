@@ -36,10 +36,20 @@ class Neighbours:
     def __exit__(self, *_: object) -> None:
         self._close()
 
-    def expect(self, strategy: Strategy) -> None:
-        """Begin with a strategy's neighbours, and end those of another. Of stages, the prediction must be known."""
-        if strategy != self._of and not has_stages(self._layout(strategy)):
+    def expect(self, strategy: Strategy | None) -> None:
+        """Begin with a strategy's neighbours, and end those of another; None ends them, so that cores are free.
+
+        With stages, they are compared with its worst rank. In small worlds only the full prediction knows it.
+        """
+        if strategy == self._of:
+            return
+        if strategy is None:
+            self._close()
+            self._of = None
+        elif not has_stages(self._layout(strategy)):
             self._begin(strategy, None)
+        elif self.predictor.cluster.world_size > EVERY_RANK:
+            self._begin(strategy, self.predictor.worst(strategy, quick=True))
 
     def record(self, chosen: Prediction) -> None:
         """Record the neighbours of the chosen strategy."""

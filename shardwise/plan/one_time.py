@@ -5,7 +5,7 @@ The search (plan/choose.py) compares seconds of a step, so it leaves them out. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Strategy
@@ -20,15 +20,10 @@ _SURE = 3.0
 """The predicted saving must be so many times the cost: both are uncertain, and a run may be stopped early."""
 
 
-def with_one_time_costs(
-    predictor: Predictor, best: Quick, expect: Callable[[Strategy], None]
-) -> Iterator[Strategy]:
+def with_one_time_costs(predictor: Predictor, best: Quick) -> Iterator[Strategy]:
     """Strategies to confirm, best first: with values that surely save more than they cost, and without.
 
     A recipe with epochs has no steps until its data is counted, so nothing is sure.
-
-    Args:
-        expect: called before the dry runs of a strategy that may save more.
     """
     steps, objective = predictor.recipe.steps, predictor.recipe.plan.objective
     for setting in SETTINGS if steps and objective != "memory" else ():
@@ -37,7 +32,6 @@ def with_one_time_costs(
             if setting.key in predictor.recipe.strategy or least >= _MOST * best.seconds:
                 continue
             for strategy in predictor.possible([best.strategy.with_values(**{setting.key: value})]):
-                expect(strategy)
                 try:
                     found = figures_in_proportion(predictor, strategy, best)
                     found = found or quick_figures(predictor, strategy, once=True)
