@@ -121,7 +121,7 @@ def practised(practice: Practice) -> Iterator[None]:
     with ExitStack() as patches:
         if practice.settings.get(NORM_IN_PARTS):
             patches.enter_context(mock.patch.object(target, "is_traced", lambda: True))
-        if practice.repeats != "none":
+        if practice.repeats:
             patches.enter_context(mock.patch.object(selective, "selective_contexts", contexts))
         if practice.loss:
             patches.enter_context(

@@ -22,7 +22,7 @@ class Practice:
     Attributes:
         settings: of the dry run, in place of the run's own.
         whole: share of blocks that are recomputed whole, where it is not the settings'.
-        repeats: the products that selective recomputation repeats: none | second | all.
+        repeats: whether selective recomputation repeats every second product.
         attention: seconds of its attention kernels over those of FlashAttention-2.
         casts: how it casts to 8 bits: every time, as here; weights once a step and the rest within other kernels
             (fused); or weights before FSDP2 gathers them, and activations before tensor parallelism does (gathered).
@@ -34,7 +34,7 @@ class Practice:
 
     settings: Mapping[str, object] = field(default_factory=dict)
     whole: float | None = None
-    repeats: str = "none"
+    repeats: bool = False
     attention: float = 1.0
     casts: str = "every time"
     own_stages: bool = False
@@ -105,12 +105,12 @@ def practice_of(run: Published) -> Practice:
 
 
 def _torchtitan(run: Published, settings: dict[str, object]) -> Practice:
-    repeats, whole = "none", None
+    repeats, whole = False, None
     if run.settings["activation_checkpointing"] == "selective":
         if "layer" in run.recomputation:  # every second block
             whole = 0.5
-        else:  # saves every second mm, and no _scaled_mm (torchtitan/distributed/activation_checkpoint.py)
-            repeats = "all" if run.settings["precision"] == "fp8" else "second"
+        else:  # saves every second mm, also of 8-bit tensors (torchtitan/distributed/activation_checkpoint.py)
+            repeats = True
         if whole or run.compiled:
             settings["activation_checkpointing"] = "none"
     if not run.compiled and not run.source.endswith(FUSED_NORM):
@@ -144,7 +144,7 @@ def changed(cost: StepCost, run: Published, blocks: int) -> StepCost:
     practice = practice_of(run)
     kernels = [_attending(kernel, practice.attention) for kernel in cost.kernels]
     kernels = [cast for kernel in kernels if (cast := _cast(kernel, practice.casts, run)) is not None]
-    kernels += _repeated(cost.kernels, practice.repeats, blocks * run.passes)
+    kernels += _repeated(cost.kernels, blocks * run.passes) if practice.repeats else []
     collectives = tuple(_narrow(each, practice.casts) for each in cost.collectives)
     return replace(cost, kernels=tuple(kernels), collectives=collectives)
 
@@ -180,15 +180,8 @@ def _attending(kernel: Kernel, times: float) -> Kernel:
     return replace(kernel, flops=round(kernel.flops * times)) if "attention" in kernel.operation else kernel
 
 
-def _repeated(kernels: tuple[Kernel, ...], which: str, blocks: int) -> list[Kernel]:
-    """Products of the forward pass that the backward pass repeats: of ``c`` equal ones in a block, c or c // 2."""
-    if which == "none":
-        return []
-    found: list[Kernel] = []
-    for kernel in kernels:
-        if kernel.phase == "forward" and kernel.flops and "attention" not in kernel.operation:
-            each = kernel.calls // blocks
-            repeated = each if which == "all" else each // 2
-            if repeated:
-                found.append(replace(kernel, phase="backward", calls=repeated * blocks))
-    return found
+def _repeated(kernels: tuple[Kernel, ...], blocks: int) -> list[Kernel]:
+    """Products of the forward pass that the backward pass repeats: of c equal ones in a block, c // 2."""
+    products = (k for k in kernels if k.phase == "forward" and k.flops and "attention" not in k.operation)
+    counts = ((product, product.calls // blocks // 2) for product in products)
+    return [replace(each, phase="backward", calls=count * blocks) for each, count in counts if count]

@@ -50,7 +50,7 @@ def test_every_second_product_is_kept(practised: Any) -> None:
 def test_what_is_replaced_is_put_back(practised: Any) -> None:
     stacks, language_loss = importlib.import_module("stacks"), practised.language_loss
     before = language_loss.cross_entropy_sum, selective.selective_contexts
-    with practised.practised(stacks.Practice(repeats="second", loss="fp32")):
+    with practised.practised(stacks.Practice(repeats=True, loss="fp32")):
         assert language_loss.cross_entropy_sum is practised.LOSSES["fp32"]
         assert selective.selective_contexts is not before[1]
     assert (language_loss.cross_entropy_sum, selective.selective_contexts) == before
