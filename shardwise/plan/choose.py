@@ -29,7 +29,7 @@ from shardwise.plan.compose_align import NotComposable
 from shardwise.plan.one_time import with_one_time_costs
 from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import Predictor
-from shardwise.plan.quick import Quick, figures_of_stages, quick_figures
+from shardwise.plan.quick import Quick, figures_of_stages, quick_figures, smallest
 from shardwise.plan.space import Mesh, Space, children
 from shardwise.technique import (
     MICRO_BATCH_SIZE,
@@ -88,7 +88,7 @@ def choose(predictor: Predictor, expect: Callable[[Strategy | None], None] = lam
         raise refused
     if not too_large:
         raise RecipeError("strategy: no combination of its free settings follows the rules on this cluster")
-    return predictor.predict(min(too_large, key=lambda c: c.peak_bytes).strategy, quick=False)
+    return predictor.predict(smallest(predictor, too_large), quick=False)
 
 
 @dataclass

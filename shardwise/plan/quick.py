@@ -9,8 +9,12 @@ then decide.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from shardwise.core.errors import RecipeError
+from shardwise.core.plan import Candidate
 from shardwise.core.strategy import Strategy
 from shardwise.plan.compose_align import NotComposable
 from shardwise.plan.lower_bound import least_state_bytes
@@ -67,6 +71,22 @@ def quick_figures(predictor: Predictor, strategy: Strategy, once: bool = False) 
         else:
             return _judged(predictor, strategy, found, record=True)
     return figures_of(predictor, predictor.predict(strategy, quick=True, once=once))
+
+
+def smallest(predictor: Predictor, candidates: Sequence[Candidate]) -> Strategy:
+    """The strategy that needs the least memory, of candidates whose bytes may be lower bounds.
+
+    Of candidates with equal bounds only the last, which recomputes most, is predicted.
+    """
+    last = {candidate.peak_bytes: candidate.strategy for candidate in candidates}
+    best: Quick | None = None
+    for least, strategy in sorted(last.items(), key=lambda item: item[0]):
+        if best is not None and best.bytes <= least:
+            break
+        with suppress(RecipeError):  # it cannot be built
+            found = quick_figures(predictor, strategy)
+            best = found if best is None or found.bytes < best.bytes else best
+    return best.strategy if best is not None else last[min(last)]
 
 
 def figures_of(predictor: Predictor, found: Prediction) -> Quick:

@@ -58,6 +58,7 @@ ZERO_STAGE: Setting[int] = Setting(
     kind=int,
     choices=(0, 1, 2, 3),
     candidates=(0, 1, 2, 3),
+    last_resort=(2, 3),  # of one rank: with offloaded parameters, its gradients leave the device, too
     ordered=False,  # stages above 0 divide the optimizer's work
 )
 

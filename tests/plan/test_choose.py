@@ -86,6 +86,27 @@ def test_what_changes_the_mathematics_needs_leave() -> None:
     assert {each.values["precision"] for each in every(space(pinned))} == {"bf16"}
 
 
+WIDE = {"layers": 6, "width": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096, "vocab": 256, "context": 64}
+
+
+def on_one_card(memory_mib: float) -> Predictor:
+    """For a model whose gradients take 385 MiB; they are summed over four micro-batches."""
+    pinned = {"precision": "bf16", "micro_batch_size": 1, "activation_checkpointing": "full", "loss": "logits"}
+    asked = recipe("1xRTX4090-24GB", memory_mib=memory_mib, batch_size=4, model=WIDE, strategy=pinned)
+    return Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+
+
+@pytest.mark.parametrize("memory_mib", [900, 300])
+def test_the_gradients_of_one_card_can_leave_it(memory_mib: float) -> None:
+    """With offloaded parameters ZeRO 3 of one rank sends gradients to the host, too. Without that it takes 1.2 GiB."""
+    predictor = on_one_card(memory_mib)
+    chosen = choose(predictor)
+    assert chosen.strategy.values["zero_stage"] == 3
+    assert chosen.strategy.values["offload"].endswith("optimizer+parameters")
+    assert predictor.fits(chosen) == (memory_mib == 900)
+    assert chosen.peak.bytes < 900 << 20, "where nothing fits, the strategy that needs least is named"
+
+
 def test_offloading_is_the_last_resort() -> None:
     asked = recipe(strategy={"precision": "bf16"})
     assert {each.values["offload"] for each in every(space(asked))} == {"none"}
