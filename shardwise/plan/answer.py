@@ -200,11 +200,14 @@ def _prices(plan: Plan) -> Iterator[MemoryPrice]:
 
 def _binding(plan: Plan, priced: bool) -> str:
     """What keeps the step from being faster, in a sentence."""
+    free = plan.capacity_bytes - plan.reserve_bytes - plan.peak.bytes
+    if not plan.fits and free >= 0:
+        needed, there = format_bytes(plan.host.bytes), format_bytes(plan.host.capacity_bytes)
+        return f"host memory binds: the strategy that needs least of a device takes {needed} of {there}"
     if not plan.fits:
         return (
             f"memory binds: the smallest predicted strategy needs {format_bytes(plan.peak.bytes)} of a device"
         )
-    free = plan.capacity_bytes - plan.reserve_bytes - plan.peak.bytes
     if priced:
         return f"memory binds: {format_bytes(free)} of the budget are left, and faster strategies need more"
     whole = sum(plan.step.split.values())

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.json_file import checked
-from shardwise.core.plan import Candidate, Plan, StepEstimate
+from shardwise.core.ledger import Ledger
+from shardwise.core.plan import Candidate, HostMemory, Plan, StepEstimate
 from shardwise.core.strategy import Strategy
 from shardwise.core.units import GiB
 from shardwise.hardware.cluster import Cluster, cluster_of
@@ -193,6 +194,13 @@ def test_a_plan_that_does_not_fit_has_no_price() -> None:
     made = answered(plan(candidate(90, 1.0, "does not fit", zero_stage=2), peak_gib=79))
     assert not made.prices and made.binding.startswith(
         "memory binds: the smallest predicted strategy needs 79.00"
+    )
+
+
+def test_host_memory_binds_where_the_device_has_room() -> None:
+    short = replace(plan(), host=HostMemory(Ledger(optimizer_state=100 << 30), 64 << 30))
+    assert answered(short).binding == (
+        "host memory binds: the strategy that needs least of a device takes 100.0 GiB of 64.00 GiB"
     )
 
 

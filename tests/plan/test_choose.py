@@ -91,7 +91,12 @@ WIDE = {"layers": 6, "width": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096, "voc
 
 def on_one_card(memory_mib: float) -> Predictor:
     """For a model whose gradients take 385 MiB; they are summed over four micro-batches."""
-    pinned = {"precision": "bf16", "micro_batch_size": 1, "activation_checkpointing": "full", "loss": "logits"}
+    pinned = {
+        "precision": "bf16",
+        "micro_batch_size": 1,
+        "activation_checkpointing": "full",
+        "loss": "logits",
+    }
     asked = recipe("1xRTX4090-24GB", memory_mib=memory_mib, batch_size=4, model=WIDE, strategy=pinned)
     return Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
 
