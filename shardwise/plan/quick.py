@@ -36,6 +36,9 @@ UNSURE = 0.4
 """Relative error of memory that is estimated in proportion. Of 405B weights on 32 stages it was 35 %: which moment is
 the highest depends on how much the micro-batches in flight hold."""
 
+_NEAR = 0.05
+"""Of strategies whose memory differs by less, the smallest need not be found."""
+
 
 @dataclass(frozen=True)
 class Quick:
@@ -79,14 +82,14 @@ def smallest(predictor: Predictor, candidates: Sequence[Candidate]) -> Strategy:
     Of candidates with equal bounds only the last, which recomputes most, is predicted.
     """
     last = {candidate.peak_bytes: candidate.strategy for candidate in candidates}
-    best: Quick | None = None
+    sizes: dict[Strategy, int] = {}
     for least, strategy in sorted(last.items(), key=lambda item: item[0]):
-        if best is not None and best.bytes <= least:
+        if min(sizes.values(), default=math.inf) <= least * (1 + _NEAR):
             break
         with suppress(RecipeError):  # it cannot be built
-            found = quick_figures(predictor, strategy)
-            best = found if best is None or found.bytes < best.bytes else best
-    return best.strategy if best is not None else last[min(last)]
+            bound = predictor.judgement(strategy).replayed is None
+            sizes[strategy] = quick_figures(predictor, strategy).bytes if bound else least
+    return min(sizes, key=lambda each: sizes[each], default=last[min(last)])
 
 
 def figures_of(predictor: Predictor, found: Prediction) -> Quick:
