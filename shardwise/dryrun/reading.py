@@ -8,7 +8,9 @@ if a collective of the model sent or returned them.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.core.ledger import Ledger, Peak, ledger_from
@@ -76,8 +78,7 @@ def highest(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str
 def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, Peak]:
     """The peak of device memory (or host memory) in every phase since a time."""
     workspaces = {} if on_host else dict(tracker.workspaces)
-    held = _allocations(tracker, on_host)
-    names = {a.born: (a.where or f"the loss ({a.operation})") for a in held}
+    names = _names(tracker, on_host)
     return {
         phase: Peak(
             ledger_at(tracker, time, on_host).plus(communication=workspaces.get(time, 0)),
@@ -86,6 +87,47 @@ def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, 
         )
         for phase, (_, time) in highest(tracker, since, on_host).items()
     }
+
+
+def peaks_of_passes(tracker: Tracker, entries: Sequence[tuple[int, str]], count: int) -> tuple[Peak, ...]:
+    """The peaks of the first, second and last of every ``count`` passes, where all forward ones come first.
+
+    Each of these is linear in the number of micro-batches, and with it the highest. The peak of a phase is not: it may
+    be in another pass of a step with more of them. () for another order.
+
+    Args:
+        entries: when passes began, and their phases.
+    """
+    passes = len(entries) // 2
+    if (
+        count < 2
+        or passes % count
+        or [name for _, name in entries] != passes * ["forward"] + passes * ["backward"]
+    ):
+        return ()
+    starts = [time for time, _ in entries]
+    after = min((start for start, _ in tracker.phases if start > starts[-1]), default=tracker.now + 1)
+    levels, names, workspaces = _levels(tracker), _names(tracker), dict(tracker.workspaces)
+    chosen = [first + number for first in range(0, 2 * passes, count) for number in (0, 1, count - 1)]
+    found = []
+    for number in chosen:
+        time = max(range(starts[number], [*starts, after][number + 1]), key=lambda each: levels[each])
+        ledger = ledger_at(tracker, time).plus(communication=workspaces.get(time, 0))
+        found.append(Peak(ledger, entries[number][1], _latest(names, time)))
+    return tuple(found)
+
+
+def _levels(tracker: Tracker) -> list[int]:
+    """Bytes of device memory at every time."""
+    changes = _changes(tracker)
+    workspaces = dict(tracker.workspaces)
+    totals = itertools.accumulate(changes.get(time, 0) for time in range(tracker.now + 1))
+    return [total + workspaces.get(time, 0) for time, total in enumerate(totals)]
+
+
+def _names(tracker: Tracker, on_host: bool = False) -> dict[int, str]:
+    """The module of every allocation in device memory, or in host memory, by when it began."""
+    return {a.born: (a.where or f"the loss ({a.operation})") for a in _allocations(tracker, on_host)}
 
 
 def _latest(names: dict[int, str], time: int) -> str:

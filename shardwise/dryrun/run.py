@@ -24,7 +24,7 @@ from shardwise.dryrun.block_times import block_times
 from shardwise.dryrun.counting import dtype_name
 from shardwise.dryrun.modules import RunningModule
 from shardwise.dryrun.moments import MemoryMoments, moments
-from shardwise.dryrun.reading import Sample, ledger_at, peaks, timeline
+from shardwise.dryrun.reading import Sample, ledger_at, peaks, peaks_of_passes, timeline
 from shardwise.dryrun.replay import Replay, Trace
 from shardwise.dryrun.sites import sites_at_peak
 from shardwise.dryrun.snapshot import memory_snapshot
@@ -71,6 +71,7 @@ class DryRun:
         depth: blocks of the whole model, or of each of this rank's stages; None where that varies.
         place: this rank's place on an axis whose ranks hold different blocks, if there is one.
         pass_bytes: with a place, activations that the first micro-batch's forward pass leaves for its backward pass.
+        pass_peaks: the peaks of some passes (peaks_of_passes), where the micro-batches were reduced.
         moments: memory at every moment, where it was asked for.
         sites: memory at the peak by allocation site; () without history.
         snapshot: for PyTorch's memory viewer, where it was asked for.
@@ -98,6 +99,7 @@ class DryRun:
     depth: int | None = None
     place: Place | None = None
     pass_bytes: int = 0
+    pass_peaks: tuple[Peak, ...] = ()
     moments: MemoryMoments | None = None
     sites: tuple[AllocationSite, ...] = ()
     snapshot: Mapping[str, Any] | None = None
@@ -166,6 +168,7 @@ def dry_run(
         depth=blueprint.depth if place is None else place.depth,
         place=None if place is None else place.without_groups(),
         pass_bytes=_pass_bytes(tracker, entries) if place is not None and history else 0,
+        pass_peaks=() if reduced.micro_batches is None else peaks_of_passes(tracker, entries, few),
         moments=moments(tracker, start, depth) if with_moments else None,
         sites=sites_at_peak(tracker, start) if history else (),
         blocks=block_times(tracker, start, names) if history else None,
@@ -235,7 +238,7 @@ def _tag_state(run: Run, tracker: Tracker) -> None:
 
 def _tracked_step(
     site: Site, recipe: Recipe, strategy: Strategy, whole: tuple[int, Reduced], tracker: Tracker
-) -> tuple[Run, int, int, list[int]]:
+) -> tuple[Run, int, int, list[tuple[int, str]]]:
     """Build and run one step within the tracker.
 
     Args:
@@ -278,18 +281,18 @@ def _fake_batches(
     return batches
 
 
-def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[int]:
+def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[tuple[int, str]]:
     """Run the step, after a rehearsal of the fill; the tracker counts the costs of each micro-batch, and of the rest.
 
-    Returns when passes of the micro-batches began.
+    Returns when passes of the micro-batches began, and their phases.
     """
     # Steps that epochs are not counted into yet are as many as are asked for.
     steps = itertools.repeat(batches, *([run.recipe.steps] if run.recipe.steps else []))
-    entries: list[int] = []
+    entries: list[tuple[int, str]] = []
 
     def entered(name: str) -> None:
         if current_micro_batch() is not None:
-            entries.append(tracker.now)
+            entries.append((tracker.now, name))
         tracker.tag((p.grad for p in run.model.parameters() if p.grad is not None), "gradients")
 
     for parameter in run.model.parameters():
@@ -303,9 +306,9 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[int]
     return entries
 
 
-def _pass_bytes(tracker: Tracker, entries: Sequence[int]) -> int:
+def _pass_bytes(tracker: Tracker, entries: Sequence[tuple[int, str]]) -> int:
     """Activations that one pass leaves: those at the start of the second pass minus those at the first."""
-    before, after = (ledger_at(tracker, time).activations for time in entries[:2])
+    before, after = (ledger_at(tracker, time).activations for time, _ in entries[:2])
     return after - before
 
 

@@ -303,10 +303,14 @@ def _filled(run: Callable[..., DryRun], place: Place | None, count: int) -> DryR
     if place is None or (shortcut := place.shortcut(count)) is None:
         return run()
     more, fewer = run(shortcut.more), run(shortcut.fewer)
-    peaks = {
-        phase: Peak(fewer.peaks[phase].ledger.extrapolated(peak.ledger, shortcut.times), phase, peak.where)
-        for phase, peak in more.peaks.items()
-    }
+    phases = {peak.phase for peak in more.pass_peaks}
+    pairs = list(zip(fewer.pass_peaks, more.pass_peaks, strict=True))
+    pairs += [(fewer.peaks[phase], peak) for phase, peak in more.peaks.items() if phase not in phases]
+    peaks: dict[str, Peak] = {}
+    for one, two in pairs:
+        peak = Peak(one.ledger.extrapolated(two.ledger, shortcut.times), two.phase, two.where)
+        if peak.phase not in peaks or peak.bytes > peaks[peak.phase].bytes:
+            peaks[peak.phase] = peak
     return replace(more, peaks=peaks, place=place.without_groups())
 
 

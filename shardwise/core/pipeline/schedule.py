@@ -25,7 +25,6 @@ order of messages depend on a timing. Without it a bubble remains where the dura
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -245,14 +244,4 @@ def in_flight(order: Sequence[Action]) -> int:
     for action in order:
         held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
         most = max(most, held)
-    return most
-
-
-def fullest(order: Sequence[Action]) -> Counter[int]:
-    """The passes in flight when ``in_flight`` is first reached, by the stages of one rank."""
-    held, most = Counter[int](), Counter[int]()
-    for action in order:
-        held[action.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        if held.total() > most.total():
-            most = held.copy()
     return most

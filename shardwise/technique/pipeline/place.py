@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardwise.core.pipeline.schedule import Order, fullest, in_flight, orders, step_time
+from shardwise.core.pipeline.schedule import Order, in_flight, orders, step_time
 from shardwise.core.timetable import Timetable
 from shardwise.technique.place import Place, RankTime, Reduced, Shortcut, Stretch, WholeStep
 
@@ -149,13 +148,11 @@ class Pipeline(Place):
         return Shortcut(Reduced(micro_batches=FEW), Reduced(micro_batches=FEW - 1), 1 + flying - FEW)
 
     def _of_fewer(self, count: int) -> Shortcut | None:
-        """The same where a rank holds parts of micro-batches, if each of these adds as many parts of every stage."""
-        times = 1 + count - FEW
-        most, more, fewer = (fullest(self.order(number)) for number in (count, FEW, FEW - 1))
-        added = more - fewer
-        if times < 1 or most != Counter({stage: fewer[stage] + times * added[stage] for stage in self.held}):
+        """The same where a rank holds parts of micro-batches, if all forward passes come before the backward ones."""
+        kinds = [action.kind for action in self.order(count)]
+        if count <= FEW or kinds.index("B") < kinds.count("F"):
             return None
-        return Shortcut(Reduced(micro_batches=FEW), Reduced(micro_batches=FEW - 1), times)
+        return Shortcut(Reduced(micro_batches=FEW), Reduced(micro_batches=FEW - 1), 1 + count - FEW)
 
     def combined(
         self, times: Sequence[RankTime], micro_batches: int, worst: int, pass_bytes: int
