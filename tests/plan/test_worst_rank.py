@@ -84,7 +84,8 @@ def test_a_quick_prediction_of_interleaved_stages_is_the_full_one(
         pipeline_schedule="interleaved",
         activation_checkpointing="full",
         loss="chunked",
-        zero_stage=2,
+        zero_stage=1,
+        precision="bf16",
     )
     quick, full = (
         predict(asked, blueprint_of(asked), staged, cluster_of(ASKED.cluster), rank=rank, quick=how)
@@ -92,6 +93,6 @@ def test_a_quick_prediction_of_interleaved_stages_is_the_full_one(
     )
     assert full.whole and quick.whole is not extrapolated
     tensors = [found.sum_bytes - found.peak.ledger.overhead for found in (quick, full)]
-    message = 64 * 32 * 4
+    message = 64 * 32 * 2
     assert tensors[0] == pytest.approx(tensors[1], rel=0.01, abs=message)
     assert quick.cost.flops == full.cost.flops
