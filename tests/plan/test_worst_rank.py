@@ -96,3 +96,15 @@ def test_a_quick_prediction_of_interleaved_stages_is_the_full_one(
     message = 64 * 32 * 2
     assert tensors[0] == pytest.approx(tensors[1], rel=0.01, abs=message)
     assert quick.cost.flops == full.cost.flops
+
+
+def test_the_worst_rank_is_the_one_with_most_tensors_where_some_ranks_lack_their_fragmentation() -> None:
+    """Only the last rank gets a full prediction at first: its forward passes do not all come first."""
+    model = ASKED.model.model_copy(update={"layers": 8, "width": 64})
+    asked = ASKED.model_copy(update={"model": model})
+    staged = STAGED.with_values(pipeline_schedule="interleaved", zero_stage=1)
+    arguments = (asked, blueprint_of(asked), staged, cluster_of(asked.cluster))
+    found = predict_worst(*arguments)
+    sizes = {rank: predict(*arguments, rank=rank).sum_bytes for rank in found.allocated_by_rank}
+    assert len(sizes) == 3 and found.whole
+    assert found.rank == max(sizes, key=lambda rank: sizes[rank])
