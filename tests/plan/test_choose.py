@@ -101,7 +101,7 @@ def on_one_card(memory_mib: float) -> Predictor:
     return Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
 
 
-@pytest.mark.parametrize("memory_mib", [900, 300])
+@pytest.mark.parametrize("memory_mib", [pytest.param(900, marks=pytest.mark.long), 300])
 def test_the_gradients_of_one_card_can_leave_it(memory_mib: float) -> None:
     """With offloaded parameters ZeRO 3 of one rank sends gradients to the host, too. Without that it takes 1.2 GiB."""
     predictor = on_one_card(memory_mib)

@@ -68,7 +68,7 @@ def test_a_quick_prediction_of_a_short_stage_is_the_full_one() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "rank", "batch", "extrapolated"),
-    [(4, 0, 16, True), (4, 4, 16, True), (4, 12, 16, False), (4, 0, 32, False), (8, 2, 14, True)],
+    [(4, 0, 16, True), (4, 12, 16, False), (8, 2, 14, True)],
 )
 def test_a_quick_prediction_of_interleaved_stages_is_the_full_one(
     stages: int, rank: int, batch: int, extrapolated: bool

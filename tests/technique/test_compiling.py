@@ -130,7 +130,11 @@ class Numbered(nn.Module):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"tensor_parallel": 2}, {"sequence_parallel": 2, "sequence_method": "ring"}, {"sequence_parallel": 2}],
+    [
+        {"tensor_parallel": 2},
+        pytest.param({"sequence_parallel": 2, "sequence_method": "ring"}, marks=pytest.mark.long),
+        pytest.param({"sequence_parallel": 2}, marks=pytest.mark.long),
+    ],
 )
 def test_a_later_dry_run_takes_the_compilation_of_one_before(
     settings: dict[str, Any], compilations: list[object]
