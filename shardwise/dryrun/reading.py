@@ -90,13 +90,14 @@ def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, 
 
 
 def peaks_of_passes(tracker: Tracker, entries: Sequence[tuple[int, str]], count: int) -> tuple[Peak, ...]:
-    """The peaks of the first, second and last of every ``count`` passes, where all forward ones come first.
+    """The peaks of the first, second and last of every ``count`` passes; () unless all forward passes come first.
 
-    Each of these is linear in the number of micro-batches, and with it the highest. The peak of a phase is not: it may
-    be in another pass of a step with more of them. () for another order.
+    Each of these peaks is linear in the number of micro-batches. The peak of a phase is not linear: with more
+    micro-batches it may move to another pass.
 
     Args:
         entries: when passes began, and their phases.
+        count: micro-batches. Each stage of the rank makes so many passes in a row.
     """
     passes = len(entries) // 2
     if (

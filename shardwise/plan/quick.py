@@ -37,7 +37,7 @@ UNSURE = 0.4
 the highest depends on how much the micro-batches in flight hold."""
 
 _NEAR = 0.05
-"""Of strategies whose memory differs by less, the smallest need not be found."""
+"""The search for the smallest strategy ends where no other can need so much less memory, relative to it."""
 
 
 @dataclass(frozen=True)
