@@ -65,8 +65,8 @@ def predict_worst(
     if (place := known[wanted[0]].run.place) is None:
         return known[wanted[0]]
     # Fragmentation is compared only where all ranks have theirs.
-    whole = all(found.whole for found in known.values())
-    worst = max(known, key=lambda rank: known[rank].peak.bytes if whole else known[rank].sum_bytes)
+    replayed = all(found.whole for found in known.values())
+    worst = max(known, key=lambda rank: known[rank].peak.bytes if replayed else known[rank].sum_bytes)
     if look and not quick:
         known |= looks.at([worst], quick=False)
     stride, count = layout.stride(place.axis), micro_batches(strategy, layout, recipe.batch_size)
