@@ -21,6 +21,7 @@ import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -314,15 +315,16 @@ def ledger_rows() -> str:
 
 
 def models() -> str:
-    sizes = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "context")
+    sizes = ("layers", "width", "heads", "head_dim", "kv_heads", "ffn", "vocab", "context")
 
     def rows() -> Iterator[Sequence[object]]:
         for name, d in PRESETS.items():
             tied = "yes" if d.tied else "no"
-            numbers = (f"{getattr(d, size):,}" for size in sizes)
+            own = replace(d, head_dim=d.head_width)
+            numbers = (f"{getattr(own, size):,}" for size in sizes)
             yield code(name), d.family, format_count(d.parameters), *numbers, tied
 
-    return table(("preset", "family", "parameters", *sizes, "tied"), rows(), "llrrrrrrrr")
+    return table(("preset", "family", "parameters", *sizes, "tied"), rows(), "llrrrrrrrrr")
 
 
 def devices() -> str:

@@ -1,9 +1,10 @@
-"""The native decoder: Llama and GPT-2 in plain PyTorch.
+"""The native decoder: Llama, Qwen3 and GPT-2 in plain PyTorch.
 
     llama   RMSNorm, rotary positions, SwiGLU, grouped key/value heads, no biases (arXiv:2302.13971)
+    qwen3   llama with an RMSNorm of every query and key head before the rotation (arXiv:2505.09388)
     gpt2    LayerNorm, GELU, learned positions, biases everywhere but the head (Radford et al. 2019)
 
-Parameters have Hugging Face Llama's names, so export only renames them.
+Parameters have the names of Hugging Face's Llama and Qwen3, so export only renames them.
 
 Attention works on views of the projections' outputs. All blocks share the rotary angles of a forward pass. Queries and
 keys are rotated in the compute dtype, with angles computed in fp32, as in transformers. A llama block with fused norm
@@ -60,7 +61,7 @@ class Decoder(nn.Module):
         super().__init__()
         d = self.dimensions = dimensions
         embed_tokens = self.embed_tokens = nn.Embedding(d.vocab, d.width)
-        self.embed_positions = nn.Embedding(d.context, d.width) if d.family == "gpt2" else None
+        self.embed_positions = None if d.rotates else nn.Embedding(d.context, d.width)
         self.layers = nn.ModuleList(Block(d) for _ in range(d.layers if depth is None else depth))
         self.norm = _norm(d)
         self.lm_head = nn.Linear(d.width, d.vocab, bias=False)
@@ -97,7 +98,7 @@ class Decoder(nn.Module):
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
         rotation: Rotation | None = None
-        if d.family == "llama":
+        if d.rotates:
             rotation = rotary_angles(positions, d.head_width, d.rope_theta, hidden.dtype)
         documents: Documents | None = None
         if positions.dim() == 2 and not cache:
@@ -118,7 +119,7 @@ class Block(nn.Module):
         self.input_layernorm = _norm(dimensions)
         self.self_attn = Attention(dimensions)
         self.post_attention_layernorm = _norm(dimensions)
-        self.mlp = SwiGLU(dimensions) if dimensions.family == "llama" else GELU(dimensions)
+        self.mlp = SwiGLU(dimensions) if dimensions.rotates else GELU(dimensions)
 
     def forward(
         self,
@@ -140,14 +141,17 @@ class Attention(nn.Module):
     def __init__(self, dimensions: Dimensions) -> None:
         super().__init__()
         d = dimensions
-        bias = d.family == "gpt2"
-        kv_width = d.kv_heads * d.head_width
+        bias = not d.rotates
+        q_width, kv_width = d.heads * d.head_width, d.kv_heads * d.head_width
         self.head_width = d.head_width
         self.grouped = d.kv_heads != d.heads
-        self.q_proj = nn.Linear(d.width, d.width, bias=bias)
+        self.q_proj = nn.Linear(d.width, q_width, bias=bias)
         self.k_proj = nn.Linear(d.width, kv_width, bias=bias)
         self.v_proj = nn.Linear(d.width, kv_width, bias=bias)
-        self.o_proj = nn.Linear(d.width, d.width, bias=bias)
+        self.o_proj = nn.Linear(q_width, d.width, bias=bias)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(d.head_width, eps=d.norm_epsilon) if d.norms_heads else None for _ in range(2)
+        )
 
     def forward(
         self,
@@ -160,6 +164,8 @@ class Attention(nn.Module):
         q = self.q_proj(hidden).unflatten(-1, per_head)  # [b, s, a, d]
         k = self.k_proj(hidden).unflatten(-1, per_head)  # [b, s, k, d]
         v = self.v_proj(hidden).unflatten(-1, per_head)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -200,7 +206,7 @@ class GELU(nn.Module):
 
 
 def _norm(dimensions: Dimensions) -> nn.Module:
-    kind = nn.RMSNorm if dimensions.family == "llama" else nn.LayerNorm
+    kind = nn.RMSNorm if dimensions.rotates else nn.LayerNorm
     return kind(dimensions.width, eps=dimensions.norm_epsilon)
 
 

@@ -2,7 +2,8 @@
 
 Weights are normal with standard deviation 0.02. The projections that add to the residual stream (``o_proj``,
 ``down_proj``) are scaled by 1/sqrt(2 layers), so the variance does not grow with depth (Radford et al. 2019, section
-2.3). Norms start at one, biases at zero. Llama's papers do not give initial values, so both families use these.
+2.3). Norms start at one, biases at zero. The papers of Llama and Qwen3 do not give initial values, so all families use
+these.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class NativeModel(Blueprint):
             "layers.*.self_attn.k_proj": kv_heads,
             "layers.*.self_attn.v_proj": kv_heads,
             "layers.*.self_attn.o_proj": Split("row"),
+            "layers.*.self_attn.q_norm": Split("summed"),
+            "layers.*.self_attn.k_norm": Split("summed"),
             "layers.*.mlp.gate_proj": Split("column"),
             "layers.*.mlp.up_proj": Split("column"),
             "layers.*.mlp.down_proj": Split("row"),

@@ -49,7 +49,7 @@ _COMPARED = 100
 """Unknown keys that are compared with the known ones; a file with more is no misspelled recipe."""
 _EXAMPLES = {"model": "model: {preset: ...}", "steps": "steps: 100", "batch_size": "batch_size: 16"}
 _DIMENSIONS = (
-    "family", "layers", "width", "heads", "kv_heads", "ffn", "vocab", "context", "tied", "rope_theta",
+    "family", "layers", "width", "heads", "head_dim", "kv_heads", "ffn", "vocab", "context", "tied", "rope_theta",
 )  # fmt: skip
 REPLACES: Mapping[KeyPath, Sequence[str]] = {
     ("model", "preset"): ("hf", "factory", "arguments", *_DIMENSIONS),

@@ -1,8 +1,8 @@
 """Model presets: dimensions of decoders by name, and parameter counts. No torch.
 
-Two families. ``llama``: RMSNorm, rotary position embeddings (RoPE), SwiGLU, grouped-query attention, no biases.
-``gpt2``: LayerNorm, GELU, learned positions, biases, tied embeddings. Tests compare each published row with the
-parameter count that its authors published.
+Three families. ``llama``: RMSNorm, rotary position embeddings (RoPE), SwiGLU, grouped-query attention, no biases.
+``qwen3``: llama with an RMSNorm of every query and key head. ``gpt2``: LayerNorm, GELU, learned positions, biases, tied
+embeddings. Tests compare each published row with the parameter count that its authors published.
 
 The RoPE frequency scaling of Llama 3.1 and 3.2 is not implemented here: it has no parameters and no cost, and matters
 only to pretrained weights, which ``model.hf`` loads.
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from shardwise.core.errors import RecipeError
 from shardwise.recipe.sections import ModelSpec
 
-Family = Literal["llama", "gpt2"]
+Family = Literal["llama", "qwen3", "gpt2"]
 
 BYTES_VOCAB = 256
 """Default vocabulary size: that of the ``bytes`` tokenizer."""
@@ -33,14 +33,15 @@ class Dimensions:
     Attributes:
         layers: number of blocks.
         width: hidden size.
-        heads: query heads; the head dimension is ``width / heads``.
+        heads: query heads.
         kv_heads: key/value heads, each shared by ``heads / kv_heads`` query heads.
         ffn: intermediate size of the feed-forward network.
         vocab: vocabulary size.
         context: maximum sequence length (gpt2: the number of learned positions).
         tied: whether the head shares the embedding's weight.
-        rope_theta: base of the rotary position embedding (llama only).
+        rope_theta: base of the rotary position embedding (not gpt2).
         norm_epsilon: added to the variance in every norm.
+        head_dim: dimension of a head, if it is not ``width / heads``.
     """
 
     layers: int
@@ -54,19 +55,31 @@ class Dimensions:
     tied: bool = False
     rope_theta: float = 10000.0
     norm_epsilon: float = 1e-5
+    head_dim: int | None = None
 
     @property
     def head_width(self) -> int:
-        return self.width // self.heads
+        return self.head_dim or self.width // self.heads
+
+    @property
+    def rotates(self) -> bool:
+        """Whether positions are rotary, which norms, feed-forward and biases go with."""
+        return self.family != "gpt2"
+
+    @property
+    def norms_heads(self) -> bool:
+        """Whether queries and keys are normalized."""
+        return self.family == "qwen3"
 
     @property
     def block_parameters(self) -> int:
         """Parameters of one block: attention, feed-forward, two norms."""
-        kv_width = self.kv_heads * self.head_width
-        attention = 2 * self.width * self.width + 2 * self.width * kv_width
-        if self.family == "llama":
-            return attention + 3 * self.width * self.ffn + 2 * self.width
-        biases = (2 * self.width + 2 * kv_width) + (self.ffn + self.width)
+        q_width, kv_width = self.heads * self.head_width, self.kv_heads * self.head_width
+        attention = 2 * self.width * q_width + 2 * self.width * kv_width
+        if self.rotates:
+            head_norms = 2 * self.head_width if self.norms_heads else 0
+            return attention + 3 * self.width * self.ffn + 2 * self.width + head_norms
+        biases = (q_width + 2 * kv_width + self.width) + (self.ffn + self.width)
         return attention + 2 * self.width * self.ffn + biases + 2 * 2 * self.width
 
     @property
@@ -83,6 +96,13 @@ def _gpt2(layers: int, width: int, heads: int) -> Dimensions:
     return Dimensions(
         layers, width, heads, heads, 4 * width, vocab=50257, context=1024, family="gpt2", tied=True
     )
+
+
+def _qwen3(layers: int, width: int, heads: int, ffn: int, tied: bool = False) -> Dimensions:
+    return Dimensions(
+        layers, width, heads, 8, ffn, vocab=151936, context=40960, family="qwen3", tied=tied,
+        rope_theta=1000000.0, norm_epsilon=1e-6, head_dim=128,
+    )  # fmt: skip
 
 
 def _llama3(
@@ -113,6 +133,13 @@ PRESETS: dict[str, Dimensions] = {
     "llama-3-8b": _llama3(32, 4096, 32, 14336),
     "llama-3-70b": _llama3(80, 8192, 64, 28672),
     "llama-3-405b": _llama3(126, 16384, 128, 53248, context=131072),
+    # Yang et al. 2025, arXiv:2505.09388, table 1; widths from the config.json of each released model.
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12288),
+    "qwen3-14b": _qwen3(40, 5120, 40, 17408),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25600),
 }
 
 
@@ -120,7 +147,7 @@ def dimensions_of(spec: ModelSpec) -> Dimensions:
     """The dimensions of a recipe's ``model:`` section: a preset with overrides, or dimensions alone.
 
     Without a preset, ``layers``, ``width`` and ``heads`` are required. Defaults of the others: ``kv_heads`` is
-    ``heads``; ``ffn`` is 4 widths (gpt2), or 8/3 widths rounded up to a multiple of 64 (llama), which costs the same;
+    ``heads``; ``ffn`` is 4 widths (gpt2), or 8/3 widths rounded up to a multiple of 64 (others), which costs the same;
     gpt2 is tied. Overriding ``heads`` of a preset without grouped-query attention also changes ``kv_heads``.
 
     Raises:
@@ -164,12 +191,12 @@ def _from_given(given: dict[str, Any]) -> Dimensions:
 def check_dimensions(dimensions: Dimensions) -> None:
     """Raise RecipeError for dimensions that contradict each other."""
     d = dimensions
-    if d.width % d.heads:
+    if d.head_dim is None and d.width % d.heads:
         raise RecipeError(
             "the width is not divisible by the heads",
             where="model.heads",
             why=f"{d.width} is not a multiple of {d.heads}",
-            fix=f"use {_divisor_near(d.width, d.heads)} heads",
+            fix=f"use {_divisor_near(d.width, d.heads)} heads, or give head_dim",
         )
     if d.heads % d.kv_heads:
         raise RecipeError(
@@ -178,12 +205,13 @@ def check_dimensions(dimensions: Dimensions) -> None:
             why=f"{d.heads} is not a multiple of {d.kv_heads}",
             fix=f"use {_divisor_near(d.heads, d.kv_heads)} kv_heads",
         )
-    if d.family == "llama" and d.head_width % 2:
+    if d.rotates and d.head_width % 2:
+        given = d.head_dim is not None
         raise RecipeError(
             "rotary position embeddings need an even head dimension",
-            where="model.heads",
-            why=f"{d.width} / {d.heads} is {d.head_width}",
-            fix="change width or heads",
+            where="model.head_dim" if given else "model.heads",
+            why="" if given else f"{d.width} / {d.heads} is {d.head_width}",
+            fix="use an even number" if given else "change width or heads",
         )
 
 

@@ -86,14 +86,16 @@ class ModelSpec(Section):
     """package.module:function that returns an nn.Module and its loss"""
     arguments: Mapping[str, Annotated[Scalar, SkipValidation]] = Field(default_factory=dict)
     """keyword arguments of the factory"""
-    family: Literal["llama", "gpt2"] | None = None
+    family: Literal["llama", "qwen3", "gpt2"] | None = None
     """architecture of the native decoder"""
     layers: Annotated[int, Field(ge=1, le=10_000)] | None = None
     """number of transformer blocks"""
     width: Dimension | None = None
     """hidden size: the width of the residual stream"""
     heads: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """attention heads; the width must be a multiple"""
+    """attention heads; the width must be a multiple, unless head_dim is given"""
+    head_dim: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """dimension of an attention head; default: width / heads"""
     kv_heads: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """key/value heads (grouped-query attention); heads must be a multiple"""
     ffn: Dimension | None = None

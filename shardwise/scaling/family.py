@@ -77,7 +77,9 @@ def sized(pattern: Dimensions, width: int, layers: int) -> Dimensions:
     kv_heads = max(n for n in range(1, pattern.kv_heads + 1) if heads % n == 0) if grouped else heads
     quantum = 256 if width >= 1024 else 32
     ffn = math.ceil(pattern.ffn / pattern.width * width / quantum - 1e-9) * quantum
-    return replace(pattern, layers=layers, width=width, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    return replace(
+        pattern, layers=layers, width=width, heads=heads, head_dim=None, kv_heads=kv_heads, ffn=ffn
+    )
 
 
 def aspect(width: int) -> float:

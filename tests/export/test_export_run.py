@@ -38,6 +38,7 @@ GPT2 = {"family": "gpt2", "layers": 2, "width": 24, "heads": 4, "ffn": 40, "voca
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA, "rope_theta": 500.0},
     "llama tied": {**LLAMA, "tied": True},
+    "qwen3": {**LLAMA, "family": "qwen3", "head_dim": 8},
     "gpt2": GPT2,
     "gpt2 untied": {**GPT2, "tied": False},
 }
@@ -87,14 +88,14 @@ def theirs(folder: Path, dtype: torch.dtype) -> Tensor:
 
 
 def widen(model: torch.nn.Module) -> None:
-    """transformers' Llama takes norms and angles in fp32, whatever the weights are in."""
+    """transformers takes norms and angles in fp32, whatever the weights are in."""
     for module in model.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
+        if type(module).__name__.endswith("RMSNorm"):
             norm: Any = module
             norm.forward = lambda x, norm=norm: torch.rms_norm(
                 x, x.shape[-1:], norm.weight, norm.variance_epsilon
             )
-        elif type(module).__name__ == "LlamaRotaryEmbedding":
+        elif type(module).__name__.endswith("RotaryEmbedding"):
             rope: Any = module
             theta = rope.config.rope_parameters["rope_theta"]
             width = rope.config.head_dim
@@ -114,7 +115,13 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "dora": {"model": GPT2, "adapter": {"name": "dora", "rank": 4, "alpha": 8, "rank_stabilized": True}},
     "nf4": {"model": LLAMA, "adapter": {"rank": 4, "alpha": 8, "targets": "attention", "quantize": "nf4"}},
 }
-CASES = [("llama", "fp64"), ("llama tied", "fp32"), ("gpt2", "fp64"), ("gpt2 untied", "fp32")]
+CASES = [
+    ("llama", "fp64"),
+    ("llama tied", "fp32"),
+    ("qwen3", "fp64"),
+    ("gpt2", "fp64"),
+    ("gpt2 untied", "fp32"),
+]
 
 
 @pytest.fixture(scope="module")

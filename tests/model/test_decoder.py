@@ -17,8 +17,9 @@ from shardwise.recipe.presets import Dimensions
 from shardwise.runtime.parallel.shard_slices import share, shared_names
 
 LLAMA = Dimensions(3, 48, 4, 2, 40, vocab=51, context=64)
+QWEN3 = Dimensions(3, 48, 4, 2, 40, vocab=51, context=64, family="qwen3", head_dim=16)
 GPT2 = Dimensions(3, 48, 4, 4, 192, vocab=51, context=64, family="gpt2", tied=True)
-BOTH = pytest.mark.parametrize("dimensions", [LLAMA, GPT2], ids=["llama", "gpt2"])
+ALL = pytest.mark.parametrize("dimensions", [LLAMA, QWEN3, GPT2], ids=["llama", "qwen3", "gpt2"])
 
 
 def _batch(length: int = 24) -> Batch:
@@ -37,15 +38,18 @@ def _loud(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_llama_is_transformers_llama(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dimensions", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_llama_and_qwen3_are_those_of_transformers(dimensions: Dimensions, dtype: torch.dtype) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
+    kind = dimensions.family.capitalize()
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=51, hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=64,
+        num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=64, head_dim=dimensions.head_width,
+        rope_parameters={"rope_type": "default", "rope_theta": dimensions.rope_theta},
     )  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
     _loud(theirs)
-    ours = Decoder(LLAMA).to(dtype)
+    ours = Decoder(dimensions).to(dtype)
     ours.load_state_dict({name.removeprefix("model."): value for name, value in theirs.state_dict().items()})
     ids = _batch()["input_ids"]
     with torch.no_grad():
@@ -89,7 +93,7 @@ def _from_gpt2(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     return ours
 
 
-@BOTH
+@ALL
 def test_a_token_sees_only_what_came_before(dimensions: Dimensions) -> None:
     model = Decoder(dimensions)
     _loud(model)
@@ -114,7 +118,7 @@ def test_rotary_angles_are_relative_and_precise() -> None:
     torch.testing.assert_close(rounded.double(), cos, rtol=0, atol=0.005)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_real_and_fake_runs_are_one_program_without_waits(
     dimensions: Dimensions, dtype: torch.dtype, recorder: Any

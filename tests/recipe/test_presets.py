@@ -27,6 +27,12 @@ PUBLISHED = {
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
     "llama-3-405b": 405_853_388_800,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
 }
 
 
@@ -62,6 +68,8 @@ def test_dimensions_alone() -> None:
     assert llama == Dimensions(2, 96, 4, 4, 256, vocab=256)
     gpt2 = dimensions_of(ModelSpec(layers=2, width=96, heads=4, family="gpt2", vocab=300))
     assert gpt2 == Dimensions(2, 96, 4, 4, 384, vocab=300, family="gpt2", tied=True)
+    wide = dimensions_of(ModelSpec(layers=2, width=96, heads=5, head_dim=32, family="qwen3"))
+    assert (wide.head_width, wide.kv_heads, wide.ffn, wide.tied) == (32, 5, 256, False)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +81,7 @@ def test_dimensions_alone() -> None:
         ({"layers": 2, "width": 64, "heads": 5}, "model.heads", "use 4 heads"),
         ({"layers": 2, "width": 64, "heads": 4, "kv_heads": 3}, "model.kv_heads", "use 2 kv_heads"),
         ({"layers": 2, "width": 12, "heads": 4}, "model.heads", "even head dimension"),
+        ({"preset": "qwen3-8b", "head_dim": 5}, "model.head_dim", "even head dimension"),
         ({"layers": 1, "width": 9_999_991, "heads": 99_999}, "model.heads", "use 1 heads"),
     ],
 )

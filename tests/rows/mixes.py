@@ -18,7 +18,7 @@ STEPS, LENGTH = 20, 16
 LLAMA = {"layers": 4, "width": 32, "heads": 4, "kv_heads": 4, "ffn": 48, "vocab": 257, "context": LENGTH}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "grouped": LLAMA | {"kv_heads": 2},
+    "qwen3": LLAMA | {"kv_heads": 2, "family": "qwen3", "head_dim": 10},
     "tied": LLAMA | {"tied": True},
     "gpt2": {k: v for k, v in LLAMA.items() if k != "kv_heads"} | {"family": "gpt2"},
     "grouped gpt2": LLAMA | {"kv_heads": 2, "family": "gpt2"},
@@ -32,7 +32,7 @@ FACTORS: dict[str, list[Any]] = {
     "micro_batches": [2, 3],
     "precision": ["fp64", "fp32", "bf16", "fp16"],
     "activation_checkpointing": ["none", "full", "selective", "budget:0.4"],
-    "model": ["llama", "grouped", "tied", "gpt2"],
+    "model": ["llama", "qwen3", "tied", "gpt2"],
     "loss": ["logits", "chunked"],
 }
 
@@ -159,7 +159,7 @@ FURTHER: list[tuple[int, dict[str, Any], str, str]] = [
         for schedule in ("naive", "gpipe")
     ),
     *(
-        (4, SHARES | {"pipeline_parallel": 2, "pipeline_schedule": schedule}, "adamw", "grouped")
+        (4, SHARES | {"pipeline_parallel": 2, "pipeline_schedule": schedule}, "adamw", "qwen3")
         for schedule in ("naive", "gpipe")
     ),
     *(

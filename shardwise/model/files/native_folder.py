@@ -1,8 +1,8 @@
-"""Writes the native decoder as a folder that transformers loads: its Llama, or its GPT-2.
+"""Writes the native decoder as a folder that transformers loads: its Llama, Qwen3 or GPT-2.
 
-The llama family has Hugging Face's own names. The gpt2 family becomes its GPT-2, which fuses queries, keys and values
-and stores weights transposed, [i, o] (``Conv1D``). transformers' GPT-2 has no grouped key/value heads, so a model with
-them is refused (repeated heads would train differently).
+The llama and qwen3 families have Hugging Face's own names. The gpt2 family becomes its GPT-2, which fuses queries, keys
+and values and stores weights transposed, [i, o] (``Conv1D``). transformers' GPT-2 has no grouped key/value heads, so a
+model with them is refused (repeated heads would train differently).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _GPT2_OUTSIDE = {
 
 def native_hf_folder(d: Dimensions, shapes: Mapping[str, Shape]) -> HFFolder:
     """The folder of a decoder with these dimensions and tensor shapes."""
-    if d.family == "llama":
+    if d.rotates:
         stored = {name: name if name.startswith("lm_head.") else f"model.{name}" for name in shapes}
         return HFFolder(
-            _llama_config(d), [unchanged_tensor(name, stored[name], shapes[name]) for name in shapes]
+            _rotary_config(d), [unchanged_tensor(name, stored[name], shapes[name]) for name in shapes]
         )
     if d.kv_heads != d.heads:
         raise RecipeError(
@@ -76,10 +76,11 @@ def _joined(names: tuple[str, ...], stored: str, shape: Shape) -> TensorGroup:
     return TensorGroup(names, {stored: (shape[1], rows) if len(shape) == 2 else (rows,)}, make)
 
 
-def _llama_config(d: Dimensions) -> dict[str, Any]:
+def _rotary_config(d: Dimensions) -> dict[str, Any]:
+    """Of Llama or Qwen3."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{d.family.capitalize()}ForCausalLM"],
+        "model_type": d.family,
         "vocab_size": d.vocab,
         "hidden_size": d.width,
         "intermediate_size": d.ffn,
