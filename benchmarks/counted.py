@@ -31,18 +31,19 @@ from unittest import mock
 
 import nanotron
 from interpolated import between
-from published import NODE, Published
-from stacks import NORM_IN_PARTS, changed, practice_of, synchronised
+from practised import set_apart
+from published import Published
+from stacks import ALL_HEADS, NORM_IN_PARTS, changed, practice_of, synchronised
 
 from shardwise.core.cost import Collective, Kernel, StepCost
 from shardwise.core.strategy import Layout
 from shardwise.dryrun import run as running
-from shardwise.dryrun import target
 from shardwise.dryrun.tally import Tally
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.model.balance import Costs, blocks_per_stage
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
+from shardwise.recipe.presets import Dimensions
 from shardwise.technique import SETTINGS, strategy_from
 
 DEPTHS = (2, 3)
@@ -134,7 +135,7 @@ def _count(structure: Structure, depth: int) -> Tallies:
         "cluster": {"preset": f"1x{world}xH100-80GB"},
     }
     recipe, settings = recipe_of(values, SETTINGS), json.loads(structure.settings)
-    norm_in_parts = settings.pop(NORM_IN_PARTS, False)
+    apart = {name: settings.pop(name) for name in (NORM_IN_PARTS, ALL_HEADS) if name in settings}
     strategy = strategy_from(
         {
             **settings,
@@ -154,7 +155,7 @@ def _count(structure: Structure, depth: int) -> Tallies:
 
     with (
         mock.patch.object(running, "whole_cost", catching),
-        mock.patch.object(target, "is_traced", (lambda: True) if norm_in_parts else target.is_traced),
+        set_apart(apart),
     ):
         cluster = cluster_of(recipe.cluster)
         running.dry_run(recipe, blueprint_of(recipe), strategy, cluster, depth=depth, history=False)
@@ -244,9 +245,8 @@ def layout_of(run: Published) -> Layout:
 
 
 def cluster_for(run: Published) -> Cluster:
-    nodes, each = (run.gpus // NODE, NODE) if run.gpus % NODE == 0 else (1, run.gpus)
     device = nanotron.DEVICE if run.stack == "nanotron" else run.device
-    preset = f"{nodes}x{each}x{device}"
+    preset = f"{run.gpus // run.node}x{run.node}x{device}"
     values = {"model": {"preset": "tiny"}, "steps": 1, "batch_size": 1, "cluster": {"preset": preset}}
     cluster = cluster_of(recipe_of(values, SETTINGS).cluster)
     return cluster if run.network is None else replace(cluster, network_bandwidth=run.network)
@@ -311,11 +311,9 @@ def cut_of(run: Published) -> list[nanotron.Stage]:
 
 def blocks_of(run: Published) -> list[int]:
     """Blocks on every rank of the pipeline, as the planner cuts the model."""
-    width, ffn = int(str(run.model["width"])), int(str(run.model["ffn"]))
-    keys = width * int(str(run.model["kv_heads"])) // int(str(run.model["heads"]))
-    gates = 3 if run.model["family"] == "llama" else 2
-    block = 2 * (2 * width * width + 2 * width * keys + gates * width * ffn) + 2 * run.length * width
-    head = 2 * width * int(str(run.model["vocab"]))
+    d = Dimensions(**{"layers": run.layers, **run.model})  # type: ignore[arg-type]
+    block = 2 * d.block_parameters + 2 * run.length * d.heads * d.head_width
+    head = 2 * d.width * d.vocab
     stages = run.pipeline * run.stages
     if run.layers < stages:
         raise ValueError(f"{run.layers} blocks for {stages} stages")

@@ -6,18 +6,21 @@ read from its source; the arithmetic is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from stacks import NORM_IN_PARTS, Practice
+from stacks import ALL_HEADS, NORM_IN_PARTS, Practice
 from torch import Tensor
 
 from shardwise.dryrun import target
+from shardwise.model import decoder
 from shardwise.runtime import language_loss
+from shardwise.runtime.parallel import tensor
+from shardwise.runtime.parallel.tp_collectives import TPGroup, exchanged
 from shardwise.runtime.parallel.vocabulary import WHOLE, Vocabulary
 from shardwise.runtime.recompute import selective
 
@@ -111,6 +114,43 @@ def keeps_every_second(call: selective.Call, args: Any, kwargs: Any, result: Any
 
 
 @contextmanager
+def set_apart(settings: Mapping[str, object]) -> Iterator[None]:
+    """Dry runs in this block have the settings of a practice that are not Shardwise's."""
+    with ExitStack() as patches:
+        if settings.get(NORM_IN_PARTS):
+            patches.enter_context(mock.patch.object(target, "is_traced", lambda: True))
+        if settings.get(ALL_HEADS):
+            patches.enter_context(_all_heads())
+        yield
+
+
+@contextmanager
+def _all_heads() -> Iterator[None]:
+    """Every rank rotates queries and keys of all heads, and takes its own; gradients are gathered, too."""
+    groups: list[TPGroup] = []
+    shard, rotate = tensor.shard_layers, decoder.rotate
+
+    def sharding(model: Any, plan: Any, mesh: Any, *shares: bool) -> None:
+        groups.append(TPGroup.of(mesh.get_group()))
+        shard(model, plan, mesh, *shares)
+
+    def gathered(part: Tensor) -> Tensor:  # [b, s, heads, d]
+        return groups[-1].all_gather(part)
+
+    def own(whole: Tensor) -> Tensor:
+        return whole.chunk(groups[-1].size, dim=-2)[groups[-1].rank].clone()
+
+    def rotating(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return exchanged(rotate(exchanged(x, gathered, own), cos, sin), own, gathered)
+
+    with (
+        mock.patch.object(tensor, "shard_layers", sharding),
+        mock.patch.object(decoder, "rotate", rotating),
+    ):
+        yield
+
+
+@contextmanager
 def practised(practice: Practice) -> Iterator[None]:
     """Dry runs in this block hold what the software of ``practice`` holds."""
 
@@ -119,8 +159,7 @@ def practised(practice: Practice) -> Iterator[None]:
         return selective.Keeping(results, keeps_every_second), selective.Returning(results)
 
     with ExitStack() as patches:
-        if practice.settings.get(NORM_IN_PARTS):
-            patches.enter_context(mock.patch.object(target, "is_traced", lambda: True))
+        patches.enter_context(set_apart(practice.settings))
         if practice.repeats:
             patches.enter_context(mock.patch.object(selective, "selective_contexts", contexts))
         if practice.loss:

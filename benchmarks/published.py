@@ -1,12 +1,12 @@
 """Published training runs as (model, cluster, strategy): benchmarks/data/published_runs.csv, one row per run.
 
-A row is expressed where its settings have a counterpart here: a dense decoder whose head dimension is width / heads, on
-a device with a profile. The others are listed with the reason. What a row does not say is assumed as follows.
+A row is expressed where its settings have a counterpart here: a dense decoder on a device with a profile. The others
+are listed with the reason. What a row does not say is assumed as follows.
 
 - A blank recomputation is none. Megatron's "selective" recomputes the scores of attention, which a fused kernel does
   anyway, so it is none.
 - A blank global batch is one micro-batch on each data-parallel rank.
-- Nodes have eight devices.
+- Nodes have eight devices; those of GB200 and GB300, whose switch joins 72, have up to 64.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ DEVICES: Mapping[str, str] = {
     "A100 80GB (400Gbps/node-pair net)": "A100-80GB",
     "a100_40gb": "A100-40GB",
     "DGX-B200": "B200-180GB",
+    "DGX-GB200": "GB200-192GB",
+    "DGX-GB300": "GB300-288GB",
     "MI300X": "MI300X-192GB",
 }
 """Profile by the source's name of the device."""
@@ -46,7 +48,7 @@ NETWORKS: Mapping[str, float] = {
 }
 """Bytes/s of one device to other nodes, where the source gives the node's."""
 
-NODE = 8
+NODE, LARGE_NODE = 8, 64
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,12 @@ class Published:
     eight_bits: str = ""
     compiled: bool = False
     notes: str = ""
+
+    @property
+    def node(self) -> int:
+        """Devices of a node."""
+        large = LARGE_NODE if self.device.startswith("GB") else NODE
+        return large if self.gpus % large == 0 else self.gpus
 
     @property
     def software(self) -> str:
@@ -159,6 +167,7 @@ def _zero(row: Mapping[str, str], data: int) -> tuple[int, int]:
         ("FSDP1 SHARD_GRAD_OP", 2),
         ("FSDP", 3),
         ("SimpleFSDP", 3),
+        ("Megatron-FSDP 64", 3),
         ("Megatron (distributed", 1),
         ("DDP (overlap", 1),
         ("DDP + distributed", 1),
@@ -186,12 +195,11 @@ def _model(row: Mapping[str, str]) -> dict[str, object]:
     name = row["model"]
     if any(word in name for word in ("DeepSeek", "Qwen3_", "Kimi", "OSS", "Nemotron_3", "a3B", "a22B")):
         raise Inexpressible("a mixture of experts")
-    if "Qwen3" in name:
-        raise Inexpressible("its head dimension is not width / heads")
+    qwen = name.startswith("Qwen3")
     gpt = name.startswith(("MPT", "GPT", "Nemotron"))
     vocab = int(row["vocab"] or 51200)
     return {
-        "family": "gpt2" if gpt else "llama",
+        "family": "gpt2" if gpt else "qwen3" if qwen else "llama",
         "width": int(row["hidden"]),
         "heads": int(row["heads"]),
         "kv_heads": int(row["kv_heads"] or row["heads"]),
@@ -199,6 +207,7 @@ def _model(row: Mapping[str, str]) -> dict[str, object]:
         "vocab": vocab,
         "context": int(row["seq_len"]),
         "tied": gpt or "; tied embeddings" in row["notes"],
+        **({"head_dim": 128} if qwen else {}),
     }
 
 
@@ -237,10 +246,9 @@ def _step_seconds(row: Mapping[str, str], batch: int, gpus: int) -> float | None
     return None
 
 
-def expressed(row: Mapping[str, str], model: Mapping[str, object] | None = None) -> Published:
-    """The row as a run of this package, of ``model`` where the caller has it. Raises Inexpressible."""
-    stack = stack_of(row)
-    model = model or _model(row)
+def expressed(row: Mapping[str, str]) -> Published:
+    """The row as a run of this package. Raises Inexpressible."""
+    stack, model = stack_of(row), _model(row)
     if row["gpu"] not in DEVICES:
         raise Inexpressible(f"no profile of {row['gpu']}")
     if not row["gpus"] or not row["micro_batch"]:

@@ -49,6 +49,10 @@ HELD_BY_NANOTRON = 2 + 4 + 2
 NORM_IN_PARTS = "norm in parts"
 """A setting of the dry run that is not Shardwise's: RMS norm as PyTorch's CUDA build ran it before 2.9."""
 
+ALL_HEADS = "rotation of all heads"
+"""A setting of the dry run that is not Shardwise's: queries and keys of all heads are gathered over the tensor ranks
+before each rank rotates them and takes its own."""
+
 CASTS = ("shardwise::float8_scale", "shardwise::float8_cast")
 OF_WEIGHT = " of a weight"
 """Ends the name of a cast whose bytes do not depend on the micro-batch."""
@@ -75,6 +79,9 @@ FUSED_NORM = ("d9bdfbb206", "f4614f3337")
 COMPILED_LOSS = (*FUSED_NORM, "d66b72a6ac", "H200 trainy", "asyncTP 2025-06")
 """Sources since 2 April 2025 (commit bbb1b616e), when torchtitan compiled the loss again. It had not since 18 December
 2024 (e8977b007), nor before 22 October 2024 (e10cb9494). torchao's table got its MI300X in August 2025."""
+GATHERED_HEADS = "d66b72a6ac"
+"""A commit whose tensor parallelism replicates the output of Qwen3's norms of heads (NoParallel in
+torchtitan/experiments/qwen3/infra/parallelize.py): "unnecessary all-gather", which pull request 1870 removed."""
 CUDNN = (*FUSED_NORM, "ad84033452")
 """Commits that run cuDNN's attention (torchtitan/models/common/attention.py; "cuDNN SDPA" in the message of 2024)."""
 
@@ -115,6 +122,8 @@ def _torchtitan(run: Published, settings: dict[str, object]) -> Practice:
             settings["activation_checkpointing"] = "none"
     if not run.compiled and not run.source.endswith(FUSED_NORM):
         settings[NORM_IN_PARTS] = True
+    if run.tensor > 1 and run.source.endswith(GATHERED_HEADS):
+        settings[ALL_HEADS] = True
     attention = CUDNN_ATTENTION if run.source.endswith(CUDNN) else 1.0
     loss = "fp32 in chunks" if "chunked CE" in run.notes else "fp32"
     since_august = run.source.startswith("torchao") and run.device.startswith("MI300X")
@@ -125,7 +134,7 @@ def _torchtitan(run: Published, settings: dict[str, object]) -> Practice:
 
 
 def _megatron(run: Published) -> Practice:
-    if run.device.startswith("H100"):
+    if run.device.startswith(("H100", "GB")):
         # Transformer Engine: cuDNN's attention, weights that are cast for the first micro-batch (is_first_microbatch),
         # and other casts within the kernels before (LayerNormLinear, LayerNormMLP).
         return Practice(attention=CUDNN_ATTENTION, casts="fused")
