@@ -63,12 +63,12 @@ class Dimensions:
 
     @property
     def rotates(self) -> bool:
-        """Whether positions are rotary, which norms, feed-forward and biases go with."""
+        """Whether a block is Llama's: rotary positions, RMSNorm, SwiGLU, no biases. Else it is GPT-2's."""
         return self.family != "gpt2"
 
     @property
     def norms_heads(self) -> bool:
-        """Whether queries and keys are normalized."""
+        """Whether every query and key head has an RMSNorm before the rotation."""
         return self.family == "qwen3"
 
     @property

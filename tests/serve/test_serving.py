@@ -40,6 +40,7 @@ torch.set_num_threads(1)
 
 FAMILIES: dict[str, Dimensions] = {
     "llama": Dimensions(2, 24, 4, 2, 40, vocab=260, context=128),
+    "qwen3": Dimensions(2, 24, 4, 2, 40, vocab=260, context=128, family="qwen3", head_dim=10),
     "gpt2": Dimensions(2, 24, 2, 2, 40, vocab=260, context=128, family="gpt2", tied=True),
 }
 TEXTS = [b"a much longer prompt than the others", b"def ", b"x", b"class A:"]
