@@ -50,7 +50,7 @@ def _spreads() -> Iterator[tuple[str, Mapping[str, Any], str]]:
         yield "seconds.cpu", _quantiles(ratios), source
     if found := _result("memory-accuracy"):
         row = found["by stack"]["FSDP2"]
-        source = "memory reserved in published runs of FSDP2, docs/reference/accuracy.md"
+        source = "published runs of FSDP2, docs/reference/accuracy.md"
         yield "memory.accelerator", row["published over predicted"] | {"runs": row["runs"]}, source
     if found := _result("ledger-cpu"):
         worst = [max(run["ranks"], key=lambda rank: rank["measured_peak_bytes"]) for run in found["rows"]]
