@@ -20,9 +20,11 @@ import counted
 import interpolated
 import nanotron
 import published
+import regathered
 import stacks
 
-from shardwise.core.cost import Kernel, StepCost
+from shardwise.core.cost import Collective, Kernel, StepCost
+from shardwise.core.units import GiB
 from shardwise.hardware.profiles import PROFILES
 
 ROWS, LEFT_OUT = published.read("published_runs.csv")
@@ -82,6 +84,23 @@ def test_a_run_whose_passes_take_longer_than_those_of_larger_stages_is_stalled()
     quick, slow = case(9.0, **shape), case(40.0, **{**shape, "pipeline": 4})
     assert cases.stalled([quick, slow]) == {1}
     assert cases.stalled([quick, case(12.0, **{**shape, "pipeline": 4})]) == set()
+
+
+def test_memory_tells_whether_gathered_inputs_were_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 ranks, each has a sixteenth of 16 GiB anyway: the other 15 are held only by a run that keeps them."""
+    run = next(r for r in ROWS if r.stack == "nanotron" and (r.tensor, r.pipeline, r.gpus) == (16, 1, 512))
+    each = 16 * GiB * run.passes // 64
+    gathered = Collective("all_gather", "tensor", 16, 64, each // 2, each, "forward", run.passes)
+    stages = counted.Stages((StepCost((), (gathered,), (), run.passes),), (0,))
+    row = {"stack": "nanotron", "model": run.name, "gpus": 512, "tensor": 16, "pipeline": 1, "gib": 40.0}
+    row |= {"micro_batch": run.micro_batch, "batch": run.batch, "settings": dict(run.settings)}
+    monkeypatch.setattr(regathered, "RESULTS", tmp_path / "results.json")
+    for published_gib, again in ((39.0, False), (33.5, False), (30.0, True), (24.0, True)):
+        regathered.RESULTS.write_text(json.dumps({"rows": [{**row, "published_gib": published_gib}]}))
+        found = cases.Case(replace(run, memory_gib=published_gib), stages, None, None)  # type: ignore[arg-type]
+        assert [judged for _, judged in regathered.judged([found])] == [again], published_gib
 
 
 def test_only_the_playbook_s_tensor_groups_with_stages_on_several_nodes_wait() -> None:

@@ -10,8 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shardwise.core.cost import Collective
+from shardwise.dryrun.run import dry_run
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.load import recipe_of
 from shardwise.runtime.parallel.vocabulary import WHOLE
 from shardwise.runtime.recompute import selective
+from shardwise.technique import SETTINGS, strategy_from
 
 ROWS, CLASSES = 24, 40
 
@@ -54,3 +60,33 @@ def test_what_is_replaced_is_put_back(practised: Any) -> None:
         assert language_loss.cross_entropy_sum is practised.LOSSES["fp32"]
         assert selective.selective_contexts is not before[1]
     assert (language_loss.cross_entropy_sum, selective.selective_contexts) == before
+
+
+def test_heads_that_are_rotated_everywhere_are_gathered_before_and_their_gradients_after(
+    practised: Any,
+) -> None:
+    """Queries (4 heads) and keys (2 heads) of 8 channels, of 16 tokens, in both blocks."""
+    sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256, "context": 16}
+    values = {
+        "model": {"family": "qwen3", **sizes},
+        "data": {"sequence_length": 16},
+        "steps": 2,
+        "batch_size": 1,
+        "cluster": {"preset": "1x2xH100-80GB"},
+    }
+    recipe = recipe_of(values, SETTINGS)
+    strategy = strategy_from({"tensor_parallel": 2, "tensor_sequence_parallel": "gathered"})
+
+    def gathers() -> dict[tuple[str, int], int]:
+        run = dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster), history=False)
+        return {(each.phase, each.elements): each.calls for each in run.cost.collectives if of_heads(each)}
+
+    def of_heads(each: Collective) -> bool:
+        return (each.kind, each.axis) == ("all_gather", "tensor") and each.elements in (16 * 32, 16 * 16)
+
+    stacks = importlib.import_module("stacks")
+    before = gathers()
+    with practised.set_apart({stacks.ALL_HEADS: True}):
+        after = gathers()
+    more = {key: calls - before.get(key, 0) for key, calls in after.items()}
+    assert more == {(phase, 16 * wide): 2 for phase in ("forward", "backward") for wide in (32, 16)}
