@@ -18,6 +18,7 @@ from shardwise.core.strategy import Setting, Strategy
 from shardwise.core.units import format_bytes, format_seconds
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.accuracy import spread_of
+from shardwise.plan.one_time import SURE
 from shardwise.plan.origins import origins
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, broken_rules, case_of
@@ -98,10 +99,12 @@ def _nearest(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alternati
         nearest = min(here, key=lambda each: _distance(plan, each))
         named.add(nearest.strategy)
         changed = _changes(plan, nearest)
-        theirs = _word(nearest.strategy[setting])
+        theirs = nearest.strategy[setting]
         also = tuple(words for key, words in changed.items() if key != setting.key)
         why = _reason(plan, nearest) + ("; the recipe pins it" if pinned else "")
-        yield Alternative(setting.key, _word(mine), theirs, nearest, why, also)
+        if theirs in setting.once:
+            why += f"; it costs {format_seconds(setting.once[theirs])} once"
+        yield Alternative(setting.key, _word(mine), _word(theirs), nearest, why, also)
 
 
 def _free(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[tuple[Setting[Any], Sequence[object]]]:
@@ -110,7 +113,7 @@ def _free(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[tuple[Settin
     for technique in ORDER:
         for setting in technique.settings:
             values = dict.fromkeys(
-                (*technique.candidates(setting, case), *setting.last_resort, *setting.compared)
+                (*technique.candidates(setting, case), *setting.last_resort, *setting.compared, *setting.once)
             )
             if values or setting.key in recipe.strategy:
                 yield setting, tuple(values)
@@ -128,6 +131,9 @@ def _why_none(recipe: Recipe, plan: Plan, setting: Setting[Any], values: Sequenc
     for value in others:
         changed = plan.strategy.with_values(**{setting.key: value})
         broken = next(broken_rules(changed, plan.world_size, recipe), None)
+        if broken is None and value in setting.once:
+            cost = f"the {format_seconds(setting.once[value])} that it costs once"
+            return f"{_word(value)} is tried only where the steps surely save {SURE:g} times {cost}"
         if broken is None:
             return "not predicted: the search left it out by a bound"
     return f"{_word(value)} is not possible: {broken.rule.reason}" if broken else ""

@@ -16,7 +16,7 @@ from shardwise.technique import SETTINGS
 _MOST = 0.15
 """Share of a step that such a value saves at most, for a bound."""
 
-_SURE = 3.0
+SURE = 3.0
 """The predicted saving must be so many times the cost: both are uncertain, and a run may be stopped early."""
 
 
@@ -28,7 +28,7 @@ def with_one_time_costs(predictor: Predictor, best: Quick) -> Iterator[Strategy]
     steps, objective = predictor.recipe.steps, predictor.recipe.plan.objective
     for setting in SETTINGS if steps and objective != "memory" else ():
         for value, cost in setting.once.items():
-            least = _SURE * cost / steps
+            least = SURE * cost / steps
             if setting.key in predictor.recipe.strategy or least >= _MOST * best.seconds:
                 continue
             for strategy in predictor.possible([best.strategy.with_values(**{setting.key: value})]):

@@ -163,6 +163,28 @@ def test_a_setting_without_a_prediction_says_why() -> None:
     assert nearest["tensor_parallel"].candidate is None
     assert "left it out by a bound" in nearest["tensor_parallel"].reason
     assert nearest["offload"].reason == "others are tried only where nothing else fits"
+    assert nearest["compile"].reason == (
+        "block is tried only where the steps surely save 3 times the 30.00 s that it costs once"
+    )
+
+
+def test_what_costs_seconds_once_says_so() -> None:
+    nearest = {
+        each.setting: each for each in answered(plan(candidate(60, 1.9, "fits", compile="block"))).nearest
+    }
+    assert nearest["compile"].reason.startswith("−5.0 % step time")
+    assert nearest["compile"].reason.endswith("; it costs 30.00 s once")
+    assert nearest["compile"].reason == (
+        "block is tried only where the steps surely save 3 times the 30.00 s that it costs once"
+    )
+
+
+def test_what_costs_seconds_once_says_so() -> None:
+    nearest = {
+        each.setting: each for each in answered(plan(candidate(60, 1.9, "fits", compile="block"))).nearest
+    }
+    assert nearest["compile"].reason.startswith("−5.0 % step time")
+    assert nearest["compile"].reason.endswith("; it costs 30.00 s once")
 
 
 def test_memory_has_a_price_where_faster_strategies_lack_it() -> None:
