@@ -313,9 +313,11 @@ def test_what_is_no_run(tmp_path: Path, runs: dict[str, Path]) -> None:
 
 def test_models_that_transformers_cannot_say(tmp_path: Path) -> None:
     grouped = {"model": {**GPT2, "kv_heads": 2}, "data": {"sequence_length": 16}}
+    wide = {"model": {**GPT2, "head_dim": 8}, "data": {"sequence_length": 16}}
     factory = {"model": {"factory": "tests.harness.dropping:dropped", "arguments": {"blocks": 2}}}
     for values, message in [
         (grouped, "no grouped heads, and this model has 2 key/value heads for 4"),
+        (wide, "heads of its GPT-2 are 24 / 4 wide, and this model's 8"),
         (factory, "it is user code, which no config.json describes"),
     ]:
         blueprint = blueprint_of(recipe_of({"steps": 1, "batch_size": 1, **values}))

@@ -2,7 +2,7 @@
 
 The llama and qwen3 families have Hugging Face's own names. The gpt2 family becomes its GPT-2, which fuses queries, keys
 and values and stores weights transposed, [i, o] (``Conv1D``). transformers' GPT-2 has no grouped key/value heads, so a
-model with them is refused (repeated heads would train differently).
+model with them is refused (repeated heads would train differently), and so are heads of another width.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ def native_hf_folder(d: Dimensions, shapes: Mapping[str, Shape]) -> HFFolder:
             "this model cannot be written for transformers",
             where="model.kv_heads",
             why=f"its GPT-2 has no grouped heads, and this model has {d.kv_heads} key/value heads for {d.heads}",
+        )
+    if d.heads * d.head_width != d.width:
+        raise RecipeError(
+            "this model cannot be written for transformers",
+            where="model.head_dim",
+            why=f"heads of its GPT-2 are {d.width} / {d.heads} wide, and this model's {d.head_width}",
         )
     return HFFolder(_gpt2_config(d), list(_gpt2_groups(shapes)))
 
