@@ -13,6 +13,10 @@ from shardwise.core.json_file import plain
 from shardwise.core.plan import Candidate
 from shardwise.core.units import format_bytes
 
+SURE = 3.0
+"""What costs seconds once is chosen where its predicted saving is so many times the cost: both are uncertain, and a run
+may be stopped early."""
+
 SAMPLE_STEPS = 1000
 """Steps whose hours and cost are shown where a recipe gives epochs."""
 

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.core.answer import SAMPLE_STEPS, Alternative, Answer, MemoryPrice, RunCost, percent
+from shardwise.core.answer import SAMPLE_STEPS, SURE, Alternative, Answer, MemoryPrice, RunCost, percent
 from shardwise.core.plan import Candidate, Plan
 from shardwise.core.strategy import Setting, Strategy
 from shardwise.core.units import format_bytes, format_seconds
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.accuracy import spread_of
-from shardwise.plan.one_time import SURE
 from shardwise.plan.origins import origins
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, broken_rules, case_of

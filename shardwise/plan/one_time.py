@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardwise.core.answer import SURE
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Strategy
 from shardwise.plan.predictor import Predictor
@@ -15,9 +16,6 @@ from shardwise.technique import SETTINGS
 
 _MOST = 0.15
 """Share of a step that such a value saves at most, for a bound."""
-
-SURE = 3.0
-"""The predicted saving must be so many times the cost: both are uncertain, and a run may be stopped early."""
 
 
 def with_one_time_costs(predictor: Predictor, best: Quick) -> Iterator[Strategy]:
