@@ -1,9 +1,10 @@
 """Which runs of the playbook kept the inputs that tensor parallelism gathers: ``python benchmarks/regathered.py``.
 
 nanotron can gather these inputs again in the backward pass instead of keeping them (``tp_recompute_allgather``). The
-published table does not say which runs did. Their memory does: a run without stages is taken to have gathered again
-where its published peak is nearer to the predicted one without the gathered inputs than to the one with them. Only
-runs of benchmarks/results/memory-accuracy.json are judged, and only where these inputs are a fifth of the prediction.
+published table does not say which runs did. Their memory suggests it: a run without stages is taken to have gathered
+again where its published peak is nearer to the predicted one without the gathered inputs than to the one with them.
+Only runs of benchmarks/results/memory-accuracy.json are judged, and only where these inputs are a fifth of the
+prediction.
 
 Prints published over predicted seconds of both kinds. ``--cache`` is the folder of counts of calibrate.py.
 """
