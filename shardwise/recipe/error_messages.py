@@ -79,6 +79,8 @@ class Complaint:
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The most similar of `names`; None if none is similar."""
     known = {_plain(candidate): candidate for candidate in names}
+    if not known:
+        return None
     plain = _plain(name)
     if plain in known:
         return known[plain]

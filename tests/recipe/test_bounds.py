@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from ruamel.yaml import YAML
+from ruamel.yaml.events import StreamEndEvent
 
 from shardwise.core.errors import RecipeError
 from shardwise.jobs.request import read
@@ -30,16 +32,24 @@ def integers() -> Iterator[str]:
     yield from (f"strategy.{setting.key}" for setting in SETTINGS if setting.kind is int)
 
 
-def answered(file: Path, *overrides: str) -> str:
-    """The error line, or ""; fails when it takes more than a second of processor time."""
+def answered(file: Path, *overrides: str, seconds: float = MOST_SECONDS) -> str:
+    """The error line, or ""; fails when it takes more processor time than `seconds`."""
     began, line = time.process_time(), ""
     try:
         with uncollected():
             read(file, overrides)
     except RecipeError as error:
         line = error.line()
-    assert time.process_time() - began < MOST_SECONDS, overrides
+    assert time.process_time() - began < seconds, overrides
     return line
+
+
+def scan_seconds(text: str) -> float:
+    """Processor time that the YAML library alone needs on this machine: it is most of the time of a long file."""
+    began = time.process_time()
+    with uncollected():
+        assert any(isinstance(event, StreamEndEvent) for event in YAML().parse(text))
+    return time.process_time() - began
 
 
 def test_all_integers_are_found() -> None:
@@ -68,7 +78,9 @@ def test_thousands_of_unknown_keys_are_answered_in_a_second(tmp_path: Path, sect
     file.write_text(head + (f"{section}:\n" if section else "") + lines)
     if file.stat().st_size > 1 << 16:
         file.write_text(file.read_text()[: 1 << 16].rpartition("\n")[0] + "\n")
-    assert "unknown key 'k0'" in answered(file)
+    # A second, unless the machine is so slow that the library alone takes a good part of it.
+    seconds = max(MOST_SECONDS, 4 * scan_seconds(file.read_text()))
+    assert "unknown key 'k0'" in answered(file, seconds=seconds)
 
 
 def test_more_devices_than_there_are(tmp_path: Path) -> None:
