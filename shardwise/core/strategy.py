@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
@@ -138,7 +138,9 @@ class Setting(Generic[T]):
         last_resort: values that the planner tries only where nothing else fits, cheapest in time first.
         ordered: whether a candidate never makes a step faster than those before it.
         compared: further values whose cost the plan shows but never chooses.
+        alike: values that cost the same; a strategy with one of them is not compared with another.
         once: values that cost seconds once, at the start of a run; the planner chooses one where it saves more.
+        load: loads the packages that the values of ``once`` need, so that forked processes have them.
         note: why a value outside ``choices`` is refused, appended to the error.
         units: values that need a device with units for a dtype, as device profiles call it.
         forms: values with a number or a path in them, accepted in addition to ``choices``, for settings of kind str.
@@ -156,7 +158,9 @@ class Setting(Generic[T]):
     last_resort: tuple[T, ...] = ()
     ordered: bool = True
     compared: tuple[T, ...] = ()
+    alike: tuple[T, ...] = ()
     once: Mapping[T, float] = field(default_factory=dict)
+    load: Callable[[], object] | None = None
     note: str = ""
     units: Mapping[T, str] = field(default_factory=dict)
     forms: tuple[Form[Any] | FolderForm, ...] = ()

@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.plan.compose_align import NotComposable
-from shardwise.plan.one_time import with_one_time_costs
+from shardwise.plan.one_time import load_packages, with_one_time_costs
 from shardwise.plan.predict import Prediction
 from shardwise.plan.predictor import Predictor
 from shardwise.plan.quick import Quick, figures_of_stages, quick_figures, smallest
@@ -212,6 +212,7 @@ class _Visit:
             self.composed.append(self._flat(origin))
         every = list(self.space.completions(origin))
         with self.predictor.reading_ahead(list(filter(self.predictor.smallest_may_fit, every))):
+            load_packages(self.predictor)
             self._within(origin, every)
 
     def _trial(self, origin: Strategy, every: Sequence[Strategy]) -> Quick | None:

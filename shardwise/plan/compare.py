@@ -73,7 +73,10 @@ class Neighbours:
         """Neighbours that are possible and have no prediction."""
         predictor = self.predictor
         changes: list[Mapping[str, object]] = [
-            {s.key: value} for s in SETTINGS for value in (*s.candidates, *s.compared) if value != strategy[s]
+            {s.key: value}
+            for s in SETTINGS
+            for value in (*s.candidates, *s.compared)
+            if value != strategy[s] and not {value, strategy[s]} <= set(s.alike)
         ]
         size, sizes = strategy[MICRO_BATCH_SIZE], predictor.micro_batch_sizes(strategy)
         changes += [{MICRO_BATCH_SIZE.key: near} for near in sizes if size // 2 <= near <= 2 * size + 1]

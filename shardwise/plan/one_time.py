@@ -5,11 +5,13 @@ The search (plan/choose.py) compares seconds of a step, so it leaves them out. T
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from shardwise.core.answer import SURE
 from shardwise.core.errors import RecipeError
-from shardwise.core.strategy import Strategy
+from shardwise.core.strategy import Setting, Strategy
 from shardwise.plan.predictor import Predictor
 from shardwise.plan.quick import Quick, figures_in_proportion, quick_figures
 from shardwise.technique import SETTINGS
@@ -18,16 +20,22 @@ _MOST = 0.15
 """Share of a step that such a value saves at most, for a bound."""
 
 
+def load_packages(predictor: Predictor) -> None:
+    """Load what such values need, while other processes do dry runs: those forked later need not load it again."""
+    for setting in _settings(predictor):
+        if setting.load is not None and predictor.composer is not None:
+            setting.load()
+
+
 def with_one_time_costs(predictor: Predictor, best: Quick) -> Iterator[Strategy]:
     """Strategies to confirm, best first: with values that surely save more than they cost, and without.
 
     A recipe with epochs has no steps until its data is counted, so nothing is sure.
     """
-    steps, objective = predictor.recipe.steps, predictor.recipe.plan.objective
-    for setting in SETTINGS if steps and objective != "memory" else ():
+    for setting in _settings(predictor):
         for value, cost in setting.once.items():
-            least = SURE * cost / steps
-            if setting.key in predictor.recipe.strategy or least >= _MOST * best.seconds:
+            least = SURE * cost / (predictor.recipe.steps or math.inf)
+            if least >= _MOST * best.seconds:
                 continue
             for strategy in predictor.possible([best.strategy.with_values(**{setting.key: value})]):
                 try:
@@ -38,3 +46,11 @@ def with_one_time_costs(predictor: Predictor, best: Quick) -> Iterator[Strategy]
                 if found.fits and found.seconds < best.seconds - least:
                     yield strategy
     yield best.strategy
+
+
+def _settings(predictor: Predictor) -> Sequence[Setting[Any]]:
+    """Settings with such values that the recipe leaves to the planner, where they can save anything."""
+    recipe = predictor.recipe
+    if not recipe.steps or recipe.plan.objective == "memory":
+        return ()
+    return [setting for setting in SETTINGS if setting.once and setting.key not in recipe.strategy]

@@ -36,6 +36,7 @@ PRECISION: Setting[str] = Setting(
     " bf16 for the rest; or fp64 for proofs",
     choices=("fp32", "bf16", "fp16", "fp8", "fp64"),
     compared=("bf16", "fp16", "fp8"),
+    alike=("bf16", "fp16"),
     units={"fp8": "fp8"},
 )
 MASTER_WEIGHTS: Setting[bool] = Setting(
