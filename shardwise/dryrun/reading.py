@@ -90,32 +90,48 @@ def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, 
 
 
 def peaks_of_passes(tracker: Tracker, entries: Sequence[tuple[int, str]], count: int) -> tuple[Peak, ...]:
-    """The peaks of the first, second and last of every ``count`` passes; () unless all forward passes come first.
+    """The peaks of the first, second and last of ``count`` passes of each kind and stage; () for other orders.
 
     Each of these peaks is linear in the number of micro-batches. The peak of a phase is not linear: with more
     micro-batches it may move to another pass.
 
     Args:
         entries: when passes began, and their phases.
-        count: micro-batches. Each stage of the rank makes so many passes in a row.
+        count: micro-batches.
     """
-    passes = len(entries) // 2
-    if (
-        count < 2
-        or passes % count
-        or [name for _, name in entries] != passes * ["forward"] + passes * ["backward"]
-    ):
+    chosen = _chosen_passes([name for _, name in entries], count)
+    if not chosen:
         return ()
     starts = [time for time, _ in entries]
     after = min((start for start, _ in tracker.phases if start > starts[-1]), default=tracker.now + 1)
     levels, names, workspaces = _levels(tracker), _names(tracker), dict(tracker.workspaces)
-    chosen = [first + number for first in range(0, 2 * passes, count) for number in (0, 1, count - 1)]
     found = []
     for number in chosen:
         time = max(range(starts[number], [*starts, after][number + 1]), key=lambda each: levels[each])
         ledger = ledger_at(tracker, time).plus(communication=workspaces.get(time, 0))
         found.append(Peak(ledger, entries[number][1], _latest(names, time)))
     return tuple(found)
+
+
+def _chosen_passes(phases: Sequence[str], count: int) -> list[int]:
+    """The first, second and last pass of each kind and stage, by number in order.
+
+    Either every stage makes ``count`` forward passes in a row, and then every stage its backward passes; or the last
+    stage's own passes take turns, one forward and one backward.
+    """
+    stages, rest = divmod(len(phases), 2 * max(2, count))
+    before = (stages - 1) * count
+    turns = before * ["forward"] + count * ["forward", "backward"] + before * ["backward"]
+    if count < 2 or rest:
+        return []
+    if list(phases) == stages * count * ["forward"] + stages * count * ["backward"]:
+        firsts = [(first, 1) for first in range(0, len(phases), count)]
+    elif list(phases) == turns:
+        firsts = [(first, 1) for first in range(0, len(phases), count) if not before <= first < before + 2 * count]
+        firsts += [(before, 2), (before + 1, 2)]
+    else:
+        return []
+    return [first + stride * number for first, stride in firsts for number in (0, 1, count - 1)]
 
 
 def _levels(tracker: Tracker) -> list[int]:

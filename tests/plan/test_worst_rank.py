@@ -68,14 +68,15 @@ def test_a_quick_prediction_of_a_short_stage_is_the_full_one() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "rank", "batch", "extrapolated"),
-    [(4, 0, 16, True), (4, 12, 16, False), (8, 2, 14, True)],
+    [(4, 0, 16, True), (4, 12, 16, False), (8, 2, 14, True), (8, 14, 14, True)],
 )
 def test_a_quick_prediction_of_interleaved_stages_is_the_full_one(
     stages: int, rank: int, batch: int, extrapolated: bool
 ) -> None:
     """Extrapolated where all forward passes come first: pass by pass, as with more of them another is the highest.
 
-    A group that is full may have one message more under way.
+    So are the passes of the last rank, whose last stage holds one micro-batch at a time. With more micro-batches than
+    stages there are several groups of them, which are not extrapolated. A group that is full may have one message more under way.
     """
     model = ASKED.model.model_copy(update={"layers": 2 * stages})
     asked = ASKED.model_copy(update={"model": model, "batch_size": batch})

@@ -148,11 +148,18 @@ class Pipeline(Place):
         return Shortcut(Reduced(micro_batches=FEW), Reduced(micro_batches=FEW - 1), 1 + flying - FEW)
 
     def _of_fewer(self, count: int) -> Shortcut | None:
-        """The same where a rank holds parts of micro-batches, if all forward passes come before the backward ones."""
+        """The same where a rank holds parts of micro-batches, if all forward passes come before the backward ones.
+
+        So they do on the last rank, but for its last stage. That holds one micro-batch at a time, and its second
+        backward pass must not be its last, which reduces gradients.
+        """
         kinds = [action.kind for action in self.order(count)]
-        if count <= FEW or kinds.index("B") < kinds.count("F"):
+        first_come = kinds.index("B") == kinds.count("F")
+        one_at_a_time = self.rank == self.ranks - 1 and count <= self.ranks
+        few = FEW if first_come else FEW + 1
+        if count <= few or not (first_come or one_at_a_time):
             return None
-        return Shortcut(Reduced(micro_batches=FEW), Reduced(micro_batches=FEW - 1), 1 + count - FEW)
+        return Shortcut(Reduced(micro_batches=few), Reduced(micro_batches=few - 1), 1 + count - few)
 
     def combined(
         self, times: Sequence[RankTime], micro_batches: int, worst: int, pass_bytes: int
