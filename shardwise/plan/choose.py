@@ -177,9 +177,7 @@ class _Visit:
             if self.predictor.cluster.device.kind == "cpu" and self.found:
                 return
             if not self.found or self._least() < before * (1 - TELLS):
-                queue += [
-                    child for child in children(mesh, meshes) if child not in seen and child not in queue
-                ]
+                queue += [child for child in children(mesh, meshes) if child not in {*seen, *queue}]
         promising = self.promising
         for origin in sorted(promising, key=lambda each: self._value(promising[each]))[:PROMISING]:
             self._compose(origin)
