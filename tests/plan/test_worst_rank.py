@@ -76,7 +76,9 @@ def test_a_quick_prediction_of_interleaved_stages_is_the_full_one(
     """Extrapolated where all forward passes come first: pass by pass, as with more of them another is the highest.
 
     So are the passes of the last rank, whose last stage holds one micro-batch at a time. With more micro-batches than
-    stages there are several groups of them, which are not extrapolated. A group that is full may have one message more under way.
+    stages there are several groups of them, which are not extrapolated.
+
+    A group that is full may have one message more under way.
     """
     model = ASKED.model.model_copy(update={"layers": 2 * stages})
     asked = ASKED.model_copy(update={"model": model, "batch_size": batch})
