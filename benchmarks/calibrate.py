@@ -234,6 +234,9 @@ SIZES = f"{UNFITTED}, other sizes"
 def _software(case: Case) -> str:
     return case.run.software
 
+FEW_GPUS = 256
+"""The playbook's next size, and its last, stalls in nearly all of its runs with stages (docs/reference/accuracy.md)."""
+
 
 def place_of(run: Published) -> str:
     """Where in the playbook's sweeps a run is."""
@@ -252,8 +255,14 @@ def by(cases: Sequence[Case], errors: Any, key: Callable[[Published], str]) -> d
 
 
 def places(cases: Sequence[Case], errors: Any) -> dict[str, Any]:
-    """Rows of the playbook's runs by place, and of all of them."""
-    return {**by(cases, errors, place_of), "all": quality(cases, errors)}
+    """Rows of the playbook's runs by place, of those on few devices, and of all of them."""
+    few = np.array([case.run.gpus <= FEW_GPUS for case in cases])
+    smaller = quality([case for case, inside in zip(cases, few, strict=True) if inside], errors[few])
+    return {
+        **by(cases, errors, place_of),
+        f"all on up to {FEW_GPUS} GPUs": smaller,
+        "all": quality(cases, errors),
+    }
 
 
 def main() -> None:
