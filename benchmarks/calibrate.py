@@ -234,6 +234,7 @@ SIZES = f"{UNFITTED}, other sizes"
 def _software(case: Case) -> str:
     return case.run.software
 
+
 FEW_GPUS = 256
 """The playbook's next size, and its last, stalls in nearly all of its runs with stages (docs/reference/accuracy.md)."""
 
