@@ -127,7 +127,9 @@ def _chosen_passes(phases: Sequence[str], count: int) -> list[int]:
     if list(phases) == stages * count * ["forward"] + stages * count * ["backward"]:
         firsts = [(first, 1) for first in range(0, len(phases), count)]
     elif list(phases) == turns:
-        firsts = [(first, 1) for first in range(0, len(phases), count) if not before <= first < before + 2 * count]
+        firsts = [
+            (first, 1) for first in range(0, len(phases), count) if not before <= first < before + 2 * count
+        ]
         firsts += [(before, 2), (before + 1, 2)]
     else:
         return []

@@ -144,8 +144,8 @@ def dry_run(
             site.options.place = place = place.reduced(reduced)
         elements, even = weights_in(site.view.model), _even(site)
         modules = RunningModule(site.view.model)
-        tracker = _tracker(site, target, modules)
         fake = StaticFakeMode(allow_non_fake_inputs=True)
+        tracker = _tracker(site, target, modules, fake)
         with torch.random.fork_rng(devices=[]), fake, tracker.watching(), target.kernels(), modules:
             run, few, start, entries = _tracked_step(site, recipe, strategy, (count, reduced), tracker)
         trace = _trace(tracker, start, cluster) if history and target.caches else None
@@ -184,12 +184,12 @@ def place_of(
         return assemble(recipe, blueprint, strategy, cluster.world_size, "cpu", 1).options.place
 
 
-def _tracker(site: Site, target: Target, modules: RunningModule) -> Tracker:
+def _tracker(site: Site, target: Target, modules: RunningModule, fake: StaticFakeMode) -> Tracker:
     """One that knows the mesh axis of every group."""
     mesh = site.context.mesh
     axes = [(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or ()]
     groups = axis_names([*axes, *site.options.groups])
-    tracker = Tracker(groups, target.workspace, target.kept, modules.name, modules.calls)
+    tracker = Tracker(groups, target.workspace, target.kept, modules.name, modules.calls, fake.notes)
     if site.context.layout.world_size > 1:
         # The trainer asks all ranks together: whether to stop, say.
         tracker.groups.add(default_group().group_name)

@@ -15,6 +15,7 @@ times the unsharded model. This tracker ignores operations during propagation.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.core.cost import Collective, Counted, Kernel, Transfer
-from shardwise.dryrun.counting import TEMPLATED, collective_of, group_of, kernels_of
+from shardwise.dryrun.counting import TEMPLATED, collective_of, group_of, kernels_of, noted_kernels_of
 from shardwise.dryrun.modules import refused
 from shardwise.dryrun.tally import Tally
 from shardwise.engine.phase import current_micro_batch, current_phase
@@ -116,6 +117,7 @@ class Tracker(DispatchMode):
         kept: bytes that a library keeps for every distinct call of a kernel, from its name and result.
         where: returns the name of the running module.
         calls: returns whether it runs forward.
+        notes: returns a dict that all calls of this operation like the last one share (StaticFakeMode.notes).
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Tracker(DispatchMode):
         kept: Callable[[str, Any], int],
         where: Callable[[], str],
         calls: Callable[[], bool] = bool,
+        notes: Callable[[Any], dict[Any, Any] | None] = lambda _: None,
     ) -> None:
         super().__init__()
         self.allocations: list[Allocation] = []
@@ -141,7 +144,7 @@ class Tracker(DispatchMode):
         self._workspace = workspace
         self._kept = kept
         self._seen: set[tuple[Any, ...]] = set()
-        self._where, self._calls = where, calls
+        self._where, self._calls, self._notes = where, calls, notes
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self._living: dict[int, Allocation] = {}
         self._origins: dict[int, StorageOrigin] = {}
@@ -281,7 +284,8 @@ class Tracker(DispatchMode):
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count device kernels, host kernels, or copies between host and device memory."""
-        kernels: Sequence[Kernel] = kernels_of(current_phase(), func, args, kwargs, out)
+        call, notes = (current_phase(), func, args, kwargs, out), self._notes(func)
+        kernels = kernels_of(*call) if notes is None else noted_kernels_of(notes, *call)
         if kernels and self._uses_host:
             kernels = self._placed(kernels, func.name(), args, kwargs, out)
         self._spend(kernels=kernels)
@@ -319,8 +323,7 @@ class Tracker(DispatchMode):
         calls: list[Counted] = [*kernels, *collectives, *transfers]
         if calls:
             self.tally.add_calls(kernels, collectives, transfers)
-            running = current_micro_batch()
-            self.calls += [(running, call) for call in calls]
+            self.calls += zip(itertools.repeat(current_micro_batch()), calls)
 
     def _on_host(self, tensor: Tensor) -> bool:
         living = self._living.get(storage_key(tensor.untyped_storage()))
@@ -332,10 +335,7 @@ class Tracker(DispatchMode):
         return living is not None and living.on_host and living.phase == "forward"
 
     def _keep(self, name: str, args: Any, size: int) -> None:
-        """Count the bytes that a library keeps for this call.
-
-        They count once per shape, from the start of the run: step 1 has made the call.
-        """
+        """Count the bytes that a library keeps, once per shape, from the start of the run: step 1 has made the call."""
         tensors = (t for t in tensors_in(args) if isinstance(t, FakeTensor))
         signature = (name, *((t.shape, t.stride(), t.dtype) for t in tensors))
         if signature not in self._seen:

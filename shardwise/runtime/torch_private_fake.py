@@ -32,12 +32,13 @@ class StaticFakeMode(FakeTensorMode):
     operations that its cache leaves out (``_NOT_CACHED``, ``_OPERATORS``).
     """
 
-    _results: ClassVar[dict[tuple[Any, ...], tuple[type | None, tuple[_Produced, ...]]]] = {}
-    """By the call: the type of the sequence of results, if it is one, and how each is made."""
+    _results: ClassVar[dict[tuple[Any, ...], _Known]] = {}
+    """By the call."""
 
     def __init__(self, *, allow_non_fake_inputs: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=allow_non_fake_inputs)
         self._asked: tuple[Any, ...] | None = None
+        self._last: tuple[Any, _Known] | None = None
         self._attributes: dict[torch.device | None, dict[str, Any]] = {}
 
     @classmethod
@@ -45,18 +46,28 @@ class StaticFakeMode(FakeTensorMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._last = None
         if func in _PROFILED:
             return func(*args)  # reads no tensor
         kwargs = kwargs or {}
         key = self._key(func, args, kwargs)
         if key is not None and (known := self._results.get(key)) is not None:
-            made = [self._made(result, args, kwargs) for result in known[1]]
-            return made[0] if known[0] is None else known[0](made)
+            made = [self._made(result, args, kwargs) for result in known.results]
+            self._last = func, known
+            return made[0] if known.sequence is None else known.sequence(made)
         self._asked = key
         found: Any = self.dispatch(func, types, args, kwargs)
+        self._last = None
         if key is not None and (func in _NOT_CACHED or func.namespace in _OPERATORS):
             self._remember(key, func, found, args, kwargs)
         return found
+
+    def notes(self, func: Any) -> dict[Any, Any] | None:
+        """A dict for the caller, which all calls share whose arguments have equal metadata.
+
+        None if the last call was not of ``func``, or is not known yet.
+        """
+        return self._last[1].notes if self._last is not None and self._last[0] is func else None
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         """What the results of a call may depend on; None if that is not known of an argument (``_describe``)."""
@@ -96,7 +107,7 @@ class StaticFakeMode(FakeTensorMode):
         several = type(found) if isinstance(found, list | tuple) else None
         made = [_produced(each, args, kwargs) for each in (found if several else (found,))]
         if all(each is not None for each in made) and self._key(func, args, kwargs) == key:
-            self._results[key] = several, tuple(each for each in made if each is not None)
+            self._results[key] = _Known(several, tuple(each for each in made if each is not None), {})
 
     def _prep_args_for_hash(self, result: list[Any], args: Any, state: Any, hashed_by_id: list[Any]) -> None:
         described: list[Any] = []
@@ -114,7 +125,7 @@ class StaticFakeMode(FakeTensorMode):
         asked, self._asked = self._asked, None
         func = key.key[0]
         if asked is not None and asked[0] is func and (made := _results_of(entry, func.is_view)) is not None:
-            self._results[asked] = tuple if entry.is_output_tuple else None, made
+            self._results[asked] = _Known(tuple if entry.is_output_tuple else None, made, {})
         return super()._output_from_cache_entry(state, entry, key, *call)
 
     def _made(self, result: _Produced, args: Any, kwargs: Any) -> Any:
@@ -173,6 +184,14 @@ class _Produced(NamedTuple):
     dtype: torch.dtype | None = None
     requires_grad: bool = False
     device: torch.device | None = None
+
+
+class _Known(NamedTuple):
+    """What a call returns: the type of the sequence of results, if it is one, and how each is made."""
+
+    sequence: type | None
+    results: tuple[_Produced, ...]
+    notes: dict[Any, Any]
 
 
 def _argument(where: int | str, args: Any, kwargs: Any) -> Any:
