@@ -127,6 +127,7 @@ def _why_none(recipe: Recipe, plan: Plan, setting: Setting[Any], values: Sequenc
     others = [value for value in values if value != plan.strategy[setting]]
     if named or not others:
         return ""
+    reasons: list[str] = []
     for value in others:
         changed = plan.strategy.with_values(**{setting.key: value})
         broken = next(broken_rules(changed, plan.world_size, recipe), None)
@@ -135,7 +136,8 @@ def _why_none(recipe: Recipe, plan: Plan, setting: Setting[Any], values: Sequenc
             return f"{_word(value)} is tried only where the steps surely save {SURE:g} times {cost}"
         if broken is None:
             return "not predicted: the search left it out by a bound"
-    return f"{_word(value)} is not possible: {broken.rule.reason}" if broken else ""
+        reasons.append(f"{_word(value)} is not possible: {broken.rule.reason}")
+    return reasons[0]
 
 
 def _distance(plan: Plan, candidate: Candidate) -> tuple[int, int, float, int]:

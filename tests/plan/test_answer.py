@@ -168,6 +168,21 @@ def test_a_setting_without_a_prediction_says_why() -> None:
     )
 
 
+def test_where_no_degree_is_possible_the_nearest_is_named() -> None:
+    one_head = {
+        "layers": 4,
+        "width": 64,
+        "heads": 1,
+        "kv_heads": 1,
+        "ffn": 128,
+        "vocab": 512,
+        "context": 4096,
+    }
+    made = answered(plan(candidate(60, 2.2, "fits", zero_stage=2)), model=one_head)
+    reason = next(each.reason for each in made.nearest if each.setting == "tensor_parallel")
+    assert reason.startswith("2 is not possible: "), reason
+
+
 def test_what_costs_seconds_once_says_so() -> None:
     nearest = {
         each.setting: each for each in answered(plan(candidate(60, 1.9, "fits", compile="block"))).nearest
