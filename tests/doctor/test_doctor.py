@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -39,6 +40,7 @@ from shardwise.hardware.profiles import PROFILES
 from shardwise.plan.explain import seconds_from
 from shardwise.plan.kernel_time import kernel_seconds
 from shardwise.recipe.sections import ClusterSpec
+from shardwise.runtime.torch_private import TorchDispatchMode
 
 H100 = Device(
     0, "NVIDIA H100 80GB HBM3", PROFILES["H100-80GB"].memory_bytes, 84_000_000_000, "9.0", "H100-80GB"
@@ -295,6 +297,32 @@ def test_a_read_only_proc_is_told(tmp_path: Path) -> None:
 def test_matrix_product_is_timed_and_checked(dtype: torch.dtype) -> None:
     product = speed.matrix_product(torch.device("cpu"), dtype, size=128, budget=0.01)
     assert product.correct and product.flops > 1e6
+
+
+def test_products_are_those_of_a_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward x @ W.T, backward g @ W and g.T @ x: the speed is that of the three together."""
+    layer = torch.nn.Linear(8, 8, bias=False)
+    wanted, found = set[tuple[bool, ...]](), set[tuple[bool, ...]]()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mm.default:
+                wanted.add(tuple(operand.is_contiguous() for operand in args))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        layer(torch.randn(8, 8, requires_grad=True)).square().sum().backward()
+
+    def seconds(run: Any, device: torch.device, budget: float) -> float:
+        found.add(tuple(operand.is_contiguous() for operand in run.args))
+        run()
+        return [0.1, 0.2, 0.6][len(found) - 1]
+
+    monkeypatch.setattr(speed, "_best", seconds)
+    assert speed.matrix_product(torch.device("cpu"), torch.float32, size=100).flops == pytest.approx(
+        2e6 / 0.3
+    )
+    assert found == wanted and len(found) == 3
 
 
 def test_a_wrong_product_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
