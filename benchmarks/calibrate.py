@@ -236,7 +236,7 @@ def _software(case: Case) -> str:
 
 
 FEW_GPUS = 256
-"""The playbook's next size, and its last, stalls in nearly all of its runs with stages (docs/reference/accuracy.md)."""
+"""On 512 GPUs, the playbook's next and last size, nearly all runs with stages stall (docs/reference/accuracy.md)."""
 
 
 def place_of(run: Published) -> str:

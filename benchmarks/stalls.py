@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 from calibrate import FEW_GPUS, UNFITTED, logs
 from cases import cases_of, repeated, stalled
-
-NODE = 8
+from published import NODE
 
 
 def main() -> None:

@@ -21,7 +21,10 @@ _MOST = 0.15
 
 
 def load_packages(predictor: Predictor) -> None:
-    """Load what such values need, while other processes do dry runs: those forked later need not load it again."""
+    """Load the packages that values with one-time costs need, so that processes that are forked later have them.
+
+    Call it while a forked process does dry runs.
+    """
     for setting in _settings(predictor):
         if setting.load is not None and predictor.composer is not None:
             setting.load()

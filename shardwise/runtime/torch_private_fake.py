@@ -187,7 +187,8 @@ class _Produced(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What a call returns: the type of the sequence of results, if it is one, and how each is made."""
+    """What a call returns: the type of the sequence of results, if it is one, and how each is made; and the caller's
+    ``notes``."""
 
     sequence: type | None
     results: tuple[_Produced, ...]

@@ -150,8 +150,8 @@ class Pipeline(Place):
     def _of_fewer(self, count: int) -> Shortcut | None:
         """The same where a rank holds parts of micro-batches, if all forward passes come before the backward ones.
 
-        So they do on the last rank, but for its last stage. That holds one micro-batch at a time, and its second
-        backward pass must not be its last, which reduces gradients.
+        On the last rank, the passes of its last stage take turns, so that stage holds one micro-batch at a time. There
+        the shorter run has three micro-batches: its second backward pass must not be the last, which reduces gradients.
         """
         kinds = [action.kind for action in self.order(count)]
         first_come = kinds.index("B") == kinds.count("F")
