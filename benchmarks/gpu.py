@@ -23,6 +23,7 @@ import gc
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Any
 import gpu_checks as checks
 import gpu_speed as speed
 import torch
+import torch.distributed as dist
 from gpu_bench import Bench, Row
 from machine import described
 
@@ -53,7 +55,10 @@ def row_of(measure: Callable[[], Row], device: torch.device) -> Row:
     try:
         row = measure()
     except Exception as error:
+        traceback.print_exc()
         row = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        if dist.is_initialized():
+            dist.destroy_process_group()  # of this row
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

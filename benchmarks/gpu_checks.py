@@ -132,7 +132,7 @@ def _peaks(bench: Bench, model: str, length: int, micro: int, settings: dict[str
         "error": predicted / meter.peak.allocated - 1 if meter.peak.allocated else None,
     }
     if meter.peak.reserved:
-        fragmentation = plan.peak.ledger.fragmentation
+        fragmentation = plan.ledger.fragmentation
         reserved = predicted + fragmentation
         row |= {"reserved_bytes": meter.peak.reserved, "reserved_error": reserved / meter.peak.reserved - 1}
     return row
