@@ -7,12 +7,9 @@ calibration of this machine. The error of a case is the median of its errors in 
 For five recipes the planner chooses the strategy. Its choice is trained in the same rounds and compared with every
 strategy that was trained for the recipe; of different choices in several rounds, the slowest counts.
 
-With ``--device cuda`` the runs are those of one GPU: precisions, recomputation, offload, compiled blocks, adapters.
-
-A run is one line of results/clock-cpu.jsonl, or of clock-PROFILE.jsonl for a GPU. Started again, the benchmark goes on
-after the last line; after another calibration it starts anew. clock-cpu.json is the summary. ``--predict`` measures
-nothing: after a change of the time model, it plans every case again and compares with the lines of the last
-calibration.
+A run is one line of results/clock-cpu.jsonl. Started again, the benchmark goes on after the last line; after another
+calibration it starts anew. results/clock-cpu.json is the summary. ``--predict`` measures nothing: after a change of
+the time model, it plans every case again and compares with the lines of the last calibration.
 """
 
 from __future__ import annotations
@@ -28,24 +25,139 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from clock_cases import CPU, Case, Suite, gpu_suite
 from machine import described
 
 from shardwise import api
 from shardwise.core.errors import ShardwiseError
-from shardwise.hardware.cluster import cluster_of, recognise
-from shardwise.hardware.measured_gpu import gpu_file
-from shardwise.hardware.this_machine import calibration_file
+from shardwise.hardware.cluster import cluster_of
+from shardwise.hardware.this_machine import calibration_file, read_calibration
 from shardwise.jobs.planning import make_plan
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS
 
 RESULTS = Path(__file__).parent / "results"
 RUNS, SUMMARY = RESULTS / "clock-cpu.jsonl", RESULTS / "clock-cpu.json"
+STEPS = 12
+
+MODELS: dict[str, dict[str, Any]] = {
+    "0.3M": {"layers": 4, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 512},
+    "5M": {"layers": 4, "width": 256, "heads": 8, "kv_heads": 4, "ffn": 704, "vocab": 4096},
+    "gpt2 4M": {"family": "gpt2", "layers": 4, "width": 256, "heads": 8, "ffn": 1024, "vocab": 2048},
+    "19M": {"layers": 4, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 1408, "vocab": 8192},
+    "41M": {"layers": 8, "width": 640, "heads": 10, "kv_heads": 5, "ffn": 1728, "vocab": 2048},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: ``batch`` sequences of ``length`` tokens per optimizer step.
+
+    Attributes:
+        settings: of the strategy; those that are missing are the planner's choice.
+        counted: whether the case is one of the runs whose error is reported; others only compete with a choice.
+    """
+
+    model: str
+    world: int
+    batch: int
+    length: int = 256
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Mapping[str, Any] | None = None
+    counted: bool = True
+
+    @property
+    def work(self) -> str:
+        """The recipe without its strategy."""
+        words = f"{self.model}, {self.world} × cpu, batch {self.batch} × {self.length}"
+        words += f", {self.settings['precision']}" if "precision" in self.settings else ""
+        return words + (", LoRA" if self.adapter else "")
+
+    @property
+    def name(self) -> str:
+        said = [f"{key} {value}" for key, value in self.settings.items() if key != "precision"]
+        return f"{self.work}: {', '.join(said) or 'free choice'}"
+
+    def recipe(self) -> dict[str, Any]:
+        return {
+            "model": MODELS[self.model] | {"context": max(self.length, 256)},
+            "data": {"sequence_length": self.length},
+            "steps": STEPS,
+            "batch_size": self.batch,
+            "cluster": {"device": "cpu", "devices_per_node": self.world},
+            "strategy": {"precision": "fp32", **self.settings},
+            "evaluation": {"sequences": 1},
+            **({"adapter": dict(self.adapter)} if self.adapter else {}),
+        }
+
+
+def _of(work: tuple[str, int, int, int], *settings: dict[str, Any]) -> list[Case]:
+    return [Case(*work, each) for each in settings]
+
+
+MB1, MB2, MB4, MB8 = ({"micro_batch_size": size} for size in (1, 2, 4, 8))
+PIPELINE = {"pipeline_parallel": 2}
+
+CASES: tuple[Case, ...] = (
+    *_of(("0.3M", 1, 8, 64), MB2),
+    *_of(
+        ("5M", 1, 4, 256),
+        MB4,
+        MB4 | {"activation_checkpointing": "full"},
+        MB4 | {"activation_checkpointing": "selective"},
+        MB4 | {"precision": "bf16"},
+        MB4 | {"offload": "optimizer"},
+    ),
+    *_of(("5M", 1, 2, 1024), MB2),
+    *_of(("gpt2 4M", 1, 4, 256), MB4),
+    *_of(("19M", 1, 4, 256), MB4, MB4 | {"precision": "bf16"}),
+    Case("19M", 1, 4, 256, MB4, {"name": "lora", "rank": 8}),
+    *_of(("41M", 1, 2, 256), MB2),
+    *_of(
+        ("5M", 2, 8, 256),
+        *(MB4 | {"zero_stage": stage} for stage in range(4)),
+        MB8 | {"tensor_parallel": 2},
+        MB8 | {"sequence_parallel": 2},
+        MB8 | {"sequence_parallel": 2, "sequence_method": "ring"},
+        MB2 | PIPELINE | {"pipeline_schedule": "1f1b"},
+        MB2 | PIPELINE | {"pipeline_schedule": "gpipe"},
+        MB4 | {"zero_stage": 0, "precision": "bf16"},
+    ),
+    *_of(("0.3M", 2, 8, 64), MB4 | {"zero_stage": 3}),
+    *_of(("19M", 2, 4, 256), MB2 | {"zero_stage": 3}, MB4 | {"tensor_parallel": 2}),
+    *_of(("19M", 2, 8, 256), MB2 | {"zero_stage": 1, "activation_checkpointing": "full"}),
+    *_of(("0.3M", 4, 8, 64), MB2 | {"zero_stage": 3}),
+    *_of(
+        ("5M", 4, 8, 256),
+        MB2 | {"zero_stage": 0},
+        MB2 | {"zero_stage": 3},
+        MB2 | {"zero_stage": 3, "replicate": 2},
+        MB4 | {"tensor_parallel": 2, "zero_stage": 3},
+        MB2 | PIPELINE | {"zero_stage": 1},
+    ),
+)
+
+CHOICES: tuple[Case, ...] = tuple(
+    Case(*work, counted=False)
+    for work in (("0.3M", 2, 8, 64), ("5M", 1, 4), ("5M", 2, 8), ("5M", 4, 8), ("19M", 2, 4))
+)
+"""Recipes whose strategy is left to the planner."""
+
+RIVALS: tuple[Case, ...] = tuple(
+    Case(model, world, batch, length, settings, counted=False)
+    for model, world, batch, length, settings in (
+        ("0.3M", 2, 8, 64, MB4 | {"zero_stage": 0}),
+        ("0.3M", 2, 8, 64, MB8 | {"tensor_parallel": 2}),
+        ("5M", 1, 4, 256, MB1),
+        ("19M", 2, 4, 256, MB2 | {"zero_stage": 0}),
+        ("19M", 2, 4, 256, MB1 | PIPELINE),
+    )
+)
+"""More strategies for these recipes."""
+
 Row = dict[str, Any]
 
 
@@ -85,10 +197,10 @@ def median(rows: Iterable[Row], key: str) -> float:
     return statistics.median(row[key] for row in rows)
 
 
-def accuracy(suite: Suite, rows: Sequence[Row], plans: Mapping[str, Row]) -> list[Row]:
-    """One row for each case that was measured."""
+def accuracy(rows: Sequence[Row], plans: Mapping[str, Row]) -> list[Row]:
+    """One row for each counted case that was measured."""
     found = []
-    for name in dict.fromkeys(case.name for case in suite.cases):
+    for name in dict.fromkeys(case.name for case in CASES if case.counted):
         runs = [row for row in rows if row["case"] == name and "failed" not in row]
         if not runs:
             continue
@@ -111,10 +223,10 @@ def accuracy(suite: Suite, rows: Sequence[Row], plans: Mapping[str, Row]) -> lis
     return found
 
 
-def regrets(suite: Suite, rows: Sequence[Row], plans: Mapping[str, Row]) -> list[Row]:
+def regrets(rows: Sequence[Row], plans: Mapping[str, Row]) -> list[Row]:
     """The planner's choice against the best strategy of those that were measured for the recipe."""
     found = []
-    for case in suite.choices:
+    for case in CHOICES:
         measured: dict[str, list[Row]] = {}
         for row in rows:
             if row["work"] == case.work and "failed" not in row:
@@ -141,13 +253,14 @@ def regrets(suite: Suite, rows: Sequence[Row], plans: Mapping[str, Row]) -> list
     return found
 
 
-def summary(suite: Suite, rows: Sequence[Row], plans: Mapping[str, Row]) -> dict[str, Any]:
+def summary(rows: Sequence[Row], plans: Mapping[str, Row]) -> dict[str, Any]:
     """All results. ``plans`` replace the predictions that the runs were made with."""
-    table, choices = accuracy(suite, rows, plans), regrets(suite, rows, plans)
+    table, choices = accuracy(rows, plans), regrets(rows, plans)
     errors = [abs(row["error"]) for row in table]
+    calibration = read_calibration()
     results: dict[str, Any] = {
         "machine": described(),
-        "calibrated": calibration_day(suite),
+        "calibrated": calibration.day if calibration else None,
         "threads": os.environ.get("OMP_NUM_THREADS", "a share of the cores"),
         "median_error": statistics.median(errors) if errors else None,
         "worst_error": max(errors, default=None),
@@ -193,16 +306,9 @@ def _percent(fraction: float, sign: str = "") -> str:
     return f"{100 * fraction:{sign}.1f} %".replace("-", "−")
 
 
-def calibration_day(suite: Suite) -> str | None:
-    """The day on which the suite's device was measured."""
-    device = cluster_of(recipe_of(suite.cases[0].recipe(), SETTINGS).cluster).device
-    return device.measured_on or None
-
-
-def tables(suite: Suite) -> str:
+def tables() -> str:
     """Which calibration is in use, so that runs with different ones are kept apart."""
-    device = suite.cases[0].device
-    path = calibration_file() if device == "cpu" else gpu_file(device)
+    path = calibration_file()
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.exists() else ""
 
 
@@ -211,28 +317,26 @@ def calibrate() -> None:
     subprocess.run([sys.executable, "-m", "shardwise", "doctor", "--calibrate"], check=True)
 
 
-def known(suite: Suite) -> list[Row]:
+def known(path: Path) -> list[Row]:
     """The lines, if the machine's calibration is still that of the last one."""
-    if not suite.runs.exists():
+    if not path.exists():
         return []
-    rows = [json.loads(line) for line in suite.runs.read_text(encoding="utf-8").splitlines()]
-    return rows if rows and rows[-1]["calibration"] == tables(suite) else []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return rows if rows and rows[-1]["calibration"] == tables() else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--minutes", type=float, default=18.0, help="begin no run after this time (18)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds over all cases (3)")
     parser.add_argument("--only", default="", help="the cases whose name contains this, and write nothing")
     parser.add_argument("--predict", action="store_true", help="measure nothing; plan every case again")
     options = parser.parse_args()
     begin = time.monotonic()
-    suite = CPU if options.device == "cpu" else gpu_suite(gpu_profile())
-    cases = [case for case in suite.every if options.only in case.name]
-    rows = [] if options.only else known(suite)
+    cases = [case for case in (*CASES, *CHOICES, *RIVALS) if options.only in case.name]
+    rows = [] if options.only else known(RUNS)
     if options.predict:
         rows = [row for row in rows if row["calibration"] == rows[-1]["calibration"]]
     plans = {case.name: predicted(case, planned(case)[1]) for case in cases} if options.predict else {}
@@ -244,24 +348,16 @@ def main() -> None:
             break
         if all(row["round"] != number for row in rows):
             calibrate()
-        rows.append({"round": number, "calibration": tables(suite), **run(case)})
+        rows.append({"round": number, "calibration": tables(), **run(case)})
         print(f"{index}/{len(every)} {spent:4.0f} s  {case.name}: {told(rows[-1])}", flush=True)
         if not options.only:
-            with suite.runs.open("a" if len(rows) > 1 else "w", encoding="utf-8") as file:
+            with RUNS.open("a" if len(rows) > 1 else "w", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
-            write(suite, summary(suite, rows, plans))
-    results = summary(suite, rows, plans)
+            write(summary(rows, plans))
+    results = summary(rows, plans)
     if not options.only:
-        write(suite, results)
+        write(results)
     show(results)
-
-
-def gpu_profile() -> str:
-    """The name of the profile of this machine's first GPU."""
-    profile = recognise(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
-    if profile is None:
-        sys.exit("error: no GPU with a profile in shardwise/hardware/profiles was found")
-    return profile.name
 
 
 def missing(cases: Sequence[Case], rows: Sequence[Row], rounds: int) -> list[tuple[int, Case]]:
@@ -278,8 +374,8 @@ def told(row: Row) -> str:
     return f"{there:.3f} s predicted, {here:.3f} s measured, {there / here - 1:+.1%}"
 
 
-def write(suite: Suite, results: dict[str, Any]) -> None:
-    suite.summary.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+def write(results: dict[str, Any]) -> None:
+    SUMMARY.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def show(results: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ leaves what it has measured:
     ceilings       matrix products, attention and copies on random data
     training       0.5B, 1.5B and 7B, bf16 and fp8: tokens/s, share of the measured ceiling, predicted time
     lora           a LoRA adapter on a model of Llama-3-8B's dimensions
+    clock          predicted against measured seconds of 31 steps, after ``shardwise doctor --calibrate``
     cross_entropy  the chunked loss against F.cross_entropy: time and memory
     offload        a step with activations in host memory against one without
     checkpoint     how long a step waits for a checkpoint, in the foreground and in the background
@@ -34,6 +35,7 @@ import gpu_speed as speed
 import torch
 import torch.distributed as dist
 from gpu_bench import Bench, Row
+from gpu_clock import clock
 from machine import described
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,6 +45,7 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[Callable[[], Row]]]] = {
     "ceilings": speed.ceilings,
     "training": speed.training,
     "lora": speed.lora,
+    "clock": clock,
     "cross_entropy": speed.cross_entropy,
     "offload": speed.offload,
     "checkpoint": speed.checkpoint,

@@ -15,6 +15,7 @@ from shardwise.core.plan import Plan
 from shardwise.engine.build import build
 from shardwise.engine.run import Run
 from shardwise.engine.step import step
+from shardwise.engine.step_clock import PhaseClock
 from shardwise.hardware.cluster import cluster_of, recognise
 from shardwise.jobs.planning import make_plan
 from shardwise.model.blueprint import Batch
@@ -78,6 +79,16 @@ class Bench:
             if number >= self.untimed:
                 taken.append(time.perf_counter() - began)
         return taken
+
+    def phases(self, run: Run) -> dict[str, float]:
+        """Median seconds of each phase of a step."""
+        batches, readings = self._batches(run), list[dict[str, float]]()
+        for _ in range(3):
+            clock = PhaseClock(self.device)
+            with clock.over():
+                step(run, batches, 1e-4)
+            readings.append(clock.read())
+        return {name: statistics.median(each[name] for each in readings) for name in readings[0]}
 
     def _batches(self, run: Run) -> Iterator[list[Batch]]:
         recipe, vocabulary = run.recipe, TINY["vocab"] if self.tiny else 32_000

@@ -31,7 +31,7 @@ from pydantic import BaseModel
 
 import shardwise
 import shardwise.api
-from benchmarks import house
+from benchmarks import gpu_page, house
 from shardwise.cli import (
     budget,
     chat,
@@ -750,6 +750,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "peer-profiles": partial(measured, "peers-cpu", "profile_table"),
     "pipelines": partial(measured, "pipelines-cpu"),
     "families": families,
+    "gpu": gpu_page.page,
     "updates": partial(measured, "updates-cpu"),
     "largest-model": partial(measured, "largest-model-cpu"),
     "plan": shown_plan,

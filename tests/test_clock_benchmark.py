@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,13 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, calibrations: list[st
     """The benchmark with runs that take the seconds of a table, and its results in a folder of their own."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module: Any = importlib.import_module("clock_here")
-    monkeypatch.setattr(module, "tables", lambda suite: calibrations[-1])
+    monkeypatch.setattr(module, "RUNS", tmp_path / "runs.jsonl")
+    monkeypatch.setattr(module, "SUMMARY", tmp_path / "summary.json")
+    monkeypatch.setattr(module, "tables", lambda: calibrations[-1])
     monkeypatch.setattr(module, "calibrate", lambda: calibrations.append(f"calibration {len(calibrations)}"))
-    suite = replace(
-        module.CPU, cases=module.CPU.cases[1:3], choices=module.CPU.choices[1:2], rivals=(), folder=tmp_path
-    )
-    monkeypatch.setattr(module, "CPU", suite)
+    monkeypatch.setattr(module, "CASES", module.CASES[1:3])
+    monkeypatch.setattr(module, "CHOICES", module.CHOICES[1:2])
+    monkeypatch.setattr(module, "RIVALS", ())
     return module
 
 
@@ -53,7 +53,7 @@ def ran(clock: Any, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[str]
 def test_rounds_are_medians_and_a_choice_has_its_regret(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ran(clock, monkeypatch, "--rounds", "3")
     assert len(names) == 9 and names[:3] == names[3:6]
-    found = json.loads(clock.CPU.summary.read_text())
+    found = json.loads(clock.SUMMARY.read_text())
     # Seconds alternate over three cases, so over three rounds they are 2, 1, 2; 1, 2, 1; and 2, 1, 2.
     assert [row["measured_seconds"] for row in found["rows"]] == [2.0, 1.0]
     assert found["median_error"] == pytest.approx((0.4 + 0.2) / 2) and found["worst_error"] == pytest.approx(
@@ -68,37 +68,29 @@ def test_a_second_start_goes_on(clock: Any, monkeypatch: pytest.MonkeyPatch, cal
     assert ran(clock, monkeypatch, "--minutes", "-1") == []
     assert len(ran(clock, monkeypatch, "--rounds", "1")) == 3
     assert len(ran(clock, monkeypatch, "--rounds", "2")) == 3
-    rows = [json.loads(line) for line in clock.CPU.runs.read_text().splitlines()]
+    rows = [json.loads(line) for line in clock.RUNS.read_text().splitlines()]
     assert [row["calibration"] for row in rows] == ["calibration 1"] * 3 + ["calibration 2"] * 3
     calibrations.append("another calibration")
     assert len(ran(clock, monkeypatch, "--rounds", "1")) == 3
-    assert len(clock.CPU.runs.read_text().splitlines()) == 3
+    assert len(clock.RUNS.read_text().splitlines()) == 3
 
 
 def test_a_round_that_was_interrupted_keeps_its_calibration(
     clock: Any, monkeypatch: pytest.MonkeyPatch, calibrations: list[str]
 ) -> None:
     ran(clock, monkeypatch, "--rounds", "1")
-    lines = clock.CPU.runs.read_text().splitlines(keepends=True)
-    clock.CPU.runs.write_text("".join(lines[:2]))
+    lines = clock.RUNS.read_text().splitlines(keepends=True)
+    clock.RUNS.write_text("".join(lines[:2]))
     assert len(ran(clock, monkeypatch, "--rounds", "1")) == 1
     assert calibrations == ["calibration 0", "calibration 1"]
 
 
-@pytest.mark.parametrize(
-    ("device", "fewest", "axes"),
-    [
-        ("cpu", 30, {"zero_stage", "replicate", "tensor_parallel", "sequence_parallel", "pipeline_parallel"}),
-        ("H100-80GB", 20, {"activation_checkpointing", "compile", "loss", "offload", "precision"}),
-    ],
-)
-def test_recipes_of_the_cases_are_sound_and_cover_every_axis(
-    monkeypatch: pytest.MonkeyPatch, device: str, fewest: int, axes: set[str]
-) -> None:
+def test_recipes_of_the_cases_are_sound_and_cover_every_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     clock: Any = importlib.import_module("clock_here")
-    suite = clock.CPU if device == "cpu" else clock.gpu_suite(device)
-    assert len({case.name for case in suite.every}) == len(suite.every) and len(suite.cases) >= fewest
-    assert {key for case in suite.cases for key in case.settings} >= axes
-    for case in suite.every:
+    every = (*clock.CASES, *clock.CHOICES, *clock.RIVALS)
+    assert len({case.name for case in every}) == len(every) and len(clock.CASES) >= 30
+    keys = {key for case in clock.CASES for key in case.settings}
+    assert keys >= {"zero_stage", "replicate", "tensor_parallel", "sequence_parallel", "pipeline_parallel"}
+    for case in every:
         clock.recipe_of(case.recipe(), clock.SETTINGS)

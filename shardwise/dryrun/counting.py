@@ -27,8 +27,8 @@ They are not traffic of the strategy, so they are not listed under the mesh axis
 TEMPLATED = ("aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_")
 """Operations that read only the shape of their argument."""
 
-_NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view")
-"""Allocations, and a view that does not call itself one: the device runs nothing."""
+_NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::_fused_sdp_choice")
+"""Allocations, a view that does not call itself one, and the choice of an attention kernel: the device runs nothing."""
 
 _LOOKUPS = frozenset({"aten::embedding", "aten::gather", "aten::index_select", "aten::index.Tensor"})
 _SCATTERS = frozenset({"aten::scatter_add_", "aten::index_add_"})
@@ -72,8 +72,8 @@ def kernels_of(
     tensors = tensors_in(args, kwargs, out)
     if not tensors:
         return []
-    if name.startswith(("aten::_foreach", "aten::_fused")):
-        lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+    lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+    if lists and name.startswith(("aten::_foreach", "aten::_fused")):
         each = [sum(t.element_size() * t.numel() for t in piece) for piece in zip(*lists, strict=False)]
         dtype = dtype_name(lists[0][0].dtype)
         return [Kernel(phase, name, dtype, 0, 0, size) for size in each]

@@ -8,7 +8,8 @@ A process shares the machine with ``processes - 1`` equal ones, which were busy 
 - **Memory-bound kernels** take the curve of a plain kernel by bytes, times the ratio of the operation to that curve.
   The timed steps of small models gave the ratio. New memory and memory in place have different curves: the system
   clears each page of new memory when it is first touched.
-- **Host**: each kernel also takes the seconds that Python, autograd and the dispatcher need around it, by phase.
+- **Host**: each kernel also takes the seconds that Python, autograd and the dispatcher need around it, by phase. The
+  host of an accelerator launches kernels ahead of it, in these seconds.
 - **Collectives** take a curve by bytes of payload times the share that a step waits, since some of it is overlapped;
   plus the seconds of the host around each. Both are those of the mesh axis.
 """

@@ -51,7 +51,7 @@ def _grouped_products_of_any_dtype() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        library.impl("_grouped_mm", _grouped_product, "Meta")
+        library.impl("_grouped_mm", _grouped_product, "Meta", allow_override=True)
     return library
 
 

@@ -49,7 +49,17 @@ def kernel_seconds(kernel: Kernel, device: DeviceProfile) -> float:
     if measured is None or (kernel.on_host and device.kind != "cpu"):
         return _modelled(kernel, device)
     seconds = measured.kernel_seconds(kernel)
-    return (_modelled(kernel, device) if seconds is None else seconds) + measured.host_seconds(kernel)
+    if seconds is None:
+        seconds = _modelled(kernel, device)
+    return seconds + measured.host_seconds(kernel) if device.kind == "cpu" else seconds
+
+
+def launch_seconds(kernel: Kernel, device: DeviceProfile) -> float:
+    """Seconds in which the host of an accelerator launches one call, ahead of the device: measured, or assumed."""
+    measured = device.measured
+    if device.kind != "cpu" and measured is not None and kernel.phase in measured.host:
+        return measured.host_seconds(kernel)
+    return 0.0 if launched_together(kernel) else device.launch.kernel
 
 
 def _modelled(kernel: Kernel, device: DeviceProfile) -> float:

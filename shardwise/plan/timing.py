@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from shardwise.core.cost import Collective, Kernel, StepCost, Transfer
 from shardwise.core.strategy import Layout
 from shardwise.hardware.cluster import Cluster
-from shardwise.plan.kernel_time import kernel_seconds, launched_together
+from shardwise.plan.kernel_time import kernel_seconds, launch_seconds
 from shardwise.technique import BLOCKING_AXES, STAGE_AXES
 
 AWAITED = frozenset({"all_to_all"})
@@ -198,8 +198,7 @@ def add_call(sums: dict[str, list[float]], call: Kernel | Transfer, calls: float
         row[3 + LANES.index("processor")] += spent
         return
     row[PRODUCTS if call.flops else MEMORY] += spent
-    if not launched_together(call):
-        row[LAUNCHES] += calls * cluster.device.launch.kernel
+    row[LAUNCHES] += calls * launch_seconds(call, cluster.device)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ Modules that take long to import (DTensor, FSDP2, pipelining) are imported insid
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -263,6 +264,20 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """All axes of a mesh as one. There is no public way to join axes."""
     return mesh._flatten(name)
+
+
+def two_axes(mesh: DeviceMesh, first: str, second: str) -> DeviceMesh:
+    """Two axes of a mesh as a mesh of their own. Each may be of joined axes (``flattened``).
+
+    torch 2.11 refuses axes joined from both sides of the other one, whose degree is then 1: the joined axis is divided.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of slicing by the name of joined axes
+        try:
+            return mesh[first, second]
+        except KeyError:
+            joined = mesh[first]
+            return joined._unflatten(0, (joined.size(), 1), (first, second))
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -119,10 +121,11 @@ def _loaded(graph: Any, kernel: Callable[..., None]) -> Any:
     key, path = PyCodeCache.write(code.value)
     graph.cache_key, graph.cache_path, graph.cache_linemap = key, path, []
     with mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *_: kernel):
-        # With attributes of its own the module is not taken for that of the real code.
-        module = PyCodeCache.load_by_key_path(
-            key, path, attrs={**_ON_FAKES, **graph.constants}, set_sys_modules=False
-        )
+        # It is not among sys.modules, so it is not taken for that of the real code.
+        spec = cast("ModuleSpec", spec_from_file_location(f"shardwise_dry_run_{key}", path))
+        module = module_from_spec(spec)
+        cast("Any", spec.loader).exec_module(module)
+    vars(module).update({**_ON_FAKES, **graph.constants})
     return SimpleNamespace(call=module.call)
 
 

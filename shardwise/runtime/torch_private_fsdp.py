@@ -64,6 +64,26 @@ def fsdp_chunking(chunk: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+class _Modules:
+    """torch.nn, whose Parameter may be of integers: they require no gradient."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+    @staticmethod
+    def Parameter(data: Any, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+
+@contextmanager
+def fsdp_integers() -> Iterator[None]:
+    """In this block FSDP2 shards integers too. In torch 2.11 every new shard first requires gradients."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    with replaced(_fsdp_param, "nn", _Modules()):
+        yield
+
+
 @contextmanager
 def fsdp_copies(
     bring: Callable[[Any, Callable[[], Any]], Any], take_back: Callable[[Any, Callable[[], Any]], Any]

@@ -32,7 +32,6 @@ several dtypes, tensor parallelism, stages or offload, stage 0 is FSDP2 with one
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -195,6 +194,8 @@ def _shard(site: Site, mesh: DeviceMesh, reshard: bool) -> None:
     """Make FSDP groups of the blocks, of the head, and of the rest."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    from shardwise.runtime.torch_private_fsdp import fsdp_integers
+
     dtypes, view = site.options.dtypes, site.view
     _refuse_shared_weights(view.blocks)
     precision = MixedPrecisionPolicy(
@@ -209,10 +210,11 @@ def _shard(site: Site, mesh: DeviceMesh, reshard: bool) -> None:
         *([view.head] if view.head else []),
         view.model,
     ]
-    for group in groups:
-        fully_shard(
-            group, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
-        )
+    with fsdp_integers():
+        for group in groups:
+            fully_shard(
+                group, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
+            )
 
 
 def _refuse_shared_weights(blocks: Sequence[nn.Module]) -> None:
@@ -267,22 +269,22 @@ def _mesh(site: Site) -> DeviceMesh:
     stage 0 copies over them, the others shard over them. One-dimensional where there is nothing to copy: FSDP2
     would otherwise hold all-reduce buffers for a group of one.
     """
-    from shardwise.runtime.torch_private import flattened
+    from shardwise.runtime.torch_private import flattened, two_axes
 
     mesh, layout = site.context.mesh, site.context.layout
-    copies, shards, joined = COPIES, SHARDS, None
+    copies, shards, joined = COPIES, SHARDS, ""
     if layout.degree("sequence") > 1:
         axis = copies if site.strategy[ZERO_STAGE] == 0 else shards
-        name = f"{axis}+sequence"
-        joined = flattened(mesh[axis, "sequence"], name)
-        site.options.groups.append((name, joined.get_group()))
-        copies, shards = (name, shards) if axis == copies else (copies, name)
+        joined = f"{axis}+sequence"
+        whole = flattened(mesh[axis, "sequence"], joined)
+        copies, shards = (joined, shards) if axis == copies else (copies, joined)
     if layout.degree(copies) == 1:
-        return joined if joined is not None and shards != SHARDS else mesh[shards]
-    with warnings.catch_warnings():
-        # Of slicing by the name of joined axes; 2.11 has nothing else to put two meshes together.
-        warnings.simplefilter("ignore")
-        return mesh[copies, shards]
+        found = whole if shards == joined else mesh[shards]
+    else:
+        found = two_axes(mesh, copies, shards)
+    if joined:
+        site.options.groups.append((joined, found.get_group(joined)))
+    return found
 
 
 def _gather_ahead(view: ModelView) -> None:

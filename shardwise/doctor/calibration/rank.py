@@ -1,7 +1,8 @@
 """One process of a calibration: ``python -m shardwise.doctor.calibration.rank RANK SIZE FOLDER``.
 
 All ranks measure the same at the same time, so each has its share of the machine. Rank 0 writes the tables. An
-accelerator is measured by one process, and only its kernels: host and collectives are those of its profile.
+accelerator is measured by one process: its kernels, and the host that launches them. Collectives are those of its
+profile.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from shardwise.doctor.calibration.steps import (
     TimedStep,
     around_collectives,
     host_seconds,
+    launch_seconds,
     ratios,
     timed_step,
 )
@@ -79,7 +81,10 @@ def _kernels(task: Task, device: torch.device) -> MeasuredSpeeds:
         heads |= attention(dtype, device)
     found = replace(found, products=grids, attention=heads)
     if device.type != "cpu":
-        return found
+        # Mixed precision casts and gathers weights around every block, which only the host notices.
+        precision = "bf16" if "bf16" in native_dtypes else "fp32"
+        step = timed_step(TINY, 64, 2, {"precision": precision}, device, PLAIN_STEPS)
+        return replace(found, host=launch_seconds(step))
     found = replace(found, ratios=ratios(_steps(device, native_dtypes), found.plain))
     if task.known is not None:
         return replace(found, host=task.known.host)
@@ -112,9 +117,12 @@ def main(rank: int, size: int, folder: Path) -> None:
     """Measure what the folder's task says."""
     task = read_json(folder / TASK, Task)
     device = torch.device(task.device)
-    dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=rank, world_size=size)
     if device.type == "cpu":
         return_large_frees(False)
+    else:
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, init_method=(folder / "store").as_uri(), rank=rank, world_size=size)
     torch.manual_seed(rank)
     found = measured(task, device)
     if rank == 0:

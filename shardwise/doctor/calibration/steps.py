@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +32,7 @@ from shardwise.recipe.load import recipe_of
 from shardwise.technique import data_degree, layout_of, strategy_from
 
 TINY = {"layers": 4, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 176, "vocab": 512}
-"""Its kernels take microseconds, so its step is the host's."""
+"""Its kernels take microseconds, so the seconds of its step are those of the host."""
 
 WIDE = {"layers": 2, "width": 256, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 1024}
 """With few tokens, its collectives take longer than its kernels."""
@@ -165,6 +165,12 @@ def host_seconds(tiny: TimedStep, speeds: MeasuredSpeeds) -> dict[str, float]:
         for phase, spent in tiny.phases.items()
         if calls[phase]
     }
+
+
+def launch_seconds(tiny: TimedStep) -> dict[str, float]:
+    """Seconds in which the host launches one kernel by phase, from the step of a tiny model: an accelerator waits."""
+    calls = Counter(kernel.phase for kernel in tiny.own_kernels())
+    return {phase: tiny.phases[phase] / count for phase, count in calls.items() if phase in tiny.phases}
 
 
 def around_collectives(

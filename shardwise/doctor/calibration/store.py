@@ -15,13 +15,15 @@ from shardwise.hardware.measured_gpu import GpuCalibration, write_gpu
 
 
 def calibrated(diagnosis: Diagnosis, folder: Path) -> Iterator[Path]:
-    """Measure the processor, the disk below ``folder`` and the GPUs; yields each file once it is written.
+    """Measure the GPUs, or else the processor and the disk below ``folder``; yields each file once it is written.
 
-    Raises ResourceError.
+    Where GPUs are, plans for the CPU are rare: ``CUDA_VISIBLE_DEVICES=""`` measures for them. Raises ResourceError.
     """
+    if any(device.profile for device in diagnosis.facts.torch.devices):
+        yield from calibrate_gpus(diagnosis.facts)
+        return
     works = not diagnosis.facts.torch.error
     yield calibrate(diagnosis, *(measured_speeds(folder) if works else ()))
-    yield from calibrate_gpus(diagnosis.facts)
 
 
 def calibrate(
