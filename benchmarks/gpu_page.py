@@ -61,9 +61,7 @@ def _parity(rows: list[Row]) -> str:
     return (
         f"{passed} of {len(rows)} values train as one plain process on the CPU does, over 20 steps. In fp64"
         f" ({len(exact)} values) the worst relative difference of a loss, of a gradient norm or of the weights is"
-        f" {worst:.1e}.\n\n"
-        + ", ".join(f"`{row['value']}`" for row in rows)
-        + "."
+        f" {worst:.1e}.\n\n" + ", ".join(f"`{row['value']}`" for row in rows) + "."
     )
 
 
