@@ -32,7 +32,7 @@ STEPS = 7
 
 @dataclass(frozen=True)
 class Case:
-    """``batch`` sequences of ``length`` tokens per step; ``settings`` beside bf16, {} for the planner's choice."""
+    """``batch`` sequences of ``length`` tokens per step; ``settings`` in addition to bf16, {} for the planner's choice."""
 
     model: str
     batch: int
@@ -42,7 +42,7 @@ class Case:
 
     @property
     def work(self) -> str:
-        """What is trained, without the strategy."""
+        """The model and the batch, without the strategy."""
         adapted = "" if self.adapter is None else ", QLoRA" if "quantize" in self.adapter else ", LoRA"
         return f"{self.model}{adapted}, batch {self.batch} × {self.length}"
 
