@@ -32,7 +32,7 @@ STEPS = 7
 
 @dataclass(frozen=True)
 class Case:
-    """``batch`` sequences of ``length`` tokens per step; ``settings`` in addition to bf16, {} for the planner's choice."""
+    """``batch`` sequences of ``length`` tokens a step, in bf16; ``settings`` is {} for the planner's choice."""
 
     model: str
     batch: int
