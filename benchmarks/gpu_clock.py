@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any
 
 from gpu_bench import Bench, Row, spread
+from gpu_checks import MODELS as SMALL
 
 from shardwise.launch.process import join
 
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {"family": "gpt2", "layers": 12, "width": 768, "heads": 12, "ffn": 3072, "vocab": 50257},
-    "150M": {"layers": 12, "width": 768, "heads": 12, "kv_heads": 12, "ffn": 3072, "vocab": 32768},
+    "gpt2": SMALL["gpt2 124M"],
+    "150M": SMALL["150M"],
     "0.4B": {"layers": 24, "width": 1024, "heads": 16, "kv_heads": 8, "ffn": 2816, "vocab": 50304},
     "1.3B": {"layers": 24, "width": 2048, "heads": 16, "kv_heads": 8, "ffn": 5632, "vocab": 32000},
     "3B": {"layers": 28, "width": 3072, "heads": 24, "kv_heads": 8, "ffn": 8192, "vocab": 128256},
@@ -88,12 +89,8 @@ def _clocked(bench: Bench, case: Case) -> Row:
         settings["micro_batch_size"] = 1
     recipe = bench.recipe(model, case.length, case.batch, settings, **more)
     plan = bench.plan(recipe)
-    row: Row = {"work": case.work, "free": not case.settings, "settings": dict(case.settings)}
-    row |= {
-        "plan": plan.line,
-        "predicted_seconds": plan.step.seconds,
-        "assumptions": list(plan.assumptions)[-1:],
-    }
+    row: Row = {"work": case.work, "settings": dict(case.settings)}
+    row |= {"plan": plan.line, "predicted_seconds": plan.step.seconds}
     if not plan.fits:
         return row | {"error": "does not fit"}
     with join(bench.device.type):

@@ -113,7 +113,7 @@ def _ceilings(rows: list[Row]) -> str:
 
 
 def _clock(rows: list[Row]) -> str:
-    errors = [abs(row["error_of_prediction"]) for row in rows if not row["free"]]
+    errors = [abs(row["error_of_prediction"]) for row in rows if row["settings"]]
     said = (
         f"{len(errors)} runs with a pinned strategy: median error {100 * statistics.median(errors):.1f} %, worst"
         f" {100 * max(errors):.1f} %."
@@ -130,17 +130,19 @@ def _clock(rows: list[Row]) -> str:
 
 
 def _choices(rows: list[Row]) -> str:
-    """The planner's choice against every pinned strategy of the same model and batch in bf16."""
+    """The planner's choices against all strategies of the same work in bf16. Equal plans are one: their median."""
 
     def lines() -> Iterator[Sequence[str]]:
-        for choice in (row for row in rows if row["free"]):
-            rivals = [
-                row for row in rows if row["work"] == choice["work"] and "fp" not in str(row["settings"])
-            ]
-            best = min(rivals, key=lambda row: float(row["median_seconds"]))
-            own, other = choice["median_seconds"], best["median_seconds"]
-            seconds = (f"{own:.3f} s", f"{best['plan']} of {len(rivals)}", f"{other:.3f} s")
-            yield choice["work"], choice["plan"], *seconds, _percent(own / other - 1)
+        for choice in (row for row in rows if not row["settings"]):
+            times: dict[str, list[float]] = {}
+            for row in rows:
+                if row["work"] == choice["work"] and row["settings"].get("precision", "bf16") == "bf16":
+                    times.setdefault(row["plan"], []).append(row["median_seconds"])
+            seconds = {plan: statistics.median(taken) for plan, taken in times.items()}
+            best = min(seconds, key=seconds.__getitem__)
+            own, least = seconds[choice["plan"]], seconds[best]
+            shown = (f"{own:.3f} s", f"{best} of {len(seconds)}", f"{least:.3f} s")
+            yield choice["work"], choice["plan"], *shown, _percent(own / least - 1)
 
     return _table(("recipe", "the planner's choice", "measured", "best", "measured", "slower by"), lines())
 

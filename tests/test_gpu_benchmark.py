@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = ("parity", "memory", "ceilings", "training", "lora", "cross_entropy", "offload", "checkpoint")
+SECTIONS = (
+    "parity", "memory", "ceilings", "training", "lora", "clock", "cross_entropy", "offload", "checkpoint"
+)  # fmt: skip
 
 
 def measured(out: Path, *more: str) -> dict[str, list[dict[str, Any]]]:

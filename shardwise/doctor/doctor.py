@@ -246,7 +246,8 @@ def _judge_devices(facts: Facts) -> Iterator[Check]:
         yield Check("cpu profile", "good", "plans use speeds measured here")
     else:
         found = "plans use default speeds, low on purpose"
-        yield Check("cpu profile", "note", found, "shardwise doctor --calibrate measures once")
+        hidden = 'CUDA_VISIBLE_DEVICES="" ' if torch.devices else ""  # GPUs are measured where there are some
+        yield Check("cpu profile", "note", found, f"{hidden}shardwise doctor --calibrate measures once")
     if not torch.devices and facts.driver and not torch.error:
         advice = "check the driver" if torch.cuda or torch.rocm else "install a torch build for the GPU"
         yield Check("gpu", "warn", "the system has one, torch sees none", advice)

@@ -55,7 +55,10 @@ def kernel_seconds(kernel: Kernel, device: DeviceProfile) -> float:
 
 
 def launch_seconds(kernel: Kernel, device: DeviceProfile) -> float:
-    """Seconds in which the host of an accelerator launches one call, ahead of the device: measured, or assumed."""
+    """Seconds in which the host of an accelerator launches one call, ahead of the device: measured, or assumed.
+
+    Measured ones are per counted kernel, so each tensor of an operation on lists has its share.
+    """
     measured = device.measured
     if device.kind != "cpu" and measured is not None and kernel.phase in measured.host:
         return measured.host_seconds(kernel)

@@ -20,7 +20,7 @@ from shardwise.core.cost import Kernel
 from shardwise.core.errors import ResourceError
 from shardwise.core.units import GiB, MiB
 from shardwise.doctor import doctor, inspection, speed
-from shardwise.doctor.calibration.store import calibrate, calibrate_gpus
+from shardwise.doctor.calibration.store import calibrate, calibrated
 from shardwise.doctor.doctor import DeviceSpeed, Diagnosis, Speeds, examine, judge, render
 from shardwise.doctor.inspection import (
     Device,
@@ -245,7 +245,8 @@ def test_one_gpu_of_each_kind_is_measured_for_plans(monkeypatch: pytest.MonkeyPa
         {NEW: ((1e3, 1.0),), IN_PLACE: ((1e3, 1.0),)},
     )
     monkeypatch.setattr(run, "measure_gpu", lambda index: (measured.append(index), tables)[1])
-    [path] = calibrate_gpus(replace(HEALTHY, torch=torch))
+    # The CPU of a machine with GPUs is not measured.
+    [path] = calibrated(Diagnosis(replace(HEALTHY, torch=torch), Speeds(()), ()), tmp_path)
     assert path == tmp_path / "cache" / "H100-80GB.json" and measured == [0]
     cluster = cluster_of(ClusterSpec(preset="8xH100-80GB"))
     assert (

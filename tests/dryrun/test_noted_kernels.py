@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.dryrun.counting import kernels_of
 from shardwise.dryrun.tracker import Tracker
 from shardwise.engine.phase import phase
 from shardwise.runtime.torch_private_fake import StaticFakeMode
@@ -30,6 +31,16 @@ def counted(fake: StaticFakeMode, notes: Callable[[Any], dict[Any, Any] | None])
                     torch.where(x > 0, x, y),
                 )
     return list(tracker.tally.kernels.items())
+
+
+def test_operations_named_as_those_on_lists_may_have_none() -> None:
+    """The choice of an attention kernel launches nothing; a fused norm is one kernel. Both have no lists."""
+    x = torch.ones(1, 2, 8, 16)
+    choice = torch.ops.aten._fused_sdp_choice.default
+    assert kernels_of("forward", choice, (x, x, x), {}, choice(x, x, x)) == []
+    norm = torch.ops.aten._fused_rms_norm.default
+    [kernel] = kernels_of("forward", norm, (x, [16], None, None), {}, (x + 1, torch.ones(1, 2, 8, 1)))
+    assert kernel.operation == "aten::_fused_rms_norm" and kernel.bytes == 4 * (2 * x.numel() + 16)
 
 
 def test_kept_kernels_are_those_that_are_counted() -> None:

@@ -10,6 +10,7 @@ from shardwise.core.cost import Collective, Kernel, StepCost
 from shardwise.core.pipeline.schedule import step_time as schedule_seconds
 from shardwise.core.strategy import Layout
 from shardwise.hardware.cluster import Cluster, cluster_of
+from shardwise.hardware.measured import IN_PLACE, NEW, MeasuredSpeeds
 from shardwise.plan.timing import StepTime, step_time
 from shardwise.recipe.load import recipe_of
 
@@ -71,6 +72,29 @@ def test_many_small_kernels_wait_for_the_host() -> None:
     time = step_time(cost, LAYOUT, cluster())
     assert time.seconds == pytest.approx(1000 * cluster().device.launch.kernel)
     assert time.split["waiting for the host"] > 0
+
+
+def test_a_calibrated_host_launches_in_the_seconds_that_were_measured() -> None:
+    """By phase, for each counted kernel, ahead of the device; phases that were not measured are assumed."""
+    tables = MeasuredSpeeds(
+        1,
+        8,
+        {},
+        {},
+        {NEW: ((1e3, 1e-6),), IN_PLACE: ((1e3, 1e-6),)},
+        host={"forward": 5e-5, "optimizer": 2e-5},
+    )
+    here = cluster()
+    here = replace(here, device=replace(here.device, measured=tables))
+    kernels = (
+        Kernel("forward", "aten::add", "bf16", 1000, 0, 1000),
+        Kernel("backward", "aten::add", "bf16", 1000, 0, 1000),
+        Kernel("optimizer", "aten::_fused_adamw_", "fp32", 100, 0, 1000),
+    )
+    time = step_time(StepCost(kernels, ()), LAYOUT, here)
+    launches = 1000 * 5e-5 + 1000 * here.device.launch.kernel + 100 * 2e-5
+    assert time.seconds == pytest.approx(launches)
+    assert time.split["memory-bound"] == pytest.approx(2100 * 1e-6)
 
 
 def test_messages_between_stages_belong_to_the_schedule() -> None:

@@ -16,6 +16,7 @@ from shardwise.dryrun.tracker import Tracker
 from shardwise.runtime.chunked_cross_entropy import LossHead, linear_cross_entropy_sum
 from shardwise.runtime.cross_entropy import IGNORED, cross_entropy_sum
 from shardwise.runtime.language_loss import language_loss, valid_targets
+from shardwise.runtime.torch_private import TorchDispatchMode
 
 Loss = Any
 
@@ -138,6 +139,27 @@ def test_memory_is_a_sixteenth_of_the_logits(dtype: torch.dtype, vocab: int) -> 
     peak, logits = peak_beside_gradients(dtype, rows, width, vocab)
     summed = 6 * rows * width if dtype == torch.bfloat16 else 0
     assert 0 < peak - summed <= logits / 16, (peak - summed) / logits
+
+
+@pytest.mark.parametrize("vocab", [32_000, 50_257, 128_256])
+def test_products_in_16_bits_fill_tiles_of_a_tensor_core(vocab: int) -> None:
+    """Columns of products with the weights are multiples of 128, but for the rest at the end of the vocabulary."""
+    columns = Counter[int]()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default and out.shape[0] == 4:
+                columns[out.shape[1]] += 1
+            return out
+
+    hidden = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, 8, dtype=torch.bfloat16)
+    with Seen():
+        linear_cross_entropy_sum(hidden, weight, None, torch.arange(4)).backward()
+    del columns[8]  # products that give the gradient of the hidden states
+    ragged = [count for width, count in columns.items() if width % 128]
+    assert columns.total() >= 2 * 52 and sum(ragged) <= 2
 
 
 def test_a_model_that_changes_its_logits_is_refused() -> None:
