@@ -15,7 +15,7 @@ from shardwise.plan.predictor import UNKNOWN, Judgement, Predictor
 from shardwise.plan.quick import figures_in_proportion, figures_of
 from shardwise.plan.read_ahead import ReadAhead
 from shardwise.plan.worst_rank import EVERY_RANK
-from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, has_stages, layout_of
+from shardwise.technique import MICRO_BATCH_SIZE, ORDER, case_of, has_stages, layout_of
 
 
 @dataclass
@@ -71,11 +71,13 @@ class Neighbours:
 
     def _unknown(self, strategy: Strategy) -> list[Strategy]:
         """Neighbours that are possible and have no prediction."""
-        predictor = self.predictor
+        predictor, cluster = self.predictor, self.predictor.cluster
+        case = case_of(strategy, cluster.world_size, predictor.recipe, cluster.devices_per_node)
         changes: list[Mapping[str, object]] = [
             {s.key: value}
-            for s in SETTINGS
-            for value in (*s.candidates, *s.compared)
+            for technique in ORDER
+            for s in technique.settings
+            for value in (*(v for v in technique.candidates(s, case) if v in s.candidates), *s.compared)
             if value != strategy[s] and not {value, strategy[s]} <= set(s.alike)
         ]
         size, sizes = strategy[MICRO_BATCH_SIZE], predictor.micro_batch_sizes(strategy)

@@ -90,6 +90,11 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def casts_weights(strategy: Strategy) -> bool:
+    """Whether trained weights are stored in another dtype than they are computed in."""
+    return strategy[MASTER_WEIGHTS] and strategy[PRECISION] in _HALF
+
+
 class Precision(Wrapping):
     """Sets the dtypes that the techniques after it use."""
 

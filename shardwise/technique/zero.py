@@ -9,7 +9,9 @@ is copied. The stages differ only in which weights stay gathered and when gradie
     2      + gradients                  forward to last backward   at every micro-batch   1 + M
     3      + parameters                 one layer at a time        at every micro-batch   3 M
 
-in units of (N-1)/N * parameters per rank and optimizer step. Hybrid sharding sets ``replicate`` > 1: the stage's
+in units of (N-1)/N * parameters per rank and optimizer step. A rank that shares its weights with no other sends
+nothing. With mixed precision its stage 1 casts each weight once a step, and stage 0 in every forward and backward pass,
+for 2 bytes per parameter less. Hybrid sharding sets ``replicate`` > 1: the stage's
 traffic then stays inside each group of ``shard`` ranks, and one all-reduce of the shards per step crosses the groups.
 With sequence parallelism the axis of the shards (in stage 0, of the copies) is joined with that of the sequence.
 
@@ -39,6 +41,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Setting, Strategy
 from shardwise.technique.base import STATES, Axis, Dividing
 from shardwise.technique.in_backward import OPTIMIZER_IN_BACKWARD
+from shardwise.technique.precision import casts_weights
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import ModelView, Site
 
@@ -105,11 +108,16 @@ class ZeRO(Dividing):
     rules = RULES
 
     def candidates(self, setting: Setting[Any], case: Case) -> Sequence[object]:
-        """Shards over all ranks, or over those of a node with copies over the nodes."""
+        """Shards over all ranks, or over those of a node with copies over the nodes.
+
+        One rank has nothing to shard. Where weights are cast (mixed precision), its stage 1 is the faster of the two
+        stages that differ, and the first candidate.
+        """
         within = case.strategy.values
         sharing = case.data_ranks * int(str(within.get("sequence_parallel", 1)))
         if setting is ZERO_STAGE:
-            return setting.candidates if sharing > 1 else setting.candidates[:1]
+            alone = (1, 0) if casts_weights(case.strategy) else (0,)
+            return setting.candidates if sharing > 1 else alone
         if setting is REPLICATE and case.strategy[ZERO_STAGE] > 0 and case.devices_per_node > 0:
             copies = sharing * int(str(within.get("tensor_parallel", 1))) // case.devices_per_node
             return (1, copies) if 1 < copies < case.data_ranks and case.data_ranks % copies == 0 else (1,)

@@ -75,6 +75,17 @@ def test_traffic_in_bytes_is_the_ring_s() -> None:
     assert counted.cost.traffic_by_axis()["shard"] == 3 * counted.parameters * 4 * 3 // 4
 
 
+@pytest.mark.parametrize("passes", [1, 3])
+def test_one_rank_casts_weights_once_a_step_in_stage_1(passes: int) -> None:
+    """In stage 0 in every forward and every backward pass, as stage 3 gathers them."""
+    casts = [
+        sum(kernel.calls for kernel in counted.cost.kernels if kernel.operation == "aten::_to_copy")
+        for counted in (run(recipe(1, passes, layers=1), zero_stage=s, precision="bf16") for s in (0, 1))
+    ]
+    weights = 7 + 2 + 3  # matrices and norms of the block; embedding, norm and output layer
+    assert casts[0] - casts[1] == weights * (2 * passes - 1)
+
+
 def test_bf16_gathers_in_16_bits_and_reduces_in_32() -> None:
     counted = run(recipe(4, 4, layers=1), zero_stage=3, precision="bf16")
     assert counted.cost.traffic_by_axis()["shard"] == (2 * 2 + 4) * counted.parameters * 3 // 4

@@ -112,6 +112,19 @@ def test_the_gradients_of_one_card_can_leave_it(memory_mib: float) -> None:
     assert chosen.peak.bytes < 900 << 20, "where nothing fits, the strategy that needs least is named"
 
 
+@pytest.mark.parametrize(("precision", "stages"), [("fp32", [0]), ("bf16", [1, 0])])
+def test_one_card_has_stages_only_where_weights_are_cast(precision: str, stages: list[int]) -> None:
+    found = every(space(recipe("1xRTX4090-24GB", strategy={"precision": precision})))
+    assert list(dict.fromkeys(each.values["zero_stage"] for each in found)) == stages
+
+
+@pytest.mark.parametrize(("memory_mib", "stage"), [(4096, 1), (2700, 0)])
+def test_one_card_keeps_cast_weights_if_they_fit(memory_mib: float, stage: int) -> None:
+    """They take 193 MiB, and the step needs 2,628 MiB without them."""
+    chosen = choose(on_one_card(memory_mib))
+    assert chosen.strategy.values["zero_stage"] == stage
+
+
 def test_offloading_is_the_last_resort() -> None:
     asked = recipe(strategy={"precision": "bf16"})
     assert {each.values["offload"] for each in every(space(asked))} == {"none"}

@@ -18,7 +18,7 @@ from shardwise.plan.predictor import Predictor
 from shardwise.plan.quick import UNSURE, figures_in_proportion, quick_figures
 from shardwise.recipe.load import recipe_of
 from shardwise.report.tables import peak_of
-from shardwise.technique import SETTINGS, strategy_from
+from shardwise.technique import ORDER, SETTINGS, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 
 MODEL = {"layers": 5, "width": 32, "heads": 2, "kv_heads": 2, "ffn": 64, "vocab": 256, "context": 64}
@@ -120,12 +120,26 @@ def neighbours(*expected: Strategy, of: Strategy) -> Mapping[Strategy, Candidate
 
 def test_neighbours_are_the_same_whatever_was_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_ahead, "usable_cores", lambda: 2)
-    monkeypatch.setattr(compare, "SETTINGS", [ACTIVATION_CHECKPOINTING])
+    recomputing = [technique for technique in ORDER if ACTIVATION_CHECKPOINTING in technique.settings]
+    monkeypatch.setattr(compare, "ORDER", recomputing)
     chosen = strategy_from({"micro_batch_size": 2, "precision": "fp32"})
     other = chosen.with_values(activation_checkpointing="full")
     found = neighbours(of=chosen)
     assert other in found and all(len(chosen.differences(each)) <= 1 for each in found)
     assert found == neighbours(chosen, of=chosen) == neighbours(other, chosen, of=chosen)
+
+
+@pytest.mark.parametrize(
+    ("devices", "precision", "stages"), [(1, "fp32", set()), (1, "bf16", {0}), (2, "fp32", {1, 2, 3})]
+)
+def test_stages_of_zero_are_neighbours_where_they_differ(
+    devices: int, precision: str, stages: set[int]
+) -> None:
+    """A single rank has nothing to shard; its stage 1 keeps the cast weights."""
+    stage = 0 if precision == "fp32" else 1
+    strategy = strategy_from({"precision": precision, "zero_stage": stage, "micro_batch_size": 2})
+    listed = Neighbours(small(devices))._unknown(strategy)
+    assert {each.values["zero_stage"] for each in listed} - {stage} == stages
 
 
 def test_neighbours_of_stages_are_predicted_once_their_worst_rank_is_known() -> None:
