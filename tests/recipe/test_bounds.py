@@ -33,15 +33,26 @@ def integers() -> Iterator[str]:
 
 
 def answered(file: Path, *overrides: str, seconds: float = MOST_SECONDS) -> str:
-    """The error line, or ""; fails when it takes more processor time than `seconds`."""
+    """The error line, or ""; fails when it takes more processor time than `seconds`.
+
+    A slow answer is repeated: a shared machine once charged 2.7 s to an answer of 2 ms.
+    """
+    line, spent = timed(file, overrides)
+    if spent >= seconds:
+        line, spent = timed(file, overrides)
+    assert spent < seconds, overrides
+    return line
+
+
+def timed(file: Path, overrides: tuple[str, ...]) -> tuple[str, float]:
+    """The error line, or "", and the processor time that it takes."""
     began, line = time.process_time(), ""
     try:
         with uncollected():
             read(file, overrides)
     except RecipeError as error:
         line = error.line()
-    assert time.process_time() - began < seconds, overrides
-    return line
+    return line, time.process_time() - began
 
 
 def scan_seconds(text: str) -> float:
