@@ -9,10 +9,10 @@ is copied. The stages differ only in which weights stay gathered and when gradie
     2      + gradients                  forward to last backward   at every micro-batch   1 + M
     3      + parameters                 one layer at a time        at every micro-batch   3 M
 
-in units of (N-1)/N * parameters per rank and optimizer step. A rank that shares its weights with no other sends
-nothing. With mixed precision its stage 1 casts each weight once a step, and stage 0 in every forward and backward pass,
-for 2 bytes per parameter less. Hybrid sharding sets ``replicate`` > 1: the stage's
+in units of (N-1)/N * parameters per rank and optimizer step. Hybrid sharding sets ``replicate`` > 1: the stage's
 traffic then stays inside each group of ``shard`` ranks, and one all-reduce of the shards per step crosses the groups.
+A single data-parallel rank sends nothing. With mixed precision its stage 1 casts each weight once a step. Stage 0 casts
+it in every forward and backward pass, and needs 2 bytes per parameter less.
 With sequence parallelism the axis of the shards (in stage 0, of the copies) is joined with that of the sequence.
 
 FSDP groups: every block is one, and the head (last norm and output layer) is another, so that its gradient is reduced
