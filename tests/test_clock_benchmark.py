@@ -31,6 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, calibrations: list[st
     monkeypatch.setattr(module, "CASES", module.CASES[1:3])
     monkeypatch.setattr(module, "CHOICES", module.CHOICES[1:2])
     monkeypatch.setattr(module, "RIVALS", ())
+    monkeypatch.setattr(module, "RUNS_PER_CALIBRATION", 3)
     return module
 
 
@@ -75,7 +76,7 @@ def test_a_second_start_goes_on(clock: Any, monkeypatch: pytest.MonkeyPatch, cal
     assert len(clock.RUNS.read_text().splitlines()) == 3
 
 
-def test_a_round_that_was_interrupted_keeps_its_calibration(
+def test_a_group_of_runs_that_was_interrupted_keeps_its_calibration(
     clock: Any, monkeypatch: pytest.MonkeyPatch, calibrations: list[str]
 ) -> None:
     ran(clock, monkeypatch, "--rounds", "1")
