@@ -67,13 +67,20 @@ Call = tuple[Any, int]
 
 def is_kept(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
     """Whether ``selective`` keeps the result of one call."""
-    name = _name(operation)
-    if (not is_attention(operation) and name not in PRODUCTS) or schema_of(operation).is_mutable:
+    if not _is_costly(operation):
         return False
     if is_attention(operation):
         return not argument_of("dropout_p", operation, args, kwargs, 0.0)
-    factors = sum(tensor.numel() for tensor in tensors_in(args))
-    return name not in BATCHED or bool(result.numel() <= factors)
+    if _name(operation) not in BATCHED:
+        return True
+    return bool(result.numel() <= sum(tensor.numel() for tensor in tensors_in(args)))
+
+
+@cache
+def _is_costly(operation: Any) -> bool:
+    """Whether an operation is a product or attention that returns its result."""
+    named = is_attention(operation) or _name(operation) in PRODUCTS
+    return named and not schema_of(operation).is_mutable
 
 
 def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
@@ -120,6 +127,8 @@ class Results:
 
     def meet(self, tensors: Iterable[Any]) -> None:
         """Note results that alias the memory of a kept result without being views of it."""
+        if not self._by_storage:
+            return
         for tensor in filter(is_plain, tensors):
             _, found = self._by_storage.get(storage_key(tensor.untyped_storage()), (None, None))
             if found is not None:
@@ -150,8 +159,11 @@ class Results:
 
     def take(self, call: Call) -> Any:
         """Remove and return a result; None when it was not kept or was written to since."""
+        kept = self._results.pop(call, None)
+        if kept is None:
+            return None
         with suppress(_WrittenTo):
-            return tree_map_only(_Result, _Result.take, self._results.pop(call, None))
+            return tree_map_only(_Result, _Result.take, kept)
         return None
 
     def clear(self) -> None:
@@ -175,7 +187,8 @@ class Keeping(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._kept.before_write(written_by(func, args, kwargs))
+        if written := written_by(func, args, kwargs):
+            self._kept.before_write(written)
         if (generator := kwargs.get("generator")) is not None:
             self._kept.generators.setdefault(generator, generator.get_state())
         result = func(*args, **kwargs)
@@ -269,6 +282,8 @@ def argument_of(
 def written_by(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes in place."""
     written = _written_arguments(operation)
+    if not written:
+        return []
     return tensors_in(*(args[at] if at < len(args) else kwargs.get(name) for at, name in written))
 
 
