@@ -101,7 +101,7 @@ def _of(work: tuple[str, int, int, int], *settings: dict[str, Any]) -> list[Case
 MB1, MB2, MB4, MB8 = ({"micro_batch_size": size} for size in (1, 2, 4, 8))
 PIPELINE = {"pipeline_parallel": 2}
 BF16 = {"precision": "bf16"}
-"""A processor without bfloat16 units multiplies about a hundred times slower: its cases have few tokens."""
+"""A processor without bf16 units multiplies far more slowly, so these cases have few tokens."""
 
 CASES: tuple[Case, ...] = (
     *_of(("0.3M", 1, 8, 64), MB2),
