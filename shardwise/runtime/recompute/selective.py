@@ -187,8 +187,7 @@ class Keeping(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if written := written_by(func, args, kwargs):
-            self._kept.before_write(written)
+        self._kept.before_write(written_by(func, args, kwargs))
         if (generator := kwargs.get("generator")) is not None:
             self._kept.generators.setdefault(generator, generator.get_state())
         result = func(*args, **kwargs)
