@@ -167,7 +167,7 @@ def _order_of(recipe: Recipe) -> dict[str, Any]:
 
 def _cut_of(spec: DataSpec) -> dict[str, Any]:
     """Settings that determine how tokens become samples."""
-    keys = ("sequence_length", "completion_length", "held_out", "packing")
+    keys = ("sequence_length", "completion_length", "held_out", "packing", "too_long")
     return {f"data.{key}": getattr(spec, key) for key in keys}
 
 
@@ -186,11 +186,10 @@ def _same_tokenizer(before: str, now: str) -> bool:
 
 def _adds_begin(spec: DataSpec) -> bool:
     """Whether `data.begin` decides about a token: the tokenizer has one, and no chat template writes it."""
-    from shardwise.data.encoding import CHATS
     from shardwise.data.tokenizer import open_tokenizer
 
     has_one = open_tokenizer(spec.tokenizer).begin is not None
-    return has_one and _found_in(spec, spec)["data.format"] not in CHATS
+    return has_one and _found_in(spec, spec)["data.format"] not in ("messages", "sharegpt")
 
 
 def _found_in(source: DataSpec, spec: DataSpec) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """``shardwise data``: the training data as the model sees it. Needs neither torch nor the model.
 
-A sample shows the tokens that the loss counts in colour. Without colour, as in a file, they are between ``[[`` and
-``]]``. The marked token is the one that is predicted, not the position that predicts it. Each packed record begins on
-its own line.
+A sample is one record, or one sequence of plain text. It shows the tokens that the loss counts in colour. Without
+colour, as in a file, they are between ``[[`` and ``]]``. The marked token is the one that is predicted, not the
+position that predicts it. Each document of a packed sequence begins on its own line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 def command(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    samples: Annotated[int, typer.Option(help="number of samples to show", min=0)] = 3,
+    samples: Annotated[
+        int, typer.Option(help="number of records to show, of plain text of sequences", min=0)
+    ] = 3,
 ) -> None:
     """Show the training data: the format found, counts, and samples with trained tokens coloured."""
     from rich.console import Console
@@ -64,8 +66,9 @@ def _show(console: Console, opened: Opened, spec: DataSpec, tokenizer: Tokenizer
     if tokenizer.begin is not None and not opened.chats:
         first = tokenizer.shown([tokenizer.begin])
         console.print(f"every document begins with {first}, as the tokenizer asks", markup=False)
-    for sample in range(min(samples, opened.train.sequences)):
-        console.print(f"\nsample {sample}", style="bold", markup=False)
+    for sample in range(min(samples, opened.samples)):
+        note = f", {opened.note(sample)}" if opened.note(sample) else ""
+        console.print(f"\nsample {sample}{note}", style="bold", markup=False)
         for document in opened.documents(sample):
             console.print(_shown(document, tokenizer, coloured), soft_wrap=True)
 

@@ -29,7 +29,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -66,7 +66,9 @@ class Header:
     """Content of `header.json`. `source` and `tokenizer` are informative; `digest` is a hash of the data files.
 
     `trained_tokens` is None for plain text, which has no `trained.bin`. `cursor` is that of the window after this one,
-    of a stream (`windows`).
+    of a stream (`windows`). Of records alone: `chats` says whether a chat template wrote them, `untrained` counts those
+    left out because nothing in them is trained on, `divided` those in several parts, `endless` the answers after which
+    no end of a turn is trained on; `unread` names fields that neither the format nor the chat template reads.
     """
 
     format: int
@@ -79,6 +81,11 @@ class Header:
     digest: str
     trained_tokens: int | None = None
     cursor: str | None = None
+    chats: bool = False
+    untrained: int = 0
+    divided: int = 0
+    endless: int = 0
+    unread: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -185,7 +192,8 @@ def _load(folder: Path, verify: bool = False) -> TokenCache | None:
 
 def _sealed(header: Header) -> bytes:
     """The content of `header.json`: the header and its hash."""
-    said = {key: value for key, value in asdict(header).items() if value is not None}
+    defaults = {field.name: field.default for field in fields(Header)}
+    said = {key: value for key, value in asdict(header).items() if value != defaults[key]}
     seal = xxhash.xxh3_128_hexdigest(json.dumps(said).encode())
     return json.dumps({**said, "xxh3_128": seal}, indent=1).encode()
 

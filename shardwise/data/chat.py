@@ -1,17 +1,19 @@
 """Chats as text: the tokenizer's chat template, and the spans of the assistant's answers.
 
 A chat template is a Jinja program that ships with the tokenizer (`chat_template.jinja`, or `chat_template` in
-`tokenizer_config.json`). transformers renders it in a sandbox. The result is text without spans. The spans of the
-answers come from one of two methods:
+`tokenizer_config.json`). A chat is rendered once, as a whole (`rendering`). What an assistant's turn wrote begins with
+the opening that the model sees in use (`add_generation_prompt`), as far as both agree. The answer is the rest, with
+the end of the turn. Where the template marks its answers with ``{% generation %}``, they are those blocks.
 
-1. The template marks them with `{% generation %}` … `{% endgeneration %}`.
-2. Otherwise the chat is rendered twice for each answer: up to the answer with its opening (`add_generation_prompt`),
-and
-   including the answer. Each rendering must start with the one before. The difference is the answer and its end.
+Some templates rewrite earlier turns when later ones follow, for example to drop earlier reasoning. An answer is then
+trained on as the whole chat has it.
 
-Some templates rewrite earlier turns when later ones follow, for example to drop earlier reasoning. Then neither method
-works, and the run ends before the first step. Searching for the answer's words in the text would find the wrong place
-if the user wrote the same words first.
+Nothing of a chat may vanish. A chat whose rendered text lacks a turn, a call or a tool is refused. Keys of a turn that
+the template never names are listed once (`unread`).
+
+Three conventions are those of transformers (`apply_chat_template`): reasoning is passed as `reasoning_content` and as
+`thinking`, whatever its key; a chat with tools takes the template named `tool_use` where there is one; keys with null
+are left out.
 
 `bytes` is Shardwise's own tokenizer and has the plain template below. Any other tokenizer without a template is
 refused, because the opening of an answer must be the one that the model will see in use.
@@ -19,189 +21,365 @@ refused, because the opening of an answer must be the one that the model will se
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from typing import Any, TypeVar
+
+import jinja2
 
 from shardwise.core.errors import DataError
-from shardwise.data.formats import Turn
+from shardwise.data.formats import Chat
+from shardwise.data.rendering import JinjaTemplate, MarkedTextDiffers, Message, Rendered
+from shardwise.data.spans import Span, joined
+from shardwise.data.template_forms import ANSWER, QUESTION, REASONING, TemplateForms
+from shardwise.data.turns import Turn, parsed
 
-Tools = list[object] | None
-"""JSON schemas of the functions that a chat may call."""
+T = TypeVar("T")
 
-Part = tuple[str | None, bool]
-"""(text, or None for the end-of-text token; whether the loss counts it)."""
+_PLAIN = (
+    "{% if tools %}Tools: {{ tools | tojson }}\n\n{% endif %}{% for message in messages %}"
+    "{% if message.role == 'assistant' %}Assistant:{% generation %}"
+    "{% if message.reasoning_content %} <think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{% if message.content %} {{ message.content }}{% endif %}"
+    "{% for call in message.tool_calls or [] %} {{ call.function | tojson }}{% endfor %}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ message.role | title }}: {{ message.content }}\n\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""The template of `bytes`: a line with the role, and the end-of-text token after every answer."""
 
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WORD, _ASCII_WORD, _BLANK = re.compile(r"\w+"), re.compile(r"\w+", re.ASCII), re.compile(r"\s*")
 _FIX = "mark the assistant's answers with {% generation %} in chat_template.jinja next to the tokenizer"
 
 
-class ChatTemplate:
-    """A Jinja chat template.
+@dataclass(frozen=True)
+class ChatText:
+    """The text of a chat.
 
     Attributes:
-        source: the template's text.
-        marked: whether the template marks the assistant's answers.
-        special: special tokens that the template can write by name: bos_token, eos_token and so on.
+        trained: the spans that the loss counts.
+        endless: how many of them do not end with a token that ends a turn.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        self.source, self.special = source, dict(special)
-        self.marked = bool(_MARKED.search(source))
+    text: str
+    trained: tuple[Span, ...]
+    endless: int
+
+
+class ChatTemplate:
+    """The chat templates of a tokenizer.
+
+    Args:
+        sources: their texts by name; `default` is the one that transformers takes without a name.
+        special: special tokens that they can write by name: bos_token, eos_token and so on.
+        control: the text of each added token of the tokenizer.
+        ends: the texts of tokens that are known to end a turn.
+
+    Raises:
+        DataError: a source is not a template.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special: Mapping[str, str],
+        control: Iterable[str] = (),
+        ends: Iterable[str] = (),
+    ) -> None:
+        self.sources, self.special = dict(sources), dict(special)
+        self._control, self._ends = tuple(sorted(set(control))), tuple(sorted(set(ends)))
+        self._openings: dict[object, tuple[str, str]] = {}
+        self._compiled: dict[str, TemplateForms] = {}
 
     @property
     def fingerprint(self) -> str:
-        return json.dumps([self.source, self.special])
+        return json.dumps([self.sources, self.special, self._ends])
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the templates read from their caller."""
+        return frozenset().union(*(self._named(name).jinja.variables for name in self.sources))
+
+    @property
+    def dated(self) -> bool:
+        """Whether a template writes the date."""
+        return any("strftime_now" in source for source in self.sources.values())
 
     @property
     def way(self) -> str:
         """The method that finds the assistant's answers, in words."""
-        return "{% generation %}" if self.marked else "comparing prefixes"
+        return "{% generation %}" if self._for(None).jinja.marked else "the turns of the template"
 
-    def parts(self, turns: Sequence[Turn], place: str, tools: Tools = None) -> list[Part]:
-        """The chat's text, split at the boundaries of the trained spans."""
-        find = self._marked_spans if self.marked else self._compared_spans
-        text, spans = find(turns, place, tools)
-        answers = [turn.text.strip() for turn in turns if turn.role == "assistant"]
-        found = [text[start:end] for start, end in spans]
-        if len(found) != len(answers) or any(a not in part for a, part in zip(answers, found, strict=True)):
-            raise _lost(place, f"{len(found)} spans do not contain the {len(answers)} answers")
-        return list(_cut(text, spans))
+    @cached_property
+    def end(self) -> str | None:
+        """The token that ends an answer and is not known as an end; None if there is none.
 
-    def opened(self, turns: Sequence[Turn], place: str) -> str:
-        """The text of a chat up to the opening of the next answer."""
-        return self._render(turns, place, None, opening=True)[0]
-
-    def _marked_spans(
-        self, turns: Sequence[Turn], place: str, tools: Tools
-    ) -> tuple[str, list[tuple[int, int]]]:
-        text, spans = self._render(turns, place, tools, marks=True)
-        return text, [(start, end) for start, end in spans if end > start]
-
-    def _compared_spans(
-        self, turns: Sequence[Turn], place: str, tools: Tools
-    ) -> tuple[str, list[tuple[int, int]]]:
-        text, spans = "", []
-        for number, turn in enumerate(turns):
-            if turn.role != "assistant":
-                continue
-            opened, _ = self._render(turns[:number], place, tools, opening=True)
-            closed, _ = self._render(turns[: number + 1], place, tools)
-            if not opened.startswith(text) or not closed.startswith(opened):
-                raise _lost(place, f"rendering turn {number} changes the text before it")
-            text = closed
-            spans.append((len(opened), len(closed)))
-        return text, spans
-
-    def _render(
-        self, turns: Sequence[Turn], place: str, tools: Tools, opening: bool = False, marks: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        render = _renderer()
-        messages = [_message(turn) for turn in turns]
+        gpt-oss ends earlier answers with another token than the last one, so this is that of the last.
+        """
+        turns = (Turn("user", QUESTION), Turn("assistant", ANSWER))
         try:
-            texts, spans = render(
-                [messages],
-                tools=tools,
-                chat_template=self.source,
-                add_generation_prompt=opening,
-                return_assistant_tokens_mask=marks,
-                **self.special,
-            )
-        except Exception as error:  # the template is foreign code and may raise anything
-            raise DataError(
-                "the chat template rejects this chat",
-                where=place,
-                why=f"{type(error).__name__}: {error}",
-                fix="change the chat, or the template",
-            ) from None
-        return texts[0], spans[0] if marks else []
+            written = self.written(Chat(turns), "the template", date(2000, 1, 1))
+        except DataError:
+            return None
+        if not written.trained:
+            return None
+        after = written.text[slice(*written.trained[-1])].partition(ANSWER)[2]
+        tokens = [token for token in self._control if token in after]
+        if not tokens or any(token in self._ends for token in tokens):
+            return None
+        return max(tokens, key=after.rfind)
 
+    def opened(self, turns: Sequence[Turn], place: str, today: date | None = None) -> str:
+        """The text of a chat up to the opening of the next answer. Raises DataError."""
+        return self.text(Chat(tuple(turns)), place, today, opening=True)
 
-class PlainTemplate:
-    """The template of `bytes`: a line with the role, and the end-of-text token after every answer."""
+    def text(self, chat: Chat, place: str, today: date | None = None, opening: bool = False) -> str:
+        """The text of a chat, and with `opening` the start of the next answer. Raises DataError."""
+        day, asked = today or date.today(), {**self._variables(chat), "add_generation_prompt": opening}
+        return self._rendered(chat, place, lambda forms, messages: forms.jinja.plain(messages, asked, day))
 
-    fingerprint = "plain 1"
-    way = "its own plain words"
+    def checked(self, chat: Chat, place: str, today: date) -> str:
+        """The text of a chat in which every turn, call and tool is written. Raises DataError."""
+        variables = self._variables(chat)
 
-    def opened(self, turns: Sequence[Turn], place: str) -> str:
-        """The text of a chat up to the opening of the next answer. Ends of earlier answers are not in it."""
-        return "".join(text or "" for text, _ in self.parts(turns, place)) + "Assistant:"
+        def render(forms: TemplateForms, messages: list[Message]) -> Rendered:
+            with suppress(MarkedTextDiffers):
+                return forms.jinja.render(messages, variables, today)
+            text = forms.jinja.plain(messages, variables, today)
+            return Rendered(text, (((0, len(text)),),) * len(messages), ())
 
-    def parts(self, turns: Sequence[Turn], place: str, tools: Tools = None) -> list[Part]:
-        found: list[Part] = [(f"Tools: {json.dumps(tools)}\n\n", False)] if tools else []
-        for turn in turns:
+        rendered = self._rendered(chat, place, render)
+        for number, turn in enumerate(chat.turns):
             if turn.role == "assistant":
-                calls = "".join(f" {json.dumps(call['function'])}" for call in turn.calls)
-                said = f" {turn.text}" if turn.text else ""
-                found += [("Assistant:", False), (f"{said}{calls}", True), (None, True)]
+                spans = rendered.messages[number] or ((0, len(rendered.text)),)
+                _require_answer(rendered.text, spans, turn, f"{place}: turn {number}")
+        _require_turns(rendered, chat, place)
+        return rendered.text
+
+    def written(self, chat: Chat, place: str, today: date) -> ChatText:
+        """The chat's text and the spans of its trained answers.
+
+        Raises:
+            DataError: the template rejects the chat, leaves something of it out, or its answers cannot be told apart.
+        """
+        variables = self._variables(chat)
+        rendered = self._rendered(chat, place, lambda forms, m: forms.jinja.render(m, variables, today))
+        trained: list[Span] = []
+        for number, turn in enumerate(chat.turns):
+            if turn.role == "assistant":
+                answer = self._answer(chat, number, rendered, today)
+                _require_answer(rendered.text, answer, turn, f"{place}: turn {number}")
+                trained += answer if turn.trained else ()
+        _require_turns(rendered, chat, place)
+        spans = joined(trained)
+        ends = (*self._control, *self._ends)
+        endless = sum(not rendered.text[start:end].rstrip().endswith(ends) for start, end in spans)
+        return ChatText(rendered.text, spans, endless if ends else 0)
+
+    def unread(self, chat: Chat) -> set[str]:
+        """Fields of the record, and keys of its turns as `turn.KEY`, that the template does not name."""
+        jinja = self._for(chat.tools).jinja
+        words = jinja.words | set(REASONING if jinja.words.intersection(REASONING) else ())
+        turns = {f"turn.{key}" for turn in chat.turns for key in turn.keys if key not in words}
+        return turns | {key for key in chat.fields if key not in jinja.variables}
+
+    def _answer(self, chat: Chat, number: int, rendered: Rendered, today: date) -> tuple[Span, ...]:
+        """The spans of an assistant's turn without the opening that the model sees, and with the token that ends it."""
+        if self._for(chat.tools).jinja.marked:
+            return _generated(rendered, number)
+        spans, text = list(rendered.messages[number]), rendered.text
+        if not spans:
+            return ()
+        start, end = spans[0]
+        openings = itertools.chain(
+            *(self._openings_of(chat, before, today) for before in _befores(chat.turns, number))
+        )
+        same = max(_common(text[start:end], opening) for opening in openings)
+        spans[0] = (start + same, end)
+        start, end = spans[-1]
+        if number == len(chat.turns) - 1:
+            end = len(text)
+        elif (
+            not text[start:end].rstrip().endswith(self._ends)
+        ):  # the first token of GLM's next turn ends an answer
+            after = _BLANK.match(text, end)
+            behind = after.end() if after else end
+            end = next((behind + len(token) for token in self._ends if text.startswith(token, behind)), end)
+        spans[-1] = (start, end)
+        return tuple((start, end) for start, end in spans if start < end)
+
+    def _openings_of(self, chat: Chat, window: tuple[Turn, ...], today: date) -> tuple[str, str]:
+        """The text that `add_generation_prompt` writes after the turns of a window. It depends on their roles alone.
+
+        All of the text after the last turn (of DeepSeek's tools, the end of their outputs too), and the part of it that
+        is there only with the option.
+        """
+        forms, variables = self._for(chat.tools), self._variables(chat)
+        scalars = [(k, v) for k, v in sorted(variables.items()) if isinstance(v, str | int | float | bool)]
+        key = (id(forms), str(scalars), tuple((turn.role, bool(turn.calls)) for turn in window))
+        if key not in self._openings:
+            asked = {**variables, "add_generation_prompt": True}
+            try:
+                opened = forms.rendered(window, lambda messages: forms.jinja.render(messages, asked, today))
+                closed = forms.rendered(
+                    window, lambda messages: forms.jinja.plain(messages, variables, today)
+                )
+            except Exception:  # the template rejects the window alone
+                self._openings[key] = ("", "")
             else:
-                found.append((f"{turn.role.title()}: {turn.text}\n\n", False))
-        return found
+                last = max((end for spans in opened.messages for _, end in spans), default=0)
+                self._openings[key] = (opened.text[last:], opened.text[_common(opened.text, closed) :])
+        return self._openings[key]
+
+    def _variables(self, chat: Chat) -> dict[str, object]:
+        """What the template reads from its caller."""
+        names = self._for(chat.tools).jinja.variables
+        return {**self.special, **{k: v for k, v in chat.fields.items() if k in names}, "tools": chat.tools}
+
+    def _rendered(self, chat: Chat, place: str, render: Callable[[TemplateForms, list[Message]], T]) -> T:
+        forms = self._for(chat.tools)
+        try:
+            return forms.rendered(chat.turns, lambda messages: render(forms, messages))
+        except MarkedTextDiffers:
+            raise _lost(place, "the template measures or trims the text of several turns") from None
+        except Exception as error:  # the template is foreign code and may raise anything
+            why = f"{type(error).__name__}: {error}"
+            what, fix = "the chat template rejects this chat", "change the chat, or the template"
+            raise DataError(what, where=place, why=why, fix=fix) from None
+
+    def _for(self, tools: list[object] | None) -> TemplateForms:
+        """The template that transformers takes: `tool_use` for a chat with tools if there is one, else the default."""
+        return self._named("tool_use" if tools is not None and "tool_use" in self.sources else "default")
+
+    def _named(self, name: str) -> TemplateForms:
+        if name not in self._compiled:
+            if name not in self.sources:
+                why = f"there are {', '.join(self.sources)}"
+                raise DataError(f"no chat template named {name}", where="data.tokenizer", why=why)
+            try:
+                self._compiled[name] = TemplateForms(JinjaTemplate(self.sources[name]), self.special)
+            except jinja2.TemplateError as error:
+                why = f"{type(error).__name__}: {error}"
+                raise DataError(
+                    "not a chat template", where="data.tokenizer", why=why, fix="correct it"
+                ) from None
+        return self._compiled[name]
 
 
-def _message(turn: Turn) -> dict[str, object]:
-    """A turn as templates read it."""
-    calls = {"tool_calls": list(turn.calls)} if turn.calls else {}
-    return {"role": turn.role, "content": turn.text, **calls}
+def plain_template(end: str) -> ChatTemplate:
+    """The template of `bytes`, whose answers end with the text `end`."""
+    return ChatTemplate({"default": _PLAIN}, {"eos_token": end}, ends=(end,))
 
 
-def template_next_to(path: Path) -> ChatTemplate | None:
-    """The chat template in the folder of a `tokenizer.json`, or None."""
-    settings: Any = {}
-    with suppress(OSError, ValueError):  # missing, or without a template
-        settings = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-    settings = settings if isinstance(settings, dict) else {}
-    special = {key: _content(value) for key, value in settings.items() if key.endswith("_token")}
-    try:
-        source: object = (path.parent / "chat_template.jinja").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        source = settings.get("chat_template")
-    return template_of(source, {key: value for key, value in special.items() if value})
+# -- checks of the text
 
 
-def template_of(source: object, special: Mapping[str, str]) -> ChatTemplate | None:
-    """The template in a tokenizer's settings, which hold one text or several by name."""
-    if isinstance(source, list):
-        source = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
-    if isinstance(source, dict):
-        source = source.get("default")
-    return ChatTemplate(source, special) if isinstance(source, str) and source else None
+def _generated(rendered: Rendered, number: int) -> tuple[Span, ...]:
+    """The marked blocks within a message."""
+    blocks = rendered.generated
+    inside: list[Span] = []
+    for start, end in rendered.messages[number]:
+        first = bisect_left(blocks, (start, start))
+        for block in blocks[first:]:
+            if block[0] >= end:
+                break
+            inside += [block] if block[1] > block[0] else []
+    return tuple(inside)
 
 
-def _content(token: object) -> str:
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else ""
+def _require_answer(text: str, spans: Sequence[Span], turn: Turn, place: str) -> None:
+    """The spans hold the last words of an answer, and the names of its calls."""
+    written = "".join(text[start:end] for start, end in spans)
+    if not written.strip():
+        raise _lost(place, "the template writes no text for it")
+    last = _WORD.findall(turn.text.strip()[-200:])[-1:] or [turn.text.strip()]
+    if last[0] not in written:
+        raise _lost(place, f"its text does not contain {last[0]!r}")
+    for call in turn.calls:
+        if not _writes_call(written, call["function"]):
+            raise DataError(
+                f"the chat template does not write the call of {call['function']['name']}",
+                where=place,
+                why="the model would be trained on a turn without it",
+                fix="use a template that writes tool_calls, or write the call as content",
+            )
 
 
-def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[Part]:
-    """Split `text` into parts; the loss counts the parts within `spans`."""
-    done = 0
-    for start, end in spans:
-        if start > done:
-            yield text[done:start], False
-        yield text[start:end], True
-        done = end
-    if done < len(text):
-        yield text[done:], False
+def _writes_call(text: str, function: Mapping[str, Any]) -> bool:
+    """Whether a text has a call: its name and a value of its arguments, or all of these values without the name."""
+    words = map(_ASCII_WORD.findall, _values_in(parsed(function["arguments"])))
+    values = [max(said, key=len) for said in words if said]
+    written = [value in text for value in values]
+    return (any(written) or not values) if function["name"] in text else bool(values) and all(written)
+
+
+def _values_in(value: object) -> Iterator[str]:
+    """The texts and numbers inside a JSON value, without the keys of its objects."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _values_in(item)
+    elif value is not None and not isinstance(value, bool):
+        yield str(value)
+
+
+def _require_turns(rendered: Rendered, chat: Chat, place: str) -> None:
+    """The text holds every other turn and the names of all tools."""
+    for number, turn in enumerate(chat.turns):
+        words = _WORD.findall(turn.text)
+        word = max(words, key=len) if words else turn.text.strip()
+        own = (rendered.text[start:end] for start, end in rendered.messages[number])
+        if turn.role != "assistant" and not any(word in part for part in own) and word not in rendered.text:
+            why, fix = (
+                "the model would not see it",
+                "use a template that writes this role, or remove the turn",
+            )
+            what = f"the chat template does not write the {turn.role} turn"
+            raise DataError(what, where=f"{place}: turn {number}", why=why, fix=fix)
+    for tool in chat.tools or ():
+        name = _tool_name(tool)
+        if name is not None and name not in rendered.text:
+            raise DataError(
+                f"the chat template does not write the tool {name}",
+                where=f"{place}: tools",
+                why="the model would not see it",
+                fix="use a template that writes tools, or remove them from the records",
+            )
+
+
+def _tool_name(tool: object) -> str | None:
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _befores(turns: Sequence[Turn], number: int) -> list[tuple[Turn, ...]]:
+    """Short chats that an answer can follow: the last user's turn alone, and with the tool turns before the answer."""
+    user = next((n for n in range(number - 1, -1, -1) if turns[n].role == "user"), None)
+    opening = tuple(turn for turn in turns[:2] if turn.role in ("system", "developer"))
+    asked = opening if user is None else (*opening, turns[user])
+    first = number
+    while first > 0 and turns[first - 1].role == "tool":
+        first -= 1
+    if first == number or first == 0:
+        return [asked]
+    return [asked, (*asked, *turns[first - 1 : number])]
+
+
+def _common(a: str, b: str) -> int:
+    """Length of the common start of two texts. It does not end inside a tag: <think> and <tool_call> begin alike."""
+    same = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    tag = a.rfind("<", 0, same)
+    inside = same < min(len(a), len(b)) and tag >= 0 and ">" not in a[tag:same]
+    return tag if inside else same
 
 
 def _lost(place: str, why: str) -> DataError:
     return DataError(
-        "cannot find the assistant's answers in the rendered chat", where=place, why=why, fix=_FIX
+        "cannot find the assistant's answer in the rendered chat", where=place, why=why, fix=_FIX
     )
-
-
-def _renderer() -> Any:
-    try:
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError:
-        raise DataError(
-            "cannot render a chat template",
-            where="data.tokenizer",
-            why="the package transformers is not installed",
-            fix="pip install 'shardwise[hf]'",
-        ) from None
-    return render_jinja_template

@@ -1,27 +1,59 @@
 """From a record to its tokens and its trained mask.
 
-A prompt is always tokenized alone, as it is in generation. If the tokens of the whole text start with the prompt's
-tokens, the rest are the completion's tokens. If a token crosses the boundary, the completion is tokenized alone. So the
-boundary is always between two tokens, and both sides have the tokens that generation would see. As a result, every part
-of a chat is tokenized once for each later part.
+A text is tokenized as a whole, so that training has the tokens that the whole text has. A token is trained on if a
+character of it is in a trained span; so a token that crosses the border of prompt and completion is. transformers' mask
+of an assistant's tokens follows the same rule.
 
 The completion follows the prompt directly. The end-of-text token comes last and is trained on, so the model learns to
 stop. A chat begins and ends as its template says. Any other record begins with the tokenizer's `begin`, if it has one.
+
+Under `data.too_long: split`, a chat that is longer than a sequence is divided between two exchanges. Each part begins
+with the system turn. An exchange that is too long alone is cut like any other record (`examples`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from datetime import date
 
 from shardwise.core.errors import DataError
-from shardwise.data.chat import ChatTemplate, Part, PlainTemplate
-from shardwise.data.formats import Completed, example_of, tools_of
+from shardwise.data.chat import ChatTemplate
+from shardwise.data.formats import KEYS, Chat, Completed, Example, example_of
 from shardwise.data.readers import Record
-from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
+from shardwise.data.spans import Span
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.turns import Turn
 from shardwise.recipe.sections import DataSpec
 
-CHATS = ("messages", "sharegpt")
-"""Formats whose records a chat template turns into text."""
+VERSION = 2
+"""Of the rules in this file and in `chat`: another version encodes some records otherwise."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A record, or a part of a chat: its tokens and the mask of those that the loss counts.
+
+    Attributes:
+        endless: how many of its trained answers do not end with a token that ends a turn.
+    """
+
+    tokens: list[int]
+    trained: list[bool]
+    endless: int = 0
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text with its trained spans; `ends` adds the end-of-text token, which is trained on."""
+
+    text: str
+    spans: tuple[Span, ...]
+    ends: bool = False
+    endless: int = 0
 
 
 class Encoder:
@@ -33,76 +65,146 @@ class Encoder:
     Attributes:
         format: format of the records.
         tokenizer: tokenizer of the text.
-        template: template of chats.
-        fingerprint: equal for two encoders exactly if they encode every record alike.
+        template: template of chats, or None.
+        chats: whether a record so far was a chat.
+        keys: the fields of a record that it reads, or that the template reads.
+        unread: names of fields, and of keys of turns as `turn.KEY`, that no record so far had a reader for.
     """
 
     def __init__(self, spec: DataSpec, name: str, tokenizer: Tokenizer, pairs: bool = False) -> None:
-        self.format, self.tokenizer = name, tokenizer
-        self.template = _template(tokenizer) if name in CHATS else None
-        self._all = spec.train_on == "all"
-        words = self.template.fingerprint if self.template else ""
-        self._pairs = pairs
-        self.fingerprint = f"{tokenizer.fingerprint} {name} {self._all} {words}" + (" pairs" if pairs else "")
+        self.format, self.tokenizer, self.template = name, tokenizer, tokenizer.chat
+        self._all, self._pairs = spec.train_on == "all", pairs
+        self._today = date.fromisoformat(spec.date) if spec.date else date.today()
+        self._length = spec.sequence_length if spec.too_long == "split" else None
+        reads: frozenset[str] = frozenset()
+        if name != "alpaca" and self.template is not None:
+            # A prompt may be a chat, but a template that does not compile matters only to chats.
+            with suppress(DataError) if name == "prompt" else nullcontext():
+                reads = self.template.variables
+        self.keys = KEYS[name] | reads
+        self.unread: set[str] = set()
+        self.chats = False
+        parts = [VERSION, tokenizer.fingerprint, name, self._all, pairs, self._length]
+        if name != "alpaca" and self.template is not None:
+            parts += [self.template.fingerprint, str(self._today) if self.template.dated else ""]
+        self.fingerprint = repr(parts)
 
     def encode(self, record: Record) -> tuple[list[int], list[bool]]:
-        """(tokens, trained mask): the mask is True for tokens that the loss counts.
+        """(tokens, trained mask) of a record that is not divided.
 
         Raises:
             DataError: the record is malformed, or has no trained token.
         """
-        if self._pairs:
-            tokens, trained = self._framed(record)
-        else:
-            tokens, trained = encoded(self.tokenizer, self._parts(record))
-            if self.template is None and self.tokenizer.begin is not None:
-                tokens, trained = [self.tokenizer.begin, *tokens], [False, *trained]
-        if self._all:
-            trained = [True] * len(tokens)
-        if not any(trained[1:]):
-            raise DataError("nothing to train on", where=record.place, why=f"it has {len(tokens)} tokens")
-        return tokens, trained
+        encoded = self._encoded([self._example(record)], [record.place])[0]
+        if not any(encoded.trained[1:]):
+            why = f"it has {len(encoded.tokens)} tokens"
+            raise DataError("nothing to train on", where=record.place, why=why)
+        return encoded.tokens, encoded.trained
 
-    def _framed(self, record: Record) -> tuple[list[int], list[bool]]:
+    def encode_all(self, records: Sequence[Record]) -> Iterator[list[Encoded]]:
+        """The parts of each record, in order. Parts in which nothing is trained on are left out.
+
+        Raises:
+            DataError: a record is malformed.
+        """
+        examples = [self._example(record) for record in records]
+        wholes = self._encoded(examples, [record.place for record in records])
+        for record, example, whole in zip(records, examples, wholes, strict=True):
+            parts = [whole]
+            if (
+                self._length is not None
+                and isinstance(example, Chat)
+                and len(whole.tokens) > self._length + 1
+            ):
+                parts = list(self._divided(example, record.place, len(whole.tokens)))
+            yield [part for part in parts if any(part.trained[1:])]
+
+    def _example(self, record: Record) -> Example:
         example = example_of(record, self.format)
+        if isinstance(example, Chat):
+            self.chats = True
+            if self._pairs:
+                why = "an encoder-decoder takes a prompt and a completion as texts"
+                raise DataError("a chat under the seq2seq objective", where=record.place, why=why)
+            self.unread |= self._template().unread(example)
+        else:
+            self.unread |= {key for key, value in record.fields.items() if value is not None} - self.keys
+        return example
+
+    def _template(self) -> ChatTemplate:
+        """The tokenizer's chat template. Raises DataError if there is none."""
+        if self.template is None:
+            raise DataError(
+                f"tokenizer '{self.tokenizer.name}' has no chat template",
+                where="data.tokenizer",
+                why="the records are chats",
+                fix="put chat_template.jinja next to it, or give prompt and completion",
+            )
+        return self.template
+
+    def _encoded(self, examples: Sequence[Example], places: Sequence[str]) -> list[Encoded]:
+        if self._pairs:
+            return [self._framed(example) for example in examples]
+        texts = [list(self._texts(example, place)) for example, place in zip(examples, places, strict=True)]
+        tokenized = self.tokenizer.encode_spans(
+            [(text.text, text.spans) for parts in texts for text in parts]
+        )
+        encoded: list[Encoded] = []
+        for example, parts in zip(examples, texts, strict=True):
+            tokens: list[int] = []
+            trained: list[bool] = []
+            if isinstance(example, Completed) and self.tokenizer.begin is not None:
+                tokens, trained = [self.tokenizer.begin], [False]
+            for text in parts:
+                ids, mask = next(tokenized)
+                tokens += ids
+                trained += mask
+                if text.ends:
+                    tokens.append(self.tokenizer.separator)
+                    trained.append(True)
+            if self._all:
+                trained = [True] * len(tokens)
+            encoded.append(Encoded(tokens, trained, sum(text.endless for text in parts)))
+        return encoded
+
+    def _texts(self, example: Example, place: str) -> Iterator[_Text]:
+        if isinstance(example, Completed):
+            for prompt, completion in example.pairs:
+                yield _Text(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), ends=True)
+        elif self._all:
+            yield _Text(self._template().checked(example, place, self._today), ())
+        else:
+            written = self._template().written(example, place, self._today)
+            yield _Text(written.text, written.trained, endless=written.endless)
+
+    def _framed(self, example: Example) -> Encoded:
         assert isinstance(example, Completed)
         prompt, completion = self.tokenizer.framed(example.prompt), self.tokenizer.framed(example.completion)
-        return prompt + completion, [False] * len(prompt) + [True] * len(completion)
+        return Encoded(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
-    def _parts(self, record: Record) -> list[Part]:
-        example = example_of(record, self.format)
-        if isinstance(example, Completed):
-            return [(example.prompt, False), (example.completion, True), (None, True)]
-        assert self.template is not None
-        return self.template.parts(example, record.place, tools_of(record))
+    def _divided(self, chat: Chat, place: str, tokens: int) -> Iterator[Encoded]:
+        """Parts of a chat of `tokens` tokens: as many exchanges as fit into a sequence, at least one."""
+        assert self._length is not None
+        opening = tuple(turn for turn in chat.turns[:2] if turn.role in ("system", "developer"))
+        exchanges = _exchanges(chat.turns[len(opening) :])
+        usual = max(1, len(exchanges) * self._length // tokens)  # exchanges in a part, by their mean length
 
+        def part(count: int) -> Encoded:
+            turns = itertools.chain(opening, *exchanges[:count])
+            return self._encoded([replace(chat, turns=tuple(turns))], [place])[0]
 
-def encoded(tokenizer: Tokenizer, parts: Sequence[Part]) -> tuple[list[int], list[bool]]:
-    """(tokens, trained mask) of the parts of a text."""
-    tokens: list[int] = []
-    trained: list[bool] = []
-    text, start = "", 0  # since the last end-of-text token
-    for part, chosen in parts:
-        if part is None:
-            added, text = [tokenizer.separator], ""
-            start = len(tokens) + 1
-        else:
-            text += part
-            whole, before = tokenizer.encode(text), tokens[start:]
-            added = whole[len(before) :] if whole[: len(before)] == before else tokenizer.encode(part)
-        tokens += added
-        trained += [chosen] * len(added)
-    return tokens, trained
+        while exchanges:
+            counts = range(1, min(len(exchanges), 2 * usual) + 1)
+            count = max(1, bisect_right(counts, self._length + 1, key=lambda count: len(part(count).tokens)))
+            yield part(count)
+            del exchanges[:count]
 
 
-def _template(tokenizer: Tokenizer) -> ChatTemplate | PlainTemplate:
-    if isinstance(tokenizer, ByteTokenizer):
-        return PlainTemplate()
-    if tokenizer.chat is None:
-        raise DataError(
-            f"tokenizer '{tokenizer.name}' has no chat template",
-            where="data.tokenizer",
-            why="the records are chats",
-            fix="put chat_template.jinja next to it, or give prompt and completion",
-        )
-    return tokenizer.chat
+def _exchanges(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """The turns from each user's turn to the next one."""
+    exchanges: list[list[Turn]] = []
+    for turn in turns:
+        if turn.role == "user" or not exchanges:
+            exchanges.append([])
+        exchanges[-1].append(turn)
+    return exchanges

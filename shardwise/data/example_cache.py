@@ -7,7 +7,7 @@ applied when the cache is opened, so another `sequence_length` needs no new toke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,7 @@ import xxhash
 
 from shardwise.core.errors import DataError
 from shardwise.data.cache import EXAMPLE, FORMAT, Header, TokenCache, cached, data_files
-from shardwise.data.encoding import Encoder
-from shardwise.data.formats import KEYS
+from shardwise.data.encoding import Encoded, Encoder
 from shardwise.data.readers import Record
 from shardwise.data.source import Source
 
@@ -31,7 +30,7 @@ def open_example_cache(source: Source, encoder: Encoder, root: Path, verify: boo
         verify: read all of it, and build it again if a bit has changed.
 
     Raises:
-        DataError: a record is malformed, or the source has no record.
+        DataError: a record is malformed, or no record has a trained token.
         ResourceError: `root` cannot be written, or the disk is full.
     """
     parts = [FORMAT, "examples", encoder.fingerprint, source.identity()]
@@ -41,23 +40,31 @@ def open_example_cache(source: Source, encoder: Encoder, root: Path, verify: boo
 
 def _write(source: Source, encoder: Encoder, work: Path) -> Header:
     dtype = encoder.tokenizer.dtype.newbyteorder("<")
-    end = documents = trained_tokens = 0
+    end = documents = trained_tokens = records = untrained = divided = endless = 0
+    keys = sorted(encoder.keys)
     with data_files(work, ("tokens.bin", "documents.bin", "trained.bin")) as outputs:
-        for records in _batches(source.records(KEYS)):
-            ids: list[int] = []
-            chosen: list[bool] = []
-            rows: list[tuple[int, int, int]] = []
-            for record in records:
-                tokens, trained = encoder.encode(record)
-                end += len(tokens)
-                rows.append((end, _hash(tokens, trained), trained.index(True, 1)))
-                ids += tokens
-                chosen += trained
-            outputs.append(np.array(ids, dtype), np.array(rows, EXAMPLE), np.array(chosen, np.bool_))
-            documents += len(rows)
-            trained_tokens += sum(chosen)
+        for batch in _batches(source.records(keys)):
+            parts: list[Encoded] = []
+            for encoded in encoder.encode_all(batch):
+                parts += encoded
+                records += 1
+                untrained += not encoded
+                divided += len(encoded) > 1
+            rows = []
+            for part in parts:
+                end += len(part.tokens)
+                rows.append((end, _hash(part.tokens, part.trained), part.trained.index(True, 1)))
+            tokens = np.fromiter(chain.from_iterable(part.tokens for part in parts), dtype)
+            trained = np.fromiter(chain.from_iterable(part.trained for part in parts), np.bool_)
+            outputs.append(tokens, np.array(rows, EXAMPLE), trained)
+            documents += len(parts)
+            trained_tokens += int(trained.sum())
+            endless += sum(part.endless for part in parts)
     if not documents:
-        raise DataError("no records in the data source", where=source.name, fix="check data.source")
+        why = f"nothing is trained on in any of {records:,} records" if records else "it has no records"
+        raise DataError(
+            "nothing to train on in the data source", where=source.name, why=why, fix="check data.source"
+        )
     return Header(
         format=FORMAT,
         source=source.name,
@@ -68,6 +75,11 @@ def _write(source: Source, encoder: Encoder, work: Path) -> Header:
         empty_documents=0,
         digest=outputs.digest,
         trained_tokens=trained_tokens,
+        chats=encoder.chats,
+        untrained=untrained,
+        divided=divided,
+        endless=endless,
+        unread=", ".join(sorted(encoder.unread | (source.fields() - encoder.keys))),
     )
 
 

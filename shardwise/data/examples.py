@@ -1,9 +1,9 @@
 """Records with completions as sequences: one record per sequence with padding, or several packed records.
 
 A record of n tokens gives n-1 inputs, and a label for every input whose next token is trained on. A record longer than
-a sequence is truncated. A record is dropped if its first trained token comes after the cut, because it would train
-nothing. Both are counted and reported. Dropping all long records would lose the longest conversations; with truncation
-the model does not see their ends.
+a sequence is truncated, or dropped under `data.too_long: drop`. It is dropped too if its first trained token comes
+after the cut, because it would train nothing. Both are counted and reported: truncation hides from the model how a
+record ends, dropping loses the longest conversations.
 
 Packed: each record is a document. Its positions start at 0, so attention knows the boundaries (model/decoder). The rest
 of a sequence is padding, a document of its own that the loss ignores. Not packed: the padding follows the record, where
@@ -44,6 +44,7 @@ class Sequences:
     Attributes:
         cache: the cache with their tokens.
         starts, ends: range of each record in the cache, truncated to length + 1 tokens, [records].
+        cut: whether a record is truncated, [records].
         order: record numbers by sequence, [records].
         offsets: start of each sequence in `order`, [sequences + 1].
         length: tokens in a sequence.
@@ -53,6 +54,7 @@ class Sequences:
     cache: TokenCache
     starts: Numbers
     ends: Numbers
+    cut: npt.NDArray[np.bool_]
     order: Numbers
     offsets: Numbers
     length: int
@@ -83,6 +85,11 @@ class Sequences:
             at = until
         positions[at:] = np.arange(self.length - at)
         return Sequence(inputs, labels, positions, at)
+
+    def record(self, index: int) -> tuple[list[int], list[bool]]:
+        """(tokens, trained mask) of record `index` of this side, in the order of the source."""
+        start, end = int(self.starts[index]), int(self.ends[index])
+        return self.cache.tokens[start:end].tolist(), self.cache.trained[start:end].tolist()
 
     def records(self, index: int) -> list[tuple[list[int], list[bool]]]:
         """(tokens, trained mask) of each record of a sequence."""
@@ -120,7 +127,9 @@ class Divided:
         return chosen / max(1, sum(int((side.ends - side.starts - 1).sum()) for side in sides))
 
 
-def divide(cache: TokenCache, fraction: float, length: int, packing: bool, padding: int) -> Divided:
+def divide(
+    cache: TokenCache, fraction: float, length: int, packing: bool, padding: int, drop: bool = False
+) -> Divided:
     """Split the records of a cache into training and held-out sequences.
 
     Args:
@@ -128,21 +137,23 @@ def divide(cache: TokenCache, fraction: float, length: int, packing: bool, paddi
         length: tokens in a sequence.
         packing: whether several records share a sequence.
         padding: the padding token.
+        drop: drop the records that are longer than a sequence, instead of truncating them.
     """
     records = cache.documents()
     ends = records["end"].astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    kept = records["first"] <= length
     cut = np.minimum(ends, starts + length + 1)
+    kept = cut == ends if drop else records["first"] <= length
     held = held_out(records["hash"][kept], fraction)
 
     def side(chosen: npt.NDArray[np.bool_]) -> Sequences:
         first, last = starts[kept][chosen], cut[kept][chosen]
+        truncated = (cut < ends)[kept][chosen]
         if packing:
             order, offsets = best_fit(last - first - 1, length)
         else:
             order, offsets = np.arange(len(first)), np.arange(len(first) + 1)
-        return Sequences(cache, first, last, order, offsets, length, padding)
+        return Sequences(cache, first, last, truncated, order, offsets, length, padding)
 
     truncated = int((cut < ends)[kept].sum())
     return Divided(side(~held), side(held), truncated, int((~kept).sum()))

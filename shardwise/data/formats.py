@@ -1,30 +1,29 @@
-"""Formats of records: plain text, or a prompt and its completion.
+"""Formats of records: plain text, a prompt and its completion, or a chat.
 
     format     fields                                  becomes
     text       data.text_key                           plain text (see `split`)
-    messages   messages: role and content              turns of a chat
-    sharegpt   conversations: from and value           turns of a chat
-    prompt     prompt, completion                      a prompt and its completion
+    messages   messages: role and content              a chat
+    sharegpt   conversations: from and value           a chat
+    prompt     prompt, completion                      a prompt and its completion, or a chat if both are lists of turns
     alpaca     instruction, output, perhaps input      a prompt of Stanford Alpaca's wording, and its completion
 
 `auto` checks the fields of the source's first record in this order. A record with the text key is text. Every record
-must have this format; the first one that differs ends the run with its position. A chat has an optional system turn,
-then user and assistant turns that alternate, and ends with the assistant. Messages are those of OpenAI's API: an
-assistant's turn may call tools (`tool_calls`, with null as content), whose answers follow as tool turns; content may be
-a list of text parts; a record may list its `tools`. Images and audio are refused.
+must have this format; the first one that differs ends the run with its position.
+
+The turns of a chat are parsed in `turns`. A record may list its `tools`; its `system` is the first turn. The template
+gets those further fields of the record that it reads as variables, and all in `chat_template_kwargs`. Alpaca's `system`
+and `history` (pairs of an instruction and its answer) are those of LLaMA-Factory.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
 
 from shardwise.core.errors import DataError
-from shardwise.data.readers import Record, checked, kind_of
+from shardwise.data.readers import Record
 from shardwise.data.source import Source
+from shardwise.data.turns import Turn, parsed, require_order, require_words, said, text_in, tools_in, turns_of
 from shardwise.recipe.sections import DataSpec
 
 _NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -33,39 +32,47 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
 }
-KEYS = tuple(dict.fromkeys(key for keys in (*_NEEDED.values(), ("input", "tools")) for key in keys))
-"""All fields that some format reads."""
-
-_SHAREGPT = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
-    "assistant": "assistant",
-}  # fmt: skip
-_MESSAGES = {role: role for role in ("system", "user", "assistant", "tool")}
+_CHAT = ("tools", "system", "chat_template_kwargs")
+KEYS: Mapping[str, frozenset[str]] = {
+    "messages": frozenset(("messages", *_CHAT)),
+    "sharegpt": frozenset(("conversations", *_CHAT)),
+    "prompt": frozenset(("prompt", "completion", *_CHAT)),
+    "alpaca": frozenset(("instruction", "input", "output", "system", "history")),
+}
+"""The fields that each format reads itself. A chat template may read further ones."""
 
 _ALPACA = (
     "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the"
-    " request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+    " request."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of a chat; `role` is system, user, assistant or tool. `calls` are the tool calls of an assistant."""
+class Chat:
+    """Turns, the tools that they may call, and the record's other fields, which a template may read as variables."""
 
-    role: str
-    text: str
-    calls: tuple[Mapping[str, Any], ...] = ()
+    turns: tuple[Turn, ...]
+    tools: list[object] | None = None
+    fields: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """A prompt, which may be empty, and its completion, which must not be empty."""
+    """Prompts, which may be empty, each with its completion, which must not be empty; one after the other."""
 
-    prompt: str
-    completion: str
+    pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def prompt(self) -> str:
+        """The text before the last completion."""
+        return "".join("".join(pair) for pair in self.pairs[:-1]) + self.pairs[-1][0]
+
+    @property
+    def completion(self) -> str:
+        return self.pairs[-1][1]
 
 
-Example = Completed | tuple[Turn, ...]
+Example = Completed | Chat
 
 
 def format_of(spec: DataSpec, source: Source) -> str:
@@ -82,6 +89,12 @@ def format_of(spec: DataSpec, source: Source) -> str:
             why="its records are plain text, and data.train_on is completion",
             fix=f"give records of {', '.join(_NEEDED)}, or leave that key out",
         )
+    without = {"cut": (), "drop": ("text",), "split": ("text", "alpaca")}[spec.too_long]
+    if name in without:
+        why = f"its records are {'plain text' if name == 'text' else f'of the format {name}'}"
+        what = f"data.too_long: {spec.too_long} does not apply to this source"
+        fix = "remove that key" + ("" if name == "text" else ", or write drop")
+        raise DataError(what, where=spec.source, why=why, fix=fix)
     return name
 
 
@@ -107,152 +120,75 @@ def example_of(record: Record, name: str) -> Example:
             fix=f"give every record {' and '.join(_NEEDED[name])}, or name its data.format",
         )
     if name == "messages":
-        return _chat(fields["messages"], ("messages", "role", "content"), _MESSAGES, place)
+        return _chat(record, name, turns_of(fields, "messages", ("role", "content"), place))
     if name == "sharegpt":
-        return _chat(fields["conversations"], ("conversations", "from", "value"), _SHAREGPT, place)
+        return _chat(record, name, turns_of(fields, "conversations", ("from", "value"), place))
     if name == "alpaca":
         return _alpaca(fields, place)
-    return Completed(
-        _text(fields["prompt"], "prompt", place), _said(fields["completion"], "completion", place)
-    )
+    if isinstance(fields["prompt"], list) and isinstance(fields["completion"], list):
+        return _conversation(record)
+    prompt, completion = (text_in(fields[key], key, place) for key in ("prompt", "completion"))
+    require_words(completion, "completion", place)
+    return Completed(((prompt, completion),))
 
 
 def _alpaca(fields: Mapping[str, object], place: str) -> Completed:
-    extra = _text(fields.get("input") or "", "input", place)
-    prompt = _ALPACA.format(
-        with_input=", paired with an input that provides further context" if extra else "",
-        instruction=_said(fields["instruction"], "instruction", place),
-        input=f"### Input:\n{extra}\n\n" if extra else "",
+    """Stanford Alpaca's wording; LLaMA-Factory's `system` replaces its first sentences, `history` follows them."""
+    system, extra = (text_in(fields.get(key) or "", key, place) for key in ("system", "input"))
+    history = fields.get("history") or []
+    pairs = history if isinstance(history, list) else [history]
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise DataError(
+            "'history' is not a list of pairs", where=place, fix="write [[instruction, answer], ...]"
+        )
+    with_input = ", paired with an input that provides further context" if extra else ""
+    opening = f"{system or _ALPACA.format(with_input=with_input)}\n\n"
+    texts: list[tuple[str, str]] = []
+    for number, (asked, answer) in enumerate(pairs):
+        name = f"history[{number}]"
+        texts.append(
+            (f"### Instruction:\n{said(asked, name, place)}\n\n### Response:\n", said(answer, name, place))
+        )
+    instruction = said(fields["instruction"], "instruction", place)
+    question = f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{extra}\n\n" if extra else "")
+    texts.append((f"{question}### Response:\n", said(fields["output"], "output", place)))
+    first, *later = texts
+    return Completed(
+        ((opening + first[0], first[1]), *((f"\n\n{prompt}", answer) for prompt, answer in later))
     )
-    return Completed(prompt, _said(fields["output"], "output", place))
 
 
-def _chat(
-    value: object, keys: tuple[str, str, str], roles: Mapping[str, str], place: str
-) -> tuple[Turn, ...]:
-    """Check a list of messages and return its turns."""
-    name, role_key, text_key = keys
-    if not isinstance(value, list) or not value:
-        why = "it is empty" if isinstance(value, list) else f"it is of type {kind_of(value)}"
-        fix = f'write [{{"{role_key}": ..., "{text_key}": ...}}, ...]'
-        raise DataError(f"'{name}' is not a list of turns", where=place, why=why, fix=fix)
-    turns = tuple(
-        _turn(item, (role_key, text_key), roles, f"{name}[{number}]", place)
-        for number, item in enumerate(value)
-    )
-    _check_order(turns, name, place)
-    return turns
+# -- chats
 
 
-def _turn(item: object, keys: tuple[str, str], roles: Mapping[str, str], path: str, place: str) -> Turn:
-    role_key, text_key = keys
-    if not isinstance(item, dict):
-        why, fix = f"it is of type {kind_of(item)}", f'write {{"{role_key}": ..., "{text_key}": ...}}'
-        raise DataError(f"'{path}' is not an object", where=place, why=why, fix=fix)
-    said: dict[str, object] = item
-    calls = _calls(said.get("tool_calls"), f"{path}.tool_calls", place) if text_key == "content" else ()
-    for key in keys[: 1 if calls else 2]:
-        if said.get(key) is None:
-            why = f"the turn has {', '.join(map(str, said)) or 'nothing'}"
-            raise DataError(
-                f"no '{path}.{key}'", where=place, why=why, fix=f"give every turn {' and '.join(keys)}"
-            )
-    role = said[role_key]
-    if not isinstance(role, str) or role not in roles:
-        known = ", ".join(roles)
+def _chat(record: Record, name: str, turns: tuple[Turn, ...]) -> Chat:
+    """A chat with the record's system turn, checked for its order."""
+    fields, place = record.fields, record.place
+    if system := text_in(fields.get("system") or "", "system", place):
+        if turns[0].role in ("system", "developer") and turns[0].text != system:
+            why = "its first turn is another system turn"
+            raise DataError("two system turns", where=f"{place}: system", why=why, fix="keep one of them")
+        if turns[0].role not in ("system", "developer"):
+            turns = (Turn("system", system), *turns)
+    require_order(turns, _NEEDED[name][-1], place)
+    own = KEYS[name]
+    variables = {key: value for key, value in fields.items() if key not in own and value is not None}
+    return Chat(turns, tools_in(fields.get("tools"), place), {**variables, **_variables(fields, place)})
+
+
+def _variables(fields: Mapping[str, object], place: str) -> Mapping[str, object]:
+    """The record's `chat_template_kwargs`."""
+    value = parsed(fields.get("chat_template_kwargs") or {})
+    if not isinstance(value, dict):
         raise DataError(
-            f"unknown role {role!r}", where=f"{place}: {path}.{role_key}", why=f"known are {known}"
+            "'chat_template_kwargs' is not an object", where=place, fix="write {name: value, ...}"
         )
-    needed = _said if roles[role] == "assistant" and not calls else _text
-    content = _joined(said.get(text_key), f"{path}.{text_key}", place)
-    text = "" if calls and content is None else needed(content, f"{path}.{text_key}", place)
-    return Turn(roles[role], text, calls)
+    return value
 
 
-def _joined(content: object, path: str, place: str) -> object:
-    """A list of OpenAI's text parts as one text; other content as it is."""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return content
-    for number, part in enumerate(content):
-        if part.get("type") != "text":
-            what, why = f"'{path}[{number}]' is not text", f"its type is {part.get('type')}"
-            raise DataError(what, where=place, why=why, fix="leave it out; only text can be trained on")
-    return "".join(_text(part.get("text"), f"{path}[{n}].text", place) for n, part in enumerate(content))
-
-
-def _calls(value: object, path: str, place: str) -> tuple[Mapping[str, Any], ...]:
-    """Tool calls as chat templates read them: {"type": "function", "function": {"name": ..., "arguments": {...}}}."""
-    if value is None or value == []:
-        return ()
-    fix = 'write [{"type": "function", "function": {"name": ..., "arguments": {...}}}, ...]'
-    found: list[Mapping[str, Any]] = []
-    for item in value if isinstance(value, list) else [value]:
-        call: Mapping[str, Any] = item if isinstance(item, dict) else {}
-        function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f"'{path}' is not a list of tool calls", where=place, fix=fix)
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):  # as OpenAI's API writes them
-            with suppress(ValueError):
-                arguments = json.loads(arguments)
-        named = {key: call[key] for key in ("id",) if key in call}
-        found.append({**named, "type": "function", "function": {**function, "arguments": arguments}})
-    return tuple(found)
-
-
-def tools_of(record: Record) -> list[object] | None:
-    """The tools that a record of messages offers, as JSON schemas; None if it has none. Raises DataError."""
-    tools = record.fields.get("tools")
-    if isinstance(tools, str):
-        with suppress(ValueError):
-            tools = json.loads(tools)
-    if tools is None or tools == []:
-        return None
-    if not isinstance(tools, list):
-        fix = "write the list of the functions' JSON schemas"
-        raise DataError("'tools' is not a list", where=record.place, fix=fix)
-    return tools
-
-
-_AFTER = {"": "user", "system": "user", "user": "assistant", "assistant": "user", "tool": "assistant"}
-
-
-def _check_order(turns: tuple[Turn, ...], name: str, place: str) -> None:
-    """Require an optional system turn, then alternating user and assistant turns, the assistant last.
-
-    The answers of tools stand between an assistant's calls and its next turn.
-    """
-    before = Turn("", "")
-    for number, turn in enumerate(turns):
-        expected = "tool" if before.calls else _AFTER[before.role]
-        free = turn.role == "system" if number == 0 else turn.role == before.role == "tool"
-        before = turn
-        if turn.role != expected and not free:
-            raise DataError(
-                "roles do not alternate",
-                where=f"{place}: {name}[{number}]",
-                why=f"found {turn.role}, expected {expected}",
-                fix="write an optional system turn, then alternate user and assistant, with tools after their calls",
-            )
-    if turns[-1].role != "assistant":
-        raise DataError(
-            "nothing to complete",
-            where=f"{place}: {name}",
-            why=f"the last turn is {turns[-1].role}, not assistant",
-            fix="end every chat with the assistant's answer",
-        )
-
-
-def _said(value: object, key: str, place: str) -> str:
-    """A text that must not be empty."""
-    text = _text(value, key, place)
-    if not text.strip():
-        raise DataError(
-            f"'{key}' is empty", where=place, why="there is nothing to train on", fix="fill or remove it"
-        )
-    return text
-
-
-def _text(value: object, key: str, place: str) -> str:
-    checked(value, key, place, fix="make it a string")
-    return cast(str, value)
+def _conversation(record: Record) -> Chat:
+    """TRL's conversational prompt and completion: only answers of the completion are trained on."""
+    prompt = turns_of(record.fields, "prompt", ("role", "content"), record.place)
+    before = [replace(turn, trained=False) for turn in prompt]
+    completion = turns_of(record.fields, "completion", ("role", "content"), record.place)
+    return _chat(record, "prompt", (*before, *completion))

@@ -20,6 +20,7 @@ from typing import Any
 from shardwise.core.errors import DataError
 from shardwise.data.readers import Record, TextPiece, checked, missing_key, pieces
 from shardwise.data.source import Place
+from shardwise.data.tables import without_nulls
 
 _PATIENCE = 10.0
 """Seconds that the Hub may take to say whether it has a dataset."""
@@ -185,7 +186,8 @@ def records_of_rows(name: str, rows: Any, keys: Sequence[str]) -> Iterator[Recor
     for batch in rows.select_columns(names).iter(batch_size=_ROWS):
         for values in zip(*(batch[key] for key in names), strict=True):
             number += 1
-            yield Record(dict(zip(names, values, strict=True)), f"{name}: row {number}")
+            fields = dict(zip(names, map(without_nulls, values), strict=True))
+            yield Record(fields, f"{name}: row {number}")
 
 
 def _import(name: str) -> Any:

@@ -46,6 +46,11 @@ class Pairs:
         prompts, completions = self.borders - self.starts, self.ends - self.borders
         return int(((prompts > self.length) | (completions > self.target_length)).sum())
 
+    def cuts(self, index: int) -> bool:
+        """Whether a record's prompt or completion is cut."""
+        prompt, completion = self.borders[index] - self.starts[index], self.ends[index] - self.borders[index]
+        return bool(prompt > self.length or completion > self.target_length)
+
     def prompt(self, index: int) -> Numbers:
         """The encoder's tokens of a record, at most `length`."""
         tokens = self.cache.tokens[self.starts[index] : self.borders[index]].astype(np.int64)
@@ -75,12 +80,21 @@ class Pairs:
         return inputs, mask, labels
 
 
-def divide_pairs(cache: TokenCache, fraction: float, length: int, target_length: int) -> tuple[Pairs, Pairs]:
-    """(training records, held-out records) of a cache that an encoder of pairs wrote; ``fraction`` is held out."""
+def divide_pairs(
+    cache: TokenCache, fraction: float, length: int, target_length: int, drop: bool = False
+) -> tuple[Pairs, Pairs]:
+    """(training records, held-out records) of a cache that an encoder of pairs wrote.
+
+    Args:
+        fraction: the fraction of records to hold out. drop: leave out records of which a part would be cut.
+    """
     records = cache.documents()
     ends = records["end"].astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     borders = starts + records["first"].astype(np.int64)
+    if drop:
+        fits = (borders - starts <= length) & (ends - borders <= target_length)
+        records, starts, borders, ends = records[fits], starts[fits], borders[fits], ends[fits]
     held = held_out(records["hash"], fraction)
     train, other = (
         Pairs(cache, starts[side], borders[side], ends[side], length, target_length) for side in (~held, held)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from shardwise.core.errors import DataError
-from shardwise.data.tables import LARGEST_LIST_BYTES, is_list, rows_of_csv, rows_of_list
+from shardwise.data.tables import LARGEST_LIST_BYTES, is_list, rows_of_csv, rows_of_list, without_nulls
 
 PIECE_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 1 << 28
@@ -339,7 +339,7 @@ class _Rows:
         for batch in self._file.iter_batches(batch_size=256, columns=list(names)):
             for row in range(batch.num_rows):
                 self.number += 1
-                yield {name: batch.column(name)[row].as_py() for name in names}
+                yield {name: without_nulls(batch.column(name)[row].as_py()) for name in names}
 
 
 @contextmanager

@@ -97,3 +97,13 @@ def _after_blanks(text: str, at: int) -> int:
 def _malformed(path: Path, item: int, line: int, why: str) -> DataError:
     fix = "write a list of objects, or one object a line"
     return DataError("malformed JSON list", where=f"{path}:{line}: item {item}", why=why, fix=fix)
+
+
+def without_nulls(value: object) -> object:
+    """A value of arrow without the nulls in its structs.
+
+    Arrow gives all structs of a column the same fields, and those that a record does not have are null.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -5,6 +5,7 @@ It needs no torch, so the command line checks and shows data before torch is loa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,6 +47,15 @@ class Text:
     starts: npt.NDArray[np.int64] | None
     objective: str = "causal"
     chats = False
+
+    @property
+    def samples(self) -> int:
+        """Number of training sequences."""
+        return self.train.sequences
+
+    def note(self, sample: int) -> str:
+        """Nothing: text is concatenated."""
+        return ""
 
     def documents(self, sample: int) -> list[Document]:
         """The documents of a training sequence that attention keeps apart; else all of it as one."""
@@ -90,18 +100,27 @@ class Examples:
 
     @property
     def chats(self) -> bool:
-        """Whether a chat template writes the records' special tokens."""
-        return self.encoder.template is not None
+        """Whether a chat template writes the records."""
+        return self.cache.header.chats
+
+    @property
+    def samples(self) -> int:
+        """Number of training records."""
+        return len(self.train.starts)
 
     def documents(self, sample: int) -> list[Document]:
-        """The records of a training sequence."""
+        """A training record, as long as it is in a sequence."""
+        tokens, trained = self.train.record(sample)
         return [
             [
-                (token, trained and at > 0)
-                for at, (token, trained) in enumerate(zip(tokens, chosen, strict=True))
+                (token, chosen and at > 0)
+                for at, (token, chosen) in enumerate(zip(tokens, trained, strict=True))
             ]
-            for tokens, chosen in self.divided.train.records(sample)
         ]
+
+    def note(self, sample: int) -> str:
+        """What happens to a training record on its way into a sequence."""
+        return "cut at its end" if self.train.cut[sample] else ""
 
     def prompts(self, most: int) -> list[list[int]]:
         """The tokens of the first held-out records up to their first trained token; of training records without any."""
@@ -117,7 +136,11 @@ class Examples:
         """Description of the records."""
         header, divided, name = self.cache.header, self.divided, self.encoder.format
         how = "detected" if spec.format == "auto" else "as data.format says"
-        found = self.encoder.template.way if self.encoder.template and spec.train_on != "all" else ""
+        found = (
+            self.encoder.template.way
+            if self.chats and self.encoder.template and spec.train_on != "all"
+            else ""
+        )
         sides = (divided.train, divided.held_out)
         filled = sum(side.filled * side.sequences for side in sides) / max(
             1, sum(side.sequences for side in sides)
@@ -134,12 +157,40 @@ class Examples:
                 f"padding takes {1 - filled:.0%} of the computation: data.packing=true puts several records into a"
                 " sequence, and attention keeps them apart"
             )
-        if divided.truncated or divided.dropped:
-            said.append(
-                f"too long for a sequence: {divided.truncated:,} records cut at their end,"
-                f" {divided.dropped:,} left out, in which nothing trained on comes so early"
+        return said + list(self._losses(spec))
+
+    def _losses(self, spec: DataSpec) -> Iterator[str]:
+        """Which records and fields are not trained on as they are."""
+        header, divided = self.cache.header, self.divided
+        if divided.truncated:
+            yield (
+                f"too long for a sequence: {divided.truncated:,} records cut, so the model does not see how they end;"
+                " data.too_long=drop leaves them out"
+                + (
+                    ""
+                    if spec.too_long == "split" or not self.chats
+                    else ", split divides chats between exchanges"
+                )
             )
-        return said
+        if divided.dropped:
+            reason = (
+                "data.too_long is drop"
+                if spec.too_long == "drop"
+                else "nothing trained on comes before the cut"
+            )
+            yield f"too long for a sequence: {divided.dropped:,} records dropped; {reason}"
+        if header.divided:
+            yield f"too long for a sequence: {header.divided:,} chats divided between exchanges"
+        if header.untrained:
+            yield f"{header.untrained:,} records dropped: none of their answers is trained on"
+        if header.endless:
+            yield (
+                f"{header.endless:,} trained answers never end: no token that ends a turn follows them in the chat"
+                " template's text, so the model does not learn to stop"
+            )
+        if header.unread:
+            reader = "the chat template" if self.chats else f"the format {self.encoder.format}"
+            yield f"not read by {reader}: {header.unread}"
 
 
 @dataclass(frozen=True)
@@ -172,6 +223,15 @@ class PairExamples:
     held_out: Pairs
     chats = False
 
+    @property
+    def samples(self) -> int:
+        """Number of training records."""
+        return self.train.sequences
+
+    def note(self, sample: int) -> str:
+        """What happens to a training record on its way into a sequence."""
+        return "cut at its end" if self.train.cuts(sample) else ""
+
     def documents(self, sample: int) -> list[Document]:
         """A training record: the prompt, and the completion, which is trained on."""
         sides = (self.train.prompt(sample), False), (self.train.completion(sample), True)
@@ -186,7 +246,14 @@ class PairExamples:
             f" {train.length:,} tokens for the encoder, completions of up to {train.target_length:,} for the decoder",
         ]
         if cut := train.truncated + other.truncated:
-            said.append(f"too long: {cut:,} records with a prompt or a completion cut at its end")
+            said.append(
+                f"too long: {cut:,} records with a prompt or a completion cut at its end; data.too_long=drop leaves"
+                " them out"
+            )
+        if dropped := header.documents - train.sequences - other.sequences:
+            said.append(f"too long: {dropped:,} records dropped; data.too_long is drop")
+        if header.unread:
+            said.append(f"not read by the format {self.encoder.format}: {header.unread}")
         return said
 
 
@@ -275,7 +342,8 @@ def _open_text(cache: TokenCache, spec: DataSpec) -> Text:
 
 def _open_examples(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> Examples:
     padding = encoder.tokenizer.separator
-    divided = divide(cache, spec.held_out, spec.sequence_length, spec.packing, padding)
+    drop = spec.too_long == "drop"
+    divided = divide(cache, spec.held_out, spec.sequence_length, spec.packing, padding, drop)
     if not divided.train.sequences:
         raise DataError(
             "no completion within a sequence",
@@ -288,7 +356,13 @@ def _open_examples(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> Examp
 
 
 def _open_pairs(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> PairExamples:
-    train, held_out = divide_pairs(cache, spec.held_out, spec.sequence_length, spec.decoder_length)
+    drop = spec.too_long == "drop"
+    train, held_out = divide_pairs(cache, spec.held_out, spec.sequence_length, spec.decoder_length, drop)
+    if not train.sequences:
+        why = f"all {cache.header.documents:,} records are longer, and data.too_long is drop"
+        raise DataError(
+            "no record fits into a sequence", where=spec.source, why=why, fix="raise data.sequence_length"
+        )
     return PairExamples(cache, encoder, train, held_out)
 
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,10 @@ import numpy.typing as npt
 import xxhash
 
 from shardwise.core.errors import DataError
-from shardwise.data.chat import ChatTemplate, template_next_to, template_of
+from shardwise.data.chat import ChatTemplate, plain_template
+from shardwise.data.ends import ends_of_model
+from shardwise.data.spans import Span, mask_of
+from shardwise.data.template_files import settings_next_to, special_in, templates_next_to, templates_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -55,7 +59,7 @@ class Tokenizer(ABC):
         begin: the token before every document, or None.
         fingerprint: equal for two tokenizers exactly if they tokenize alike.
         mask: the token that hides another one (masked language models), or None.
-        chat: its own chat template, or None.
+        chat: its chat template, or None.
     """
 
     name: str
@@ -67,6 +71,11 @@ class Tokenizer(ABC):
     chat: ChatTemplate | None = None
 
     @property
+    @abstractmethod
+    def ends(self) -> frozenset[int]:
+        """The tokens after which an answer is over (`ends`)."""
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """The narrowest unsigned integer dtype that holds every token."""
         return np.min_scalar_type(self.vocab - 1)
@@ -74,6 +83,12 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, without `begin` and separator."""
+
+    @abstractmethod
+    def encode_spans(
+        self, texts: Sequence[tuple[str, Sequence[Span]]]
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        """The tokens of each text, and the mask of those that have a character in one of its spans."""
 
     def framed(self, text: str) -> list[int]:
         """The tokens of `text` with the special tokens that the tokenizer itself adds, ending with the separator."""
@@ -93,27 +108,39 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """A token is a byte of UTF-8."""
+    """A token is a byte of UTF-8. U+0000 in a text is the separator."""
 
     name = "bytes"
     vocab = 256
     separator = 0
     fingerprint = "bytes"
 
+    def __init__(self) -> None:
+        self.chat = plain_template(chr(self.separator))
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return frozenset((self.separator,))
+
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`. Raises DataError for a NUL, which separates documents, or a lone surrogate."""
+        """The tokens of `text`. Raises DataError for a lone surrogate."""
         try:
-            data = text.encode("utf-8")
+            return list(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise DataError("text is not Unicode", why=f"character {error.start}: {error.reason}") from None
-        if self.separator in data:
-            raise DataError(
-                "NUL in text",
-                where=f"character {text.index(chr(0))}",
-                why="byte 0x00 separates documents",
-                fix="remove it",
-            )
-        return list(data)
+
+    def encode_spans(
+        self, texts: Sequence[tuple[str, Sequence[Span]]]
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        for text, spans in texts:
+            characters = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
+            lengths = 1 + sum((characters >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
+            ends = np.cumsum(lengths)  # of each character, in bytes
+            places = np.concatenate([[0], ends])
+            trained = np.zeros(places[-1], np.bool_)
+            for start, end in spans:
+                trained[places[start] : places[end]] = True
+            yield self.encode(text), trained.tolist()
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token != self.separator).decode("utf-8", errors="replace")
@@ -127,20 +154,29 @@ class ByteTokenizer(Tokenizer):
 
 
 class BackendTokenizer(Tokenizer):
-    """A `tokenizers.Tokenizer`, its end-of-text token, and the token that begins a document."""
+    """A `tokenizers.Tokenizer`.
+
+    Args:
+        separator: its end-of-text token.
+        templates, special: sources of chat templates by name, and the special tokens that they can write.
+        begin: the token that begins a document, or None.
+        ends: further tokens that end an answer, which the model's files name.
+    """
 
     def __init__(
         self,
         name: str,
         backend: tokenizers.Tokenizer,
         separator: int,
-        chat: ChatTemplate | None = None,
+        templates: Mapping[str, str] | None = None,
+        special: Mapping[str, str] | None = None,
         begin: int | None = None,
+        ends: Sequence[int] = (),
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.name = name
-        self.separator, self.chat, self.begin = separator, chat, begin
+        self.separator, self.begin = separator, begin
         masks = (backend.token_to_id(token) for token in _MASKS)
         self.mask = next((found for found in masks if found is not None), None)
         # Ids may have holes, so the vocabulary size follows from the largest id.
@@ -149,9 +185,29 @@ class BackendTokenizer(Tokenizer):
         first = "" if begin is None else f"{begin} "
         self.fingerprint = xxhash.xxh3_128_hexdigest(f"{first}{separator} {backend.to_str()}".encode())
         self._backend = backend
+        known = {separator, *(token for token in ends if token < self.vocab)}
+        if templates:
+            added = [token.content for token in backend.get_added_tokens_decoder().values()]
+            texts = [backend.id_to_token(token) for token in sorted(known)]
+            self.chat = ChatTemplate(templates, special or {}, added, [text for text in texts if text])
+        self._known_ends = known
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Found by rendering a chat, so only where it is asked for."""
+        text = self.chat.end if self.chat else None
+        token = None if text is None else self._backend.token_to_id(text)
+        return frozenset(self._known_ends if token is None else {*self._known_ends, token})
 
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_spans(
+        self, texts: Sequence[tuple[str, Sequence[Span]]]
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        encodings = self._backend.encode_batch([text for text, _ in texts], add_special_tokens=False)
+        for encoding, (_, spans) in zip(encodings, texts, strict=True):
+            yield encoding.ids, mask_of(spans, encoding.offsets)
 
     def framed(self, text: str) -> list[int]:
         tokens = list(self._backend.encode(text, add_special_tokens=True).ids)
@@ -210,7 +266,9 @@ def _from_file(name: str, path: Path, begin: str) -> Tokenizer:
             fix="give a tokenizer.json as the tokenizers library saves it",
         ) from None
     first = _begin(backend, path) if begin == "auto" else None
-    return BackendTokenizer(name, backend, _separator(backend, path), template_next_to(path), first)
+    templates, special = templates_next_to(path), special_in(settings_next_to(path))
+    ends = ends_of_model(path.parent)
+    return BackendTokenizer(name, backend, _separator(backend, path), templates, special, first, ends)
 
 
 def _begin(backend: tokenizers.Tokenizer, path: Path) -> int | None:
@@ -220,14 +278,10 @@ def _begin(backend: tokenizers.Tokenizer, path: Path) -> int | None:
     """
     if (added := _added_before(backend)) is not None:
         return added
-    settings: Any = {}
-    with suppress(OSError, ValueError):  # missing or malformed
-        settings = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-    if not isinstance(settings, dict) or settings.get("add_bos_token") is not True:
+    settings = settings_next_to(path)
+    if settings.get("add_bos_token") is not True or "bos_token" not in special_in(settings):
         return None
-    token = settings.get("bos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    return backend.token_to_id(token) if isinstance(token, str) else None
+    return backend.token_to_id(special_in(settings)["bos_token"])
 
 
 def _added_before(backend: tokenizers.Tokenizer) -> int | None:
@@ -282,9 +336,20 @@ def _through_transformers(name: str, place: str, begin: str) -> Tokenizer:
             fix="convert it to tokenizer.json" if backend is None else "set its eos_token",
         )
     special = {key: str(value) for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
-    chat = template_of(getattr(loaded, "chat_template", None), special)
+    templates = templates_of(getattr(loaded, "chat_template", None))
     first = _added_before(backend) if begin == "auto" else None
-    return BackendTokenizer(name, backend, int(separator), chat, first)
+    ends = _ends_through_transformers(place)
+    return BackendTokenizer(name, backend, int(separator), templates, special, first, ends)
+
+
+def _ends_through_transformers(place: str) -> Sequence[int]:
+    """The ends of a model in a folder or on the hub; none if it has no such file."""
+    from transformers import GenerationConfig
+
+    with suppress(OSError, ValueError):
+        ends = GenerationConfig.from_pretrained(place).eos_token_id
+        return ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return ()
 
 
 def _not_installed(package: str) -> DataError:

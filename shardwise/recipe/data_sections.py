@@ -1,15 +1,26 @@
 """The `data:` section of a recipe, and the items of its mixture."""
 
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from shardwise.recipe.section import Section, Text, words
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"
 )  # fmt: skip
+
+
+def _written(value: object) -> object:
+    """A date of YAML as text."""
+    return value.isoformat() if isinstance(value, date) else value
+
+
+def _checked(text: str) -> str:
+    date.fromisoformat(text)  # raises ValueError
+    return text
 
 
 class MixtureSpec(Section):
@@ -56,6 +67,11 @@ class DataSpec(Section):
     """sequence packing: put several records into a sequence, with attention masked between them; false pads each
     record to a sequence. Plain text is concatenated either way; true masks attention between its documents"""
 
+    too_long: Literal["cut", "drop", "split"] = "cut"
+    """records longer than a sequence: cut their end, drop them, or split a chat between two exchanges, each part with
+    the system turn"""
+    date: Annotated[str, BeforeValidator(_written), AfterValidator(_checked)] | None = None
+    """date that chat templates write, as 2026-11-28; null is today, and a run keeps the date of its start"""
     stream_window: Annotated[int, Field(ge=1, le=10**12)] | None = None
     """stream the source: tokens of a window, which are made while the window before is trained on, and shuffled
     together. A Hugging Face dataset stays on the hub. Null makes all tokens before the first step"""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.core.errors import DataError, RecipeError, ShardwiseError
-from shardwise.data.chat import ChatTemplate, PlainTemplate
-from shardwise.data.formats import Turn
-from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
+from shardwise.data.chat import ChatTemplate
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.turns import Turn
 from shardwise.serve.requests import Request
 from shardwise.serve.sampling import Sampling
 from shardwise.serve.serving import ServedModel
@@ -75,12 +75,10 @@ class Conversation:
             del self.turns[self._kept : self._kept + 2]
 
 
-def template_of(tokenizer: Tokenizer) -> ChatTemplate | PlainTemplate:
+def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """The template that training rendered chats with. Raises DataError if there is none."""
     if tokenizer.chat is not None:
         return tokenizer.chat
-    if isinstance(tokenizer, ByteTokenizer):
-        return PlainTemplate()
     raise DataError(
         "the tokenizer has no chat template",
         where=tokenizer.name,

@@ -14,7 +14,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from shardwise.data.formats import Turn
+from shardwise.data.formats import Chat
+from shardwise.data.turns import Turn
 from shardwise.serve.chat import template_of
 from shardwise.serve.load import Opened
 from shardwise.serve.requests import Request
@@ -70,10 +71,8 @@ class TaskModel(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         template = template_of(self._opened.tokenizer)
-        turns = [Turn(each["role"], each["content"]) for each in chat_history]
-        if add_generation_prompt:
-            return template.opened(turns, "a task's prompt")
-        return "".join(text or "" for text, _ in template.parts(turns, "a task's prompt"))
+        chat = Chat(tuple(Turn(turn["role"], turn["content"]) for turn in chat_history))
+        return template.text(chat, "a task's prompt", opening=add_generation_prompt)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         return [self._rolling(request.args[0]) for request in requests]

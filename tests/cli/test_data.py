@@ -50,15 +50,18 @@ def test_what_is_trained_on_is_marked(tmp_path: Path, capsys: pytest.CaptureFixt
     assert lines[3:] == ["", "sample 0", "2+2=[[4<end>]]", "", "sample 1", "[b]3+3=[[6<end>]]"]
 
 
-def test_packed_records_each_begin_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_sample_is_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of packed sequences; a record that is cut says so."""
     file = recipe(tmp_path, pair("2+2=", "4"), pair("3+3=", "6" * 80))
     assert run(["data", file, "data.packing=true", "data.sequence_length=70", "data.format=prompt"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "(as data.format says)" in lines[0]
     assert "packed" in lines[1]
-    assert lines[2].startswith("too long for a sequence: 1 records cut at their end, 0 left out")
-    assert f"3+3=[[{'6' * 67}]]" in lines
-    assert "2+2=[[4<end>]]" in lines
+    assert lines[2].startswith(
+        "too long for a sequence: 1 records cut, so the model does not see how they end"
+    )
+    assert lines[lines.index("sample 1, cut at its end") + 1] == f"3+3=[[{'6' * 67}]]"
+    assert lines[lines.index("sample 0") + 1] == "2+2=[[4<end>]]"
 
 
 def test_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.core.errors import DataError
 from shardwise.data import Data
-from shardwise.data.encoding import Encoder, encoded
+from shardwise.data.encoding import Encoder
 from shardwise.data.packing import best_fit
 from shardwise.data.readers import Record
 from shardwise.data.tokenizer import open_tokenizer
@@ -143,19 +143,22 @@ def test_the_tokens_are_those_that_transformers_makes(tmp_path: Path) -> None:
     assert [int(each) for each in trained] == expected["assistant_masks"]
 
 
-def test_a_prompt_keeps_the_tokens_that_it_has_alone(tmp_path: Path) -> None:
-    """Also where the whole text would be cut across the boundary."""
+def test_prompt_and_completion_have_the_tokens_of_the_whole_text(tmp_path: Path) -> None:
+    """A token that crosses the border is trained on: it holds a character of the completion."""
     tokenizer = open_tokenizer(str(tokenizer_folder(tmp_path / "t", None)))
-    prompt, completion = tokenizer.encode("the ans"), tokenizer.encode("wer")
-    assert tokenizer.encode("the answer") != prompt + completion
-    tokens, trained = encoded(tokenizer, [("the ans", False), ("wer", True), (None, True)])
-    assert tokens == [*prompt, *completion, tokenizer.separator]
-    assert trained == [False] * len(prompt) + [True] * (len(completion) + 1)
+    assert tokenizer.encode("the answer") != tokenizer.encode("the ans") + tokenizer.encode("wer")
+    encoder = Encoder(DataSpec(), "prompt", tokenizer)
+    tokens, trained = encoder.encode(Record({"prompt": "the ans", "completion": "wer"}, "here"))
+    assert tokens == [*tokenizer.encode("the answer"), tokenizer.separator]
+    assert (
+        tokenizer.shown([t for t, chosen in zip(tokens, trained, strict=True) if chosen])
+        == " answer<|endoftext|>"
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "says"),
-    [(FORGETTING, "cannot find the assistant's answers"), (SILENT, "cannot find the assistant's answers"),
+    [(FORGETTING, "cannot find the assistant's answer"), (SILENT, "cannot find the assistant's answer"),
      ("{{ raise_exception('no system') }}", "no system"), ("{% for %}", "TemplateSyntaxError"),
      (None, "has no chat template")],
 )  # fmt: skip
@@ -169,7 +172,7 @@ def test_a_template_without_an_assistants_span_is_refused(
         opened(source, tokenizer=str(folder))
     assert says in caught.value.line()
     assert "\n" not in caught.value.line()
-    assert "a.jsonl:" in caught.value.line() or template is None
+    assert "a.jsonl:" in caught.value.line() or "data.tokenizer" in caught.value.line()
 
 
 # ---- formats ----------------------------------------------------------------------------------------------

@@ -6,18 +6,20 @@ import csv
 import gzip
 import json
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.core.errors import DataError, RecipeError
-from shardwise.data.chat import ChatTemplate, PlainTemplate
-from shardwise.data.formats import KEYS, Turn, example_of
+from shardwise.data.chat import ChatTemplate, plain_template
+from shardwise.data.formats import Chat, example_of
 from shardwise.data.readers import Record, read_file, read_records
 from shardwise.data.sources import open_source
 from shardwise.model.hf_source import folder_of
 
+ALPACA = ("instruction", "input", "output")
 ROWS = [{"instruction": f"add {n}", "input": "", "output": f'it, is\n"{n}" é'} for n in range(5)]
 
 
@@ -39,12 +41,12 @@ def write(path: Path, kind: str) -> Path:
 )
 def test_records_are_those_that_were_written(name: str, kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, kind)
-    read = list(read_records(path, KEYS))
+    read = list(read_records(path, ALPACA))
     assert [dict(record.fields) for record in read] == ROWS
     assert len({record.place for record in read}) == 5 and all(str(path) in record.place for record in read)
     packed = tmp_path / f"b.{name.partition('.')[2]}.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert [dict(record.fields) for record in read_records(packed, KEYS)] == ROWS
+    assert [dict(record.fields) for record in read_records(packed, ALPACA)] == ROWS
     texts = b"".join(piece.data for piece in read_file(path, "output"))
     assert texts.decode() == "".join(row["output"] for row in ROWS)
     assert open_source(str(path), "text").fields() == {"instruction", "input", "output"}
@@ -76,9 +78,9 @@ def test_a_malformed_table_is_refused_with_its_place(
 def test_json_files_of_a_folder_are_settings(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", "csv")
     (tmp_path / "config.json").write_text("{}")
-    assert len(list(open_source(str(tmp_path), "output").records(KEYS))) == 5
+    assert len(list(open_source(str(tmp_path), "output").records(ALPACA))) == 5
     write(tmp_path / "b.json", "list")
-    assert len(list(open_source(str(tmp_path / "b*.json"), "output").records(KEYS))) == 5
+    assert len(list(open_source(str(tmp_path / "b*.json"), "output").records(ALPACA))) == 5
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -97,15 +99,13 @@ TEMPLATE = (
 
 
 def test_tool_calls_and_content_parts_reach_the_template() -> None:
-    turns = example_of(Record({"messages": CHAT}, "a.jsonl:1"), "messages")
-    assert isinstance(turns, tuple) and turns[0] == Turn("user", "Compute 1 + 1?")
-    assert turns[1].calls[0]["function"]["arguments"] == {"a": 1}  # templates of today take an object
-    parts = ChatTemplate(TEMPLATE, {}).parts(turns, "a.jsonl:1")
-    assert "".join(text or "" for text, _ in parts) == (
-        "<user>Compute 1 + 1?<assistant>[add 1]</s><tool>2<tool>two<assistant>2</s>"
-    )
-    assert [text for text, trained in parts if trained] == ["[add 1]</s>", "2</s>"]
-    assert any('"add"' in (text or "") for text, trained in PlainTemplate().parts(turns, "") if trained)
+    chat = example_of(Record({"messages": CHAT}, "a.jsonl:1"), "messages")
+    assert isinstance(chat, Chat) and chat.turns[0].text == "Compute 1 + 1?"
+    written = ChatTemplate({"default": TEMPLATE}, {}).written(chat, "a.jsonl:1", date(2026, 1, 2))
+    assert written.text == "<user>Compute 1 + 1?<assistant>[add 1]</s><tool>2<tool>two<assistant>2</s>"
+    assert [written.text[start:end] for start, end in written.trained] == ["[add 1]</s>", "2</s>"]
+    plain = plain_template("\0").written(chat, "", date(2026, 1, 2))
+    assert '"add"' in plain.text[slice(*plain.trained[0])]
 
 
 @pytest.mark.parametrize(

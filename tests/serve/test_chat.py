@@ -11,7 +11,7 @@ import torch
 
 from shardwise.cli.main import run
 from shardwise.data.chat import ChatTemplate
-from shardwise.data.formats import Turn
+from shardwise.data.turns import Turn
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.files.peft import write_adapter
 from shardwise.model.hf import HuggingFaceModel
@@ -91,7 +91,7 @@ def test_the_oldest_exchange_leaves_the_context(served: ServedModel) -> None:
 
 def test_the_opening_is_that_of_transformers() -> None:
     turns = [Turn("user", "Hi"), Turn("assistant", "Yes?"), Turn("user", "Go")]
-    found = ChatTemplate(CHATML, {}).opened(turns, "here")
+    found = ChatTemplate({"default": CHATML}, {}).opened(turns, "here")
     asked: list[dict[str, Any]] = [{"role": turn.role, "content": turn.text} for turn in turns]
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -1,0 +1,230 @@
+"""The turns of a chat, parsed and checked.
+
+Messages are those of OpenAI's API and of transformers' chat templates: an assistant's turn may call tools
+(`tool_calls`, with null as content), whose answers follow as tool turns; content may be a list of text parts. ShareGPT
+and LLaMA-Factory write `from` and `value`. All further keys of a turn (`name`, `tool_call_id`, `reasoning_content`) go
+to the template. Three keys say whether an answer is trained on: `weight` of OpenAI's fine-tuning format (0 or 1),
+`train` of Axolotl and `loss` of ms-swift (true or false). Images and audio are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from shardwise.core.errors import DataError
+from shardwise.data.readers import checked, kind_of
+
+_ROLES = {
+    "system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
+    "gpt": "assistant", "chatgpt": "assistant", "tool": "tool", "function_call": "function_call",
+    "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+"""Names of roles, those of ShareGPT and LLaMA-Factory among them. A function_call is an assistant's turn."""
+
+_TRAINED_KEYS = ("weight", "train", "loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a chat.
+
+    Attributes:
+        role: system, developer, user, assistant or tool.
+        content: a text, or a list of text parts as OpenAI's API writes them.
+        calls: an assistant's tool calls, in OpenAI's form; arguments are an object or its JSON text.
+        trained: whether the loss counts this answer; of turns of an assistant.
+        keys: further keys of the turn, for the template.
+    """
+
+    role: str
+    content: str | list[dict[str, Any]]
+    calls: tuple[Mapping[str, Any], ...] = ()
+    trained: bool = True
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part["text"] for part in self.content)
+
+
+def turns_of(fields: Mapping[str, object], name: str, keys: tuple[str, str], place: str) -> tuple[Turn, ...]:
+    """The turns of a list of messages; `keys` name the role and the content where a turn has neither spelling."""
+    value = fields[name]
+    if not isinstance(value, list) or not value:
+        why = "it is empty" if isinstance(value, list) else f"it is of type {kind_of(value)}"
+        fix = f'write [{{"{keys[0]}": ..., "{keys[1]}": ...}}, ...]'
+        raise DataError(f"'{name}' is not a list of turns", where=place, why=why, fix=fix)
+    return tuple(_turn(item, keys, f"{name}[{number}]", place) for number, item in enumerate(value))
+
+
+def _turn(item: object, keys: tuple[str, str], path: str, place: str) -> Turn:
+    if not isinstance(item, dict):
+        why, fix = f"it is of type {kind_of(item)}", f'write {{"{keys[0]}": ..., "{keys[1]}": ...}}'
+        raise DataError(f"'{path}' is not an object", where=place, why=why, fix=fix)
+    spellings = (keys, ("role", "content"), ("from", "value"))
+    role_key, text_key = next((pair for pair in spellings if item.get(pair[0]) is not None), keys)
+    calls = _calls(item.get("tool_calls"), f"{path}.tool_calls", place)
+    for key in (role_key,) if calls else (role_key, text_key):
+        if item.get(key) is None:
+            why = f"the turn has {', '.join(map(str, item)) or 'nothing'}"
+            fix = f"give every turn {role_key} and {text_key}"
+            raise DataError(f"no '{path}.{key}'", where=place, why=why, fix=fix)
+    name = item[role_key]
+    if not isinstance(name, str) or name not in _ROLES:
+        where, why = f"{place}: {path}.{role_key}", f"known are {', '.join(_ROLES)}"
+        raise DataError(f"unknown role {name!r}", where=where, why=why)
+    role = _ROLES[name]
+    content = _content(item.get(text_key), f"{path}.{text_key}", place, calls)
+    if role == "function_call":
+        role, calls, content = "assistant", _calls(parsed(content), f"{path}.{text_key}", place), ""
+    read = (role_key, text_key, "tool_calls", *_TRAINED_KEYS)
+    more = {key: value for key, value in item.items() if key not in read and value is not None}
+    for key, value in more.items():
+        _check_texts(value, f"{path}.{key}", place)
+    turn = Turn(role, content, calls, _trained(item, path, place), more)
+    if role == "assistant" and not calls:
+        require_words(turn.text, f"{path}.{text_key}", place)
+    return turn
+
+
+def _trained(item: Mapping[str, object], path: str, place: str) -> bool:
+    """Whether a turn's keys let it be trained on."""
+    for key in _TRAINED_KEYS:
+        value = item.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            what, why = f"'{path}.{key}' is {value!r}", "an answer is trained on or it is not"
+            raise DataError(what, where=place, why=why, fix="write 0 or 1")
+        return bool(value)
+    return True
+
+
+def _content(
+    content: object, path: str, place: str, calls: tuple[Mapping[str, Any], ...]
+) -> str | list[dict[str, Any]]:
+    """A text, or OpenAI's text parts, checked."""
+    if content is None and calls:
+        return ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return text_in(content, path, place)
+    for number, part in enumerate(content):
+        if part.get("type") != "text":
+            what, why = f"'{path}[{number}]' is not text", f"its type is {part.get('type')}"
+            raise DataError(what, where=place, why=why, fix="leave it out; only text can be trained on")
+        text_in(part.get("text"), f"{path}[{number}].text", place)
+    return content
+
+
+def _calls(value: object, path: str, place: str) -> tuple[Mapping[str, Any], ...]:
+    """Tool calls as {"type": "function", "function": {"name": ..., "arguments": ...}}, with all their other keys."""
+    if value is None or value == []:
+        return ()
+    fix = 'write [{"type": "function", "function": {"name": ..., "arguments": {...}}}, ...]'
+    calls: list[Mapping[str, Any]] = []
+    for item in value if isinstance(value, list) else [value]:
+        call: Mapping[str, Any] = item if isinstance(item, dict) else {}
+        wrapped = call if "function" in call else {"function": call}
+        function = wrapped["function"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"'{path}' is not a list of tool calls", where=place, fix=fix)
+        _check_texts(call, path, place)
+        kind = {} if "type" in wrapped else {"type": "function"}
+        whole = function if "arguments" in function else {**function, "arguments": {}}
+        calls.append({**kind, **wrapped, "function": whole})  # in the order of the record: templates print it
+    return tuple(calls)
+
+
+def parsed(value: object) -> object:
+    """The JSON value that a text holds; any other value as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+def tools_in(tools: object, place: str) -> list[object] | None:
+    """The tools that a chat offers, as JSON schemas; None if it has none."""
+    tools = parsed(tools)
+    if tools is None or tools == [] or tools == "":
+        return None
+    if not isinstance(tools, list):
+        fix = "write the list of the functions' JSON schemas"
+        raise DataError("'tools' is not a list", where=place, fix=fix)
+    _check_texts(tools, "tools", place)
+    return [parsed(tool) for tool in tools]
+
+
+_AFTER = {"": "user", "system": "user", "developer": "user", "user": "assistant", "assistant": "user",
+          "tool": "assistant"}  # fmt: skip
+
+
+def require_order(turns: Sequence[Turn], name: str, place: str) -> None:
+    """Require an optional system turn, then alternating user and assistant turns, the assistant last.
+
+    The answers of tools stand between an assistant's calls and its next turn.
+    """
+    before = Turn("", "")
+    for number, turn in enumerate(turns):
+        expected = "tool" if before.calls else _AFTER[before.role]
+        opening = ("system", "developer")
+        free = turn.role in opening if number == 0 else turn.role == before.role == "tool"
+        free = free or (number == 1 and before.role == "system" and turn.role == "developer")
+        before = turn
+        if turn.role != expected and not free:
+            raise DataError(
+                "roles do not alternate",
+                where=f"{place}: {name}[{number}]",
+                why=f"found {turn.role}, expected {expected}",
+                fix="write an optional system turn, then alternate user and assistant, with tools after their calls",
+            )
+    if turns[-1].role != "assistant":
+        raise DataError(
+            "nothing to complete",
+            where=f"{place}: {name}",
+            why=f"the last turn is {turns[-1].role}, not assistant",
+            fix="end every chat with the assistant's answer",
+        )
+
+
+def said(value: object, key: str, place: str) -> str:
+    """A text that must not be empty."""
+    text = text_in(value, key, place)
+    require_words(text, key, place)
+    return text
+
+
+def require_words(text: str, key: str, place: str) -> None:
+    if not text.strip():
+        raise DataError(
+            f"'{key}' is empty", where=place, why="there is nothing to train on", fix="fill or remove it"
+        )
+
+
+def text_in(value: object, key: str, place: str) -> str:
+    checked(value, key, place, fix="make it a string")
+    return cast(str, value)
+
+
+def _check_texts(value: object, path: str, place: str) -> None:
+    """Check every text inside a JSON value."""
+    for text in _texts(value):
+        text_in(text, path, place)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from (key, *_texts(item)) if isinstance(key, str) else _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
