@@ -12,7 +12,8 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import date
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -141,6 +142,21 @@ def load_run_recipe(folder: Path) -> Recipe:
     if isinstance(said, dict) and "begin" not in said:
         return recipe.model_copy(update={"data": recipe.data.model_copy(update={"begin": "none"})})
     return recipe
+
+
+def with_date(recipe: Recipe, folder: Path | None = None) -> Recipe:
+    """The recipe with the date that chat templates write: its own, else that of the run in ``folder``, else today.
+
+    So a run has the same tokens when it is resumed on another day, on a machine without its token cache.
+    """
+    if recipe.data.date is not None:
+        return recipe
+    day = None
+    if folder is not None and (folder / RECIPE).exists():
+        with suppress(RecipeError):  # a damaged one is refused where the run is resumed
+            day = load_run_recipe(folder).data.date
+    data = recipe.data.model_copy(update={"date": day or date.today().isoformat()})
+    return recipe.model_copy(update={"data": data})
 
 
 def read_job(folder: Path) -> tuple[Recipe, Plan]:

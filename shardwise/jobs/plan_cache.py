@@ -25,7 +25,7 @@ from shardwise.technique import AXIS_NAMES, SETTINGS
 FOLDER = "plans"
 _READ_BY_NO_PLAN: Mapping[str, Any] = {
     "seed": True,
-    "data": {"source"},
+    "data": {"source", "date"},
     "cluster": {"price_per_device_hour"},
     "callbacks": True,
     "trackers": True,

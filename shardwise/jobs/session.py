@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.checkpoint.checkpoint import restore_or_start
-from shardwise.checkpoint.run_folder import CHECKPOINTS
+from shardwise.checkpoint.run_folder import CHECKPOINTS, with_date
 from shardwise.checkpoint.saver import Saver
 from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Plan
@@ -136,7 +136,7 @@ def open_session(recipe: Recipe, plan: Plan | None = None) -> Iterator[Session]:
         RecipeError: the recipe, the plan, or the number of processes does not fit.
         ResourceError: the plan does not fit the memory.
     """
-    recipe = with_steps(recipe)
+    recipe = with_steps(with_date(recipe))
     if dist.is_initialized():
         if plan is None:
             why = "a dry run has a process group of its own"

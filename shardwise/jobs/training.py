@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.checkpoint.resume_checks import check_start, finished
-from shardwise.checkpoint.run_folder import claim, lacks_page, write_job
+from shardwise.checkpoint.run_folder import claim, lacks_page, load_run_recipe, with_date, write_job
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory, RecipeError
@@ -81,7 +81,9 @@ def _train(
             if not isinstance(error, OutOfMemory):
                 raise
             plan, sentence = plan_after_oom(recipe, cluster, folder, plan)
-        write_job(folder, recipe, plan)
+        write_job(
+            folder, load_run_recipe(folder), plan
+        )  # with the steps and the date that the run began with
         say(sentence)
 
 
@@ -104,6 +106,7 @@ def prepare(
     """
     require_trackers(recipe)
     progress("reading the data")
+    recipe = with_date(recipe, folder)
     found = check_data(recipe)
     asked, recipe = recipe, with_steps(recipe)
     check_start(recipe, folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint.run_folder import scratch, write_job
+from shardwise.checkpoint.run_folder import scratch, with_date, write_job
 from shardwise.core.plan import Plan
 from shardwise.core.progress import Progress, silent
 from shardwise.data import check_data
@@ -40,6 +40,7 @@ def verify(
             then, unless a signal stopped it.
     """
     progress("reading the data")
+    recipe = with_date(recipe)
     check_data(recipe)
     recipe = with_steps(recipe)
     progress("planning")

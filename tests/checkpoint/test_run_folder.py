@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.checkpoint.run_folder import claim, lacks_page, read_job, write_job
+from shardwise.checkpoint.run_folder import claim, lacks_page, read_job, with_date, write_job
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.recipe.load import recipe_of
 from shardwise.report.record import read_run
@@ -38,6 +39,27 @@ def test_a_job_reads_back(tmp_path: Path) -> None:
     recipe = recipe_of({"model": {"preset": "tiny"}, "steps": 1, "batch_size": 4})
     write_job(tmp_path, recipe, small_plan())
     assert read_job(tmp_path) == (recipe, small_plan())
+
+
+def test_a_run_keeps_the_date_of_its_start(tmp_path: Path) -> None:
+    """Chat templates may write it: on another day, and without its token cache, the run has the same tokens."""
+    recipe = recipe_of({"model": {"preset": "tiny"}, "steps": 1, "batch_size": 4})
+    today = date.today().isoformat()
+    assert with_date(recipe, tmp_path).data.date == with_date(recipe).data.date == today
+    begun = recipe_of(
+        {"model": {"preset": "tiny"}, "data": {"date": "2026-02-03"}, "steps": 1, "batch_size": 4}
+    )
+    write_job(tmp_path, begun, small_plan())
+    assert with_date(recipe, tmp_path).data.date == "2026-02-03"
+    asked = recipe_of(
+        {"model": {"preset": "tiny"}, "data": {"date": "2026-02-04"}, "steps": 1, "batch_size": 4}
+    )
+    assert with_date(asked, tmp_path).data.date == "2026-02-04"
+    (tmp_path / "recipe.yaml").write_text("damaged: [")
+    assert with_date(recipe, tmp_path).data.date == today
+    for other in ("2026-13-01", "today"):
+        with pytest.raises(RecipeError, match=r"data\.date"):
+            recipe_of({"model": {"preset": "tiny"}, "data": {"date": other}, "steps": 1, "batch_size": 4})
 
 
 @pytest.mark.parametrize(
