@@ -22,6 +22,8 @@ from shardwise.checkpoint.saved_weights import SavedWeights
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import CheckpointError, DataError, RecipeError
 from shardwise.data import open_tokenizer
+from shardwise.data.ends import GENERATION
+from shardwise.export.ends import with_ends
 from shardwise.export.gguf_file import WrittenFile, write_gguf
 from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.model.blueprint import Blueprint
@@ -102,12 +104,12 @@ def open_run(folder: Path, dtype: str | None = None, base: bool = False) -> Open
     blueprint = blueprint_of(recipe)
     layout, weights = blueprint.hf_folder(), SavedWeights(checkpoint)
     wanted = DTYPES[dtype or precision_of(weights.strategy)]
-    config, extra_files = dict(layout.config), dict[str, ExtraFile]()
+    config, tokenizer = dict(layout.config), open_tokenizer(recipe.data.tokenizer)
+    extra_files: dict[str, ExtraFile] = {path.name: path for path in layout.copied}
     if "eos_token_id" not in config:
-        ends = {"eos_token_id": open_tokenizer(recipe.data.tokenizer).separator}
-        config |= ends
-        extra_files["generation_config.json"] = lambda: json.dumps(ends).encode() + b"\n"
-    extra_files |= {path.name: path for path in layout.copied}
+        end = {"eos_token_id": tokenizer.separator}
+        config |= end
+        extra_files[GENERATION] = lambda: json.dumps(end).encode() + b"\n"
     if recipe.data.tokenizer != "bytes":
         extra_files |= tokenizer_files(recipe.data.tokenizer)
     held = weights.dtypes
@@ -117,6 +119,8 @@ def open_run(folder: Path, dtype: str | None = None, base: bool = False) -> Open
     with torch.device("meta"):
         merged = Merged(blueprint.build(), weights.read, with_adapters=not base)
     contents = Contents(replace(layout, config=config_in(config, wanted)), dtypes, merged.read, extra_files)
+    if blueprint.objective == "causal":
+        contents = with_ends(contents, tokenizer.ends)
     plain = base_of(recipe) if merged.layers or base else blueprint
     return OpenedRun(recipe, blueprint, plain, weights, merged, contents)
 

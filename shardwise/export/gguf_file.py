@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, RecipeError, ResourceError
+from shardwise.export.ends import ends_of
 from shardwise.export.hf_writer import Contents
 from shardwise.model.files.hf_folder import Shape
 
@@ -229,6 +230,14 @@ def _add_tokenizer(writer: Any, contents: Contents, vocab: int) -> str | None:
     for key, add in (("bos_token_id", writer.add_bos_token_id), ("eos_token_id", writer.add_eos_token_id)):
         if isinstance(contents.layout.config.get(key), int):
             add(contents.layout.config[key])
+    eos = contents.layout.config.get("eos_token_id")
+    for end in ends_of(contents):
+        if not isinstance(eos, int):
+            eos = end
+            writer.add_eos_token_id(end)
+        elif end != eos:  # llama.cpp stops at both
+            writer.add_eot_token_id(end)
+            break
     return rule
 
 

@@ -23,6 +23,8 @@ from shardwise.checkpoint.shards import DTYPES as KINDS
 from shardwise.checkpoint.shards import DTYPES_BY_NAME
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import CheckpointError
+from shardwise.data import open_tokenizer
+from shardwise.export.ends import with_ends
 from shardwise.export.export_run import DTYPES, Merge, compared, tokenizer_files
 from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.model.adapted import AdaptedModel
@@ -32,6 +34,7 @@ from shardwise.model.files.safetensors_reader import WeightFiles
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.lora import A, is_adapter, is_targeted, linear_layers
 from shardwise.model.merging import Merged, Unmerged
+from shardwise.recipe.data_sections import brings_tokenizer
 from shardwise.runtime.fingerprint import fingerprint_of_tensors, refuse_other_base
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.quantization.as_parameter import StoredPacking
@@ -129,9 +132,10 @@ def _write(
     config = config_in(layout.config, floats.pop()) if len(floats) == 1 else layout.config
     extra_files: dict[str, ExtraFile] = {path.name: path for path in layout.copied}
     extra_files |= tokenizer_files(pair.base.source, required=False)
-    return write_model(
-        target, Contents(replace(layout, config=config), dtypes, read, {**extra_files, **more})
-    )
+    contents = Contents(replace(layout, config=config), dtypes, read, {**extra_files, **more})
+    if pair.base.objective == "causal" and brings_tokenizer(pair.base.source):
+        contents = with_ends(contents, open_tokenizer(pair.base.source).ends)
+    return write_model(target, contents)
 
 
 def _in(held: Mapping[str, torch.dtype], dtype: str | None) -> dict[str, torch.dtype]:

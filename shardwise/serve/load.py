@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.run_folder import RECIPE
 from shardwise.checkpoint.saved_weights import stream_weights
 from shardwise.core.errors import CheckpointError, DataError, RecipeError
+from shardwise.data.ends import GENERATION, ends_of_model
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.export.export_run import newest_of
 from shardwise.model.blueprint import Blueprint
@@ -41,6 +42,7 @@ class Opened:
 
     Attributes:
         context: the longest sequence that the model reads, in tokens; None for no limit.
+        ends: the tokens after which an answer is over: those of the tokenizer and those of the model's files.
     """
 
     blueprint: Blueprint
@@ -48,6 +50,7 @@ class Opened:
     tokenizer: Tokenizer
     context: int | None
     dtype: torch.dtype
+    ends: frozenset[int]
     own: list[ServedAdapter] = field(default_factory=list)
 
 
@@ -80,7 +83,15 @@ def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: t
     blueprint.restore(model)
     trained = _read_checkpoint(model, checkpoint)
     own = [adapter_of(OWN, str(checkpoint), spec, trained)] if spec is not None else []
-    return Opened(blueprint, model, cuts, recipe.data.sequence_length, dtype, own)
+    ends = cuts.ends.union(() if recipe.model.hf is None else _ends_of(recipe.model.hf))
+    return Opened(blueprint, model, cuts, recipe.data.sequence_length, dtype, ends, own)
+
+
+def _ends_of(source: str) -> tuple[int, ...]:
+    """The ends that the files of a folder or of a hub id name."""
+    from shardwise.model.hf_source import folder_of
+
+    return ends_of_model(folder_of(source, ["config.json", GENERATION]))
 
 
 def _open_folder(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Opened:
@@ -101,7 +112,8 @@ def _open_folder(folder: Path, tokenizer: str | None, dtype: torch.dtype, device
     with torch.no_grad(), without_adapters(model):
         blueprint.fill(model, 0)
     fill_packed(model, blueprint, 0)
-    return Opened(blueprint, model, cuts, blueprint.context, dtype)
+    ends = cuts.ends.union(ends_of_model(folder))
+    return Opened(blueprint, model, cuts, blueprint.context, dtype, ends)
 
 
 def meta_model(blueprint: Blueprint, spec: AdapterSpec | None, dtype: torch.dtype) -> nn.Module:

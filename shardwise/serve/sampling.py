@@ -29,7 +29,7 @@ class Sampling:
         repetition_penalty: positive logits of earlier tokens are divided by it, negative ones multiplied
             (Keskar et al. 2019).
         stop: stop texts; the answer ends before the first of them.
-        past_end: continue after the end-of-text token.
+        past_end: continue after a token that ends an answer.
         seed: seed of the generator.
 
     Raises:

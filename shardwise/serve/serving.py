@@ -30,7 +30,7 @@ from shardwise.serve.sampling import Sampling, choose
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 LENGTH, STOP, END = "length", "stop", "end of text"
-"""Why an answer ended: the token limit, a stop text, or the end-of-text token."""
+"""Why an answer ended: the token limit, a stop text, or a token that ends an answer."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class _Answer:
     def __init__(self, place: int, how: Sampling, adapter: str, ids: list[int], opened: Opened) -> None:
         self.place, self.how, self.adapter = place, how, adapter
         self._ids, self._context = ids, opened.context
-        self._separator = opened.tokenizer.separator
+        self._ends = opened.ends
         self._writer = Writer(opened.tokenizer, ids, how.stop)
         self._begin, self._left = 0, self.how.tokens
         self._generator = torch.Generator().manual_seed(self.how.seed)
@@ -175,7 +175,7 @@ class _Answer:
         token = choose(logits, self._ids, self.how, self._generator)
         self._left -= 1
         self._ids.append(token)
-        if token == self._separator and not self.how.past_end:
+        if token in self._ends and not self.how.past_end:
             return token, Piece(self.place, self._writer.rest(), END)
         text = self._writer.push(token)
         if self._writer.stopped:

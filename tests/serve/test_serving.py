@@ -68,7 +68,7 @@ def loud(model: nn.Module) -> nn.Module:
 def native(family: str = "llama", context: int | None = 64) -> Opened:
     blueprint = NativeModel(FAMILIES[family])
     model = loud(reference_model(blueprint, 0, torch.float32)).requires_grad_(False)
-    return Opened(blueprint, model, ByteTokenizer(), context, torch.float32)
+    return Opened(blueprint, model, ByteTokenizer(), context, torch.float32, ByteTokenizer().ends)
 
 
 def trained(
@@ -261,7 +261,7 @@ def test_texts_of_adapters_are_those_of_the_merged_models(place: Path) -> None:
                 key = (which, piece.request)
                 texts[key] = texts.get(key, "") + piece.text
     for key, model in {(0, 0): models["plain"], (0, 1): native().model, (1, 0): models["dora"]}.items():
-        alone = ServedModel(Opened(opened.blueprint, model, ByteTokenizer(), 64, torch.float32))
+        alone = ServedModel(Opened(opened.blueprint, model, ByteTokenizer(), 64, torch.float32, opened.ends))
         assert [texts[key]] == alone.complete([Request("x" if key == (0, 1) else "def ", sampling=how)])
 
 
