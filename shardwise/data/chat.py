@@ -21,7 +21,6 @@ refused, because the opening of an answer must be the one that the model will se
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from bisect import bisect_left
@@ -196,23 +195,23 @@ class ChatTemplate:
         spans, text = list(rendered.messages[number]), rendered.text
         if not spans:
             return ()
+        befores = _befores(chat.turns, number)
+        openings = [text for before in befores for text in self._openings_of(chat, before, today)]
         start, end = spans[0]
-        openings = itertools.chain(
-            *(self._openings_of(chat, before, today) for before in _befores(chat.turns, number))
-        )
-        same = max(_common(text[start:end], opening) for opening in openings)
-        spans[0] = (start + same, end)
+        spans[0] = (start + max(_opened(text[start:end], opening) for opening in openings), end)
         start, end = spans[-1]
-        if number == len(chat.turns) - 1:
-            end = len(text)
-        elif (
-            not text[start:end].rstrip().endswith(self._ends)
-        ):  # the first token of GLM's next turn ends an answer
-            after = _BLANK.match(text, end)
-            behind = after.end() if after else end
-            end = next((behind + len(token) for token in self._ends if text.startswith(token, behind)), end)
-        spans[-1] = (start, end)
+        spans[-1] = (start, self._end(text, start, end, openings, number == len(chat.turns) - 1))
         return tuple((start, end) for start, end in spans if start < end)
+
+    def _end(self, text: str, start: int, end: int, openings: Sequence[str], last: bool) -> int:
+        """Where an answer ends, whose turn writes the text from `start` to `end`."""
+        if last:  # Phi-3 writes its end after the turns; Command R always opens a next answer there
+            return end if text[end:] in openings else len(text)
+        if text[start:end].rstrip().endswith(self._ends):
+            return end
+        blank = _BLANK.match(text, end)
+        behind = blank.end() if blank else end  # the first token of GLM's next turn ends an answer
+        return next((behind + len(token) for token in self._ends if text.startswith(token, behind)), end)
 
     def _openings_of(self, chat: Chat, window: tuple[Turn, ...], today: date) -> tuple[str, str]:
         """The text that `add_generation_prompt` writes after the turns of a window. It depends on their roles alone.
@@ -296,7 +295,7 @@ def _generated(rendered: Rendered, number: int) -> tuple[Span, ...]:
 def _require_answer(text: str, spans: Sequence[Span], turn: Turn, place: str) -> None:
     """The spans hold the last words of an answer, and the names of its calls."""
     written = "".join(text[start:end] for start, end in spans)
-    if not written.strip():
+    if not written.strip() and (turn.text or turn.calls):
         raise _lost(place, "the template writes no text for it")
     last = _WORD.findall(turn.text.strip()[-200:])[-1:] or [turn.text.strip()]
     if last[0] not in written:
@@ -369,6 +368,15 @@ def _befores(turns: Sequence[Turn], number: int) -> list[tuple[Turn, ...]]:
     if first == number or first == 0:
         return [asked]
     return [asked, (*asked, *turns[first - 1 : number])]
+
+
+def _opened(answer: str, opening: str) -> int:
+    """Length of the opening at the start of an answer's text, up to the first difference and with other blanks."""
+    if not opening.strip():
+        return _common(answer, opening)
+    blanks = len(answer) - len(answer.lstrip())
+    same = _common(answer[blanks:], opening.lstrip())
+    return blanks + same if same else _common(answer, opening)
 
 
 def _common(a: str, b: str) -> int:

@@ -32,7 +32,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
 }
-_CHAT = ("tools", "system", "chat_template_kwargs")
+_CHAT = ("tools", "functions", "system", "chat_template_kwargs")
 KEYS: Mapping[str, frozenset[str]] = {
     "messages": frozenset(("messages", *_CHAT)),
     "sharegpt": frozenset(("conversations", *_CHAT)),
@@ -173,7 +173,10 @@ def _chat(record: Record, name: str, turns: tuple[Turn, ...]) -> Chat:
     require_order(turns, _NEEDED[name][-1], place)
     own = KEYS[name]
     variables = {key: value for key, value in fields.items() if key not in own and value is not None}
-    return Chat(turns, tools_in(fields.get("tools"), place), {**variables, **_variables(fields, place)})
+    tools = tools_in(fields.get("tools"), place)
+    if tools is None and (functions := tools_in(fields.get("functions"), place)):  # OpenAI's API before tools
+        tools = [{"type": "function", "function": function} for function in functions]
+    return Chat(turns, tools, {**variables, **_variables(fields, place)})
 
 
 def _variables(fields: Mapping[str, object], place: str) -> Mapping[str, object]:

@@ -131,7 +131,7 @@ class _Marks:
 
     def __init__(self, messages: Sequence[Message], plane: int) -> None:
         self._numbers = {id(message): number for number, message in enumerate(messages)}
-        self._plane = plane
+        self._messages, self._plane = messages, plane
         self._open: list[tuple[int, int]] = []  # (loop, message) of each open loop that writes messages
         self._over_messages: set[int] = set()
 
@@ -155,6 +155,10 @@ class _Marks:
             return ""
         if self._open and self._open[-1][0] == loop:
             self._open.pop()
+        # A loop inside the pass of another message may write the outputs of tools (Gemma 4). It writes no answers:
+        # Command R counts the calls of all messages there.
+        if self._open and self._messages[number].get("role") == "assistant":
+            return chr(self._plane + self._open[-1][1])
         self._open.append((loop, number))
         return chr(self._plane + number)
 

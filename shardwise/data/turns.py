@@ -1,10 +1,11 @@
 """The turns of a chat, parsed and checked.
 
 Messages are those of OpenAI's API and of transformers' chat templates: an assistant's turn may call tools
-(`tool_calls`, with null as content), whose answers follow as tool turns; content may be a list of text parts. ShareGPT
-and LLaMA-Factory write `from` and `value`. All further keys of a turn (`name`, `tool_call_id`, `reasoning_content`) go
-to the template. Three keys say whether an answer is trained on: `weight` of OpenAI's fine-tuning format (0 or 1),
-`train` of Axolotl and `loss` of ms-swift (true or false). Images and audio are refused.
+(`tool_calls`, with null as content), whose answers follow as tool turns; content may be a list of text parts.
+`function_call` and the role `function` are those of OpenAI's API before tools. ShareGPT and LLaMA-Factory write `from`
+and `value`. All further keys of a turn (`name`, `tool_call_id`, `reasoning_content`) go to the template. Three keys say
+whether an answer is trained on: `weight` of OpenAI's fine-tuning format (0 or 1), `train` of Axolotl and `loss` of
+ms-swift (true or false). Images and audio are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shardwise.data.readers import checked, kind_of
 _ROLES = {
     "system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
     "gpt": "assistant", "chatgpt": "assistant", "tool": "tool", "function_call": "function_call",
-    "observation": "tool", "function_response": "tool",
+    "observation": "tool", "function_response": "tool", "function": "tool",
 }  # fmt: skip
 """Names of roles, those of ShareGPT and LLaMA-Factory among them. A function_call is an assistant's turn."""
 
@@ -56,7 +57,7 @@ class Turn:
 
 def turns_of(fields: Mapping[str, object], name: str, keys: tuple[str, str], place: str) -> tuple[Turn, ...]:
     """The turns of a list of messages; `keys` name the role and the content where a turn has neither spelling."""
-    value = fields[name]
+    value = parsed(fields[name])
     if not isinstance(value, list) or not value:
         why = "it is empty" if isinstance(value, list) else f"it is of type {kind_of(value)}"
         fix = f'write [{{"{keys[0]}": ..., "{keys[1]}": ...}}, ...]'
@@ -71,6 +72,7 @@ def _turn(item: object, keys: tuple[str, str], path: str, place: str) -> Turn:
     spellings = (keys, ("role", "content"), ("from", "value"))
     role_key, text_key = next((pair for pair in spellings if item.get(pair[0]) is not None), keys)
     calls = _calls(item.get("tool_calls"), f"{path}.tool_calls", place)
+    calls = calls or _calls(item.get("function_call"), f"{path}.function_call", place)
     for key in (role_key,) if calls else (role_key, text_key):
         if item.get(key) is None:
             why = f"the turn has {', '.join(map(str, item)) or 'nothing'}"
@@ -84,12 +86,12 @@ def _turn(item: object, keys: tuple[str, str], path: str, place: str) -> Turn:
     content = _content(item.get(text_key), f"{path}.{text_key}", place, calls)
     if role == "function_call":
         role, calls, content = "assistant", _calls(parsed(content), f"{path}.{text_key}", place), ""
-    read = (role_key, text_key, "tool_calls", *_TRAINED_KEYS)
+    read = (role_key, text_key, "tool_calls", "function_call", *_TRAINED_KEYS)
     more = {key: value for key, value in item.items() if key not in read and value is not None}
     for key, value in more.items():
         _check_texts(value, f"{path}.{key}", place)
     turn = Turn(role, content, calls, _trained(item, path, place), more)
-    if role == "assistant" and not calls:
+    if role == "assistant" and turn.trained and not calls:
         require_words(turn.text, f"{path}.{text_key}", place)
     return turn
 

@@ -136,5 +136,24 @@ RESPONSES_INSIDE = """\
 {%- if add_generation_prompt %}{{ '<turn>assistant\n' }}{% endif %}"""
 """Gemma 4: the pass of an assistant's turn writes the answers of its tools too."""
 
+COUNTING = """\
+{%- macro number(id) %}{% set n = namespace(calls=0) %}{% for m in messages %}{% for call in m.tool_calls or [] %}
+{%- if call.id == id %}{{ n.calls }}{% endif %}{% set n.calls = n.calls + 1 %}{% endfor %}{% endfor %}{% endmacro %}
+{%- for m in messages %}
+    {{- '<|turn|>' + m.role + '<|text|>' + (number(m.tool_call_id) if m.role == 'tool' else '') + m.content }}
+    {%- for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}
+    {{- '<|end|>' }}
+{%- endfor %}<|turn|>assistant<|text|>"""
+"""Command R: a macro that loops over all turns, and the opening of a next answer in every rendering."""
+
+INDENTED = """\
+{% for m in messages %}
+    {{ '### ' + m.role + ':\n' + m.content }}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '### assistant:\n' }}
+{% endif %}"""
+"""Templates with the blanks of their source: before an answer other ones than in use."""
+
 DATED = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + CHATML
 """Llama 3.1 and gpt-oss: the date of today."""

@@ -121,6 +121,12 @@ KINDS: list[tuple[str, Messages, list[str]]] = [
     (templates.INSTRUCTIONS, [{"role": "system", "content": "Short."}, *TWO], [" B1. </s>", " B2. </s>"]),
     (templates.BY_INDEX, TWO, ["B1.</s>", "B2.</s>"]),
     (templates.IN_THE_LOOP, TWO, ["B1.</s>\n", "B2.</s>\n"]),
+    (
+        templates.COUNTING,
+        [*TOOL_CHAT[:3], ANSWER],
+        ['add{"a": 2}<|end|>', "B1.<|end|>"],
+    ),
+    (templates.INDENTED, TWO, ["B1.\n", "B2.\n"]),
     (templates.NO_END, TWO, ["\nB1.", "\nB2."]),
 ]
 
@@ -290,6 +296,18 @@ def test_turns_of_sharegpt_call_tools_as_llama_factory_writes_them(tmp_path: Pat
     assert encoded(folder, record, "sharegpt") == encoded(folder, {"messages": [USER, CALLS, OUTPUT, ANSWER]})
 
 
+def test_function_calls_of_openais_api_before_tools(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "t", "{{ tools | tojson if tools else '' }}" + templates.THINKING)
+    old = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 2}'}}
+    record = {
+        "messages": json.dumps([USER, old, {"role": "function", "name": "add", "content": "four"}, ANSWER]),
+        "functions": [TOOLS[0]["function"]],
+    }
+    assert encoded(folder, record) == encoded(
+        folder, {"messages": [USER, CALLS, OUTPUT, ANSWER], "tools": TOOLS}
+    )
+
+
 def test_alpaca_with_system_and_history(tmp_path: Path) -> None:
     """The wording of LLaMA-Factory's template alpaca, which trains on the answers of the history too."""
     record = {
@@ -328,7 +346,7 @@ def test_what_the_template_does_not_read_is_named_once(tmp_path: Path, opened: O
     assert sentence == "not read by the chat template: id, source, turn.name, turn.reasoning_content"
 
 
-# ---- what must not vanish -----------------------------------------------------------------------------------
+# ---- chats that lose something -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
