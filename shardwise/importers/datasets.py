@@ -1,64 +1,126 @@
-"""Data sets of other trainers as the source of a recipe."""
+"""Data sets of other trainers as the source, or the mixture of sources, of a recipe."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from shardwise.importers.dataset_info import names_of, registered
 from shardwise.importers.draft import Draft
+
+_FIELDS = {"field": "messages", "role": "role", "content": "content"}
+_CHAT_FIELDS = "fields of a chat are messages with role and content, or conversations with from and value"
+_FORMATS = "formats are text, prompt, messages, sharegpt and alpaca"
+_TYPES = {
+    "alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text",
+}  # fmt: skip
+_WEIGHTS = "data sets are concatenated there; here a mixture has weights, all 1: give data.mixture"
 
 
 def datasets(draft: Draft) -> None:
-    """Set the data of the recipe."""
+    """Set the data of the recipe, and further validation sets."""
     facts = draft.facts
     if (config := facts.get("dataset_config")) and "data.source" in draft.values:
         draft.put("data.source", f"{draft.values['data.source']}:{config}", "dataset_config")
     if "litgpt_data" in facts:
         _litgpt_data(draft)
-    if not (paths := facts.get("dataset:path")):
-        return
-    for key in (key for name in draft.keys if name.startswith("dataset:") for key in draft.keys[name]):
-        if f"[{min(paths)}]" not in key:
-            draft.lost[key] = "a recipe has one source: put all files into one folder"
-    listed = {name.partition(":")[2]: found for name, found in facts.items() if name.startswith("dataset:")}
-    first = {kind: found.get(min(paths)) for kind, found in listed.items()}
-    draft.put(
-        "data.source", _source(first), *(f"dataset:{kind}" for kind in ("path", "files", "config", "split"))
-    )
-    _format(draft, first)
+    if facts.get("completion_only"):
+        draft.put("data.train_on", "completion", "completion_only")
+    if facts.get("text_stage"):
+        draft.put("data.format", "text", "text_stage")
+    elif facts.get("packing") or facts.get("packing:neat"):
+        draft.put("data.packing", True, "packing", "packing:neat")
+        if not facts.get("packing:neat"):
+            draft.notes["data.packing"] = "records do not see each other, as with neat_packing"
+    listed: dict[int, dict[str, Any]] = {}
+    for name in [name for name in facts if name.startswith("dataset:")]:
+        _, item, kind = name.split(":")
+        listed.setdefault(int(item), {})[kind] = facts[name]
+    if "source_path" in facts:  # of torchtitan, instead of the data set's own
+        draft.put("data.source", facts["source_path"], "source_path")
+    elif listed:
+        items = sorted(item for item in listed if listed[item].get("path"))
+        _sources(draft, {item: _listed(draft, item, listed[item]) for item in items})
+    if "datasets" in facts:
+        _registered(draft)
+    if facts.get("eval_strategy") == "steps" and "validation_set" in facts:
+        source, fact = facts["validation_set"], "validation_set"
+        if "validation_path" in facts:
+            source, fact = facts["validation_path"], "validation_path"
+        draft.put("evaluation.sets", {"validation": source}, fact)
+    if chosen := facts.get("validation"):
+        known = {_identifier(name): registered(draft, name) for name in names_of(chosen)}
+        if sets := {name: values["source"] for name, (values, _) in known.items() if values}:
+            draft.put("evaluation.sets", sets, "validation")
+        if lost := [reason for _, reason in known.values() if reason]:
+            draft.lose("validation", "; ".join(dict.fromkeys(lost)))
 
 
-def _source(asked: Mapping[str, Any]) -> str:
-    """A data set of Axolotl as ``data.source``."""
-    if files := asked.get("files"):
-        return str(files[0] if isinstance(files, list) else files)
-    config, split = asked.get("config"), asked.get("split")
+def _identifier(source: str) -> str:
+    """A name for a validation set."""
+    return re.sub(r"\W+", "_", Path(source).stem).strip("_") or "validation"
+
+
+def _sources(draft: Draft, sources: Mapping[int, tuple[dict[str, Any], list[str]]]) -> None:
+    """One source, or a mixture of several; each with the facts that it is from."""
+    if len(sources) == 1:
+        ((values, names),) = sources.values()
+        for key, value in values.items():
+            if key != "weight":
+                draft.put(f"data.{key}", value, *names)
+    elif sources:
+        names = [name for _, own in sources.values() for name in own]
+        draft.put("data.mixture", [values for values, _ in sources.values()], *names)
+        if not any("weight" in values for values, _ in sources.values()):
+            draft.notes["data.mixture"] = _WEIGHTS
+
+
+def _listed(draft: Draft, item: int, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A data set of Axolotl's list as a source, with the facts that it is from."""
+    config, split, files = asked.get("config"), asked.get("split"), asked.get("files")
     name = str(asked["path"]) + (f":{config}" if config else "")
-    return name + (f"#{split}" if split not in (None, "train") else "")
-
-
-_FORMATS = {
-    "alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text",
-}  # fmt: skip
-_CHAT_FIELDS = "fields of a chat are messages with role and content, or conversations with from and value"
-
-
-def _format(draft: Draft, asked: Mapping[str, Any]) -> None:
-    """The format of records from the type of a data set, and from its fields for chats."""
+    source = name + (f"#{split}" if split not in (None, "train") else "")
+    if files:
+        source = str(files[0] if isinstance(files, list) else files)
+        if isinstance(files, list) and len(files) > 1:
+            draft.lose(
+                f"dataset:{item}:files", "a source is one file, folder or glob; only the first is read"
+            )
+    names = [f"dataset:{item}:{kind}" for kind in asked]
+    values = {"source": source} | {key: asked[key] for key in ("text_key", "weight") if asked.get(key)}
     kind = re.split(r"[:.]", str(asked.get("type") or "none").lower())[0]
-    form = _FORMATS.get(kind)
-    usual = {"field": "messages", "role": "role", "content": "content"}
-    fields = tuple(asked.get(name) or value for name, value in usual.items())
+    form = _TYPES.get(kind)
+    fields = tuple(asked.get(name) or value for name, value in _FIELDS.items())
     if form == "messages" and fields == ("conversations", "from", "value"):
         form = "sharegpt"
     elif form == "messages" and fields != ("messages", "role", "content"):
-        for name in ("field", "role", "content"):
-            draft.lose(f"dataset:{name}", _CHAT_FIELDS)
+        for field in _FIELDS:
+            draft.lose(f"dataset:{item}:{field}", _CHAT_FIELDS)
     if form is not None:
-        draft.put("data.format", form, *(f"dataset:{name}" for name in ("type", "field", "role", "content")))
+        values["format"] = form
     elif kind != "none":
-        draft.lose("dataset:type", "formats are text, prompt, messages, sharegpt and alpaca")
+        draft.lose(f"dataset:{item}:type", _FORMATS)
+    return values, names
+
+
+def _registered(draft: Draft) -> None:
+    """Data sets of LLaMA-Factory, by their names in dataset_info.json."""
+    named = names_of(draft.facts["datasets"])
+    weights = draft.facts.get("dataset_weights")
+    shares = [float(share) for share in names_of(weights)] if weights else [0.0] * len(named)
+    sources, lost = {}, list[str]()
+    for item, (name, share) in enumerate(zip(named, shares, strict=False)):
+        values, reason = registered(draft, name)
+        lost += [reason] * bool(reason)
+        if values:
+            whole = values | ({"weight": share} if share else {})
+            whole |= {"format": "text"} if draft.facts.get("text_stage") else {}
+            sources[item] = whole, ["datasets", "dataset_folder", *["dataset_weights"] * bool(share)]
+    _sources(draft, sources)
+    if lost:
+        draft.lose("datasets", "; ".join(dict.fromkeys(lost)))
 
 
 _LITGPT = {
@@ -73,10 +135,8 @@ def _litgpt_data(draft: Draft) -> None:
     if name in ("json", "textfiles", "litdata"):
         if "data.source" not in draft.values:
             draft.lose("litgpt_data", "it has no path to its data")
-        elif name == "textfiles":
-            draft.put("data.format", "text", "litgpt_data")
         else:
-            draft.put("data.format", "auto", "litgpt_data")
+            draft.put("data.format", "text" if name == "textfiles" else "auto", "litgpt_data")
     elif name in _LITGPT:
         source, form = _LITGPT[name]
         draft.put("data.source", source, "litgpt_data")

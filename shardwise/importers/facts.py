@@ -1,7 +1,7 @@
-"""Facts of another trainer that only together say a value of the recipe: batch sizes, devices, precision, offload.
+"""Facts of other trainers that only together say a value of the recipe: precision, optimizer, adapter, length, pauses.
 
 Each function takes the facts that were collected under the ``@names`` of the tables, and sets keys of the draft. The
-source of a value, the other file's keys, goes along for the table and for the comments of the recipe.
+source of a value, the other file's keys, goes along for the list of keys and for the comments of the recipe.
 """
 
 from __future__ import annotations
@@ -9,11 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, get_args
 
 from shardwise.core.errors import RecipeError
+from shardwise.importers.batches import batch, devices
 from shardwise.importers.datasets import datasets
 from shardwise.importers.draft import ASSUMED, Draft
 from shardwise.recipe.presets import PRESETS
+from shardwise.recipe.section import TrackerName
+from shardwise.recipe.sections import OptimizerSpec
 
 
 def combine(draft: Draft) -> None:
@@ -26,35 +31,75 @@ def combine(draft: Draft) -> None:
 
 
 def _model(draft: Draft) -> None:
-    model = draft.facts.get("model")
-    if model is None:
+    """The model: a preset, or a folder or id with weights; of torchtitan a flavor, with weights where it loads some."""
+    facts = draft.facts
+    if "flavor" in facts and "model" not in facts:
+        _flavor(draft)
+    tokenizer = facts.get("tokenizer") or facts.get("assets")
+    if str(tokenizer).endswith(".model"):
+        draft.lose("tokenizer", "a tokenizer is a folder with tokenizer.json: give data.tokenizer")
+    elif tokenizer:
+        draft.put("data.tokenizer", tokenizer, "tokenizer" if facts.get("tokenizer") else "assets")
+    if (model := facts.get("model")) is None:
         return
     name = str(model)
-    preset = name if name in PRESETS else None
-    draft.put(*(("model.preset", preset) if preset else ("model.hf", name)), "model")
+    draft.put("model.preset" if name in PRESETS else "model.hf", name, "model")
+    if facts.get("from_scratch") and name in PRESETS:
+        draft.put("model.preset", name, "from_scratch")
+    elif facts.get("from_scratch"):
+        draft.lose("from_scratch", "model.hf loads the weights; a preset (--model) starts from random ones")
 
 
-_PRECISIONS = {
-    "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16", "32-true": "fp32", "no": "fp32",
-    "false": "fp32",
-}  # fmt: skip
+def _flavor(draft: Draft) -> None:
+    facts = draft.facts
+    source = next((name for name in ("weights", "assets") if facts.get(name)), "")
+    if facts.get("loads_weights") and source:
+        draft.put("model.hf", str(facts[source]), source, "loads_weights", "family", "flavor")
+        return
+    draft.lose("weights", "torchtitan's own checkpoints are not loaded: save one with last_save_in_hf")
+    name = f"{facts.get('family', 'llama3')} {facts['flavor']}".lower()
+    chosen = facts["flavors"].get(name)
+    if chosen is None:
+        for fact in ("family", "flavor"):
+            draft.lose(fact, f"there is no preset of {name}; give --model")
+        return
+    for target, value in chosen.items():
+        draft.put(target, value, "family", "flavor")
 
 
 def _precision(draft: Draft) -> None:
+    """The one that is on; contradictory ones are refused. Where all that is said is ``auto``, bf16 is assumed."""
     facts = draft.facts
-    chosen = facts.get("precision")
-    if chosen is not None:
-        word = str(chosen).lower()
-        draft.put("strategy.precision", _PRECISIONS.get(word, word), "precision")
-        if word in ("bf16-true", "16-true") and "enables:adapter" not in facts:
-            draft.put("strategy.master_weights", word != "bf16-true", "precision")
-    for name in ("fp16", "bf16", "fp8"):
-        on = facts.get(name)
-        on = on if isinstance(on, bool) else str(on).lower() in ("true", "auto", "full")
-        if on:
-            draft.put("strategy.precision", name, name)
-    if chosen is None and "strategy.precision" not in draft.values and {"fp16", "bf16"} & facts.keys():
-        draft.put("strategy.precision", "fp32", "fp16", "bf16")
+    converters = re.findall(r"[\w.]+", str(facts.get("converters", "")))
+    if linear := [name for name in converters if name.endswith("float8") and "grouped" not in name]:
+        draft.take("@fp8", True, *draft.keys["converters"])
+    if len(linear) < len(converters):
+        draft.lose("converters", "of the converters, float8 of linear layers is precision: fp8")
+    names = [name for name in ("fp8", "bf16", "fp16", "fp64") if _on(facts.get(name))]
+    said = [name for name in names if draft.is_said(name)] or names
+    if (pure := facts.get("pure")) and not set(said) - {pure}:  # weights in 16 bits, too
+        draft.take(f"@{pure}", True, *draft.keys.get(pure, []), *draft.keys["pure"])
+        said, facts["bf16_weights"], draft.keys["bf16_weights"] = [pure], True, draft.keys["pure"]
+    if len(said) > 1 and "fp8" not in said:  # fp8 is on top of bf16
+        why = f"{draft.shown(*said)} cannot both be on"
+        raise RecipeError("two precisions", where="/".join(draft.keys[said[0]]), why=why, fix="turn one off")
+    if said:
+        draft.put("strategy.precision", said[0], said[0])
+        if said[0] == "fp8" and "fp8_scaling" in facts:
+            draft.put("strategy.fp8_scaling", facts["fp8_scaling"], "fp8_scaling")
+        if facts.get("bf16_weights") and said[0] == "bf16" and not facts.get("enables:adapter"):
+            draft.put("strategy.master_weights", False, "bf16_weights")
+    elif draft.is_said("no_mixed_precision"):
+        draft.put("strategy.precision", "fp32", "no_mixed_precision")
+    elif any(name in draft.autos and name not in facts for name in ("bf16", "fp16")):
+        other = draft.is_said("bf16") and "fp16" not in facts
+        draft.assume("strategy.precision", "fp16" if other else "bf16")
+    elif {"fp16", "bf16", "no_mixed_precision"} & facts.keys():
+        draft.put("strategy.precision", "fp32", "fp16", "bf16", "no_mixed_precision")
+
+
+def _on(value: object) -> bool:
+    return value is True or str(value).lower() in ("true", "full")
 
 
 def _loss_scale(draft: Draft) -> None:
@@ -80,66 +125,75 @@ _ADAMW_8BIT = re.compile(r"(paged_)?adamw_?(bnb_|torch_)?8bit|ao_adamw_8bit")
 
 def _optimizer(draft: Draft) -> None:
     facts = draft.facts
-    if (chosen := facts.get("optimizer")) is not None:
+    fact = "own_optimizer" if "own_optimizer" in facts else "optimizer"
+    if (chosen := facts.get(fact)) is not None:
         name = str(chosen).rpartition(".")[2].lower()
+        own = get_args(OptimizerSpec.model_fields["name"].annotation)
         if _ADAMW_8BIT.fullmatch(name):
-            draft.put("optimizer.name", "adamw_8bit", "optimizer")
+            draft.put("optimizer.name", "adamw_8bit", fact)
         elif _ADAMW.fullmatch(name):
-            draft.put("optimizer.name", "adamw", "optimizer")
-        elif name == "sgd":
-            draft.put("optimizer.name", "sgd", "optimizer")
+            draft.put("optimizer.name", "adamw", fact)
+        elif name in own:
+            draft.put("optimizer.name", name, fact)
         else:
-            draft.lose("optimizer", f"there is no {name}; adamw is used")
+            draft.lose(fact, f"there is no {name}; adamw is used. There are {', '.join(own)}")
     if "beta1" in facts and "beta2" in facts and draft.values.get("optimizer.name") != "sgd":
         draft.put("optimizer.betas", [facts["beta1"], facts["beta2"]], "beta1", "beta2")
     if (norm := draft.number("clip_norm")) is not None:
         draft.put("optimizer.clip_norm", float(norm) or None, "clip_norm")
 
 
-_SHARDING = {
-    "full_shard": (3, False), "shard_grad_op": (2, False), "no_shard": (0, False), "hybrid_shard": (3, True),
-    "hybrid_shard_zero2": (2, True), "1": (3, False), "2": (2, False), "3": (0, False), "4": (3, True), "5": (2, True),
-    "true": (3, False), "false": (2, False),
-}  # fmt: skip
-"""ZeRO stage, and whether shards are kept within a node, by FSDP's names."""
+def _checkpointing(draft: Draft) -> None:
+    """Activation checkpointing, where no key has set it: off, or by DeepSpeed's own."""
+    key = "strategy.activation_checkpointing"
+    if "no_checkpointing" in draft.facts and key not in draft.values:
+        draft.put(key, "none", "no_checkpointing")
+    if draft.facts.get("deepspeed_checkpointing") and key in draft.values:
+        why = "only DeepSpeed's own checkpointing API reads it; another key decides"
+        draft.lose("deepspeed_checkpointing", why)
+    elif draft.facts.get("deepspeed_checkpointing"):
+        draft.put(key, "full", "deepspeed_checkpointing")
+        draft.put("strategy.offload", "activations", "deepspeed_checkpointing")
+    mode, option = draft.facts.get("selective"), str(draft.facts.get("selective_option", "op"))
+    if mode and option.isdigit() and int(option) > 1:
+        draft.put(key, f"every:{option}", "selective", "selective_option")
+    elif mode:
+        draft.put(key, "full" if option == "1" else "selective", "selective", "selective_option")
+    elif draft.facts.get("memory_budget"):
+        draft.put(key, f"budget:{draft.number('budget') or 0.5:g}", "memory_budget", "budget")
 
 
-def _sharding(draft: Draft) -> None:
-    if "sharding" not in draft.facts:
+def _compile(draft: Draft) -> None:
+    """Compiled blocks, where precision and checkpointing leave them to the compiler."""
+    checkpointing = str(draft.values.get("strategy.activation_checkpointing"))
+    if not draft.facts.get("compile"):
         return
-    words = re.findall(r"\w+", str(draft.facts["sharding"]).lower())
-    found = [_SHARDING[word] for word in words if word in _SHARDING]
-    if not found:
-        if words and words != ["none"]:
-            draft.lose("sharding", "sharding is full_shard, shard_grad_op, no_shard or hybrid_shard")
-        return
-    stage, hybrid = found[0]
-    draft.put("strategy.zero_stage", stage, "sharding")
-    if hybrid:
-        draft.facts["hybrid"], draft.keys["hybrid"] = True, draft.keys["sharding"]
-    if "offload" in words:
-        draft.facts["offload_parameters"], draft.keys["offload_parameters"] = "cpu", draft.keys["sharding"]
+    if draft.values.get("strategy.precision") == "fp8":
+        draft.lose("compile", "the compiler does not know 8-bit casts: precision: fp8 is not compiled")
+    elif checkpointing == "selective" or checkpointing.startswith("budget"):
+        draft.lose(
+            "compile",
+            f"activation_checkpointing: {checkpointing} is not compiled; none, full and every:K are",
+        )
+    else:
+        draft.put("strategy.compile", "block", "compile")
 
 
 def _offload(draft: Draft) -> None:
     facts = draft.facts
-    devices = [str(facts.get(name) or "none").lower() for name in ("offload_optimizer", "offload_parameters")]
-    state, weights = (device != "none" for device in devices)
     names = ("offload_optimizer", "offload_parameters", "nvme_path")
+    devices = [str(facts.get(name) or "none").lower() for name in names[:2]]
+    state, weights = (device != "none" for device in devices)
+    activations = str(draft.values.get("strategy.offload", "")).startswith("activations")
+    prefix = "activations+" if activations else ""
     if "nvme" in devices:
-        draft.put("strategy.offload", f"nvme:{facts.get('nvme_path') or 'nvme'}", *names)
+        draft.put("strategy.offload", f"{prefix}nvme:{facts.get('nvme_path') or 'nvme'}", *names)
         if weights:
             draft.lose("offload_parameters", "files hold the optimizer state, never the weights")
-    elif weights:
-        draft.put("strategy.offload", "optimizer+parameters", *names)
-    elif state and draft.values.get("strategy.offload") == "activations":
-        draft.put("strategy.offload", "activations+optimizer", *names)
-    elif state:
-        draft.put("strategy.offload", "optimizer", *names)
-    elif {
-        "offload_optimizer",
-        "offload_parameters",
-    } & facts.keys() and "strategy.offload" not in draft.values:
+    elif weights or state:
+        part = "optimizer+parameters" if weights else "optimizer"
+        draft.put("strategy.offload", f"{prefix}{part}", *names)
+    elif {*names[:2]} & facts.keys() and "strategy.offload" not in draft.values:
         draft.put("strategy.offload", "none", *names)
     fraction = draft.number("offload_fraction")
     if fraction is not None and state and not weights:
@@ -147,80 +201,47 @@ def _offload(draft: Draft) -> None:
 
 
 def _adapter(draft: Draft) -> None:
-    on = bool(draft.facts.get("enables:adapter"))
-    if on:
-        names = [name for name, value in draft.facts.items() if name.startswith("lora_target:") and value]
-        targets = [layer for name in names for layer in name.partition(":")[2].split(",")]
-        if targets:
-            draft.put("adapter.targets", targets, *names)
-        if isinstance(listed := draft.values.get("adapter.targets"), str) and listed == "all-linear":
-            draft.values["adapter.targets"] = "all"
-        for key in ("adapter.alpha", "adapter.dropout"):
-            if key in draft.values:
-                draft.values[key] = float(draft.values[key] or 0)
-        draft.assume("adapter.rank", 8)
-        return
-    draft.drop("adapter.")
-
-
-def _devices(draft: Draft) -> None:
     facts = draft.facts
-    nodes = int(draft.number("nodes") or 1)
-    world = draft.number("world")
-    if world is None and isinstance(facts.get("devices_per_node"), int):
-        world = nodes * facts["devices_per_node"]
-    degrees = (value for key, value in draft.values.items() if key.endswith("_parallel"))
-    inner = math.prod(value for value in degrees if isinstance(value, int))
-    if "ring" in facts and (facts["ring"] or 1) > 1:
-        draft.put("strategy.sequence_parallel", facts["ring"], "ring")
-        draft.put("strategy.sequence_method", "ring", "ring")
-        inner *= int(facts["ring"])
-    total, micro, accumulated = (
-        draft.number(name) for name in ("global_batch", "micro_batch", "accumulation")
-    )
-    if world is None and total and micro and accumulated:
-        world = max(1, round(total / (micro * accumulated))) * inner
-        names = ("global_batch", "micro_batch", "accumulation")
-        draft.keys["world"] = [key for name in names for key in draft.keys[name]]
-    world = max(int(world or 1), 1)
-    draft.facts["degree"] = max(1, world // inner)
-    draft.put("cluster.devices_per_node", max(1, world // nodes), "world", "devices_per_node")
-    if nodes > 1:
-        draft.put("cluster.nodes", nodes, "nodes")
-    else:
-        draft.targets |= {key: ["cluster.nodes"] for key in draft.keys.get("nodes", [])}
-    if facts.get("hybrid") and nodes > 1:
-        draft.put("strategy.replicate", nodes, "hybrid")
-    shard = draft.number("shard_size")
-    if shard is not None and 1 <= shard < draft.facts["degree"]:
-        draft.put("strategy.replicate", draft.facts["degree"] // int(shard), "shard_size")
-
-
-def _batch(draft: Draft) -> None:
-    total, micro = draft.number("global_batch"), draft.number("micro_batch")
-    accumulated, degree = draft.number("accumulation"), draft.facts["degree"]
-    if (each := draft.number("batch_per_device")) is not None and micro:
-        accumulated, draft.keys["accumulation"] = each / micro, draft.keys["batch_per_device"]
-    names = ("global_batch", "micro_batch", "accumulation")
-    if total and micro and accumulated and total != micro * accumulated * degree:
-        raise RecipeError(
-            f"{draft.keys['global_batch'][0]} is not micro-batch x accumulation x devices",
-            where=draft.keys["global_batch"][0],
-            why=f"{total} is not {micro} x {accumulated} x {degree}",
-            fix="correct it, or give the number of devices with --world",
-        )
-    if total is None:
-        total = (micro or 1) * (accumulated or 1) * degree
-    if micro:
-        draft.put("strategy.micro_batch_size", int(micro), "micro_batch")
-    if micro is not None or "global_batch" in draft.facts or "accumulation" in draft.facts:
-        draft.put("batch_size", int(total), *names)
-    draft.assume("batch_size", int(total))
+    if not facts.get("enables:adapter"):
+        draft.drop("adapter.")
+        return
+    names = [name for name, value in facts.items() if name.startswith("lora_target:") and value]
+    if targets := [layer for name in names for layer in name.partition(":")[2].split(",")]:
+        draft.put("adapter.targets", targets, *names)
+    if facts.get("lora_linear"):
+        draft.put("adapter.targets", "all", "lora_linear")
+    if isinstance(listed := draft.values.get("adapter.targets"), str):
+        several = [name.strip() for name in listed.split(",")] if re.fullmatch(r"[\w, ]+", listed) else []
+        draft.values["adapter.targets"] = several if len(several) > 1 else listed.replace("all-linear", "all")
+    draft.put("adapter.name", "dora" if facts.get("dora") else "lora", "dora", "enables:adapter")
+    if "adapter.alpha" not in draft.values and "alpha_per_rank" in facts:
+        draft.put("adapter.alpha", facts["alpha_per_rank"] * draft.values["adapter.rank"], "adapter.rank")
+    for key in ("adapter.alpha", "adapter.dropout"):
+        if key in draft.values:
+            draft.values[key] = float(draft.values[key] or 0)
+    draft.assume("adapter.rank", 8)
 
 
 def _length(draft: Draft) -> None:
+    """Steps or epochs. A schedule that ends elsewhere than the run is another training, and refused or lost."""
     steps, epochs, tokens = (draft.number(name) for name in ("max_steps", "epochs", "max_tokens"))
+    schedule = draft.number("schedule_steps")
     draft.assume("data.sequence_length", 2048)
+    said = [name for name in ("max_steps", "epochs") if draft.is_said(name) and draft.number(name)]
+    if schedule and said and not (said[0] == "max_steps" and schedule == steps):
+        if not draft.share_a_file(said[0], "schedule_steps"):
+            raise RecipeError(
+                "the files contradict each other",
+                where=f"{draft.place(said[0])} and {draft.place('schedule_steps')}",
+                why=f"two lengths of the run, {draft.facts[said[0]]} and {schedule}",
+                fix="remove one, or set the DeepSpeed file's to auto",
+            )
+        draft.lose("schedule_steps", "the schedule is as long as the run")
+    elif schedule:
+        steps, draft.keys["max_steps"] = (
+            schedule,
+            [*draft.keys.get("max_steps", []), *draft.keys["schedule_steps"]],
+        )
     if steps is not None and steps > 0:
         draft.put("steps", int(steps), "max_steps")
     elif epochs:
@@ -234,6 +255,13 @@ def _length(draft: Draft) -> None:
 
 def _schedule(draft: Draft) -> None:
     warmup, ratio, least = (draft.number(name) for name in ("warmup_steps", "warmup_ratio", "min_lr"))
+    steps = draft.values.get("steps")
+    if warmup and ratio and draft.is_said("warmup_steps") and draft.is_said("warmup_ratio"):
+        apart = not draft.share_a_file("warmup_steps", "warmup_ratio")
+        if apart and (steps is None or math.ceil(ratio * steps) != warmup):
+            where = f"{draft.place('warmup_ratio')} and {draft.place('warmup_steps')}"
+            why = f"two warmups, {ratio} of the steps and {warmup} steps"
+            raise RecipeError("the files contradict each other", where=where, why=why, fix="remove one")
     if warmup:
         draft.put("schedule.warmup", int(warmup) if warmup >= 1 else float(warmup), "warmup_steps")
     elif ratio is not None:
@@ -243,11 +271,36 @@ def _schedule(draft: Draft) -> None:
     rate = draft.values.get("optimizer.learning_rate")
     if least is not None and rate:
         draft.put("schedule.floor", min(1.0, float(least) / float(rate)), "min_lr")
+    for key in ("floor", "decay_shape"):
+        if f"usual_{key}" in draft.facts and f"schedule.{key}" not in draft.values:
+            draft.put(f"schedule.{key}", draft.facts[f"usual_{key}"], f"usual_{key}")
+    warm = draft.values.get("schedule.warmup")
+    _decay(draft, steps, warm)
     if draft.values.get("schedule.name") != "wsd":
         draft.drop("schedule.decay")
-    steps, warm = draft.values.get("steps"), draft.values.get("schedule.warmup")
     if isinstance(steps, int) and isinstance(warm, int) and warm >= max(steps, 2):
         draft.values["schedule.warmup"] = max(0, steps - 1)
+
+
+def _decay(draft: Draft, steps: Any, warm: Any) -> None:
+    """torchtitan's decay: over a part of the run, or from the warmup on."""
+    shape, ratio = draft.facts.get("decay_type"), draft.number("decay_ratio")
+    if shape is None:
+        return
+    if ratio is not None:
+        draft.put("schedule.name", "wsd", "decay_ratio")
+        left = steps - warm if isinstance(steps, int) and isinstance(warm, int) else math.inf
+        length = (
+            min(round(steps * ratio), left) if ratio >= 1 or ratio * (steps or 1) > left else float(ratio)
+        )
+        draft.put("schedule.decay", length, "decay_ratio")
+        draft.put("schedule.decay_shape", shape, "decay_type")
+    elif shape == "sqrt" and isinstance(steps, int):
+        draft.put("schedule.name", "wsd", "decay_type")
+        draft.put("schedule.decay", max(0, steps - int(warm or 0)), "decay_type")
+        draft.put("schedule.decay_shape", shape, "decay_type")
+    else:
+        draft.put("schedule.name", shape, "decay_type")
 
 
 def _pauses(draft: Draft) -> None:
@@ -263,23 +316,52 @@ def _pauses(draft: Draft) -> None:
             draft.lose(names[0], f"{target} is in steps; the last step has one anyway")
         elif every and word in ("steps", "none") and every >= 1:
             draft.put(target, int(every), *names)
-        elif every and every < 1:
+        elif every and every < 1 and draft.is_said(names[1]):
             draft.lose(names[1], f"{target} is in steps, and not a fraction of the run")
-    held = draft.number("held_out")
-    percent = draft.number("held_out_percent")
+    percent, part = draft.number("held_out_percent"), draft.number("held_out")
     if percent is not None:
-        held, draft.keys["held_out"] = percent / 100, draft.keys["held_out_percent"]
-    if held is not None and held < 1:
-        draft.put("data.held_out", float(held), "held_out")
-    elif held is not None:
+        part, draft.keys["held_out"] = percent / 100, draft.keys["held_out_percent"]
+    if part is not None and part < 1:
+        draft.put("data.held_out", float(part), "held_out")
+    elif part is not None:
         draft.lose("held_out", "data.held_out is a fraction of the documents")
-    if draft.values.get("data.held_out") == 0:
+    if draft.values.get("data.held_out") == 0 and "evaluation.sets" not in draft.values:
         draft.drop("evaluation.every")
-    if (batches := draft.number("evaluation_batches")) is not None:
-        size = draft.values.get("strategy.micro_batch_size", 1)
-        draft.put(
-            "evaluation.sequences", max(1, int(batches * size * draft.facts["degree"])), "evaluation_batches"
-        )
+    size = draft.number("validation_batch") or draft.values.get("strategy.micro_batch_size", 1)
+    batches = draft.number("evaluation_batches") if facts.get("eval_strategy") != "no" else None
+    if batches is not None and batches > 0:
+        sequences = max(1, int(batches * size * draft.facts["degree"]))
+        draft.put("evaluation.sequences", sequences, "evaluation_batches", "validation_batch")
+
+
+_INSTALLED = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+def _trackers(draft: Draft) -> None:
+    """Trackers by name, as Shardwise has them; those that it does not have are lost."""
+    facts, known = draft.facts, get_args(TrackerName)
+    asked: dict[str, list[str]] = {}
+    for fact in [
+        name for name in facts if name.startswith("tracker:") and facts[name] not in (None, False, "")
+    ]:
+        asked.setdefault(fact.split(":")[1], []).append(fact)
+    if facts.get("wandb_mode") == "disabled":
+        asked.pop("wandb", None)
+    report = facts.get("report_to") or []
+    for name in report if isinstance(report, list) else re.split(r"[,\s]+", str(report)):
+        if name == "all":  # of the Trainer: every one that is installed
+            asked |= {each: ["report_to"] for each in _INSTALLED if find_spec(each)}
+            if not asked:
+                draft.lose("report_to", "all those that are installed, and none is: name them in trackers")
+        elif name not in ("none", "no"):
+            asked.setdefault(str(name), []).append("report_to")
+    ours = [name for name in asked if name in known]
+    if ours:
+        draft.put("trackers", ours, *dict.fromkeys(fact for name in ours for fact in asked[name]))
+    for name in asked.keys() - {*known}:
+        for fact in asked[name]:
+            rest = f"; trackers: [{', '.join(ours)}]" if ours and fact == "report_to" else ""
+            draft.lose(fact, f"no tracker {name}: there are {', '.join(known)}{rest}")
 
 
 _STEPS: tuple[Callable[[Draft], None], ...] = (
@@ -288,12 +370,14 @@ _STEPS: tuple[Callable[[Draft], None], ...] = (
     _precision,
     _loss_scale,
     _optimizer,
-    _sharding,
+    _checkpointing,
+    _compile,
     _offload,
     _adapter,
-    _devices,
-    _batch,
+    devices,
+    batch,
     _length,
     _schedule,
     _pauses,
+    _trackers,
 )

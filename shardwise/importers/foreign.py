@@ -1,14 +1,17 @@
-"""Reading a JSON or YAML file of another trainer, and its keys as paths."""
+"""Reading a JSON, TOML or YAML file of another trainer, and its keys as paths."""
 
 from __future__ import annotations
 
 import json
+import re
+import tomllib
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, MarkedYAMLError, YAMLError
 
 from shardwise.core.errors import RecipeError, one_line
 
@@ -16,15 +19,14 @@ LARGEST_FILE = 1024 * 1024
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
-    """The content of a JSON or YAML file. Raises RecipeError if it is missing, malformed or no mapping."""
+    """The content of a JSON, TOML or YAML file. Raises RecipeError if it is missing, malformed or no mapping."""
     where = str(path)
     try:
         with open(path, "rb") as file:
             raw = file.read(LARGEST_FILE + 1)
         if len(raw) > LARGEST_FILE:
             raise ValueError("it is larger than 1 MiB")
-        text = raw.decode("utf-8-sig")
-        values = json.loads(text) if path.suffix == ".json" else YAML(typ="safe", pure=True).load(text)
+        values = _parsed(path.suffix, raw.decode("utf-8-sig"))
     except FileNotFoundError:
         raise RecipeError("file not found", where=where, why="there is no such file") from None
     except OSError as error:
@@ -34,11 +36,26 @@ def read_foreign(path: Path) -> dict[str, Any]:
         raise RecipeError("not a YAML file", where=where + line, why=one_line(str(error.problem))) from None
     except json.JSONDecodeError as error:
         raise RecipeError("not a JSON file", where=f"{where}:{error.lineno}", why=error.msg) from None
+    except tomllib.TOMLDecodeError as error:
+        why, _, place = str(error).removesuffix(")").partition(" (at ")
+        line = ":".join(["", *re.findall(r"line (\d+)", place)])
+        raise RecipeError("not a TOML file", where=where + line, why=one_line(why)) from None
     except (YAMLError, ValueError, RecursionError) as error:
         raise RecipeError("cannot read the file", where=where, why=one_line(str(error))) from None
     if not isinstance(values, dict):
         raise RecipeError("this is not a configuration", where=where, why="it has no keys at its top level")
     return {str(key): value for key, value in values.items()}
+
+
+def _parsed(suffix: str, text: str) -> Any:
+    if suffix == ".json":
+        return json.loads(text)
+    if suffix == ".toml":
+        return tomllib.loads(text)
+    yaml = YAML(typ="safe", pure=True)
+    yaml.version = (1, 1)  # PyYAML's, with which the other trainers read: `no` is false
+    with warnings.catch_warnings(action="ignore", category=MantissaNoDotYAML1_1Warning):  # 1e-4
+        return yaml.load(text)
 
 
 def leaves(values: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, str, Any]]:

@@ -15,8 +15,8 @@ from shardwise.technique import SETTINGS, refuse_broken, refuse_unsupported
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a file is one of another trainer's; a recipe, or a file with a fault, is not."""
-    if path.suffix == ".json":
+    """Whether a file is one of another trainer's, read or not; a recipe, or a file with a fault, is not."""
+    if path.suffix in (".json", ".toml"):
         return path.is_file()
     try:
         return path.is_file() and recognised(read_foreign(path)) is not None

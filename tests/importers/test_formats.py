@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,7 @@ def test_the_places_of_a_table_are_keys_of_a_recipe(name: str) -> None:
         if isinstance(entry, Unmapped):
             assert entry.why and entry.why == entry.why.strip(), key
             continue
-        places = (
-            [entry.to] if entry.to else [place for found in (entry.values or {}).values() for place in found]
-        )
-        for place in places:
+        for place in entry.targets:
             section, _, inner = place.partition(".")
             if place.startswith("@"):
                 continue
@@ -80,9 +78,10 @@ def test_every_fact_of_a_table_is_used(name: str) -> None:
     folder = Path(format_named.__wrapped__.__code__.co_filename).parent
     code = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
     for key, entry in format_named(name).entries.items():
-        if isinstance(entry, Mapped) and entry.to.startswith("@"):
-            fact = entry.to.removeprefix("@").partition(":")
-            assert f'"{fact[0]}' in code or f"{fact[0]}:" in code, f"{name}: {key}"
+        for target in entry.targets if isinstance(entry, Mapped) else ():
+            fact = target.removeprefix("@").partition(":")[0]
+            known = target == f"@{fact}" or target.startswith(f"@{fact}:")
+            assert not known or re.search(rf'"{fact}[":]|{fact}:|usual_', code), f"{name}: {key}"
 
 
 def test_a_child_of_a_section_without_a_place_has_its_reason() -> None:
