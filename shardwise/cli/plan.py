@@ -106,7 +106,7 @@ def command(
 
     A plan that does not fit is explained without --explain. With --serve, the memory of answering requests is
     counted: weights as they are stored, key-value cache, activations. A configuration of DeepSpeed, Accelerate,
-    Trainer, Axolotl or LitGPT is planned as the recipe that shardwise from makes of it.
+    Trainer, TRL, LLaMA-Factory, Axolotl, LitGPT or torchtitan is planned as the recipe that shardwise from makes of it.
     """
     if serve:
         _serve(recipe, overrides or [], (precision.value, context, prompt, batch), as_json)
@@ -130,6 +130,10 @@ def _read(recipe: Path, overrides: list[str], model: str | None, world: str | No
     if is_foreign(recipe):
         found = imported(recipe, model=model, world=world, overrides=overrides)
         typer.echo(f"{found.sentence()}; shardwise from shows all", err=True)
+        for pin in found.costly_pins:
+            typer.echo(
+                f"the file pins {pin}, which costs time; {pin}=null leaves it to the planner", err=True
+            )
         return read_imported(found)
     if model is not None or world is not None:
         fix = "shardwise plan RECIPE model.preset=... cluster.preset=..."

@@ -19,9 +19,8 @@ _SHARDING = {
 def devices(draft: Draft) -> None:
     """Set the cluster, and how its ranks are divided. Raises RecipeError for degrees that are not its size."""
     facts, values = draft.facts, draft.values
-    _sharding(draft)
-    if "pipeline_schedule" in facts and values.get("strategy.pipeline_parallel", 1) > 1:
-        draft.put("strategy.pipeline_schedule", facts["pipeline_schedule"], "pipeline_schedule")
+    if "stage_schedule" in facts and _staged(draft):
+        draft.put(facts["stages"]["schedule"], facts["stage_schedule"], "stage_schedule")
     nodes = int(draft.number("nodes") or 1)
     ring = draft.number("ring")
     if ring and ring > 1:
@@ -29,7 +28,7 @@ def devices(draft: Draft) -> None:
         if not values.get("data.packing"):  # the ring takes no mask between packed records
             draft.put("strategy.sequence_method", "ring", "ring")
     degrees = [key for key in values if key.endswith("_parallel")]
-    inner = math.prod(values[key] for key in degrees if isinstance(values[key], int))
+    inner = max(1, int(math.prod(draft.number(key) or 1 for key in degrees)))
     world = _world(draft, nodes, inner)
     facts["degree"] = degree = max(1, world // inner)
     draft.put("cluster.devices_per_node", max(1, world // nodes), "world", "devices_per_node")
@@ -39,7 +38,7 @@ def devices(draft: Draft) -> None:
         draft.targets |= {key: ["cluster.nodes"] for key in draft.keys.get("nodes", [])}
     if facts.get("hybrid") and nodes > 1:
         draft.put("strategy.replicate", nodes, "hybrid")
-    shard, copies = draft.number("shard_size"), values.get("strategy.replicate")
+    shard, copies = draft.number("shard_size"), draft.number("strategy.replicate")
     if shard is None or shard < 1:
         return
     if degree % shard or (
@@ -70,22 +69,19 @@ def _world(draft: Draft, nodes: int, inner: int) -> int:
         world = max(1, round(total / (micro * accumulated))) * inner
         draft.keys["world"] = [key for name in names for key in draft.keys[name]]
     if world is None:
-        copies = draft.values.get("strategy.replicate", 1)
-        world = max(1, int(draft.number("shard_size") or 1)) * copies * inner
+        copies = draft.number("strategy.replicate") or 1
+        world = max(1, draft.number("shard_size") or 1) * copies * inner
     return max(int(world), 1)
 
 
-def _sharding(draft: Draft) -> None:
+def sharding(draft: Draft) -> None:
     """ZeRO stage and offload by FSDP's words; the key that the other trainer prefers comes first."""
     stage = None
     for name in ("sharding:reshard", "sharding:strategy", "sharding:fsdp"):
         if name not in draft.facts:
             continue
         words = re.findall(r"\w+", str(draft.facts[name]).lower())
-        pipeline = draft.values.get("strategy.pipeline_parallel", 1) > 1
-        names = _SHARDING | {
-            "default": (2 if pipeline else 3, False)
-        }  # torchtitan gathers once for a pipeline
+        names = _SHARDING | {"default": (2 if _staged(draft) else 3, False)}  # torchtitan's
         known = [names[word] for word in words if word in names]
         if "offload" in words:
             draft.take("@offload_parameters", "cpu", *draft.keys[name])
@@ -96,6 +92,11 @@ def _sharding(draft: Draft) -> None:
                 draft.take("@hybrid", True, *draft.keys[name])
         elif not known and words and words != ["none"]:
             draft.lose(name, "sharding is full_shard, shard_grad_op, no_shard or hybrid_shard")
+
+
+def _staged(draft: Draft) -> bool:
+    """Whether torchtitan divides the blocks among stages."""
+    return (draft.number(draft.facts.get("stages", {}).get("degree", "")) or 1) > 1
 
 
 def batch(draft: Draft) -> None:
@@ -116,14 +117,13 @@ def batch(draft: Draft) -> None:
         raise RecipeError(
             f"{draft.keys['global_batch'][0]} is not micro-batch x accumulation x devices",
             where=draft.keys["global_batch"][0],
-            why=draft.shown(*(name for name in names if draft.is_said(name))) + world,
+            why=draft.shown(*names) + world,
             fix="correct it, or give the number of devices with --world",
         )
     if total is None:
         total = (micro or 1) * (accumulated or 1) * degree
-    pieces, stages = draft.number("pipeline_micro_batch"), draft.values.get("strategy.pipeline_parallel", 1)
-    if pieces and stages > 1:  # torchtitan's pipeline splits the local batch
-        draft.put("strategy.micro_batch_size", int(pieces), "pipeline_micro_batch")
+    if (pieces := draft.number("stage_batch")) and _staged(draft):  # stages split torchtitan's local batch
+        draft.put("strategy.micro_batch_size", int(pieces), "stage_batch")
     elif micro:
         draft.put("strategy.micro_batch_size", int(micro), "micro_batch")
     if micro is not None or "global_batch" in draft.facts or "accumulation" in draft.facts:

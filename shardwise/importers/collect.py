@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.core.errors import RecipeError, shorten
-from shardwise.importers.draft import DEFAULT, Draft, Said
+from shardwise.importers.draft import DEFAULT, Draft, Statement
 from shardwise.importers.foreign import leaves, read_foreign
 from shardwise.importers.formats import OFF, ForeignFormat, Mapped, format_named
 from shardwise.recipe.yaml_source import resolve_scalar
@@ -36,6 +36,7 @@ class File:
     Attributes:
         parent: of its keys in the format's table.
         prefix: of its keys as shown.
+        section: the key whose value it is, if it has no file of its own.
     """
 
     path: Path
@@ -43,6 +44,12 @@ class File:
     values: Mapping[str, Any]
     parent: str = ""
     prefix: str = ""
+    section: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the file, or of the section."""
+        return self.path.name + (f": {self.section}" if self.section else "")
 
 
 @dataclass
@@ -50,12 +57,12 @@ class Collection:
     """The rows of all keys, and a draft with what they say; mapped rows are finished when the recipe is.
 
     Attributes:
-        heard: the names of keys that say something.
+        stated: the names of keys that say something.
     """
 
     draft: Draft = field(default_factory=Draft)
     rows: list[Row] = field(default_factory=list)
-    heard: set[str] = field(default_factory=set)
+    stated: set[str] = field(default_factory=set)
     files: list[File] = field(default_factory=list)
 
     def read(self, file: File) -> None:
@@ -73,7 +80,8 @@ class Collection:
         for inside, other in file.format.nested.items():
             inner = _find(file.values, inside) if other != "." else None
             if isinstance(inner, Mapping) and inner:
-                named.append(File(file.path, format_named(other), inner, "", f"{file.prefix}{inside}."))
+                prefix = f"{file.prefix}{inside}."
+                named.append(File(file.path, format_named(other), inner, "", prefix, inside))
         for inner_file in named:
             self.read(inner_file)
 
@@ -93,23 +101,19 @@ class Collection:
                 draft.autos.setdefault(target.removeprefix("@"), []).append(name)
             return
         chosen = _targets(entry, entry.default)
-        if name.removesuffix(DEFAULT) in self.heard:
+        if name.removesuffix(DEFAULT) in self.stated:
             return
         if entry.values is not None and next(iter(chosen), "").removeprefix("@") in draft.keys:
             return  # of the whole choice, another key says another
         for target, value in chosen.items():
-            target = target.replace("@dataset:", "@dataset:0:")
+            target = re.sub("^@dataset:", "@dataset:0:", target)
             fact = target.removeprefix("@")
             if fact not in draft.keys and (file.format.complete or fact not in draft.autos):
                 draft.take(target, value, name)
 
     def _key(self, file: File, key: str, name: str, value: Any) -> None:
         entry = file.format.entry(key)
-        if (
-            entry is None
-            and value in OFF
-            and any(known.startswith(f"{key}.") for known in file.format.entries)
-        ):
+        if entry is None and value in OFF and file.format.has_section(key):
             self.rows.append(Row(name, value, "not needed", "off"))
         elif entry is None:
             near = get_close_matches(key, file.format.entries, n=1, cutoff=0.7)
@@ -141,11 +145,11 @@ class Collection:
                 raise _refusal(file, key, value, entry.refuse) from None
             draft.lost[name] = str(problem)
             return
-        self.heard.add(name)
+        self.stated.add(name)
         position = (re.findall(r"\[(\d+)\]", name) or ["0"])[-1]
-        for target, each in chosen.items():
-            place = target.replace("@dataset:", f"@dataset:{position}:")
-            draft.said.setdefault(place, []).append(Said(key, name, file.path.name, value, each))
+        for target, meant in chosen.items():
+            target = re.sub("^@(dataset|validation):", rf"@\1:{position}:", target)
+            draft.state(target, Statement(key, name, file.name, value, meant))
 
     def _named(self, file: File, key: str, name: str, value: Any, other: str) -> list[File]:
         """The file that a key names, relative to the file that names it or to the current folder."""
@@ -153,10 +157,9 @@ class Collection:
         parent = key if other == "." else ""
         text = str(value)
         if text.startswith("{"):
-            return [
-                File(file.path, form, _json(text, f"{file.path}: {key}"), parent, f"{file.prefix}{name}.")
-            ]
-        path = next((p for p in (file.path.parent / text, Path(text)) if p.is_file()), None)
+            content = _json(text, f"{file.path}: {key}")
+            return [File(file.path, form, content, parent, f"{file.prefix}{name}.", key)]
+        path = next((path for path in (file.path.parent / text, Path(text)) if path.is_file()), None)
         if path is not None:
             self.rows.append(Row(file.prefix + name, value, "not needed", "its keys are in this list"))
             return [File(path, form, read_foreign(path), parent, f"{path.name}: ")]
@@ -168,16 +171,17 @@ class Collection:
         return []
 
     def _overrule(self) -> None:
-        """Mark the keys that another file replaces, because the other trainer ignores them then."""
+        """Mark the keys that a key of another file replaces, because the other trainer ignores them then."""
+        statements = [statement for stated in self.draft.statements.values() for statement in stated]
         for file in self.files:
-            for key, entry in file.format.entries.items():
-                if not isinstance(entry, Mapped) or not entry.overrules:
-                    continue
-                by = [each for said in self.draft.said.values() for each in said if each.key == key]
-                for said in self.draft.said.values():
-                    for each in said:
-                        if by and each.file != by[0].file and each.key.startswith(entry.overrules):
-                            self.draft.replaced[each.name] = f"{by[0].name}: {by[0].raw}"
+            for statement in [statement for statement in statements if statement.file == file.name]:
+                entry = file.format.entries[statement.key]
+                if isinstance(entry, Mapped) and entry.overrules:
+                    self.draft.replaced |= {
+                        other.name: f"{statement.name}: {statement.raw}"
+                        for other in statements
+                        if other.file != file.name and other.key.startswith(entry.overrules)
+                    }
 
 
 def _refusal(file: File, key: str, value: Any, why: str) -> RecipeError:
@@ -190,10 +194,10 @@ def _targets(entry: Mapped, value: Any) -> dict[str, Any]:
     """What a value sets. Raises ValueError for a value that has no place."""
     on = {f"@enables:{entry.enables}": True} if entry.enables else {}
     if entry.values is not None:
-        found = entry.values.get("none" if value is None else str(value).lower())
-        if found is None:
+        chosen = entry.values.get(str(value).lower())
+        if chosen is None:
             raise ValueError(entry.otherwise or f"the values are {', '.join(entry.values)}")
-        return {**found, **on} if found else {}
+        return {**chosen, **on} if chosen else {}
     if isinstance(entry.to, str):
         return {entry.to: value if entry.to in _TEXT else _scalar(value), **on}
     if not isinstance(value, list | tuple) or len(value) != len(entry.to):
@@ -219,7 +223,7 @@ def _scalar(value: Any) -> Any:
 
 
 def _find(values: Mapping[str, Any], key: str) -> Any:
-    found: Any = values
+    inner: Any = values
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        inner = inner.get(part) if isinstance(inner, Mapping) else None
+    return inner

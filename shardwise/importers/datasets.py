@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.core.errors import RecipeError
 from shardwise.importers.dataset_info import names_of, registered
 from shardwise.importers.draft import Draft
 
@@ -50,12 +51,15 @@ def datasets(draft: Draft) -> None:
         if "validation_path" in facts:
             source, fact = facts["validation_path"], "validation_path"
         draft.put("evaluation.sets", {"validation": source}, fact)
-    if chosen := facts.get("validation"):
-        known = {_identifier(name): registered(draft, name) for name in names_of(chosen)}
-        if sets := {name: values["source"] for name, (values, _) in known.items() if values}:
-            draft.put("evaluation.sets", sets, "validation")
-        if lost := [reason for _, reason in known.values() if reason]:
-            draft.lose("validation", "; ".join(dict.fromkeys(lost)))
+    sets: dict[str, Any] = {}
+    for fact in [name for name in facts if name.partition(":")[0] == "validation"]:
+        for name in names_of(facts[fact]):
+            values, lost = registered(draft, name)
+            if values:
+                sets[_identifier(name)] = values["source"]
+                draft.put("evaluation.sets", sets, fact)
+            if lost:
+                draft.lose(fact, lost)
 
 
 def _identifier(source: str) -> str:
@@ -85,9 +89,8 @@ def _listed(draft: Draft, item: int, asked: Mapping[str, Any]) -> tuple[dict[str
     if files:
         source = str(files[0] if isinstance(files, list) else files)
         if isinstance(files, list) and len(files) > 1:
-            draft.lose(
-                f"dataset:{item}:files", "a source is one file, folder or glob; only the first is read"
-            )
+            why = "a source is one file, folder or glob; only the first is read"
+            draft.lose(f"dataset:{item}:files", why)
     names = [f"dataset:{item}:{kind}" for kind in asked]
     values = {"source": source} | {key: asked[key] for key in ("text_key", "weight") if asked.get(key)}
     kind = re.split(r"[:.]", str(asked.get("type") or "none").lower())[0]
@@ -108,10 +111,9 @@ def _listed(draft: Draft, item: int, asked: Mapping[str, Any]) -> tuple[dict[str
 def _registered(draft: Draft) -> None:
     """Data sets of LLaMA-Factory, by their names in dataset_info.json."""
     named = names_of(draft.facts["datasets"])
-    weights = draft.facts.get("dataset_weights")
-    shares = [float(share) for share in names_of(weights)] if weights else [0.0] * len(named)
+    shares = _shares(draft, len(named))
     sources, lost = {}, list[str]()
-    for item, (name, share) in enumerate(zip(named, shares, strict=False)):
+    for item, (name, share) in enumerate(zip(named, shares, strict=True)):
         values, reason = registered(draft, name)
         lost += [reason] * bool(reason)
         if values:
@@ -121,6 +123,20 @@ def _registered(draft: Draft) -> None:
     _sources(draft, sources)
     if lost:
         draft.lose("datasets", "; ".join(dict.fromkeys(lost)))
+
+
+def _shares(draft: Draft, count: int) -> list[float]:
+    """A weight for each data set, 0 where none is said. Raises RecipeError for others."""
+    if (weights := draft.facts.get("dataset_weights")) is None:
+        return [0.0] * count
+    try:
+        shares = [float(share) for share in names_of(weights)]
+    except ValueError:
+        shares = []
+    if len(shares) != count:
+        why = f"it is {weights}, and there are {count} data sets"
+        raise RecipeError("not one weight per data set", where=draft.origin("dataset_weights"), why=why)
+    return shares
 
 
 _LITGPT = {

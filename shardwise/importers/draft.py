@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,14 @@ DEFAULT = " (default)"
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a key of a file says: ``name`` is the key as shown, with its file if another names that; ``raw`` the file's
-    own value."""
+class Statement:
+    """What a key of a file says of a target.
+
+    Attributes:
+        name: the key as shown, with its file if another file names that.
+        file: the file, or the section of one that is of another format.
+        raw: the file's own value.
+    """
 
     key: str
     name: str
@@ -35,7 +40,8 @@ class Draft:
     Attributes:
         path: of the first file.
         notes: what a user should know of a value of the recipe that no file says exactly so.
-        said: what the files say, by target: a key of the recipe, or an @fact.
+        statements: what the files say, by target: a key of the recipe, or an @fact.
+        files: for each key of the other file, by its name as shown, the file or section that it is from.
         autos: keys with the value ``auto``, by target; another file or a default says the value.
         values: value of each key of the recipe, by its dotted name.
         sources: the other file's keys that each value is from, or ASSUMED.
@@ -47,7 +53,8 @@ class Draft:
 
     path: Path = Path()
     notes: dict[str, str] = field(default_factory=dict)
-    said: dict[str, list[Said]] = field(default_factory=dict)
+    statements: dict[str, list[Statement]] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
     autos: dict[str, list[str]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=dict)
@@ -57,26 +64,26 @@ class Draft:
     replaced: dict[str, str] = field(default_factory=dict)
     targets: dict[str, list[str]] = field(default_factory=dict)
 
+    def state(self, target: str, statement: Statement) -> None:
+        """Add what a key says of a target."""
+        self.statements.setdefault(target, []).append(statement)
+        self.files[statement.name] = statement.file
+
     def settle(self) -> None:
         """Take over what the files say. Raises RecipeError where they contradict each other."""
-        for target, said in self.said.items():
-            heard = [each for each in said if each.name not in self.replaced]
-            if heard:
-                self.take(target, heard[0].value, *(each.name for each in heard))
-        pairs = list(self._contradictions())
+        pairs = list[tuple[Statement, Statement]]()
+        for target, stated in self.statements.items():
+            if valid := [statement for statement in stated if statement.name not in self.replaced]:
+                self.take(target, valid[0].value, *(statement.name for statement in valid))
+                pairs += [(valid[0], other) for other in valid[1:] if other.value != valid[0].value]
         if not pairs:
             return
-        files = list(dict.fromkeys(each.file for pair in pairs for each in pair))
+        files = list(dict.fromkeys(statement.file for pair in pairs for statement in pair))
         shown = [f"{a.key}: {a.raw} in {a.file}, {b.key}: {b.raw} in {b.file}" for a, b in pairs[:2]]
         more = [f"{len(pairs) - 2} more"] if len(pairs) > 2 else []
         what = "the file contradicts itself" if len(files) == 1 else "the files contradict each other"
         fix = "make them equal" + ("; in a DeepSpeed file, auto takes the other's" if len(files) > 1 else "")
         raise RecipeError(what, where=", ".join(files), why="; ".join([*shown, *more]), fix=fix)
-
-    def _contradictions(self) -> Iterator[tuple[Said, Said]]:
-        for said in self.said.values():
-            heard = [each for each in said if each.name not in self.replaced]
-            yield from ((heard[0], each) for each in heard[1:] if each.value != heard[0].value)
 
     def take(self, target: str, value: Any, *names: str) -> None:
         """Set a target of the tables, a key of the recipe or an @fact, from keys of the other file."""
@@ -116,20 +123,21 @@ class Draft:
         for target in [target for target in self.values if target.startswith(section)]:
             del self.values[target], self.sources[target]
             for targets in self.targets.values():
-                targets[:] = [each for each in targets if each != target]
+                targets[:] = [other for other in targets if other != target]
 
     def is_said(self, name: str) -> bool:
         """Whether a file says this fact or key of the recipe, and no default."""
         return any(not key.endswith(DEFAULT) for key in self.keys.get(name, ()))
 
-    def place(self, name: str) -> str:
+    def origin(self, name: str) -> str:
         """The file and the key that a fact is from, for an error."""
         key = self.keys[name][0]
         return key if ": " in key else f"{self.path.name}: {key}"
 
     def share_a_file(self, one: str, other: str) -> bool:
-        """Whether two facts are from the same file."""
-        return self.place(one).partition(": ")[0] == self.place(other).partition(": ")[0]
+        """Whether two facts are from the same file, or section of one."""
+        first, second = (self.files.get(self.keys[name][0]) for name in (one, other))
+        return first == second
 
     def shown(self, *names: str) -> str:
         """Facts with the keys that they are from, for an error."""
@@ -140,9 +148,9 @@ class Draft:
         )
 
     def number(self, name: str) -> float | None:
-        """A fact as a number; None if it is absent. Raises RecipeError for other values."""
-        value = self.facts.get(name)
-        if value is None or isinstance(value, int | float):
+        """A fact, or a key of the recipe, as a number; None if absent. Raises RecipeError for other values."""
+        value = self.facts.get(name, self.values.get(name))
+        if value is None or (isinstance(value, int | float) and math.isfinite(value)):
             return value
         raise RecipeError(
             f"{self.keys[name][0]} is no number", where=self.keys[name][0], why=f"it is {value!r}"

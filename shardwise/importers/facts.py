@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any, get_args
 
 from shardwise.core.errors import RecipeError
-from shardwise.importers.batches import batch, devices
+from shardwise.importers.batches import batch, devices, sharding
 from shardwise.importers.datasets import datasets
 from shardwise.importers.draft import ASSUMED, Draft
 from shardwise.recipe.presets import PRESETS
@@ -171,10 +171,8 @@ def _compile(draft: Draft) -> None:
     if draft.values.get("strategy.precision") == "fp8":
         draft.lose("compile", "the compiler does not know 8-bit casts: precision: fp8 is not compiled")
     elif checkpointing == "selective" or checkpointing.startswith("budget"):
-        draft.lose(
-            "compile",
-            f"activation_checkpointing: {checkpointing} is not compiled; none, full and every:K are",
-        )
+        why = f"activation_checkpointing: {checkpointing} is not compiled; none, full and every:K are"
+        draft.lose("compile", why)
     else:
         draft.put("strategy.compile", "block", "compile")
 
@@ -215,10 +213,11 @@ def _adapter(draft: Draft) -> None:
         draft.values["adapter.targets"] = several if len(several) > 1 else listed.replace("all-linear", "all")
     draft.put("adapter.name", "dora" if facts.get("dora") else "lora", "dora", "enables:adapter")
     if "adapter.alpha" not in draft.values and "alpha_per_rank" in facts:
-        draft.put("adapter.alpha", facts["alpha_per_rank"] * draft.values["adapter.rank"], "adapter.rank")
+        alpha = facts["alpha_per_rank"] * (draft.number("adapter.rank") or 0)
+        draft.put("adapter.alpha", alpha, "adapter.rank")
     for key in ("adapter.alpha", "adapter.dropout"):
         if key in draft.values:
-            draft.values[key] = float(draft.values[key] or 0)
+            draft.values[key] = float(draft.number(key) or 0)
     draft.assume("adapter.rank", 8)
 
 
@@ -232,16 +231,14 @@ def _length(draft: Draft) -> None:
         if not draft.share_a_file(said[0], "schedule_steps"):
             raise RecipeError(
                 "the files contradict each other",
-                where=f"{draft.place(said[0])} and {draft.place('schedule_steps')}",
+                where=f"{draft.origin(said[0])} and {draft.origin('schedule_steps')}",
                 why=f"two lengths of the run, {draft.facts[said[0]]} and {schedule}",
                 fix="remove one, or set the DeepSpeed file's to auto",
             )
         draft.lose("schedule_steps", "the schedule is as long as the run")
     elif schedule:
-        steps, draft.keys["max_steps"] = (
-            schedule,
-            [*draft.keys.get("max_steps", []), *draft.keys["schedule_steps"]],
-        )
+        steps = schedule
+        draft.keys["max_steps"] = [*draft.keys.get("max_steps", []), *draft.keys["schedule_steps"]]
     if steps is not None and steps > 0:
         draft.put("steps", int(steps), "max_steps")
     elif epochs:
@@ -259,7 +256,7 @@ def _schedule(draft: Draft) -> None:
     if warmup and ratio and draft.is_said("warmup_steps") and draft.is_said("warmup_ratio"):
         apart = not draft.share_a_file("warmup_steps", "warmup_ratio")
         if apart and (steps is None or math.ceil(ratio * steps) != warmup):
-            where = f"{draft.place('warmup_ratio')} and {draft.place('warmup_steps')}"
+            where = f"{draft.origin('warmup_ratio')} and {draft.origin('warmup_steps')}"
             why = f"two warmups, {ratio} of the steps and {warmup} steps"
             raise RecipeError("the files contradict each other", where=where, why=why, fix="remove one")
     if warmup:
@@ -268,9 +265,9 @@ def _schedule(draft: Draft) -> None:
         draft.put("schedule.warmup", float(ratio), "warmup_ratio")
     elif warmup is not None:
         draft.put("schedule.warmup", 0, "warmup_steps")
-    rate = draft.values.get("optimizer.learning_rate")
+    rate = draft.number("optimizer.learning_rate")
     if least is not None and rate:
-        draft.put("schedule.floor", min(1.0, float(least) / float(rate)), "min_lr")
+        draft.put("schedule.floor", min(1.0, float(least) / rate), "min_lr")
     for key in ("floor", "decay_shape"):
         if f"usual_{key}" in draft.facts and f"schedule.{key}" not in draft.values:
             draft.put(f"schedule.{key}", draft.facts[f"usual_{key}"], f"usual_{key}")
@@ -290,10 +287,8 @@ def _decay(draft: Draft, steps: Any, warm: Any) -> None:
     if ratio is not None:
         draft.put("schedule.name", "wsd", "decay_ratio")
         left = steps - warm if isinstance(steps, int) and isinstance(warm, int) else math.inf
-        length = (
-            min(round(steps * ratio), left) if ratio >= 1 or ratio * (steps or 1) > left else float(ratio)
-        )
-        draft.put("schedule.decay", length, "decay_ratio")
+        longest = ratio >= 1 or ratio * (steps or 1) > left
+        draft.put("schedule.decay", left if longest else float(ratio), "decay_ratio")
         draft.put("schedule.decay_shape", shape, "decay_type")
     elif shape == "sqrt" and isinstance(steps, int):
         draft.put("schedule.name", "wsd", "decay_type")
@@ -310,7 +305,7 @@ def _pauses(draft: Draft) -> None:
         ("eval_strategy", "eval_steps", "evaluation.every"),
     )
     for *names, target in pauses:
-        strategy, every = (facts.get(name) for name in names)
+        strategy, every = facts.get(names[0]), draft.number(names[1])
         word = str(strategy).lower()
         if word == "epoch":
             draft.lose(names[0], f"{target} is in steps; the last step has one anyway")
@@ -334,23 +329,19 @@ def _pauses(draft: Draft) -> None:
         draft.put("evaluation.sequences", sequences, "evaluation_batches", "validation_batch")
 
 
-_INSTALLED = ("tensorboard", "wandb", "mlflow", "trackio")
-
-
 def _trackers(draft: Draft) -> None:
     """Trackers by name, as Shardwise has them; those that it does not have are lost."""
     facts, known = draft.facts, get_args(TrackerName)
     asked: dict[str, list[str]] = {}
-    for fact in [
-        name for name in facts if name.startswith("tracker:") and facts[name] not in (None, False, "")
-    ]:
-        asked.setdefault(fact.split(":")[1], []).append(fact)
+    for fact, value in facts.items():
+        if fact.startswith("tracker:") and value not in (None, False, ""):
+            asked.setdefault(fact.split(":")[1], []).append(fact)
     if facts.get("wandb_mode") == "disabled":
         asked.pop("wandb", None)
     report = facts.get("report_to") or []
     for name in report if isinstance(report, list) else re.split(r"[,\s]+", str(report)):
         if name == "all":  # of the Trainer: every one that is installed
-            asked |= {each: ["report_to"] for each in _INSTALLED if find_spec(each)}
+            asked |= {name: ["report_to"] for name in known if name != "csv" and find_spec(name)}
             if not asked:
                 draft.lose("report_to", "all those that are installed, and none is: name them in trackers")
         elif name not in ("none", "no"):
@@ -372,6 +363,7 @@ _STEPS: tuple[Callable[[Draft], None], ...] = (
     _optimizer,
     _checkpointing,
     _compile,
+    sharding,
     _offload,
     _adapter,
     devices,

@@ -109,6 +109,10 @@ class ForeignFormat:
                 return entry
         return None
 
+    def has_section(self, key: str) -> bool:
+        """Whether the table has keys below ``key``."""
+        return any(entry.startswith(f"{key}.") for entry in self.entries)
+
     @property
     def tops(self) -> set[str]:
         """The top-level keys of the table."""

@@ -143,7 +143,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "torchtitan_llama3_8b.toml": {
         "model": {"preset": "llama-3-8b"},
-        "data": {"source": "allenai/c4:en", "tokenizer": "./assets/hf/Llama-3.1-8B", "sequence_length": 8192, "held_out": 0.0},
+        "data": {
+            "source": "allenai/c4:en", "tokenizer": "./assets/hf/Llama-3.1-8B", "sequence_length": 8192,
+            "held_out": 0.0,
+        },
         "steps": 1000,
         "batch_size": 16,
         "optimizer": ADAM | {"learning_rate": 3e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)},

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardwise.core.errors import RecipeError
 from shardwise.importers.formats import NAMES, Mapped, Unmapped, format_named, recognised
 from shardwise.recipe.load import SECTIONS
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
+from tests.harness.foreign import convert
 
 KEYS = {setting.key for setting in SETTINGS}
 
@@ -96,3 +100,35 @@ def test_a_recipe_is_of_no_other_kind() -> None:
     assert recognised({"model": {"preset": "tiny"}, "seed": 1, "train_batch_size": 2}) is None
     assert recognised({"some": "text"}) is None
     assert recognised({"checkpoint_dir": "x"}) is None  # LitGPT's files have a section train
+
+
+BASES: dict[str, dict[str, Any]] = {
+    "deepspeed": {"train_micro_batch_size_per_gpu": 2},
+    "accelerate": {"distributed_type": "NO"},
+    "trainer": {"num_train_epochs": 1},
+    "trl": {"packing": True, "use_peft": True},
+    "llamafactory": {"stage": "sft", "dataset": "a"},
+    "axolotl": {"base_model": "m", "adapter": "lora"},
+    "litgpt": {"checkpoint_dir": "c", "train": {}},
+    "torchtitan": {"job": {}, "model": {}, "training": {}},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_value_of_a_key_is_an_unexpected_failure(name: str, tmp_path: Path) -> None:
+    """A value of a kind that the key does not have is a row or one line."""
+    for key, entry in format_named(name).entries.items():
+        if not isinstance(entry, Mapped):
+            continue
+        for odd in (True, 0, -1, 7, 0.5, "x", ["a"], {"a": 1}, "auto", float("inf")):
+            content = {key: dict(own) if isinstance(own, dict) else own for key, own in BASES[name].items()}
+            inner = content
+            *sections, last = key.replace("[]", "").split(".")
+            for section in sections:
+                inner[section] = dict(inner.get(section) or {})
+                inner = inner[section]
+            inner[last] = odd
+            if "[]" in key:
+                content[key.partition("[")[0]] = [content[key.partition("[")[0]]]
+            with suppress(RecipeError):
+                convert(tmp_path, {"a.json": content}, world="8", kind=name).text()

@@ -28,10 +28,11 @@ TORCHTITAN: dict[str, Any] = {
 LOST: list[tuple[dict[str, Any], str]] = [
     *[(LLAMA_FACTORY | {"stage": stage}, f"stage: {stage}") for stage in ("dpo", "kto", "ppo", "rm")],
     *[(LLAMA_FACTORY | {"finetuning_type": kind}, f"finetuning_type: {kind}") for kind in ("freeze", "oft")],
-    *[(LLAMA_FACTORY | {key: True}, key) for key in ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_llama_pro")],
+    *[(LLAMA_FACTORY | {key: True}, key) for key in ("use_dft_loss", "use_asft_loss", "use_eaft_loss")],
+    (LLAMA_FACTORY | {"use_llama_pro": True}, "use_llama_pro"),
     (LLAMA_FACTORY | {"mixture_of_depths": "convert"}, "mixture_of_depths: convert"),
-    *[(AXOLOTL | {"rl": kind}, f"rl: {kind}") for kind in ("dpo", "ipo", "kto", "simpo", "orpo", "grpo", "gdpo", "ebft")],
-    *[(AXOLOTL | {key: True}, key) for key in ("reward_model", "process_reward_model", "kd_trainer", "relora", "use_eaft")],
+    *[(AXOLOTL | {"rl": kind}, f"rl: {kind}") for kind in ("dpo", "ipo", "kto", "simpo", "orpo", "grpo", "ebft")],
+    *[(AXOLOTL | {key: True}, key) for key in ("reward_model", "process_reward_model", "kd_trainer", "relora")],
     (AXOLOTL | {"adapter": "llama-adapter"}, "adapter: llama-adapter"),
     (AXOLOTL | {"unfrozen_parameters": ["^lm_head.weight$"]}, "unfrozen_parameters"),
     (AXOLOTL | {"plugins": ["axolotl.integrations.kd.KDPlugin"]}, "KDPlugin"),
@@ -63,7 +64,8 @@ def test_another_objective_is_refused(
 
 HARMLESS = [
     (LLAMA_FACTORY | {"pref_beta": 0.1, "use_dft_loss": False, "mixture_of_depths": None, "reward_model": None}),
-    (AXOLOTL | {"rl": None, "reward_model": False, "plugins": ["axolotl.integrations.liger.LigerPlugin"], "adapter": ""}),
+    (AXOLOTL | {"rl": None, "reward_model": False, "plugins": ["axolotl.integrations.liger.LigerPlugin"]}),
+    (AXOLOTL | {"adapter": ""}),
     (AXOLOTL | {"rl": "", "unfrozen_parameters": None, "trl": None, "dpo_label_smoothing": None}),
     (TRL | {"loss_type": "nll", "packing": True, "beta": None}),
     (TRL | {"loss_type": None, "max_length": 128}),
@@ -78,17 +80,17 @@ def test_keys_of_another_objective_that_are_off_are_no_reason(
 
 
 STRANGERS: list[tuple[str, Any, str]] = [
-    ("torchtune", {"model": {"_component_": "torchtune.models.llama3.llama3_8b"}, "batch_size": 2, "epochs": 1}, "_component_"),
+    ("torchtune", {"model": {"_component_": "torchtune.x"}, "batch_size": 2, "epochs": 1}, "_component_"),
     ("ms-swift", {"model": "m", "train_type": "lora", "num_train_epochs": 1, "learning_rate": 1e-4}, "train_type"),
-    ("LLaMA-Factory v1", {"model": "m", "model_class": "llm", "train_dataset": "d.yaml", "cutoff_len": 8}, "model_class"),
+    ("LLaMA-Factory v1", {"model": "m", "model_class": "llm", "train_dataset": "d.yaml"}, "model_class"),
     ("Megatron-LM", {"tensor_model_parallel_size": 8, "micro_batch_size": 1, "seed": 1}, "tensor_model_parallel_size"),
     ("verl", {"actor_rollout_ref": {"model": {"path": "m"}}, "trainer": {"nnodes": 1}}, "actor_rollout_ref"),
-    ("Foundry", {"max_duration": "1ep", "global_train_batch_size": 8, "model": {"name": "hf_causal_lm"}}, "max_duration"),
+    ("Foundry", {"max_duration": "1ep", "global_train_batch_size": 8, "model": {"name": "m"}}, "max_duration"),
     ("MLX", {"model": "m", "train": True, "fine_tune_type": "lora", "iters": 100}, "fine_tune_type"),
-    ("Python configurations", {"model_spec": {"name": "llama3"}, "training": {"steps": 1}, "parallelism": {}}, "model_spec"),
+    ("Python configurations", {"model_spec": {"name": "l"}, "training": {}, "parallelism": {}}, "model_spec"),
     ("adapter_config", {"peft_type": "LORA", "r": 8, "lora_alpha": 16}, "peft_type"),
     ("model of transformers", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "architectures"),
-    ("no known trainer", {"base_model": "m", "task": "llm-sft", "log": "none", "hub": {}, "params": {}}, "task, log, hub"),
+    ("no known trainer", {"base_model": "m", "task": "sft", "log": "none", "hub": {}}, "task, log, hub"),
     (
         "no known trainer",
         {"num_train_epochs": 1, "learning_rate": 1e-4, "data_path": "d", "lora_r": 8, "cool_flag": 1},

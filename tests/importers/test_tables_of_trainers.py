@@ -49,6 +49,8 @@ def test_data_sets_of_llama_factory_are_those_of_its_registry(tmp_path: Path) ->
     assert [each.key for each in made.of("assumed")][:1] == ["data.mixture"]  # its weights
     made = factory(tmp_path, mix_strategy="interleave_once", interleave_probs="0.7, 0.3")
     assert value(made, "data.mixture") == [{**chats, "weight": 0.7}, {**facts, "weight": 0.3}]
+    with pytest.raises(RecipeError, match=r"interleave_probs.*0.7, and there are 2 data sets"):
+        factory(tmp_path, mix_strategy="interleave_once", interleave_probs="0.7")
     for name, wanted in (
         ("openai", {"source": source["o.jsonl"], "format": "messages"}),
         ("pairs", {"source": source["p.jsonl"], "format": "prompt"}),
@@ -273,7 +275,7 @@ TRACKERS: list[tuple[dict[str, Any], list[str] | None, dict[str, str]]] = [
     ({"base_model": "m", "swanlab_project": "p"}, None, {"swanlab_project": "no tracker swanlab"}),
     ({"distributed_type": "NO", "log_with": "wandb"}, ["wandb"], {}),
     ({"checkpoint_dir": "c", "train": {"epochs": 1}, "logger_name": "csv"}, ["csv"], {}),
-    ({"checkpoint_dir": "c", "train": {"epochs": 1}, "logger_name": "litlogger"}, None, {"logger_name": "trackers are"}),
+    ({"checkpoint_dir": "c", "train": {"epochs": 1}, "logger_name": "lit"}, None, {"logger_name": "trackers are"}),
     ({**TITAN, "metrics": {"enable_wandb": True, "enable_tensorboard": False}}, ["wandb"], {}),
     ({"train_batch_size": 8, "tensorboard": {"enabled": True}, "wandb": {"enabled": False}}, ["tensorboard"], {}),
     ({"train_batch_size": 8, "comet": {"enabled": True}}, None, {"comet.enabled": "no tracker comet"}),

@@ -102,7 +102,7 @@ def test_an_explicit_value_beats_a_default_of_the_other(
 
 
 PRECISIONS = [
-    # DeepSpeed's bf16.enabled and fp16.enabled, and what is trained: "assumed" where nothing says it
+    # DeepSpeed's bf16.enabled and fp16.enabled, the precision, and whether it is assumed
     ("auto", False, "bf16", True),
     ("auto", "auto", "bf16", True),
     ("auto", None, "bf16", True),
@@ -314,3 +314,23 @@ def test_a_section_may_be_a_file_or_json_in_text(tmp_path: Path) -> None:
     assert value(convert(tmp_path, {"b.json": {**ARGUMENTS, "deepspeed": text}}), "strategy.zero_stage") == 3
     with pytest.raises(RecipeError, match="not JSON"):
         convert(tmp_path, {"b.json": {**ARGUMENTS, "deepspeed": text[:-1]}})
+
+
+def test_a_section_of_the_file_itself_is_another_file_to_it(tmp_path: Path) -> None:
+    """DeepSpeed's settings as a mapping in the Trainer's arguments."""
+    config: dict[str, Any] = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "zero_optimization": {"stage": 3},
+    }
+    asked = {**ARGUMENTS, "optim": "adamw_bnb_8bit", "learning_rate": 2e-5, "deepspeed": config}
+    made = convert(tmp_path, {"a.json": asked})
+    assert value(made, "optimizer") | {"name": "adamw", "learning_rate": 2e-5} == value(made, "optimizer")
+    assert "deepspeed.optimizer.type: AdamW is used" in row(made, "optim").detail
+    config["optimizer"]["params"]["lr"] = 1e-4
+    with pytest.raises(
+        RecipeError, match=r"learning_rate: 2e-05 in a.json, optimizer.params.lr: 0.0001 in a.json: deepspeed"
+    ):
+        convert(tmp_path, {"a.json": asked})
+    length = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 7}}}
+    with pytest.raises(RecipeError, match="two lengths of the run"):
+        convert(tmp_path, {"a.json": {"num_train_epochs": 3, "deepspeed": length}})
