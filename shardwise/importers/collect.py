@@ -122,7 +122,7 @@ class Collection:
         elif isinstance(entry, Mapped):
             self.rows.append(Row(name, value, "mapped", ""))
             self._map(file, entry, key, name, value)
-        elif not entry.asks(value) or value == "auto":
+        elif not entry.asks(value) or _is_auto(value):
             off = entry.why if entry.fate == "not needed" else "off"
             self.rows.append(Row(name, value, "not needed", off))
         elif entry.fate == "refused":
@@ -132,7 +132,7 @@ class Collection:
 
     def _map(self, file: File, entry: Mapped, key: str, name: str, value: Any) -> None:
         draft = self.draft
-        if value == "auto" and "auto" not in (entry.values or {}):
+        if _is_auto(value) and "auto" not in (entry.values or {}):
             for target in entry.targets:
                 draft.autos.setdefault(target.removeprefix("@"), []).append(name)
             return
@@ -216,10 +216,14 @@ def _json(text: str, where: str) -> dict[str, Any]:
 _TEXT = ("data.source", "@model")
 
 
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() == "auto"
+
+
 def _scalar(value: Any) -> Any:
-    """A number that is written as text, as a number."""
-    number = resolve_scalar(value) if isinstance(value, str) and len(value) < 40 else value
-    return number if isinstance(number, int | float) and not isinstance(number, bool) else value
+    """A number or a truth value that is written as text, as itself."""
+    plain = resolve_scalar(value) if isinstance(value, str) and len(value) < 40 else value
+    return plain if isinstance(plain, int | float) else value
 
 
 def _find(values: Mapping[str, Any], key: str) -> Any:

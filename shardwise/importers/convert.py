@@ -236,7 +236,9 @@ def _finished(row: Row, draft: Draft) -> Row:
         return replace(row, detail=", ".join(targets))
     auto = "auto: a default, or the plan's choice"
     return replace(
-        row, status="not needed", detail=auto if row.value == "auto" else "off, or decided by another key"
+        row,
+        status="not needed",
+        detail=auto if str(row.value).lower() == "auto" else "off, or decided by another key",
     )
 
 

@@ -339,13 +339,14 @@ def _trackers(draft: Draft) -> None:
     if facts.get("wandb_mode") == "disabled":
         asked.pop("wandb", None)
     report = facts.get("report_to") or []
-    for name in report if isinstance(report, list) else re.split(r"[,\s]+", str(report)):
+    listed = report if isinstance(report, list) else re.split(r"[,\s]+", str(report))
+    for name in [str(name).lower() for name in listed]:
         if name == "all":  # of the Trainer: every one that is installed
             asked |= {name: ["report_to"] for name in known if name != "csv" and find_spec(name)}
             if not asked:
                 draft.lose("report_to", "all those that are installed, and none is: name them in trackers")
         elif name not in ("none", "no"):
-            asked.setdefault(str(name), []).append("report_to")
+            asked.setdefault(name, []).append("report_to")
     ours = [name for name in asked if name in known]
     if ours:
         draft.put("trackers", ours, *dict.fromkeys(fact for name in ours for fact in asked[name]))

@@ -257,6 +257,7 @@ def test_what_torchtitan_has_alone_is_named(tmp_path: Path) -> None:
 TRACKERS: list[tuple[dict[str, Any], list[str] | None, dict[str, str]]] = [
     ({"num_train_epochs": 1, "report_to": "wandb"}, ["wandb"], {}),
     ({"num_train_epochs": 1, "report_to": ["tensorboard", "mlflow"]}, ["tensorboard", "mlflow"], {}),
+    ({"num_train_epochs": 1, "report_to": "WandB, tensorboard"}, ["wandb", "tensorboard"], {}),
     ({"num_train_epochs": 1, "report_to": "none"}, None, {}),
     ({"num_train_epochs": 1, "report_to": ["none"]}, None, {}),
     ({"num_train_epochs": 1, "report_to": []}, None, {}),

@@ -116,6 +116,8 @@ PRECISIONS = [
     (None, False, "fp32", False),
     (False, None, "fp32", False),
     (None, None, "fp32", False),
+    ("True", "false", "bf16", False),
+    ("Auto", False, "bf16", True),
 ]
 
 
