@@ -61,7 +61,9 @@ def main() -> None:
         tokenizer = open_tokenizer(str(folder))
         lines = [json.dumps(chat(draw, 4, WORDS)) for _ in range(CHATS)]
         (folder / "chats.jsonl").write_text("\n".join(lines) + "\n")
-        spec = DataSpec(source=str(folder / "chats.jsonl"), tokenizer=name, sequence_length=1024, held_out=0.0)
+        spec = DataSpec(
+            source=str(folder / "chats.jsonl"), tokenizer=name, sequence_length=1024, held_out=0.0
+        )
         rates = []
         for repeat in range(3):
             begin = time.perf_counter()
@@ -75,7 +77,9 @@ def main() -> None:
             record = Record(chat(draw, 2 * answers, 60), "here")
             begin = time.perf_counter()
             tokens, _ = encoder.encode(record)
-            print(f"one chat of {answers} answers, {len(tokens):,} tokens: {time.perf_counter() - begin:.3f} s")
+            print(
+                f"one chat of {answers} answers, {len(tokens):,} tokens: {time.perf_counter() - begin:.3f} s"
+            )
 
 
 if __name__ == "__main__":
