@@ -25,7 +25,7 @@ from shardwise.quantize.ranks import ALONE, Ranks
 from shardwise.quantize.state import KEPT, LayerRow, QuantizedBlock, stored_form
 from shardwise.quantize.statistics import input_sums
 from shardwise.quantize.walk import Walk
-from shardwise.runtime.quantization.activations import quantize_tokens, quantize_tokens_float8
+from shardwise.runtime.quantization.activations import rounded_to_float8, rounded_to_int8
 from shardwise.runtime.quantization.stored import weight_of
 
 
@@ -191,17 +191,11 @@ class _Block:
             layer.register_forward_pre_hook(_IN_8_BITS[self._quantizer.scheme.kind])
 
 
-def _through(quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
-    """A forward pre-hook that quantizes a layer's input per token, and dequantizes it."""
-
-    def hook(_: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
-        codes, scale = quantize(args[0])
-        return (codes.float() * scale).to(args[0].dtype)
-
-    return hook
-
-
-_IN_8_BITS = {"int": _through(quantize_tokens), "float8": _through(quantize_tokens_float8)}
+_IN_8_BITS = {
+    "int": lambda _, args: rounded_to_int8(args[0]),
+    "float8": lambda _, args: rounded_to_float8(args[0]),
+}
+"""Forward pre-hooks that round a layer's input as the reader of the folder does."""
 
 
 def _set(module: nn.Module, key: str, value: Tensor) -> None:

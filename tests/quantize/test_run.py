@@ -33,9 +33,9 @@ LENGTH = 16
 
 
 def int8(x: Tensor) -> Tensor:
-    """255 levels per token."""
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    return (x / scale).round() * scale
+    """256 levels per token, as compressed-tensors has them."""
+    scale = x.abs().amax(-1, keepdim=True) / 127.5
+    return (x / scale).clamp(-128, 127).round() * scale
 
 
 def e4m3(x: Tensor) -> Tensor:

@@ -1,72 +1,37 @@
-"""Dynamic 8-bit activations, one scale per token, and the product of a linear layer with 8-bit weights.
+"""Dynamic 8-bit activations, as compressed-tensors rounds them when transformers runs a quantized model.
 
-A serving engine multiplies 8-bit codes of both sides and scales the sum: y = (codes_x · codes_w) scale_x scale_w.
-``QuantizedLinear`` computes the same numbers, so a model is evaluated as it will serve. The sums of int8 products are
-exact in int32, and in fp32 as long as they stay below 2^24: up to 1,040 input channels at the largest codes, and with
-real data far more.
+    int       codes -128 to 127;  scale = largest magnitude / 127.5
+    float8    values of e4m3;     scale = largest magnitude / 448
+
+There is one scale for each index of the first two dimensions. So every token of [b, s, in] has its own scale, a matrix
+[t, in] has one, and of [b, heads, s, in] every head has one. vLLM's kernel for int8 (dynamic_scaled_int8_quant) divides
+by 127 instead, and every row has its own scale.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise.runtime.quantization.weights import Float8Weight, IntWeight
-
-INT8_LARGEST = 127
+INT8_STEPS = 127.5
+"""Half of the 255 steps between the codes -128 and 127."""
 FLOAT8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 codes of activations and their scales: x ≈ codes · scale.
-
-    Args:
-        x: [..., in], any float dtype.
-
-    Returns:
-        codes [..., in] in int8, -127 to 127, and scale [..., 1] in fp32: the largest magnitude of the token over 127.
-    """
-    scale = _scale(x, INT8_LARGEST)
-    return (x.float() / scale).round_().to(torch.int8), scale
+def rounded_to_int8(x: Tensor) -> Tensor:
+    """Activations [..., in] of any float dtype, rounded to int8 codes times a scale; in their dtype."""
+    scale = _largest(x).div_(INT8_STEPS)
+    return (x.float() / scale).clamp_(-128, 127).round_().mul_(scale).to(x.dtype)
 
 
-def quantize_tokens_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 values of activations [..., in], and scales [..., 1] in fp32: the largest magnitude over 448."""
-    scale = _scale(x, FLOAT8_LARGEST)
-    return (x.float() / scale).clamp_(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(torch.float8_e4m3fn), scale
+def rounded_to_float8(x: Tensor) -> Tensor:
+    """Activations [..., in] of any float dtype, rounded to e4m3 values times a scale; in their dtype."""
+    scale = _largest(x).div_(FLOAT8_LARGEST)
+    values = (x.float() / scale).clamp_(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(torch.float8_e4m3fn)
+    return values.float().mul_(scale).to(x.dtype)
 
 
-class QuantizedLinear(nn.Module):
-    """A linear layer with 8-bit weights and activations, for evaluation; it has no gradient.
-
-    Args:
-        weight: with symmetric codes and one scale per output channel.
-        bias: [out], in any dtype.
-
-    Raises ValueError for a weight with groups or zero points, which 8-bit products do not have.
-    """
-
-    def __init__(self, weight: IntWeight | Float8Weight, bias: Tensor | None) -> None:
-        super().__init__()
-        values = weight.values if isinstance(weight, Float8Weight) else weight.codes
-        if isinstance(weight, IntWeight) and (weight.zero is not None or weight.scale.shape[1] != 1):
-            raise ValueError("8-bit products take symmetric weights with one scale per output channel")
-        self._quantize = quantize_tokens if isinstance(weight, IntWeight) else quantize_tokens_float8
-        self.register_buffer("codes", values)
-        self.register_buffer("scale", weight.scale.float().squeeze(1))
-        self.register_buffer("bias", bias)
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], in x's dtype; sums in fp32."""
-        codes, scale = self._quantize(x)
-        sums = F.linear(codes.float(), self.get_buffer("codes").float())
-        product = (sums * scale * self.get_buffer("scale")).to(x.dtype)
-        bias = self._buffers["bias"]
-        return product if bias is None else product + bias.to(x.dtype)
-
-
-def _scale(x: Tensor, largest: float) -> Tensor:
-    """Largest magnitude of every token over the format's largest number; a token of zeros gets a tiny one."""
-    return x.float().abs().amax(-1, keepdim=True).div_(largest).clamp_(min=torch.finfo(torch.float32).tiny)
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude that shares a scale, in fp32, with as many dimensions as x; tiny where all are zero."""
+    among = tuple(range(2, x.dim())) or tuple(range(x.dim()))
+    return x.float().abs().amax(among, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny * 512)
