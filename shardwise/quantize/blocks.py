@@ -119,48 +119,66 @@ def set_gain(norm: nn.Module, gain: Tensor) -> None:
 
 @torch.no_grad()
 def is_rms_norm(norm: nn.Module) -> bool:
-    """Whether a norm has no bias and does not subtract the mean: a constant input keeps its sign and has size 1."""
-    if isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None:
+    """Whether a norm has no bias and normalizes to x / rms(x), which commutes with rotations."""
+    if getattr(norm, "bias", None) is not None:
         return False
-    trial, gain = _trial(norm)
-    output = trial(torch.ones_like(gain).unsqueeze(0)).double()
-    return bool((output - gain - norm_offset(norm)).abs().max() <= 1e-3)
+    probe = _probe(norm)
+    expected = probe * probe.square().mean(-1, keepdim=True).rsqrt()
+    return _close(_normalized(norm, probe), expected.double())
 
 
 @torch.no_grad()
 def norm_offset(norm: nn.Module) -> float:
-    """0 for a norm that multiplies by its weight, 1 for one that multiplies by 1 + weight, as Gemma's.
+    """0 for a norm that multiplies by its weight, 1 for one that multiplies by 1 + weight, as Gemma's and Nemotron's.
 
-    Measured on a copy, so the norm may be on the meta device. Raises RecipeError for a norm that does neither.
+    Measured on a copy, so the norm may be on the meta device; a subclass may compute something else than its base.
+    Raises RecipeError for a norm that does neither, whose bias is not added, or with other parameters.
     """
-    if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+    if type(norm) in (nn.LayerNorm, nn.RMSNorm):
         return 0.0
-    trial, gain = _trial(norm)
-    probe = torch.randn(1, *gain.shape, generator=torch.Generator().manual_seed(1))
-    normalized = (probe * probe.square().mean().rsqrt()).double()
-    output = trial(probe).double()
-    for offset in (0.0, 1.0):
-        expected = normalized * (gain + offset)
-        if (output - expected).norm() <= 1e-3 * expected.norm():
-            return offset
+    if {name for name, own in norm._parameters.items() if own is not None} <= {"weight", "bias"}:
+        probe, draw = _probe(norm), torch.Generator().manual_seed(0)
+        gain, bias = (1 + torch.rand(_weight(norm).shape, generator=draw) / 2 for _ in range(2))
+        output, normalized = _output(norm, probe, gain, bias), _normalized(norm, probe)
+        added = 0 if getattr(norm, "bias", None) is None else bias.double()
+        for offset in (0.0, 1.0):
+            if _close(output, normalized * (gain + offset) + added):
+                return offset
     raise RecipeError(
         f"the gain of a {type(norm).__name__} is not known",
         where="--method",
-        why="its output is neither x / rms(x) times its weight nor times 1 + its weight",
+        why="its output is neither a normalized input times its weight nor times 1 + its weight",
         fix="take a method that leaves norms as they are, such as gptq",
     )
 
 
-def _trial(norm: nn.Module) -> tuple[nn.Module, Tensor]:
-    """A copy of a norm in fp32 on the CPU, and its weight, which is random around 1. Other parameters are zero."""
-    gain = 1 + torch.rand(_weight(norm).shape, generator=torch.Generator().manual_seed(0)) / 2
+def _probe(norm: nn.Module) -> Tensor:
+    """An input [4, h] of a norm, whose mean is not zero."""
+    return 1 + torch.randn(4, *_weight(norm).shape, generator=torch.Generator().manual_seed(1))
+
+
+def _normalized(norm: nn.Module, probe: Tensor) -> Tensor:
+    """What a norm multiplies by its gain."""
+    one = torch.ones(_weight(norm).shape)
+    return _output(norm, probe, one, one) - _output(norm, probe, 0 * one, one)
+
+
+def _output(norm: nn.Module, probe: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The output of a copy of a norm with other parameters, in fp32 on the CPU; as fp64."""
     trial = copy.copy(norm)  # not of the tensors, which may be on the meta device, or fake
+    values = {"weight": weight, "bias": bias}
     trial._parameters = {
-        name: None if own is None else nn.Parameter(torch.zeros(own.shape), requires_grad=False)
+        name: None
+        if own is None
+        else nn.Parameter(values.get(name, torch.zeros(own.shape)), requires_grad=False)
         for name, own in norm._parameters.items()
     }
-    _set(_weight(trial), gain)
-    return trial, gain
+    output: Tensor = trial.forward(probe)  # without hooks, which the copy shares
+    return output.double()
+
+
+def _close(output: Tensor, expected: Tensor) -> bool:
+    return bool((output - expected).norm() <= 1e-3 * expected.norm())
 
 
 def _weight(norm: nn.Module) -> nn.Parameter:

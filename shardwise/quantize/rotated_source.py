@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from shardwise.core.errors import RecipeError
 from shardwise.export.hf_writer import Contents
 from shardwise.model.merging import Read
+from shardwise.model.streaming import max_logit_difference
 from shardwise.model.untied import untied
 from shardwise.quantize.rotation import Rotated
 from shardwise.quantize.source import SourceModel, rounded
@@ -15,6 +17,9 @@ from shardwise.runtime.parallel.shard_slices import shared_names
 
 SEED = 0
 """Of the random signs. One seed makes a pass repeatable; another one makes no systematic difference."""
+
+TOLERANCE = 1e-2
+"""Of the largest logit. In fp32 a rotation moves logits by about 1e-5."""
 
 
 def rotated_source(source: SourceModel) -> SourceModel:
@@ -27,6 +32,23 @@ def rotated_source(source: SourceModel) -> SourceModel:
 
     whole = replace(contents, read=over(source.lowest))
     return replace(source, blueprint=blueprint, contents=whole, over=over)
+
+
+def require_same_logits(source: SourceModel) -> None:
+    """Raise RecipeError if the rotation moves the logits of a batch. ``source``: not rotated."""
+    read = source.over(source.lowest)
+    plain, rotated = (
+        (source.blueprint, read),
+        (untied(source.blueprint), Rotated(source.blueprint, read, SEED).read),
+    )
+    moved, largest = max_logit_difference(plain, rotated, torch.float32)
+    if not moved <= TOLERANCE * largest:
+        raise RecipeError(
+            "this model cannot be rotated",
+            where="--rotate",
+            why=f"its logits would move by {moved:.3g}, before rounding; the largest is {largest:.3g}",
+            fix="leave out --rotate",
+        )
 
 
 def _untied_contents(source: SourceModel) -> Contents:

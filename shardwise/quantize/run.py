@@ -24,7 +24,7 @@ from shardwise.quantize.methods.base import InputStatistics, NotConverged
 from shardwise.quantize.prediction import predicted_peak
 from shardwise.quantize.ranks import Ranks
 from shardwise.quantize.report import Quantized
-from shardwise.quantize.rotated_source import rotated_source
+from shardwise.quantize.rotated_source import require_same_logits, rotated_source
 from shardwise.quantize.settings import Settings
 from shardwise.quantize.source import SourceModel, open_source
 from shardwise.quantize.state import PassState
@@ -45,9 +45,9 @@ Watching = Callable[[int, int], AbstractContextManager[Callable[[int], None]]]
 @frees_returned()
 def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     """Quantize and write; see ``jobs.quantizing.quantize``."""
-    source = open_source(settings.model, settings.length)
+    source = plain = open_source(settings.model, settings.length)
     if settings.rotate is not None:
-        source = rotated_source(source)
+        source = rotated_source(plain)
     require_packable(source.blueprint, source.contents)
     texts = Texts(settings.calibrate, settings.evaluate, settings.tokenizer, settings.sequences)
     ranks = Ranks.joined()
@@ -57,6 +57,8 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     predicted = ranks.largest(predicted_peak(source, quantizer, batches, COMPUTE))
     say(f"{settings.scheme} by {settings.method}: {format_bytes(predicted)} at the peak, predicted")
     _require_fit(predicted)
+    if settings.rotate is not None:
+        require_same_logits(plain)
     state = PassState(settings.out, _identity(settings, source, chosen))
     _warm(quantizer)
     gc.collect()

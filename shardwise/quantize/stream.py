@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import Scheme
 from shardwise.model.lora import linear_layers
 from shardwise.quantize.gate import losses
@@ -53,6 +54,9 @@ class Batches:
     labels: Sequence[Tensor]
     counted: Sequence[Tensor | None]
 
+
+FOLDING_TOLERANCE = 1e-3
+"""Of what a block adds to the hidden states."""
 
 Progress = Callable[[int], None]
 """Called after each block with its number."""
@@ -148,7 +152,7 @@ class _Block:
         statistics: dict[str, InputStatistics] = {}
         for sums in groups:
             statistics |= dict.fromkeys(sums.layers, sums.mean())
-        touched = self._quantizer.method.prepare(self._module, statistics, self._quantizer.scheme)
+        touched = self._folded(run, calibration, statistics)
         paths = [*statistics, *(path for path in self._layers if path not in statistics)]
         own = {path: self._quantize(path, statistics.pop(path, None)) for path in ranks.part(paths)}
         statistics.clear()
@@ -163,6 +167,23 @@ class _Block:
                     name = self._name(f"{path}.{key}")
                     found.changed[name] = parameter.data.to(self._quantizer.dtypes[name])
         return found
+
+    def _folded(
+        self,
+        run: Callable[[Tensor], Tensor],
+        calibration: Sequence[Tensor],
+        statistics: dict[str, InputStatistics],
+    ) -> Sequence[str]:
+        """The modules that the method changes before it rounds. Raises RecipeError if the block's output moves."""
+        method, scheme = self._quantizer.method, self._quantizer.scheme
+        if not (method.folds and calibration):
+            return ()
+        hidden = calibration[0]
+        before = run(hidden)
+        touched = method.prepare(self._module, statistics, scheme)
+        if touched:
+            require_same_output(self._prefix, method.name, before - hidden, run(hidden) - hidden)
+        return touched
 
     def _quantize(
         self, path: str, statistics: InputStatistics | None
@@ -196,6 +217,21 @@ _IN_8_BITS = {
     "float8": lambda _, args: rounded_to_float8(args[0]),
 }
 """Forward pre-hooks that round a layer's input as the reader of the folder does."""
+
+
+def require_same_output(block: str, method: str, before: Tensor, after: Tensor) -> None:
+    """Raise RecipeError if what a block adds to the hidden states [b, s, h] is not the same before and after folding.
+
+    In fp32 it moves by about 1e-6.
+    """
+    moved, size = float((after - before).norm()), float(before.norm())
+    if not moved <= FOLDING_TOLERANCE * size:
+        raise RecipeError(
+            f"{method} would change this model before it rounds",
+            where=f"--method: {block}",
+            why=f"the scales that it folds into norms and layers move the block's output by {moved / size:.1%}",
+            fix="take a method that leaves norms as they are, such as gptq",
+        )
 
 
 def _set(module: nn.Module, key: str, value: Tensor) -> None:

@@ -15,8 +15,11 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.native import NativeModel
 from shardwise.model.untied import untied
+from shardwise.quantize.blocks import is_rms_norm
 from shardwise.quantize.methods.rtn import RoundToNearest
+from shardwise.quantize.rotated_source import require_same_logits
 from shardwise.quantize.rotation import Rotated, rotate
+from shardwise.quantize.source import open_source
 from shardwise.recipe.presets import Dimensions
 from tests.harness.families import DENSE, SPARSE, config_of
 
@@ -165,3 +168,49 @@ def test_seeds_give_rotations_and_repeat() -> None:
     values = dict(scrambled(blueprint.build(), torch.float32).named_parameters())
     read = [Rotated(blueprint, values.__getitem__, seed).read("embed_tokens.weight") for seed in (1, 1, 2)]
     assert torch.equal(read[0], read[1]) and not torch.equal(read[0], read[2])
+
+
+class _ClippedNorm(nn.Module):
+    """An RMSNorm for the matrix that probes it. Hidden states [b, s, h] are clipped, which a rotation changes."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+        return self.weight * (out if x.dim() == 2 else out.clamp(-1, 1))
+
+
+def test_a_rotation_that_moves_the_logits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a batch of the whole model, before the pass."""
+    from transformers import AutoModelForCausalLM
+
+    model = scrambled(AutoModelForCausalLM.from_config(config_of("llama")), torch.float32)
+    model.save_pretrained(tmp_path / "llama")
+    require_same_logits(open_source(str(tmp_path / "llama"), 12))
+    build = HuggingFaceModel.build
+
+    def changed(blueprint: HuggingFaceModel, depth: int | None = None) -> nn.Module:
+        built = build(blueprint, depth)
+        built.model.norm = _ClippedNorm(built.model.norm.weight)
+        return built
+
+    monkeypatch.setattr(HuggingFaceModel, "build", changed)
+    with pytest.raises(RecipeError, match="cannot be rotated") as refused:
+        require_same_logits(open_source(str(tmp_path / "llama"), 12))
+    assert "its logits would move" in refused.value.line()
+
+
+class _Centered(nn.RMSNorm):
+    """A norm without a bias that subtracts the mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+def test_a_norm_that_subtracts_the_mean_is_no_rms_norm() -> None:
+    """Whatever its base class is."""
+    assert is_rms_norm(nn.RMSNorm(8)) and is_rms_norm(nn.RMSNorm(8).to("meta"))
+    assert not is_rms_norm(_Centered(8)) and not is_rms_norm(nn.LayerNorm(8))
+    assert not is_rms_norm(nn.LayerNorm(8, bias=False))

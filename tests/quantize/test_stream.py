@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.core.scheme import scheme_of
 from shardwise.model.hf import HuggingFaceModel
+from shardwise.quantize.blocks import ATTENTION, NORMS
 from shardwise.quantize.gate import lost
 from shardwise.quantize.methods import method_of
+from shardwise.quantize.methods.awq import ScalingGroup
 from shardwise.quantize.methods.base import Method
 from shardwise.quantize.state import KEPT, PassState
 from shardwise.quantize.stream import Batches, Quantizer, quantize_blocks
@@ -191,3 +193,14 @@ def test_layers_that_do_not_converge_are_kept_and_reported(tmp_path: Path) -> No
     square = [f"model.layers.{i}.self_attn.{letter}_proj" for i in range(2) for letter in "qo"]
     assert kept == dict.fromkeys(square, "it is square")
     assert not {row.name for row, _ in state.weights()} & kept.keys()
+
+
+def test_a_folding_that_moves_the_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of a norm that one of its readers does not get: nothing is quantized, in one line."""
+    folder = saved_model(tmp_path / "model")
+    forgotten = [ScalingGroup(NORMS[0], ATTENTION[:2])]
+    monkeypatch.setattr("shardwise.quantize.methods.awq.scaling_groups", lambda _: forgotten)
+    state = PassState(tmp_path / "out", {})
+    with pytest.raises(RecipeError, match="awq would change this model before it rounds") as caught:
+        pass_over(folder, state, method_of("awq"), "w4a16-g16")
+    assert "model.layers.0" in caught.value.line() and state.done == 0

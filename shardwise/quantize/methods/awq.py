@@ -65,6 +65,7 @@ class AWQ(Method):
 
     name = "awq"
     calibrated = True
+    folds = True
     symmetric: bool = False
     steps: int = STEPS
     search: Search = WHOLE

@@ -39,6 +39,8 @@ class Method(ABC):
     name: ClassVar[str]
     calibrated: ClassVar[bool] = False
     """Whether the method needs ``InputStatistics``."""
+    folds: ClassVar[bool] = False
+    """Whether ``prepare`` may change weights."""
 
     def prepare(
         self, block: nn.Module, statistics: MutableMapping[str, InputStatistics], scheme: Scheme
