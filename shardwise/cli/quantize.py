@@ -13,6 +13,7 @@ import typer
 
 from shardwise.cli.common import AsJson, folder
 from shardwise.core.errors import NumericsError
+from shardwise.core.scheme import scheme_of
 from shardwise.jobs.quantizing import quantize
 from shardwise.launch.placement import launched_by
 from shardwise.quantize.settings import Settings
@@ -114,16 +115,19 @@ def _show(found: Quantized) -> None:
     for name in ("shape", "method", "error", "bits"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for row in found.layers:
-        shape = f"{row.shape[0]}×{row.shape[1]}"
+        shape = "×".join(map(str, row.shape))
         if row.why:
-            table.add_row(row.name, shape, f"16 bits: {row.why}", "", "")
+            table.add_row(row.name, shape, f"kept: {row.why}", "", f"{row.bits:.3f}")
         else:
             table.add_row(row.name, shape, row.method, f"{row.error:.4f}", f"{row.bits:.3f}")
     Console(highlight=False).print(table)
-    perplexity = found.lost.perplexity
+    if found.kept_sentence:
+        typer.echo(found.kept_sentence)
+    perplexity, eight = found.lost.perplexity, scheme_of(found.scheme).activation_bits == 8
+    reader = ", with activations in 8 bits as transformers rounds them" if eight else ""
     typer.echo(
         f"{found.bits:.3f} bits per weight; perplexity {perplexity['base']:.4f} → {perplexity['quantized']:.4f},"
-        f" KL {found.lost.kl:.3g} nats per token, on {found.lost.tokens:,} tokens"
+        f" KL {found.lost.kl:.3g} nats per token, on {found.lost.tokens:,} tokens{reader}"
     )
     typer.echo(
         f"peak memory {format_bytes(found.measured_peak_bytes)}, predicted {format_bytes(found.predicted_peak_bytes)}"

@@ -32,6 +32,7 @@ from shardwise.model.lora import (
     require_targets,
 )
 from shardwise.model.stage import Stage
+from shardwise.model.unreached import in_words, matrices, percent, shares
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of, refuse_other_base
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
@@ -183,6 +184,35 @@ class AdaptedModel(Blueprint):
         with torch.device("meta"):
             trained = sum(p.numel() for p in self.build(depth).parameters() if p.requires_grad)
         return trained, self.base.parameter_count(depth)
+
+    def notes(self, dtype: str) -> tuple[str, ...]:
+        beyond, packed, stays = self._reach
+        notes = []
+        if beyond:
+            named = in_words(beyond, "the weights")
+            notes.append(f"{named} stay frozen in {dtype} without an adapter: adapters are on linear layers")
+        if packed and stays:
+            named = in_words(stays, "the weights")
+            packs = "the model's folder" if self.spec.quantize == "none" else self.spec.quantize
+            notes.append(
+                f"{named} stay in {dtype}: {packs} packs the blocks' linear layers, {percent(packed)}"
+            )
+        return tuple(notes)
+
+    @cached_property
+    def _reach(self) -> tuple[dict[str, float], float, dict[str, float]]:
+        """Shares of the weights: of the matrices that cannot be targets, of packed layers, of what is not packed."""
+        with torch.device("meta"):
+            model = self.base.build()
+        blocks, whole = self.targetable(model), sum(p.numel() for p in model.parameters())
+        linear = list(linear_layers(model, blocks))
+        packed = (
+            linear if self.spec.quantize != "none" else [path for path in linear if path in self.packings()]
+        )
+        beyond = shares(((each.owner, each.numel) for each in matrices(model, blocks, linear)), whole)
+        weights = sum(model.get_submodule(path).get_parameter("weight").numel() for path in packed)
+        stays = shares(((each.owner, each.numel) for each in matrices(model, [], packed)), whole)
+        return beyond, weights / whole, stays
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
         return self.base.sample_shapes(sequence_length)

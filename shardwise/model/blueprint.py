@@ -194,6 +194,14 @@ class Blueprint(ABC):
         """Learning rate of a parameter, by canonical name, divided by the schedule's."""
         return 1.0
 
+    def notes(self, dtype: str) -> tuple[str, ...]:
+        """Sentences for a plan and for the start of a run: which weights an adapter does not reach.
+
+        Args:
+            dtype: of compute, as recipes name it.
+        """
+        return ()
+
     def count(self, batch: Batch) -> Tensor:
         """Number of valid targets of a batch, an int64 scalar on its device; does not run the model."""
         return valid_targets(batch["labels"])

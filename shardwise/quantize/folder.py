@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.export.hf_writer import Contents, Written, write_model
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.files.compressed_tensors import METHOD
 from shardwise.model.files.hf_folder import TensorGroup, unchanged_tensor
+from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.lora import linear_layers
+from shardwise.model.unreached import matrices
 from shardwise.quantize.state import KEPT, LayerRow, PassState, form_of
 
 REPORT = "quantization.json"
@@ -26,8 +29,10 @@ def require_packable(blueprint: Blueprint, contents: Contents) -> None:
     """Raise RecipeError if a linear layer of the blocks is stored transposed, or joined with others."""
     with torch.device("meta"):
         model = blueprint.build()
-    stored = _stored_names(contents)
-    found = list(linear_layers(model, blueprint.blocks(model)))
+    stored, blocks = _stored_names(contents), blueprint.blocks(model)
+    if not blocks:
+        raise RecipeError("the blocks of this model are not known", where=f"model: {blueprint.name}")
+    found = list(linear_layers(model, blocks))
     if not found:
         raise RecipeError("no linear layers to quantize", where=f"model: {blueprint.name}")
     for path in found:
@@ -59,14 +64,22 @@ def _kept_shape(group: TensorGroup) -> bool:
 
 
 def ignored(blueprint: Blueprint, contents: Contents, rows: Sequence[LayerRow]) -> list[str]:
-    """Linear layers that stay as they are, by their names on disk."""
+    """Modules that stay as they are: linear layers of every class, and owners of the blocks' other matrices.
+
+    By their paths on disk and, where transformers has others, in the model: it compares a config with the latter.
+    """
     with torch.device("meta"):
         model = blueprint.build()
-    paths = {module: path for path, module in model.named_modules()}
     quantized, stored = {row.name for row in rows if row.method != KEPT}, _stored_names(contents)
-    output = blueprint.output(model)
-    names = [*linear_layers(model, []), *([paths[output]] if output is not None else [])]
-    return list(dict.fromkeys(stored.get(path, path) for path in names if path not in quantized))
+    linear = [
+        path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear) and path not in quantized
+    ]
+    owners = [each.owner for each in matrices(model, blueprint.blocks(model), [*quantized, *linear])]
+    own = isinstance(blueprint, HuggingFaceModel)
+    names = [[stored.get(path, path), *([path] if own else [])] for path in [*linear, *owners]]
+    return list(dict.fromkeys(name for each in names for name in each))
 
 
 def write_quantized(
@@ -81,7 +94,7 @@ def write_quantized(
     Args:
         config: the value of ``quantization_config``. report: written as ``quantization.json``.
     """
-    reading = _Reading(contents, state)
+    reading = _Reading(contents, state, readable=config["quant_method"] == METHOD)
     groups = [each for group in contents.layout.groups for each in reading.groups(group)]
     whole = {**contents.layout.config, "quantization_config": dict(config)}
     layout = replace(contents.layout, config=whole, groups=groups)
@@ -91,10 +104,10 @@ def write_quantized(
 
 
 class _Reading:
-    """The tensors of the quantized model: packed, changed, or as before."""
+    """The tensors of the quantized model: packed, changed, or as before. ``readable``: transformers reads them."""
 
-    def __init__(self, contents: Contents, state: PassState) -> None:
-        self._contents, self._state = contents, state
+    def __init__(self, contents: Contents, state: PassState, readable: bool) -> None:
+        self._contents, self._state, self._readable = contents, state, readable
         self._changed = state.changed()
         self._weights = {f"{row.name}.weight": (row, read) for row, read in state.weights()}
         self._newest: tuple[str, Mapping[str, Tensor]] = "", {}
@@ -106,8 +119,13 @@ class _Reading:
                 self._packed[f"{row.name}.{suffix}"] = name, suffix
 
     def groups(self, group: TensorGroup) -> list[TensorGroup]:
+        """The tensors of the folder. What transformers converts while it loads, it has already converted.
+
+        Its readers of packed weights expect the sources of every conversion to be packed too.
+        """
         if group.sources[0] not in self._weights:
-            return [group]
+            own = group.unconverted.items() if self._readable else ()
+            return [unchanged_tensor(name, name, shape) for name, shape in own] or [group]
         row, _ = self._weights[group.sources[0]]
         (stored,) = group.shapes
         path = stored.removesuffix(".weight")

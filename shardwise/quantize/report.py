@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.model.unreached import in_words, shares
 from shardwise.quantize.gate import Lost
-from shardwise.quantize.state import LayerRow
+from shardwise.quantize.state import KEPT, LayerRow
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Quantized:
     """A finished pass.
 
     Attributes:
+        notes: what was not reached, and what a reader of the folder has to know.
         folder: the folder written; None if the gate refused.
         stored_bytes: bytes of the tensors written; 0 if none were.
     """
@@ -26,14 +28,29 @@ class Quantized:
     lost: Lost
     predicted_peak_bytes: int
     measured_peak_bytes: int
+    notes: tuple[str, ...] = ()
     folder: Path | None = None
     stored_bytes: int = 0
 
     @property
     def bits(self) -> float:
-        """Stored bits per weight over all linear layers of the blocks, those that stay in 16 bits included."""
-        sizes = [row.shape[0] * row.shape[1] for row in self.layers]
-        return sum(row.bits * size for row, size in zip(self.layers, sizes, strict=True)) / max(1, sum(sizes))
+        """Stored bits per weight over all matrices of the blocks, those that are kept included."""
+        return sum(row.bits * row.numel for row in self.layers) / max(
+            1, sum(row.numel for row in self.layers)
+        )
+
+    @property
+    def kept(self) -> dict[str, float]:
+        """The share of the blocks' weights that stay as they are, by name, with ``*`` for numbers."""
+        kept = [(row.name, row.numel) for row in self.layers if row.method == KEPT]
+        return shares(kept, sum(row.numel for row in self.layers))
+
+    @property
+    def kept_sentence(self) -> str:
+        """Which matrices of the blocks stay as they are, with their shares; "" if there are none."""
+        bits = sorted({row.bits for row in self.layers if row.method == KEPT})
+        named = in_words(self.kept, "the blocks' weights") if bits else ""
+        return f"{named} stay in {' and '.join(f'{each:g}' for each in bits)} bits" if bits else ""
 
     def result(self) -> dict[str, Any]:
         """What ``quantization.json`` holds: the same for the same settings, wherever and whenever they run."""
@@ -41,6 +58,8 @@ class Quantized:
             "scheme": self.scheme,
             "method": self.method,
             "bits": self.bits,
+            "kept": self.kept,
+            "notes": list(self.notes),
             "perplexity": self.lost.perplexity,
             "kl": self.lost.kl,
             "tokens": self.lost.tokens,

@@ -14,8 +14,11 @@ from shardwise.core.errors import ResourceError
 from shardwise.core.scheme import scheme_of
 from shardwise.core.units import format_bytes
 from shardwise.hardware.this_machine import memory_left, usable_memory
-from shardwise.model.files.compressed_tensors import quantization_config
+from shardwise.model.files.compressed_tensors import METHOD, quantization_config
+from shardwise.model.hf import HuggingFaceModel
+from shardwise.model.lora import linear_layers
 from shardwise.model.native import NativeModel
+from shardwise.model.unreached import percent
 from shardwise.quantize.calibration import Chosen, Texts, open_batches
 from shardwise.quantize.folder import ignored, require_packable, write_quantized
 from shardwise.quantize.gate import lost
@@ -23,13 +26,15 @@ from shardwise.quantize.methods import method_of
 from shardwise.quantize.methods.base import InputStatistics, NotConverged
 from shardwise.quantize.prediction import predicted_peak
 from shardwise.quantize.ranks import Ranks
+from shardwise.quantize.readers import reading_notes
 from shardwise.quantize.report import Quantized
 from shardwise.quantize.rotated_source import require_same_logits, rotated_source
 from shardwise.quantize.settings import Settings
 from shardwise.quantize.source import SourceModel, open_source
 from shardwise.quantize.state import PassState
-from shardwise.quantize.stream import Quantizer, quantize_blocks
+from shardwise.quantize.stream import Quantizer, kept_matrices, quantize_blocks
 from shardwise.quantize.walk import Walk
+from shardwise.quantize.walk_check import require_walk
 from shardwise.recipe.presets import dimensions_of
 from shardwise.recipe.sections import ModelSpec
 from shardwise.runtime.quantization.weights import ZERO
@@ -49,14 +54,18 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     if settings.rotate is not None:
         source = rotated_source(plain)
     require_packable(source.blueprint, source.contents)
+    quantizer = Quantizer(method_of(settings.method), scheme_of(settings.scheme), source.contents.dtypes)
+    notes = _notes(source, quantizer)
+    require_walk(plain.blueprint, plain.over(plain.lowest), plain.length, COMPUTE)
     texts = Texts(settings.calibrate, settings.evaluate, settings.tokenizer, settings.sequences)
     ranks = Ranks.joined()
     chosen = open_batches(source, settings.model, texts, ranks.size)
     batches = chosen.of(ranks)
-    quantizer = Quantizer(method_of(settings.method), scheme_of(settings.scheme), source.contents.dtypes)
     predicted = ranks.largest(predicted_peak(source, quantizer, batches, COMPUTE))
     say(f"{settings.scheme} by {settings.method}: {format_bytes(predicted)} at the peak, predicted")
     _require_fit(predicted)
+    for note in notes:
+        say(note)
     if settings.rotate is not None:
         require_same_logits(plain)
     state = PassState(settings.out, _identity(settings, source, chosen))
@@ -76,6 +85,7 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
         lost(sums),
         predicted,
         ranks.largest(meter.peak.allocated),
+        notes,
     )
     if settings.max_kl is not None and not found.lost.kl <= settings.max_kl:
         return found
@@ -87,6 +97,23 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     written = write_quantized(settings.out, source.contents, state, config, found.result())
     state.remove()
     return replace(found, folder=settings.out, stored_bytes=written.bytes)
+
+
+def _notes(source: SourceModel, quantizer: Quantizer) -> tuple[str, ...]:
+    """What the command will not reach, and what a reader of its folder has to know. Raises as ``reading_notes``."""
+    blueprint = source.blueprint
+    with torch.device("meta"):
+        model = blueprint.build()
+    blocks = blueprint.blocks(model)
+    linear = list(linear_layers(model, blocks))
+    kept = sum(row.numel for row in kept_matrices(model, blocks, quantizer.dtypes))
+    whole = kept + sum(model.get_submodule(path).get_parameter("weight").numel() for path in linear)
+    said = f"{percent(kept / whole)} of the blocks' weights stay as they are: they are not in linear layers"
+    sentences: tuple[str, ...] = (said,) if kept else ()
+    method = quantization_config(quantizer.scheme, [], quantizer.method.name)["quant_method"]
+    if method == METHOD and isinstance(blueprint, HuggingFaceModel):
+        sentences += reading_notes(model, linear, quantizer.scheme)
+    return sentences
 
 
 def _identity(settings: Settings, source: SourceModel, chosen: Chosen) -> dict[str, Any]:

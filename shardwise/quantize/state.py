@@ -8,6 +8,7 @@ which gives the same bits and needs no activations on disk. Settings are compare
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -27,29 +28,35 @@ from shardwise.model.files.safetensors_reader import WeightFiles
 
 SETTINGS = "settings.json"
 KEPT = "kept"
-"""Method of a layer that stays in 16 bits."""
+"""Method of a weight that stays as it is."""
 
 _KEY = "shardwise"
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One linear layer in the report.
+    """One linear layer of the blocks in the report, or another matrix, which is always kept.
 
     Attributes:
+        name: path of the layer; of another matrix, its own name.
+        shape: of the weight; that of stacked matrices has more than two numbers.
         error: relative output error over the calibration tokens, of the weights without them; 0 if kept.
         bits: stored bits per weight.
-        why: why the layer stays in 16 bits; "" if it is quantized.
+        why: why the weight is kept; "" if it is quantized.
         tensors: stored tensors by suffix: (dtype as safetensors names it, shape).
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     method: str
     error: float
     bits: float
     why: str = ""
     tensors: Mapping[str, tuple[str, list[int]]] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class QuantizedBlock:
     """The result of one block.
 
     Attributes:
-        rows: one per linear layer. weights: stored tensors by suffix, by layer.
+        rows: one per matrix. weights: stored tensors by suffix, by layer.
         changed: whole tensors by canonical name, such as a norm into which scales were folded.
     """
 

@@ -3,7 +3,8 @@
 Per block: the base model's held-out activations go through the original weights; the calibration activations, which
 come from quantized blocks (GPTQ, Frantar et al. 2022, arXiv:2210.17323, section 3.3), give the input statistics; every
 linear layer is quantized; both go through the quantized weights. So peak memory is one block, its activations, and one
-Hessian per distinct input. Embedding, head and everything that is not a linear layer of a block stay as they are.
+Hessian per distinct input. Embedding, head and everything that is not a linear layer of a block stay as they are; the
+other matrices of the blocks are reported.
 
 The pass never waits for a value except inside methods. The prediction runs the same code on fake tensors.
 """
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import Scheme
 from shardwise.model.lora import linear_layers
+from shardwise.model.unreached import matrices
 from shardwise.quantize.gate import losses
 from shardwise.quantize.methods.base import InputStatistics, Method, NotConverged, relative_output_error
 from shardwise.quantize.ranks import ALONE, Ranks
@@ -28,6 +30,7 @@ from shardwise.quantize.statistics import input_sums
 from shardwise.quantize.walk import Walk
 from shardwise.runtime.quantization.activations import rounded_to_float8, rounded_to_int8
 from shardwise.runtime.quantization.stored import weight_of
+from shardwise.runtime.quantization.weights import PACKED, ZERO
 
 
 class State(Protocol):
@@ -90,11 +93,15 @@ def quantize_blocks(
     calibration = list(walk.embedded(batches.calibration))
     base = list(walk.embedded(batches.held_out))
     quantized = [each.clone() for each in base]  # so that every block holds equally much
-    targets = set(linear_layers(walk.model, walk.blueprint.blocks(walk.model)))
+    inside = walk.blueprint.blocks(walk.model)
+    targets, kept = (
+        set(linear_layers(walk.model, inside)),
+        kept_matrices(walk.model, inside, quantizer.dtypes),
+    )
     for index in range(walk.depth) if blocks is None else blocks:
         with walk.loaded(index, (calibration or base)[0]) as run:
             _advance(run, base)
-            block = _Block(walk, index, targets, quantizer)
+            block = _Block(walk, index, targets, kept, quantizer)
             if index in state:
                 found = state.load(index)
             else:
@@ -110,6 +117,23 @@ def quantize_blocks(
         return ranks.add(losses(head, base, quantized, batches.labels))
 
 
+def kept_matrices(
+    model: nn.Module, blocks: Sequence[nn.Module], dtypes: Mapping[str, torch.dtype]
+) -> list[LayerRow]:
+    """The rows of the matrices in the blocks that are no linear layers, such as the experts of a mixture."""
+    return [
+        LayerRow(
+            each.name,
+            each.shape,
+            KEPT,
+            0.0,
+            8.0 * dtypes[each.name].itemsize,
+            f"{each.kind} is no linear layer",
+        )
+        for each in matrices(model, blocks, list(linear_layers(model, blocks)))
+    ]
+
+
 def _advance(run: Callable[[Tensor], Tensor], batches: list[Tensor]) -> None:
     """Replace the activations before a block by those after it, batch by batch."""
     for index in range(len(batches)):
@@ -119,10 +143,13 @@ def _advance(run: Callable[[Tensor], Tensor], batches: list[Tensor]) -> None:
 class _Block:
     """A loaded block, whose linear layers get their quantized weights."""
 
-    def __init__(self, walk: Walk, index: int, targets: set[str], quantizer: Quantizer) -> None:
+    def __init__(
+        self, walk: Walk, index: int, targets: set[str], kept: Sequence[LayerRow], quantizer: Quantizer
+    ) -> None:
         self._module, self._prefix, self._quantizer = walk.block(index), walk.path(index), quantizer
         names = [path for path, _ in self._module.named_modules() if self._name(path) in targets]
         self._layers = {path: self._module.get_submodule(path) for path in names}
+        self._kept = [row for row in kept if row.name.startswith(f"{self._prefix}.")]
 
     def _name(self, path: str) -> str:
         """The name in the model of a path in the block."""
@@ -161,6 +188,7 @@ class _Block:
             found.rows.append(row)
             if tensors is not None:
                 found.weights[self._name(path)] = tensors
+        found.rows.extend(self._kept)
         for path in touched:
             for key, parameter in self._module.get_submodule(path).named_parameters(recurse=False):
                 if self._name(path) not in found.weights or key != "weight":
@@ -188,20 +216,20 @@ class _Block:
     def _quantize(
         self, path: str, statistics: InputStatistics | None
     ) -> tuple[LayerRow, Mapping[str, Tensor] | None]:
-        """The row of a layer, and its stored tensors unless it stays in 16 bits."""
+        """The row of a layer, and its stored tensors unless it is kept."""
         name, method = self._name(path), self._quantizer.method
         weight = self._layers[path].get_parameter("weight").data
         shape = int(weight.shape[0]), int(weight.shape[1])
+        stored = self._quantizer.dtypes[f"{name}.weight"]  # of the scales too
         why = "no calibration token reaches it" if statistics is None and method.calibrated else ""
         if not why:
             try:
-                stored = self._quantizer.dtypes[f"{name}.weight"]  # of the scales too
                 result = method.quantize(weight.to(stored), self._quantizer.scheme, statistics)
+                tensors = _readable(result.tensors())
             except NotConverged as reason:
                 why = str(reason) or "it does not converge"
         if why:
-            return LayerRow(name, shape, KEPT, 0.0, 16.0, why), None
-        tensors = result.tensors()
+            return LayerRow(name, shape, KEPT, 0.0, 8.0 * stored.itemsize, why), None
         error = relative_output_error(weight, result.dequantize(), statistics)
         return LayerRow(name, shape, method.name, error, result.bits, tensors=stored_form(tensors)), tensors
 
@@ -210,6 +238,17 @@ class _Block:
         _set(layer, "weight", weight)
         if self._quantizer.scheme.activation_bits == 8:
             layer.register_forward_pre_hook(_IN_8_BITS[self._quantizer.scheme.kind])
+
+
+def _readable(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The stored tensors. Raises NotConverged for zero points of several groups in one row of words.
+
+    compressed-tensors up to 0.20 fails to unpack them: their transpose counts as contiguous, with a stride of 2.
+    """
+    zero = tensors.get(ZERO)
+    if zero is not None and PACKED in tensors and zero.shape[0] == 1 < zero.shape[1]:
+        raise NotConverged("compressed-tensors cannot read zero points of so few output channels")
+    return tensors
 
 
 _IN_8_BITS = {

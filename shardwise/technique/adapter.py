@@ -68,5 +68,6 @@ class Adapter(Wrapping):
         trained, frozen = site.context.blueprint.parameter_counts()
         site.hints.note(
             f"{spec.name} of rank {spec.rank} trains {format_count(trained)} weights"
-            f" ({trained / (trained + frozen):.2%}) and {format_count(frozen)} frozen ones"
+            f" ({trained / (trained + frozen):.2%}) and {format_count(frozen)} frozen ones",
+            *site.context.blueprint.notes(site.strategy[PRECISION]),
         )

@@ -28,6 +28,7 @@ from shardwise.core.json_file import plain
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import GradientNoise, StepRecord
 from shardwise.data import Data, open_data
+from shardwise.dryrun.counting import dtype_name
 from shardwise.engine.build import build
 from shardwise.engine.phase import listening
 from shardwise.engine.run import Steps
@@ -152,6 +153,8 @@ class Trainer:
             return
         if self._frozen:
             say(trained_sentence(self._trained, self._frozen))
+            for note in self.blueprint.notes(dtype_name(self.run.options.dtypes.compute)):
+                say(note)
         self.log.begin(self._trained)
         self.recovery.begin(self.state, followed_oom(job.folder, job.plan))
         with listening(lambda phase: heartbeat.mark()), self._telling():

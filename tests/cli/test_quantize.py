@@ -95,6 +95,96 @@ def test_the_table_names_layers_and_what_was_lost(
     assert "model.layers.0.self_attn.o_proj" in shown and "perplexity" in shown and "predicted" in shown
 
 
+def stored_bits(folder: Path, blocks: str = "model.layers.") -> float:
+    """Bits per weight of the matrices that the files of a folder have in the blocks, with their scales."""
+    tensors = load_file(folder / "model.safetensors")
+    inside = {name: each for name, each in tensors.items() if name.startswith(blocks) and each.dim() > 1}
+    weights = sum(
+        int(tensors[f"{name.removesuffix('_packed')}_shape"].prod())
+        if name.endswith("_packed")
+        else each.numel()
+        for name, each in inside.items()
+        if not name.endswith("_scale")
+    )
+    return sum(8 * each.nbytes for each in inside.values()) / weights
+
+
+@pytest.mark.usefixtures("no_prediction")
+@pytest.mark.parametrize(
+    ("family", "dtype", "experts"),
+    [("qwen3_moe", "float32", "mlp.experts"), ("gpt_oss", "bfloat16", "mlp.experts")],
+)
+def test_experts_are_named_and_counted(
+    family: str, dtype: str, experts: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the table, in one line with their share, in bits per weight, and in the config."""
+    base = saved_model(tmp_path / "base", family, vocab_size=256)
+    transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype).save_pretrained(tmp_path / "typed")
+    capfd.readouterr()
+    words = [
+        str(tmp_path / "typed"),
+        str(tmp_path / "out"),
+        "--scheme",
+        "w4a16-g16",
+        "--method",
+        "rtn",
+        *SHORT,
+    ]
+    shown = said([*words, "--calibrate", str(folder / "words.txt")], capfd)
+    bits = 8 * getattr(torch, dtype).itemsize
+    report = json.loads((tmp_path / "out" / "quantization.json").read_text())
+    stored = load_file(tmp_path / "base" / "model.safetensors")
+    inside = sum(each.numel() for name, each in stored.items() if ".layers." in name and each.dim() > 1)
+    share = (
+        sum(each.numel() for name, each in stored.items() if ".experts." in name and each.dim() > 1) / inside
+    )
+    kept = {name: value for name, value in report["kept"].items() if f".*.{experts}." in name}
+    assert sum(kept.values()) == pytest.approx(share) and share > 0.5
+    assert f"{100 * max(kept.values()):.1f}% of the blocks' weights)" in shown
+    assert f"stay in {bits} bits" in shown and "kept: " in shown and f"{bits}.000" in shown
+    assert report["bits"] == pytest.approx(stored_bits(tmp_path / "out"), rel=1e-6)
+    assert f"{report['bits']:.3f} bits per weight" in shown
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert {f"model.layers.{index}.{experts}" for index in range(2)} <= {*config["ignore"]}
+
+
+@pytest.mark.usefixtures("no_prediction")
+@pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
+def test_a_quantized_mixture_is_read_exported_and_merged(
+    family: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its experts stand in the folder as transformers holds them; the dense folder has the same logits."""
+    base = saved_model(tmp_path / "base", family, vocab_size=256)
+    capfd.readouterr()
+    words = [str(base), str(tmp_path / "out"), "--scheme", "w4a16-g16", "--method", "rtn", *SHORT]
+    said([*words, "--calibrate", str(folder / "words.txt")], capfd)
+    assert run(["export", str(tmp_path / "out"), str(tmp_path / "dense")]) == 0
+    ids = torch.arange(24).view(2, 12) + 3
+    logits = []
+    for name in ("out", "dense"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        with torch.no_grad():
+            logits.append(model(ids, use_cache=False).logits)
+    assert float((logits[1] - logits[0]).norm()) <= 1e-6 * float(logits[0].norm())
+
+
+@pytest.mark.usefixtures("no_prediction")
+def test_a_line_says_what_transformers_needs(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And 8-bit activations say whose rounding the loss is of."""
+    base = saved_model(tmp_path / "base", "mamba", vocab_size=256)
+    capfd.readouterr()
+    words = [str(base), "OUT", "--scheme", "w4a16-g16", "--method", "rtn", *SHORT]
+    words += ["--calibrate", str(folder / "words.txt")]
+    needs = "quantization_config=CompressedTensorsConfig(dequantize=True) only: MambaForCausalLM"
+    rounded = "with activations in 8 bits as transformers rounds them"
+    for scheme, there in (("w4a16-g16", needs), ("w8a8", rounded), ("fp8", rounded)):
+        words[1], words[3] = str(tmp_path / scheme), scheme
+        shown = said(words, capfd)
+        assert [text in shown for text in (needs, rounded)] == [text == there for text in (needs, rounded)]
+
+
 GATED = {"w4a16-g16": (6, 0.07), "w8a8": (8.5, 0.0055), "fp8": (8.5, 0.0265), "nf4": (4.135, 0.0916)}
 """Bits per weight, and the relative error of normal weights: a step's by the root of 12; for nf4 QLoRA's figure."""
 
@@ -272,6 +362,9 @@ CASES: tuple[tuple[list[str], int, str], ...] = (
         "longer than the model's context",
     ),
     (["{}/gpt2", "{}/o", "--scheme", "w8a16"], 2, "stored transposed"),
+    (["{}/llama4_text", "{}/o", "--scheme", "w8a16"], 2, "it replaces Llama4TextExperts by linear layers"),
+    (["{}/ctrl", "{}/o", "--scheme", "w8a16"], 2, "the blocks of this model are not known"),
+    (["{}/zamba2", "{}/o", "--scheme", "w8a16"], 2, "so run, its logits differ"),
     (["{}/bert", "{}/o", "--scheme", "w8a16"], 2, "the model is not causal"),
 )
 
@@ -280,7 +373,7 @@ CASES: tuple[tuple[list[str], int, str], ...] = (
 def test_one_line_and_the_right_code(
     words: list[str], code: int, message: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for family in ("gpt2", "bert", "gemma2"):
+    for family in ("gpt2", "bert", "gemma2", "llama4_text", "ctrl", "zamba2"):
         if words[0].endswith(family):
             saved_model(folder / family, family)
             capfd.readouterr()

@@ -79,5 +79,8 @@ def saved_model(folder: Path, family: str = "llama", **changes: Any) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.4)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0.0  # some families reset it after reading the files
     model.save_pretrained(folder)
     return folder

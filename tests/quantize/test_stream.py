@@ -192,6 +192,7 @@ def test_layers_that_do_not_converge_are_kept_and_reported(tmp_path: Path) -> No
     kept = {row.name: row.why for row in state.rows() if row.method == KEPT}
     square = [f"model.layers.{i}.self_attn.{letter}_proj" for i in range(2) for letter in "qo"]
     assert kept == dict.fromkeys(square, "it is square")
+    assert {row.bits for row in state.rows() if row.method == KEPT} == {32.0}  # the folder's dtype is fp32
     assert not {row.name for row, _ in state.weights()} & kept.keys()
 
 

@@ -7,7 +7,7 @@ memory together, such as the three parts of a fused projection. So writing needs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ class TensorGroup:
         sources: canonical names of the model's tensors they are made of; the first decides the dtype.
         shapes: names on disk and shapes.
         make: returns the tensors by name on disk, given the sources.
+        unconverted: the sources under the names of transformers' model, with their shapes, if it loads them so too.
     """
 
     sources: tuple[str, ...]
     shapes: Mapping[str, Shape]
     make: Make
+    unconverted: Mapping[str, Shape] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,8 @@ def _reversed_group(
             )
         return found
 
-    return TensorGroup(names, shapes, make)
+    own = reference.state_dict()
+    return TensorGroup(names, shapes, make, {name: tuple(own[name].shape) for name in names})
 
 
 def _reverse_conversion(
