@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.commands import Done, Shell
+from tests.quantize.stubs import saved_model
 
 BASE = """
 model: {preset: tiny}
@@ -66,3 +67,31 @@ def test_a_base_is_adapted_to_a_chat_and_answers(
     refused = shell.run("train", "chat.yaml", "data.source=wrong.jsonl", "--out", "never")
     assert refused.returncode == 3
     assert refused.stderr.count("\n") == 1 and "wrong.jsonl:1" in refused.stderr
+
+
+MIXTURE = """
+model: {hf: base}
+data: {source: corpus.txt, tokenizer: bytes, sequence_length: 16}
+steps: 2
+batch_size: 2
+adapter: {rank: 2, targets: all, quantize: nf4}
+strategy: {precision: bf16, zero_stage: 0, micro_batch_size: 2, activation_checkpointing: none, loss: logits}
+cluster: {device: cpu, devices_per_node: 1}
+"""
+
+
+def test_plan_and_train_say_what_adapters_do_not_reach(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each, with the share of the experts, and what quantize leaves."""
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    saved_model(tmp_path / "base", "qwen3_moe", vocab_size=257)
+    Path("corpus.txt").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    Path("mixture.yaml").write_text(MIXTURE, encoding="utf-8")
+    reasons = json.loads(said(shell.run("plan", "mixture.yaml", "--json")))["reasons"]
+    frozen, packed = (line for line in reasons if "model.layers.*.mlp.experts (" in line)
+    assert "of the weights)" in frozen and "stay frozen in bf16 without an adapter" in frozen
+    assert "stay in bf16: nf4 packs the blocks' linear layers" in packed
+    shown = said(shell.run("train", "mixture.yaml", "--out", "tuned"))
+    assert shown.count(frozen) == shown.count(packed) == 1
