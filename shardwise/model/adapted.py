@@ -185,23 +185,25 @@ class AdaptedModel(Blueprint):
             trained = sum(p.numel() for p in self.build(depth).parameters() if p.requires_grad)
         return trained, self.base.parameter_count(depth)
 
-    def notes(self, dtype: str) -> tuple[str, ...]:
+    def notes(self, bits: int) -> tuple[str, ...]:
         beyond, packed, stays = self._reach
         notes = []
         if beyond:
             named = in_words(beyond, "the weights")
-            notes.append(f"{named} stay frozen in {dtype} without an adapter: adapters are on linear layers")
+            notes.append(
+                f"{named} stay frozen in {bits} bits without an adapter: adapters are on linear layers"
+            )
         if packed and stays:
             named = in_words(stays, "the weights")
             packs = "the model's folder" if self.spec.quantize == "none" else self.spec.quantize
             notes.append(
-                f"{named} stay in {dtype}: {packs} packs the blocks' linear layers, {percent(packed)}"
+                f"{named} stay in {bits} bits: {packs} packs the blocks' linear layers, {percent(packed)}"
             )
         return tuple(notes)
 
     @cached_property
     def _reach(self) -> tuple[dict[str, float], float, dict[str, float]]:
-        """Shares of the weights: of the matrices that cannot be targets, of packed layers, of what is not packed."""
+        """Shares of the weights: matrices that cannot be targets, packed layers, matrices that are not packed."""
         with torch.device("meta"):
             model = self.base.build()
         blocks, whole = self.targetable(model), sum(p.numel() for p in model.parameters())

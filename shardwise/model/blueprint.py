@@ -194,11 +194,11 @@ class Blueprint(ABC):
         """Learning rate of a parameter, by canonical name, divided by the schedule's."""
         return 1.0
 
-    def notes(self, dtype: str) -> tuple[str, ...]:
+    def notes(self, bits: int) -> tuple[str, ...]:
         """Sentences for a plan and for the start of a run: which weights an adapter does not reach.
 
         Args:
-            dtype: of compute, as recipes name it.
+            bits: of the compute dtype.
         """
         return ()
 

@@ -17,7 +17,7 @@ class Quantized:
     """A finished pass.
 
     Attributes:
-        notes: what was not reached, and what a reader of the folder has to know.
+        notes: sentences about weights that are not reached, and about readers of the folder.
         folder: the folder written; None if the gate refused.
         stored_bytes: bytes of the tensors written; 0 if none were.
     """

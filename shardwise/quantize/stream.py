@@ -59,7 +59,7 @@ class Batches:
 
 
 FOLDING_TOLERANCE = 1e-3
-"""Of what a block adds to the hidden states."""
+"""Largest move of the hidden states by folding, relative to the change that the block makes."""
 
 Progress = Callable[[int], None]
 """Called after each block with its number."""

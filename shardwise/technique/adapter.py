@@ -66,8 +66,9 @@ class Adapter(Wrapping):
         if spec is None:
             return
         trained, frozen = site.context.blueprint.parameter_counts()
+        bits = {"fp32": 32, "fp64": 64}.get(site.strategy[PRECISION], 16)
         site.hints.note(
             f"{spec.name} of rank {spec.rank} trains {format_count(trained)} weights"
             f" ({trained / (trained + frozen):.2%}) and {format_count(frozen)} frozen ones",
-            *site.context.blueprint.notes(site.strategy[PRECISION]),
+            *site.context.blueprint.notes(bits),
         )

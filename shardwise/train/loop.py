@@ -28,7 +28,6 @@ from shardwise.core.json_file import plain
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import GradientNoise, StepRecord
 from shardwise.data import Data, open_data
-from shardwise.dryrun.counting import dtype_name
 from shardwise.engine.build import build
 from shardwise.engine.phase import listening
 from shardwise.engine.run import Steps
@@ -153,7 +152,7 @@ class Trainer:
             return
         if self._frozen:
             say(trained_sentence(self._trained, self._frozen))
-            for note in self.blueprint.notes(dtype_name(self.run.options.dtypes.compute)):
+            for note in self.blueprint.notes(8 * self.run.options.dtypes.compute.itemsize):
                 say(note)
         self.log.begin(self._trained)
         self.recovery.begin(self.state, followed_oom(job.folder, job.plan))

@@ -91,7 +91,7 @@ def test_plan_and_train_say_what_adapters_do_not_reach(
     Path("mixture.yaml").write_text(MIXTURE, encoding="utf-8")
     reasons = json.loads(said(shell.run("plan", "mixture.yaml", "--json")))["reasons"]
     frozen, packed = (line for line in reasons if "model.layers.*.mlp.experts (" in line)
-    assert "of the weights)" in frozen and "stay frozen in bf16 without an adapter" in frozen
-    assert "stay in bf16: nf4 packs the blocks' linear layers" in packed
+    assert "of the weights)" in frozen and "stay frozen in 16 bits without an adapter" in frozen
+    assert "stay in 16 bits: nf4 packs the blocks' linear layers" in packed
     shown = said(shell.run("train", "mixture.yaml", "--out", "tuned"))
     assert shown.count(frozen) == shown.count(packed) == 1

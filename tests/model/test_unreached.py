@@ -31,9 +31,7 @@ TARGETS: tuple[Any, ...] = (
 
 
 def notes_of(base: Any, **values: Any) -> tuple[str, ...]:
-    return AdaptedModel(base, AdapterSpec(**{"rank": 4, "alpha": 8.0, "targets": "all"} | values)).notes(
-        "bf16"
-    )
+    return AdaptedModel(base, AdapterSpec(**{"rank": 4, "alpha": 8.0, "targets": "all"} | values)).notes(16)
 
 
 def said(note: str) -> dict[str, float]:
@@ -65,7 +63,7 @@ def test_a_mixture_says_what_stays_frozen(family: str, tmp_path: Path) -> None:
     whole = sum(parameter.numel() for parameter in model.parameters())
     (note,) = notes_of(blueprint)
     assert sum(said(note).values()) == pytest.approx(100 * sum(left) / whole, abs=0.3)
-    assert "stay frozen in bf16" in note and sum(left) > 0.2 * whole
+    assert "stay frozen in 16 bits" in note and sum(left) > 0.2 * whole
 
 
 @pytest.mark.parametrize("targets", ["attention", ("q_proj",), r".*\.v_proj"], ids=str)
@@ -87,7 +85,7 @@ def test_quantize_says_what_it_packs_and_what_it_leaves(quantize: str, tmp_path:
     left = said(note)
     assert left["model.layers.*.mlp.experts"] == pytest.approx(100 * experts / whole, abs=0.06)
     assert note.endswith(
-        f"stay in bf16: {quantize} packs the blocks' linear layers, {100 * packed / whole:.1f}%"
+        f"stay in 16 bits: {quantize} packs the blocks' linear layers, {100 * packed / whole:.1f}%"
     )
     vectors = sum(p.numel() for p in parameters.values() if p.dim() == 1)
     assert sum(left.values()) + 100 * (packed + vectors) / whole == pytest.approx(100, abs=0.3)

@@ -1,7 +1,8 @@
-"""Folders of quantized models of every family: transformers loads them, and loses with them what was reported."""
+"""Folders of quantized models of every family: transformers loads them, and has the reported loss."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 torch.set_num_threads(1)
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 LENGTH = 12
 IDS = torch.arange(24).view(2, 12) % 50 + 3
 SCHEMES = ("w4a16-g16", "w8a8", "fp8")
@@ -140,6 +142,22 @@ def test_transformers_loads_what_was_reported(
         assert loss_of(model, held_out(tmp_path)) == pytest.approx(found.lost.quantized_loss, rel=close)
         base = loaded(tmp_path / "base")
         assert loss_of(base, held_out(tmp_path)) == pytest.approx(found.lost.base_loss, rel=10 * bound)
+
+
+def test_the_page_lists_these_families() -> None:
+    page = (DOCS / "how-to" / "quantize.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("### Families")
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")]
+    listed = {title.strip(): set(re.findall("`([^`]+)`", families)) for title, families in rows}
+
+    def of(*words: str) -> set[str]:
+        return {family for title, each in listed.items() for family in each if title.startswith(words)}
+
+    assert of("packed weights only with") == DEQUANTIZED and of("not with") == MISREAD
+    assert of("refused") == {*REFUSED}
+    assert of("refused: layers") == {
+        family for family, why in REFUSED.items() if why in ("stored transposed", "joined with")
+    }
 
 
 @pytest.mark.parametrize(
