@@ -34,7 +34,7 @@ from shardwise.quantize.source import SourceModel, open_source
 from shardwise.quantize.state import PassState
 from shardwise.quantize.stream import Quantizer, kept_matrices, quantize_blocks
 from shardwise.quantize.walk import Walk
-from shardwise.quantize.walk_check import require_walk
+from shardwise.quantize.walk_check import require_walk, walking
 from shardwise.recipe.presets import dimensions_of
 from shardwise.recipe.sections import ModelSpec
 from shardwise.runtime.quantization.weights import ZERO
@@ -61,7 +61,8 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     ranks = Ranks.joined()
     chosen = open_batches(source, settings.model, texts, ranks.size)
     batches = chosen.of(ranks)
-    predicted = ranks.largest(predicted_peak(source, quantizer, batches, COMPUTE))
+    with walking(plain.blueprint):
+        predicted = ranks.largest(predicted_peak(source, quantizer, batches, COMPUTE))
     say(f"{settings.scheme} by {settings.method}: {format_bytes(predicted)} at the peak, predicted")
     _require_fit(predicted)
     for note in notes:

@@ -7,6 +7,8 @@ read the embedding, what another block left, or run twice; then the walk fails o
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -36,16 +38,23 @@ def require_walk(blueprint: Blueprint, read: Read, length: int, dtype: torch.dty
         tried.build = partial(blueprint.build, BLOCKS)  # type: ignore[method-assign]
     vocab, draw = blueprint.vocab or 1, torch.Generator().manual_seed(0)
     batches = [torch.randint(vocab, (1, min(LENGTH, length)), generator=draw) for _ in range(2)]
-    try:
+    with walking(blueprint):
         walked = torch.cat(_walked(Walk(tried, read, dtype), batches)).double()
         whole = torch.cat([streamed_logits(tried, read, ids, dtype) for ids in batches]).double()
-    except ShardwiseError:
-        raise
-    except Exception as error:  # whatever the model's code raises
-        raise _refused(blueprint, f"{type(error).__name__}: {one_line(str(error))}") from error
     moved = float((walked - whole).norm() / whole.norm().clamp(min=1e-30))
     if not moved <= TOLERANCE:
         raise _refused(blueprint, f"so run, its logits differ by {moved:.1%} from the model's")
+
+
+@contextmanager
+def walking(blueprint: Blueprint) -> Iterator[None]:
+    """Raise RecipeError for any error of the model's own code within the block."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise _refused(blueprint, f"{type(error).__name__}: {one_line(str(error))}") from error
 
 
 def _walked(walk: Walk, batches: list[Tensor]) -> list[Tensor]:
