@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.core.errors import Preempted, RankError, RecipeError
+from shardwise.core.paths import path_of
 from shardwise.core.plan import Plan as Plan
 from shardwise.core.user_objects import giving, here
 from shardwise.export.export_run import export_run
@@ -59,7 +60,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: the recipe has a fault; the error names the file, the line and the key.
     """
-    return load_recipe(Path(path), list(overrides), SETTINGS)
+    return load_recipe(path_of(path), list(overrides), SETTINGS)
 
 
 def plan(recipe: Recipe, cluster: Cluster | None = None) -> Plan:
@@ -101,7 +102,7 @@ def train(
         CheckpointError: the folder holds a checkpoint of another run.
         RankError: the run failed or was stopped, with the reason; ``out``/logs has more.
     """
-    return _trained(with_callbacks(Given(recipe, {}), callbacks), plan, Path(out), exact_memory, progress)
+    return _trained(with_callbacks(Given(recipe, {}), callbacks), plan, path_of(out), exact_memory, progress)
 
 
 def fit(
@@ -157,7 +158,7 @@ def fit(
             callbacks=callbacks,
             sections=sections,
         )
-        return _trained(given, None, Path(out), False, progress)
+        return _trained(given, None, path_of(out), False, progress)
 
 
 @contextmanager
@@ -221,7 +222,7 @@ def spawn(function: Callable[[], object], ranks: int, *, logs: str | Path | None
         RecipeError: the function cannot be sent.
         RankError: a rank failed, with the reason.
     """
-    place = Path(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="shardwise-"))
+    place = path_of(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="shardwise-"))
     with giving({"call": function}) as environment:
         _run_workers(ranks, ["call", str(place)], place, saves=False, environment=environment, aloud=True)
     if logs is None:
@@ -247,7 +248,7 @@ def export(run: str | Path, out: str | Path, *, dtype: str | None = None, base: 
         dtype: fp32, bf16 or fp16; None takes the precision that the run computed in.
         base: write the frozen base of the run's adapters, dequantized, without them.
     """
-    return export_run(Path(run), Path(out), dtype, base)[0].folder
+    return export_run(path_of(run), path_of(out), dtype, base)[0].folder
 
 
 def merge(
@@ -264,8 +265,8 @@ def merge(
     from shardwise.export.merge import merge, unmerge  # transformers takes seconds
 
     if undo:
-        return unmerge(str(base), Path(adapter), Path(out), dtype).folder
-    return merge(str(base), Path(adapter), Path(out), dtype)[0].folder
+        return unmerge(str(base), path_of(adapter), path_of(out), dtype).folder
+    return merge(str(base), path_of(adapter), path_of(out), dtype)[0].folder
 
 
 def quantize(
@@ -305,7 +306,7 @@ def quantize(
         ResourceError: the pass does not fit this machine, or the folder cannot be written.
     """
     texts = (calibrate, evaluate, tokenizer, sequences, sequence_length)
-    return quantizing.quantize(Settings(str(model), Path(out), scheme, method, *texts, max_kl, rotate))
+    return quantizing.quantize(Settings(str(model), path_of(out), scheme, method, *texts, max_kl, rotate))
 
 
 def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:

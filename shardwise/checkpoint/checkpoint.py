@@ -33,6 +33,7 @@ from shardwise.checkpoint.planners import LoadPlanner, SavePlanner
 from shardwise.checkpoint.resume_checks import candidates, require_steps_left
 from shardwise.checkpoint.shards import DTYPES, ShardReader, ShardWriter
 from shardwise.core.errors import CheckpointError, DataError, ResourceError, ShardwiseError
+from shardwise.core.paths import path_of
 from shardwise.engine.run import Run
 from shardwise.engine.run_state import OPTIMIZER, tensors_of, tensors_to_load
 from shardwise.engine.train_state import TrainState
@@ -154,7 +155,7 @@ def restore_or_start(run: Run, folder: Path, fingerprint: str, say: Say, warn: W
     """
     state, source = restore(run, folder, fingerprint, warn), run.recipe.checkpoint.start_from
     if state is None and source is not None:
-        state = start(run, Path(source), fingerprint, warn)
+        state = start(run, path_of(source), fingerprint, warn)
         say(f"started from {source} after {state.step} of {run.recipe.steps} steps")
     return state
 

@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import manifest as manifests
+from shardwise.checkpoint.ignored_settings import require_same_start
 from shardwise.checkpoint.manifest import Damaged, Manifest
 from shardwise.checkpoint.run_folder import ADAPTER, CHECKPOINTS, RECIPE, REPORT, SAVED_AS, load_run_recipe
 from shardwise.core.errors import CheckpointError, DataError, RecipeError, ShardwiseError
 from shardwise.core.file_hash import hash_of
+from shardwise.core.paths import path_of
+from shardwise.core.user_objects import without_folder
 from shardwise.recipe.sections import DataSpec, Recipe
 
 _KEY = "checkpoint.start_from"
@@ -38,11 +41,13 @@ def check_start(recipe: Recipe, run_folder: Path) -> None:
     """
     if manifests.committed(run_folder / CHECKPOINTS):
         if (run_folder / RECIPE).exists():
-            _require_same_run(_recipe_of(run_folder), recipe, run_folder)
+            before = recipe_of_run(run_folder)
+            _require_same_run(before, recipe, run_folder)
+            require_same_start(before, recipe, run_folder)
         return
     if recipe.checkpoint.start_from is None:
         return
-    newest = candidates(Path(recipe.checkpoint.start_from))[0]
+    newest = candidates(path_of(recipe.checkpoint.start_from))[0]
     try:
         manifest = manifests.read(newest)
     except Damaged:
@@ -97,7 +102,7 @@ def _saved_as(adapter: Path) -> str | None:
         return None
 
 
-def _recipe_of(run_folder: Path) -> Recipe:
+def recipe_of_run(run_folder: Path) -> Recipe:
     """The folder's recipe. Raises CheckpointError if it cannot be read: then nothing says which run this is."""
     try:
         return load_run_recipe(run_folder)
@@ -153,7 +158,8 @@ def _model_of(recipe: Recipe) -> dict[str, Any]:
     """The recipe's settings that define the trained function and its optimizer, without the path of its weights."""
     found = {f"model.{key}": value for key, value in recipe.model.model_dump(exclude={"hf"}).items()}
     found["optimizer.name"] = recipe.optimizer.name
-    found["optimizer.factory"] = recipe.optimizer.factory
+    found["optimizer.factory"] = without_folder(recipe.optimizer.factory)
+    found["model.factory"] = without_folder(recipe.model.factory)
     if recipe.adapter is not None:
         said = {"name", "rank", "alpha", "targets", "rank_stabilized", "quantize", "init"}
         found |= {f"adapter.{key}": value for key, value in recipe.adapter.model_dump(include=said).items()}

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from shardwise.core.atomic_file import make_folder, write_whole
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.json_file import read_json, text_of
+from shardwise.core.paths import only_a_path, path_of
 from shardwise.core.plan import Plan, read_plan, unusable
 from shardwise.core.run_files import Outcome
 from shardwise.recipe.load import dump_recipe, read_recipe
@@ -157,6 +158,18 @@ def with_date(recipe: Recipe, folder: Path | None = None) -> Recipe:
             day = load_run_recipe(folder).data.date
     data = recipe.data.model_copy(update={"date": day or date.today().isoformat()})
     return recipe.model_copy(update={"data": data})
+
+
+def require_base(folder: Path, recipe: Recipe) -> None:
+    """Raise RecipeError if the base model of the run is neither where it was nor where the folder has moved."""
+    base = recipe.model.hf
+    if base is not None and only_a_path(base) and not path_of(base).exists():
+        raise RecipeError(
+            "the base model of this run is gone",
+            where=f"model.hf: {base}",
+            why=f"the run in {folder} was trained on the model at this path",
+            fix=f"bring it back, or give its new path as model.hf and data.tokenizer in the run's {RECIPE}",
+        )
 
 
 def read_job(folder: Path) -> tuple[Recipe, Plan]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.common import AsJson, Overrides, RecipeArgument
+from shardwise.cli.common import AsJson, Overrides, RecipeArgument, path_option
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 from shardwise.jobs.request import read
@@ -41,12 +41,12 @@ def command(
     ] = 0.0,
     noise: Annotated[
         Path | None,
-        typer.Option(help="a run with evaluation.noise_scale, which advises the batch size", metavar="RUN"),
+        path_option("a run with evaluation.noise_scale, which advises the batch size", "RUN"),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="show the planned sizes")] = False,
     as_json: AsJson = False,
-    html: Annotated[Path | None, typer.Option(help="write one HTML page", metavar="FILE")] = None,
-    write: Annotated[Path | None, typer.Option(help="write the recipe to train", metavar="FILE")] = None,
+    html: Annotated[Path | None, path_option("write one HTML page")] = None,
+    write: Annotated[Path | None, path_option("write the recipe to train")] = None,
 ) -> None:
     """Choose model size, tokens and strategy for a budget, with the loss that a scaling law predicts.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.common import ModelFolder
 from shardwise.cli.generate import named_adapters
 from shardwise.cli.spinner import working
 from shardwise.cli.terminal_output import while_read
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[
-        Path, typer.Argument(help="folder of a run, or of a model in Hugging Face's format", metavar="DIR")
-    ],
+    model: ModelFolder,
     adapter: Annotated[
         list[str] | None,
         typer.Option(help="folder of an adapter; may be repeated. The first answers", metavar="[NAME=]DIR …"),

@@ -6,17 +6,17 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-RECIPES = Path(__file__).parent.parent / "recipes"
-"""The recipes that are installed with the package."""
+from shardwise.core.paths import path_of
+from shardwise.recipe.installed import RECIPES
 
 
 def recipe_file(text: str) -> Path:
     """The file that a command names, or the installed recipe of that name where there is no such file."""
-    path = Path(text)
+    path = path_of(text)
     if path.exists() or str(path.parent) not in (".", RECIPES.name):
         return path
     installed = RECIPES / (path.name if path.suffix else f"{path.name}.yaml")
@@ -31,13 +31,24 @@ RecipeArgument = Annotated[
 ]
 
 
-def folder(text: str) -> Path:
-    """A folder that an option names. An empty text, from a variable that is not set, is not the current folder."""
+def local_path(text: str) -> Path:
+    """The file or folder that a command names. An empty text, from an unset variable, is not the current folder."""
     if not text:
-        raise typer.BadParameter("the name of the folder is empty")
-    return Path(text)
+        raise typer.BadParameter("the name of the file or folder is empty")
+    return path_of(text)
 
 
+def path_argument(help: str, metavar: str) -> Any:
+    """An argument that names a file or folder."""
+    return typer.Argument(help=help, parser=local_path, metavar=metavar)
+
+
+def path_option(help: str, metavar: str = "FILE") -> Any:
+    """An option that names a file or folder."""
+    return typer.Option(help=help, parser=local_path, metavar=metavar)
+
+
+ModelFolder = Annotated[Path, path_argument("folder of a run, or of a model in Hugging Face's format", "DIR")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="section.key=value, replaces the recipe's value", metavar="KEY=VALUE"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.common import AsJson
+from shardwise.cli.common import AsJson, ModelFolder, path_option
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 TasksOption = Annotated[
     str | None, typer.Option(help="instead of DATA: tasks of lm-evaluation-harness", metavar="NAME,NAME,…")
 ]
-TaskFolderOption = Annotated[
-    Path | None, typer.Option(help="folder of further tasks' YAML files", metavar="DIR")
-]
+TaskFolderOption = Annotated[Path | None, path_option("folder of further tasks' YAML files", "DIR")]
 ShotsOption = Annotated[
     int | None, typer.Option(help="examples in a task's prompt; default: the task's", min=0)
 ]
@@ -30,9 +28,7 @@ ChatOption = Annotated[bool, typer.Option("--chat", help="render a task's prompt
 
 
 def command(
-    model: Annotated[
-        Path, typer.Argument(help="folder of a run, or of a model in Hugging Face's format", metavar="DIR")
-    ],
+    model: ModelFolder,
     data: Annotated[
         str | None,
         typer.Argument(help="stdlib, files, a folder or the id of a dataset, as data.source", metavar="DATA"),
@@ -43,7 +39,8 @@ def command(
     limit: LimitOption = None,
     chat: ChatOption = False,
     adapter: Annotated[
-        Path | None, typer.Option(help="folder of an adapter to evaluate the model with", metavar="DIR")
+        Path | None,
+        path_option("folder of an adapter to evaluate the model with", "DIR"),
     ] = None,
     base: Annotated[bool, typer.Option("--base", help="leave out the adapter that the run trained")] = False,
     tokenizer: Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.common import AsJson
+from shardwise.cli.common import AsJson, path_option
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 from shardwise.core.json_file import plain
@@ -46,7 +46,7 @@ def command(
     depth: Annotated[int, typer.Option(help="blocks, for checkpointing", min=2, max=512)] = 16,
     png: Annotated[
         Path | None,
-        typer.Option(help="write the picture of blocks over time, for checkpointing", metavar="FILE"),
+        path_option("write the picture of blocks over time, for checkpointing"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.common import folder
+from shardwise.cli.common import path_argument, path_option
 from shardwise.cli.spinner import working
 
 if TYPE_CHECKING:
@@ -34,11 +34,9 @@ class GgufType(StrEnum):
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="folder of a run, or of a quantized model", metavar="RUN")],
-    out: Annotated[Path | None, typer.Argument(help="folder to write", parser=folder, metavar="OUT")] = None,
-    to: Annotated[
-        Path | None, typer.Option(help="another way to give OUT", parser=folder, metavar="OUT")
-    ] = None,
+    run: Annotated[Path, path_argument("folder of a run, or of a quantized model", "RUN")],
+    out: Annotated[Path | None, path_argument("folder to write", "OUT")] = None,
+    to: Annotated[Path | None, path_option("another way to give OUT", "OUT")] = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="dtype of the weights: fp32, bf16 or fp16; default: the run's precision"),

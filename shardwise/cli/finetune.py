@@ -4,36 +4,40 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import Overrides, folder, run_workers
+from shardwise.cli.common import Overrides, path_option, run_workers
 from shardwise.cli.init import DataArgument, DeviceOption, Epochs, MethodOption, ModelArgument
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
-
-if TYPE_CHECKING:
-    from shardwise.recipe.sections import Recipe
+from shardwise.recipe.fine_tuning import Method
 
 
 def command(
     model: ModelArgument,
     data: DataArgument,
     overrides: Overrides = None,
-    epochs: Epochs = 3.0,
+    epochs: Epochs = None,
     out: Annotated[
         Path,
-        typer.Option(
-            help="folder of the run; resumes when it holds a checkpoint", parser=folder, metavar="DIR"
-        ),
+        path_option("folder of the run; resumes when it holds a checkpoint", "DIR"),
     ] = Path("finetuned"),
     method: MethodOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Fine-tune a model: find the devices, choose full, LoRA or QLoRA by the plan, train, name the next commands."""
-    from shardwise.jobs.finetuning import RECIPE, choose, draft, hardware_here
-    from shardwise.jobs.request import read
+    from shardwise.jobs.finetuning import (
+        EPOCHS,
+        RECIPE,
+        Options,
+        choose,
+        draft,
+        going_on,
+        hardware_here,
+        require_no_run,
+    )
     from shardwise.jobs.training import train
     from shardwise.launch.launcher import preloaded
     from shardwise.launch.placement import launched_by
@@ -49,13 +53,15 @@ def command(
         with working("reading the data") as progress:
             hardware = hardware_here(device.value if device else None)
             stack.enter_context(preloaded(hardware.count))
+            wanted: Method | None = method.value if method else None
             if file.is_file():
-                recipe, cluster = read(file, overrides or [])
+                given = Options(epochs, wanted, hardware.device if device else None)
+                recipe, cluster = going_on(file, model, data, given, overrides or ())
                 plan = None
-                _require_same(recipe, model, data, file)
             else:
-                asked = draft(model, data, epochs, hardware)
-                chosen = choose(asked, method.value if method else None, overrides or (), progress)
+                require_no_run(out)
+                asked = draft(model, data, epochs or EPOCHS, hardware)
+                chosen = choose(asked, wanted, overrides or (), progress)
                 text, recipe, cluster, plan = chosen
                 out.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, encoding="utf-8")
@@ -64,12 +70,6 @@ def command(
             say = progress.stopping(typer.echo)
             train(recipe, cluster, out, run_workers, plan=plan, say=say, progress=progress)
     _finish(out, cluster.device.kind != "cpu")
-
-
-def _require_same(recipe: Recipe, model: str, data: str, file: Path) -> None:
-    if (recipe.model.hf, recipe.data.source) != (model, data):
-        why = f"it trains {recipe.model.hf} on {recipe.data.source}"
-        raise RecipeError("the folder is of another run", where=str(file), why=why, fix="give another --out")
 
 
 def _finish(out: Path, accelerated: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.common import AsJson
+from shardwise.cli.common import AsJson, path_argument, path_option
 from shardwise.cli.spinner import working
 
 if TYPE_CHECKING:
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def command(
-    runs: Annotated[list[Path], typer.Argument(help="folders of finished runs", metavar="RUN...")],
-    out: Annotated[Path, typer.Option(help="write the law, and its picture with suffix .png")] = Path(
-        "law.toml"
-    ),
+    runs: Annotated[list[Path], path_argument("folders of finished runs", "RUN...")],
+    out: Annotated[
+        Path,
+        path_option("write the law, and its picture with suffix .png"),
+    ] = Path("law.toml"),
     flops: Annotated[
         list[float] | None,
         typer.Option(help="predict the optimum of this many FLOPs; may be repeated", min=1),

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import AsJson, Overrides
+from shardwise.cli.common import AsJson, Overrides, path_argument, path_option
 from shardwise.core.errors import shorten
 from shardwise.importers.collect import Row
 from shardwise.importers.convert import Imported, imported
@@ -30,14 +30,14 @@ WorldOption = Annotated[
 def command(
     file: Annotated[
         Path,
-        typer.Argument(
-            help="DeepSpeed JSON, Accelerate YAML, TrainingArguments JSON, YAML of TRL, LLaMA-Factory, Axolotl or"
+        path_argument(
+            "DeepSpeed JSON, Accelerate YAML, TrainingArguments JSON, YAML of TRL, LLaMA-Factory, Axolotl or"
             " LitGPT, torchtitan TOML",
-            metavar="FILE",
+            "FILE",
         ),
     ],
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="write the recipe", metavar="FILE")] = None,
+    out: Annotated[Path | None, path_option("write the recipe")] = None,
     model: ModelOption = None,
     world: WorldOption = None,
     kind: Annotated[
@@ -69,7 +69,7 @@ def command(
     else:
         _print(found, every)
     if out is not None:
-        write_whole(out, found.text().encode("utf-8"))
+        write_whole(out, found.text(out.parent).encode("utf-8"))
         typer.echo(f"{out}: next, shardwise plan {out}", err=as_json)
         if pins := " ".join(f"{key}=null" for key in found.costly_pins):
             typer.echo(f"without its pins that cost time: shardwise plan {out} {pins}", err=as_json)

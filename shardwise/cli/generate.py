@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.common import ModelFolder, path_option
 from shardwise.cli.spinner import working
 from shardwise.cli.terminal_output import while_read
 from shardwise.core.errors import RecipeError
+from shardwise.core.paths import path_of
 
 if TYPE_CHECKING:
     from shardwise.serve.requests import Request
@@ -25,9 +27,7 @@ _NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 
 
 def command(
-    model: Annotated[
-        Path, typer.Argument(help="folder of a run, or of a model in Hugging Face's format", metavar="DIR")
-    ],
+    model: ModelFolder,
     prompt: Annotated[list[str] | None, typer.Option(help="text to continue; may be repeated")] = None,
     adapter: Annotated[
         list[str] | None,
@@ -39,7 +39,7 @@ def command(
     ] = None,
     requests: Annotated[
         Path | None,
-        typer.Option(help="JSON lines with prompt, adapter and options, instead of prompts", metavar="FILE"),
+        path_option("JSON lines with prompt, adapter and options, instead of prompts"),
     ] = None,
     tokens: Annotated[int, typer.Option(help="number of tokens to sample", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token", min=0.0)] = 0.8,
@@ -96,7 +96,7 @@ def named_adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
     asked = []
     for value in given:
         match = _NAMED.fullmatch(value)
-        name, folder = (match[1], Path(match[2])) if match else (_name_of(Path(value)), Path(value))
+        name, folder = (match[1], path_of(match[2])) if match else (_name_of(path_of(value)), path_of(value))
         if value not in _RESERVED:
             if name in folders or name in _RESERVED:
                 raise RecipeError(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shardwise.cli.common import path_option
 from shardwise.core.errors import RecipeError
+from shardwise.core.paths import seen_from
 
 
 class MethodName(StrEnum):
@@ -31,7 +34,9 @@ DataArgument = Annotated[
     str,
     typer.Argument(help="file, folder, glob or Hub id of conversations, completions or text", metavar="DATA"),
 ]
-Epochs = Annotated[float, typer.Option(help="passes over the data", min=1e-6, max=1_000_000)]
+Epochs = Annotated[
+    float | None, typer.Option(help="passes over the data; default: 3", min=1e-6, max=1_000_000)
+]
 MethodOption = Annotated[
     MethodName | None,
     typer.Option(help="full, lora or qlora; default: the first of them whose plan fits"),
@@ -42,8 +47,8 @@ DeviceOption = Annotated[DeviceName | None, typer.Option(help="cpu leaves GPUs u
 def command(
     model: ModelArgument = "MODEL",
     data: DataArgument = "data.jsonl",
-    out: Annotated[Path, typer.Option(help="the file to write", metavar="FILE")] = Path("recipe.yaml"),
-    epochs: Epochs = 3.0,
+    out: Annotated[Path, path_option("the file to write")] = Path("recipe.yaml"),
+    epochs: Epochs = None,
     method: MethodOption = None,
     device: DeviceOption = None,
 ) -> None:
@@ -52,10 +57,11 @@ def command(
         why, fix = "there is a file of this name", "give another --out, or remove it"
         raise RecipeError("nothing is replaced", where=str(out), why=why, fix=fix)
     from shardwise.core.atomic_file import write_whole
-    from shardwise.jobs.finetuning import draft, hardware_here
+    from shardwise.jobs.finetuning import EPOCHS, draft, hardware_here
 
     hardware = hardware_here(device.value if device else None)
-    asked = draft(model, data, epochs, hardware, read_data=False)
+    found = draft(model, data, epochs or EPOCHS, hardware, read_data=False)
+    asked = replace(found, model=seen_from(found.model, out.parent), data=seen_from(found.data, out.parent))
     chosen = method.value if method else "lora"
     write_whole(out, asked.recipe(chosen).encode("utf-8"))  # type: ignore[arg-type]
     typer.echo(f"{out}: next, shardwise data {out}, shardwise plan {out}, shardwise train {out} --out DIR")

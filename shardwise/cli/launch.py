@@ -12,8 +12,9 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import Overrides, RecipeArgument
+from shardwise.cli.common import Overrides, RecipeArgument, path_option
 from shardwise.core.errors import RecipeError, ResourceError
+from shardwise.core.paths import path_of
 from shardwise.jobs.request import read
 from shardwise.launch.schedulers import kubernetes, ray, skypilot, slurm
 from shardwise.launch.schedulers.job import ClusterJob
@@ -40,7 +41,7 @@ def command(
     out: Annotated[
         str | None, typer.Option(help="folder of the run, which all nodes share", metavar="DIR")
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="the file to write", metavar="FILE")] = None,
+    file: Annotated[Path | None, path_option("the file to write")] = None,
     submit: Annotated[
         bool, typer.Option("--submit", help="let the scheduler check and start the file")
     ] = False,
@@ -64,10 +65,10 @@ def command(
     Nodes and devices are those of the recipe's cluster.
     """
     wanted, cluster = read(recipe, overrides or [])
-    name = _name(recipe.stem)
     job = ClusterJob(
-        name=name,
-        recipe=str(recipe.resolve()),
+        name=(name := _name(recipe.stem)),
+        recipe=str(recipe.absolute()),
+        folder=str(Path.cwd()),
         recipe_text=recipe.read_text(encoding="utf-8"),
         overrides=tuple(overrides or ()),
         out=_shared_out(out, f"{shared}/runs/{name}"),
@@ -84,9 +85,9 @@ def command(
     path = file or Path(f"{name}.{ENDINGS[scheduler.value]}")
     if path.resolve() == recipe.resolve():
         raise RecipeError("that is the recipe", where=f"--file {path}", fix="give another name")
-    module = SCHEDULERS[scheduler.value]
     from shardwise.core.atomic_file import write_whole
 
+    module = SCHEDULERS[scheduler.value]
     write_whole(path, module.job_file(job).encode("utf-8"))
     ranks = f"{job.nodes} nodes of {job.devices} ranks, in {job.out}"
     typer.echo(f"{path}: {wanted.steps or 'epochs of'} steps on {ranks}")
@@ -115,6 +116,7 @@ def _time(text: str | None) -> str | None:
 
 
 def _shared_out(out: str | None, default: str) -> str:
+    out = out and str(path_of(out))
     if out is not None and not out.startswith("/"):
         why, fix = "nodes start in different folders", f"give the whole path, such as {default}"
         raise RecipeError(f"{out!r} is a relative path", where="--out", why=why, fix=fix)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import folder
+from shardwise.cli.common import path_argument
 from shardwise.cli.export import Dtype, told_of_merge, told_of_writing
 from shardwise.cli.spinner import working
 
@@ -16,8 +16,8 @@ def command(
     base: Annotated[
         str, typer.Argument(help="folder or Hub id of a model; with --undo a merged one", metavar="BASE")
     ],
-    adapter: Annotated[Path, typer.Argument(help="folder of an adapter in PEFT's format", metavar="ADAPTER")],
-    out: Annotated[Path, typer.Argument(help="folder to write", parser=folder, metavar="OUT")],
+    adapter: Annotated[Path, path_argument("folder of an adapter in PEFT's format", "ADAPTER")],
+    out: Annotated[Path, path_argument("folder to write", "OUT")],
     dtype: Annotated[
         Dtype | None, typer.Option(help="dtype of the weights: fp32, bf16 or fp16; default: the base's")
     ] = None,

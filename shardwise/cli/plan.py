@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import AsJson, Overrides, recipe_file
+from shardwise.cli.common import AsJson, Overrides, path_option, recipe_file
 from shardwise.cli.export import Dtype
 from shardwise.cli.from_ import ModelOption, WorldOption
 from shardwise.cli.spinner import planning
@@ -79,10 +79,10 @@ def command(
     explain: Annotated[
         bool, typer.Option("--explain", help="show which remedies fit, from more sharding to LoRA, and why")
     ] = False,
-    html: Annotated[Path | None, typer.Option(help="write the plan as one HTML page", metavar="FILE")] = None,
+    html: Annotated[Path | None, path_option("write the plan as one HTML page")] = None,
     snapshot: Annotated[
         Path | None,
-        typer.Option(help="write the planned step for PyTorch's memory viewer (memory_viz)", metavar="FILE"),
+        path_option("write the planned step for PyTorch's memory viewer (memory_viz)"),
     ] = None,
     objective: ForOption = None,
     within: WithinOption = None,

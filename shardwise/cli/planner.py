@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardwise.cli.failure import guarded
 from shardwise.cli.terminal_output import keep_writing
+from shardwise.core.paths import path_of
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import advised_error
 from shardwise.jobs.request import read
@@ -26,7 +27,7 @@ FINISHED = 100
 def main(step: str, recipe_file: str, folder: str, *overrides: str) -> int:
     """Do one step and return the exit code; an error is one line on standard error."""
     action = STEPS[step]
-    return guarded(lambda: action(*read(Path(recipe_file), overrides), Path(folder)))
+    return guarded(lambda: action(*read(path_of(recipe_file), overrides), path_of(folder)))
 
 
 def _prepare(recipe: Recipe, cluster: Cluster, folder: Path) -> int:

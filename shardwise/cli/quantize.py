@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.common import AsJson, folder
+from shardwise.cli.common import AsJson, path_argument
 from shardwise.core.errors import NumericsError
 from shardwise.core.scheme import scheme_of
 from shardwise.jobs.quantizing import quantize
@@ -26,7 +26,7 @@ def command(
     model: Annotated[
         str, typer.Argument(help="folder of a run or of a model, or a Hub id", metavar="MODEL|RUN")
     ],
-    out: Annotated[Path, typer.Argument(help="folder to write", parser=folder, metavar="OUT")],
+    out: Annotated[Path, path_argument("folder to write", "OUT")],
     scheme: Annotated[
         str,
         typer.Option(help="w8a16, w8a8, w4a16-g128, w4a16-channel (2 to 8 bits), fp8 or nf4", metavar="NAME"),

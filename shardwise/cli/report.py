@@ -7,20 +7,19 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import folder
+from shardwise.cli.common import path_argument, path_option
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 
 
 def command(
     folders: Annotated[
-        list[Path], typer.Argument(help="folder of a run; of several to compare", metavar="DIR…")
+        list[Path],
+        path_argument("folder of a run; of several to compare", "DIR…"),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="the page that compares runs; default: compare.html", parser=folder, metavar="FILE"
-        ),
+        path_option("the page that compares runs; default: compare.html"),
     ] = None,
 ) -> None:
     """Write one self-contained HTML page and its pictures into the run's folder; of several runs, a comparison."""

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import Overrides, RecipeArgument, folder, run_workers
+from shardwise.cli.common import Overrides, RecipeArgument, path_option, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 from shardwise.jobs.request import read
@@ -23,9 +23,7 @@ def command(
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="folder of the run; resumes when it holds a checkpoint", parser=folder, metavar="DIR"
-        ),
+        path_option("folder of the run; resumes when it holds a checkpoint", "DIR"),
     ] = None,
     exact_memory: Annotated[
         bool, typer.Option("--exact-memory", help="measure memory over the whole run (slower on the CPU)")

@@ -12,6 +12,7 @@ import xxhash
 
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.errors import ResourceError
+from shardwise.core.paths import path_of
 
 MOST_FILES = 4096
 """When a folder has more, the older half is deleted."""
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 def default_root() -> Path:
     """$SHARDWISE_CACHE, else ~/.cache/shardwise. Raises ResourceError where there is no home folder either."""
     if chosen := os.environ.get("SHARDWISE_CACHE"):
-        return Path(chosen).expanduser()
+        return path_of(chosen)
     try:
         return Path.home() / ".cache" / "shardwise"
     except RuntimeError:

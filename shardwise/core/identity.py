@@ -1,6 +1,7 @@
 """``starts.jsonl``: when, by which command, on which host, from which commit and with which versions a run was started.
 
-A line per start of the run. Only the page reads the file, so a line that cannot be written or read is left out.
+A line per start of the run, for the page, and for a recipe whose paths were written before the folder moved. A line
+that cannot be written or read is left out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Start:
         time: local time with its offset, ISO 8601.
         commit: of the git repository of the working directory, with ``-dirty`` if files differ; "" outside of one.
         versions: of Python and of packages, by name.
+        folder: of the run, as a whole path; the run may have moved since.
     """
 
     time: str
@@ -35,16 +37,18 @@ class Start:
     host: str
     commit: str
     versions: dict[str, str] = field(default_factory=dict)
+    folder: str = ""
 
     @classmethod
-    def now(cls) -> Start:
-        """The start that this process makes."""
+    def now(cls, folder: Path) -> Start:
+        """The start that this process makes in ``folder``."""
         return cls(
             datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             shlex.join([_program(Path(sys.argv[0])), *sys.argv[1:]]),
             platform.node(),
             _commit(),
             dict(_versions()),
+            str(folder.absolute()),
         )
 
     def sentences(self) -> list[str]:
@@ -66,7 +70,7 @@ def starts(folder: Path) -> list[Start]:
         for line in (folder / NAME).read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError):
                 start = Start(**json.loads(line))
-                texts = (start.time, start.command, start.host, start.commit)
+                texts = (start.time, start.command, start.host, start.commit, start.folder)
                 if all(isinstance(text, str) for text in texts) and isinstance(start.versions, dict):
                     found.append(start)
     return found

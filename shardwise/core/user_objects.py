@@ -1,4 +1,7 @@
-"""A user's own objects: named in a recipe as ``package.module:name``, or given in Python.
+"""A user's own objects: named in a recipe as ``[FOLDER/]package.module:name``, or given in Python.
+
+A recipe that is read gets the folder of a module that is next to it, or in the current folder (core/paths.py). So a run
+finds the module again from any folder. Other modules are those that Python finds.
 
 An object that was given in Python has the name ``python:NAME``. Worker processes get these objects in a file that only
 this user can read (cloudpickle, so classes and functions of a notebook travel too); the launching process deletes it.
@@ -14,11 +17,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from shardwise.core.errors import RecipeError
 
-PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+PATTERN = r"^(.*/)?[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 GIVEN = "python"
 """The module in the name of an object that was given in Python."""
 
@@ -26,8 +30,13 @@ _FILE = "SHARDWISE_OBJECTS"
 _given: dict[str, object] = {}
 
 
+def without_folder(target: str | None) -> str | None:
+    """``package.module:name`` of a target: what it names, wherever its folder is."""
+    return None if target is None else target.rpartition("/")[2]
+
+
 def resolve(target: str, where: str) -> Any:
-    """The object that ``target`` names; the working directory is importable.
+    """The object that ``target`` names; its folder, or the current one, is importable.
 
     Args:
         where: the key of the recipe, for errors.
@@ -35,24 +44,41 @@ def resolve(target: str, where: str) -> Any:
     Raises:
         RecipeError: it cannot be imported, or was given in another process.
     """
-    module, _, name = target.partition(":")
+    folder, _, inner = target.rpartition("/")
+    module, _, name = inner.partition(":")
     where = f"{where}: {target}"
     if not module or not name:
         raise RecipeError("an object is named package.module:name", where=where)
     if module == GIVEN:
         return _of_python(name, where)
-    here = str(Path.cwd())
+    here = folder or str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        return getattr(importlib.import_module(module), name)
+        imported = importlib.import_module(module)
+        found = getattr(imported, name)
     except Exception as error:  # not found, or an error during import
         raise RecipeError(
             "cannot be imported",
             where=where,
             why=f"{type(error).__name__}: {error}",
-            fix="it must be importable from the working directory",
+            fix=f"it must be importable from {here}",
         ) from error
+    if folder and _is_of_another_folder(imported, folder):
+        raise RecipeError(
+            "another module has this name",
+            where=where,
+            why=f"this process has imported {imported.__file__}",
+            fix="start another process, or rename the module",
+        )
+    return found
+
+
+def _is_of_another_folder(module: ModuleType, folder: str) -> bool:
+    """Whether a module was imported from elsewhere before; an installed one wins over a folder of its name."""
+    file = Path(getattr(module, "__file__", None) or folder).resolve()
+    installed = {"site-packages", "dist-packages"} & set(file.parts)
+    return not installed and not file.is_relative_to(Path(folder).resolve())
 
 
 def _of_python(name: str, where: str) -> Any:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from shardwise.core.errors import DataError
+from shardwise.core.paths import missing, only_a_path, path_of, seen_from
 from shardwise.data.hub import (
     is_saved_dataset,
     pieces_of_rows,
@@ -220,26 +221,21 @@ def open_source(name: str, text_key: str, streamed: bool = False) -> Source:
         from shardwise.data.object_store import ObjectStore
 
         return ObjectStore(name, text_key)
-    path = Path(name).expanduser()
+    name = seen_from(name, Path.cwd())  # shorter in messages
+    path = path_of(name)
     if path.exists() or path.is_symlink():
         return _local(name, path, None, text_key)
     place, split = split_of(name)
-    path = Path(place).expanduser()
+    path = path_of(place)
     if split is not None and path.exists():
         return _local(name, path, split, text_key)
     if _GLOB.search(name):
         return FileSource(name, _files_of_glob(name), text_key)
     misspelled = len(path.parts) > 1 and path.parent.is_dir()  # the hub would be asked for half a minute
-    if is_data_file(path) or name.startswith((".", "/", "~")) or misspelled or not _HUB_ID.fullmatch(name):
+    if is_data_file(path) or only_a_path(name) or misspelled or not _HUB_ID.fullmatch(name):
         near = difflib.get_close_matches(path.name, _names_next_to(path), 1)
-        raise DataError(
-            "no such data source",
-            where=name or "data.source",
-            why="no file or folder of this name exists",
-            fix=f"did you mean {path.parent / near[0]}?"
-            if near
-            else "check data.source; a relative path starts at the current folder",
-        )
+        fix = f"did you mean {path.parent / near[0]}?" if near else "check data.source"
+        raise DataError("no such data source", where=name or "data.source", why=missing(name), fix=fix)
     return HubStream(name, text_key) if streamed else HubDataset(name, text_key)
 
 
@@ -297,10 +293,10 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _files_of_glob(pattern: str) -> list[Path]:
-    found = [Path(text) for text in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
+    found = [Path(text) for text in glob.glob(str(path_of(pattern)), recursive=True)]
     files = [_named_file(path) for path in found if not path.is_dir()]
     if not files:
-        raise DataError("glob matches no file", where=pattern, fix="check data.source")
+        raise DataError("glob matches no file", where=pattern, why=missing(pattern), fix="check data.source")
     return files
 
 

@@ -30,7 +30,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardwise.core.errors import DataError
+from shardwise.core.errors import DataError, one_line, shorten
+from shardwise.core.paths import missing, only_a_path, path_of, seen_from
 from shardwise.data.chat import ChatTemplate, plain_template
 from shardwise.data.ends import ends_of_model
 from shardwise.data.spans import Span, mask_of
@@ -236,16 +237,17 @@ def open_tokenizer(name: str, begin: str = "auto") -> Tokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    name = seen_from(name, Path.cwd())  # shorter in messages
+    path = path_of(name)
     if path.is_dir() and not (path / "tokenizer.json").is_file():
         return _through_transformers(name, str(path), begin)
     if path.exists():
         return _from_file(name, path / "tokenizer.json" if path.is_dir() else path, begin)
-    if name.endswith(".json") or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+    if name.endswith(".json") or only_a_path(name) or not _HUB_ID.fullmatch(name):
         raise DataError(
             f"no tokenizer at '{name}'",
             where="data.tokenizer",
-            why="no such file or folder",
+            why=missing(name),
             fix="give 'bytes', a folder with tokenizer.json, or an id on the Hugging Face hub",
         )
     return _through_transformers(name, name, begin)
@@ -320,10 +322,11 @@ def _through_transformers(name: str, place: str, begin: str) -> Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # network, hub or file format
+        said = shorten(f"{type(error).__name__}: {one_line(str(error))}", 80)
         raise DataError(
             f"cannot load tokenizer '{name}'",
             where="data.tokenizer",
-            why=f"{type(error).__name__}: {error}",
+            why=said if Path(place).exists() else f"{missing(name)}; from the Hub: {said}",
             fix="check the name and the network, or give a local folder with tokenizer.json",
         ) from None
     backend = getattr(loaded, "backend_tokenizer", None)

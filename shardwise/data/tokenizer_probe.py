@@ -8,9 +8,9 @@ and an exported model answers differently in transformers. A few probes find tha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from shardwise.core.errors import one_line, shorten
+from shardwise.core.paths import path_of
 from shardwise.data.tokenizer import Tokenizer
 
 PROBES = (
@@ -30,7 +30,7 @@ def differences(tokenizer: Tokenizer, source: str) -> Iterator[str]:
 
     Nothing is said of a tokenizer that only Shardwise has, or that AutoTokenizer cannot read.
     """
-    path = Path(source).expanduser()
+    path = path_of(source)
     if source == "bytes" or path.is_file():
         return
     try:

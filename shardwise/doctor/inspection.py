@@ -256,7 +256,7 @@ def _disk(folder: Path) -> Disk:
 
 def _free(folder: Path) -> int:
     """Free bytes on the disk of ``folder``, or of its nearest existing parent."""
-    absolute = folder.expanduser().absolute()
+    absolute = folder.absolute()
     existing = next(place for place in (absolute, *absolute.parents) if place.exists())
     return shutil.disk_usage(existing).free
 

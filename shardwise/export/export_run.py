@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.checkpoint.checkpoint import latest
-from shardwise.checkpoint.run_folder import RECIPE, load_run_recipe
+from shardwise.checkpoint.run_folder import RECIPE, load_run_recipe, require_base
 from shardwise.checkpoint.saved_weights import SavedWeights
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import CheckpointError, DataError, RecipeError
+from shardwise.core.paths import missing, path_of
 from shardwise.data import open_tokenizer
 from shardwise.data.ends import GENERATION
 from shardwise.export.ends import with_ends
@@ -191,10 +192,13 @@ def compared(
 def newest_of(folder: Path) -> tuple[Recipe, Path]:
     """The recipe of a run and its newest complete checkpoint. No code of the run's folder is imported.
 
-    Raises CheckpointError, and RecipeError for a factory's model.
+    The checkpoint has the adapter's values, so the adapter that the run started from is not needed.
+
+    Raises CheckpointError, and RecipeError for a factory's model or a base model that is gone.
     """
     if not (folder / RECIPE).is_file():
-        raise CheckpointError("not the folder of a run", where=str(folder), why=f"no {RECIPE} in it")
+        why = f"no {RECIPE} in it" if folder.is_dir() else missing(str(folder))
+        raise CheckpointError("not the folder of a run", where=str(folder), why=why)
     recipe = load_run_recipe(folder)
     if recipe.model.factory is not None:  # before anything imports it: the folder may be another person's
         raise RecipeError(
@@ -203,11 +207,14 @@ def newest_of(folder: Path) -> tuple[Recipe, Path]:
             why=f"that would run the code of {recipe.model.factory}",
             fix="load the checkpoint's safetensors files with your own code",
         )
+    require_base(folder, recipe)
     checkpoint = latest(folder / "checkpoints")
     if checkpoint is None:
         raise CheckpointError(
             "no checkpoint", where=str(folder), fix="train first: shardwise train --out DIR"
         )
+    if recipe.adapter is not None:
+        recipe = recipe.model_copy(update={"adapter": recipe.adapter.model_copy(update={"start_from": None})})
     return recipe, checkpoint
 
 
@@ -215,7 +222,7 @@ def tokenizer_files(source: str, required: bool = True) -> dict[str, ExtraFile]:
     """The files of a tokenizer: from a folder, a hub id, or the folder of a ``tokenizer.json``."""
     from shardwise.model.hf_source import folder_of
 
-    path = Path(source).expanduser()
+    path = path_of(source)
     where = path.parent if path.is_file() else folder_of(source, list(_TOKENIZER))
     found: dict[str, ExtraFile] = {name: where / name for name in _TOKENIZER if (where / name).is_file()}
     if path.is_file():

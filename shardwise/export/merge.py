@@ -23,6 +23,7 @@ from shardwise.checkpoint.shards import DTYPES as KINDS
 from shardwise.checkpoint.shards import DTYPES_BY_NAME
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import CheckpointError
+from shardwise.core.paths import path_of
 from shardwise.data import open_tokenizer
 from shardwise.export.ends import with_ends
 from shardwise.export.export_run import DTYPES, Merge, compared, tokenizer_files
@@ -94,7 +95,7 @@ def unmerge(merged: str, adapter: Path, target: Path, dtype: str | None = None) 
     """Restore the base from a folder that ``merge`` wrote, up to fp32 rounding. Raises ShardwiseError."""
     require_new(target)
     pair = _pair(merged, adapter)
-    folder = Path(merged).expanduser()
+    folder = path_of(merged)
     record = _record_of(folder)
     if record["adapter"] != adapter_hash(pair.files):
         raise CheckpointError(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from shardwise.checkpoint import manifest
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.plan import Plan
-from shardwise.export.export_run import export_run, tokenizer_files
+from shardwise.export.export_run import export_run, newest_of, tokenizer_files
 from shardwise.recipe.sections import Recipe
 from shardwise.recipe.yaml_source import written
 
@@ -23,8 +24,12 @@ def finish_adapter(folder: Path, recipe: Recipe, plan: Plan, loss: float | None)
 
 
 def finish_model(run: Path, folder: Path, recipe: Recipe, plan: Plan, loss: float | None) -> None:
-    """Export the run's model to ``folder``, if it is not there, with its card. Raises ShardwiseError."""
-    if not folder.exists():
+    """Export the run's model to ``folder``, if it is not there or older, with its card. Raises ShardwiseError."""
+    checkpoint = newest_of(run)[1]
+    config = folder / "config.json"
+    if config.exists() and config.stat().st_mtime < (checkpoint / manifest.NAME).stat().st_mtime:
+        shutil.rmtree(folder)  # the run has gone on since
+    if not config.exists():
         export_run(run, folder)
     write_whole(folder / NAME, card(recipe, plan, loss).encode("utf-8"))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from shardwise.core.json_file import checked, text_of
+from shardwise.core.paths import path_of
 from shardwise.core.units import MiB
 from shardwise.hardware.device import DeviceProfile, Efficiency, Latency, Overhead
 from shardwise.hardware.measured import MeasuredSpeeds
@@ -82,7 +83,7 @@ class Calibration:
 def cache_folder() -> Path:
     """The folder of cached files: $SHARDWISE_CACHE, else ~/.cache/shardwise."""
     chosen = os.environ.get("SHARDWISE_CACHE")
-    return Path(chosen).expanduser() if chosen else Path("~/.cache/shardwise").expanduser()
+    return path_of(chosen or "~/.cache/shardwise")
 
 
 def calibration_file() -> Path:

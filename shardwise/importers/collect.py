@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.core.errors import RecipeError, shorten
+from shardwise.core.paths import path_of
 from shardwise.importers.draft import DEFAULT, Draft, Statement
 from shardwise.importers.foreign import leaves, read_foreign
 from shardwise.importers.formats import OFF, ForeignFormat, Mapped, format_named
@@ -159,7 +160,10 @@ class Collection:
         if text.startswith("{"):
             content = _json(text, f"{file.path}: {key}")
             return [File(file.path, form, content, parent, f"{file.prefix}{name}.", key)]
-        path = next((path for path in (file.path.parent / text, Path(text)) if path.is_file()), None)
+        name_of_file = path_of(text)
+        path = next(
+            (path for path in (file.path.parent / name_of_file, name_of_file) if path.is_file()), None
+        )
         if path is not None:
             self.rows.append(Row(file.prefix + name, value, "not needed", "its keys are in this list"))
             return [File(path, form, read_foreign(path), parent, f"{path.name}: ")]

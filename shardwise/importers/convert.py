@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import RecipeError, shorten
+from shardwise.core.paths import PathBase, seen_from
 from shardwise.importers.collect import Collection, File, Row, Status
 from shardwise.importers.draft import ASSUMED, DEFAULT, Draft
 from shardwise.importers.facts import combine
@@ -19,9 +20,10 @@ from shardwise.importers.foreign import read_foreign
 from shardwise.importers.formats import NAMES, STRANGE, ForeignFormat, Likeness, format_named, recognised
 from shardwise.recipe.load import REPLACES
 from shardwise.recipe.overrides import overridden
+from shardwise.recipe.paths import with_whole_paths
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import Recipe
-from shardwise.recipe.yaml_source import dotted, parse_document, written
+from shardwise.recipe.yaml_source import Document, Origin, dotted, parse_document, written
 
 NODE = 8
 """Devices of a node where the other file says only how many there are."""
@@ -67,15 +69,20 @@ class Imported:
         strategy = self.values.get("strategy", {})
         return [key for key in COSTS_TIME if strategy.get(key.partition(".")[2]) not in (None, "none")]
 
-    def text(self) -> str:
-        """The recipe as YAML, with the source of each value as a comment."""
+    def text(self, folder: Path | None = None) -> str:
+        """The recipe as YAML, with the source of each value as a comment.
+
+        Args:
+            folder: of the file that will have the text, from which paths below it are named; None is the current one.
+        """
         lines = [f"# From {self.path.name} ({self.format.title}), by shardwise from."]
         for name in Recipe.model_fields:
             value = self.values.get(name)
             if isinstance(value, Mapping):
                 pins = "  # pinned as in the file; without a line, the planner chooses"
                 lines.append(f"{name}:{pins if name == 'strategy' else ''}")
-                lines += [self._line(f"{name}.{key}", key, inner, "  ") for key, inner in value.items()]
+                inside = {key: _seen_from(inner, folder or Path.cwd()) for key, inner in value.items()}
+                lines += [self._line(f"{name}.{key}", key, inner, "  ") for key, inner in inside.items()]
             elif value is not None:
                 lines.append(self._line(name, name, value, ""))
         return "\n".join(lines) + "\n"
@@ -85,6 +92,10 @@ class Imported:
         if path in self.costly_pins:
             sources += " (saves memory, costs time)"
         return f"{indent}{key}: {written(value)}".ljust(34) + (f"  # {sources}" if sources else "")
+
+
+def _seen_from(value: Any, folder: Path) -> Any:
+    return seen_from(value, folder) if isinstance(value, str) and value.startswith("/") else value
 
 
 def imported(
@@ -121,7 +132,7 @@ def imported(
     if model is not None:
         for name in ("model", "family", "flavor"):
             draft.replace(name, f"--model {model}")
-        draft.take("@model", model, "--model")
+        draft.take("@model", model if model in PRESETS else PathBase.here().located(model), "--model")
     if world is not None:
         _replace_world(draft, world)
     combine(draft)
@@ -134,7 +145,8 @@ def imported(
         if draft.sources[key] == [ASSUMED] or key in draft.notes:
             rows.append(Row(key, value, "assumed", draft.notes.get(key, "the file does not say it")))
     keys = likeness.keys if likeness else ()
-    made = Imported(path, form, keys, tuple(rows), _nested(draft.values), draft.sources)
+    document = Document(path.name, _nested(draft.values), {(): Origin(0, 0)}, path)
+    made = Imported(path, form, keys, tuple(rows), with_whole_paths(document).values, draft.sources)
     return _overridden(made, overrides) if overrides else made
 
 
@@ -161,7 +173,7 @@ def _readable(path: Path, likeness: Likeness | None, content: Mapping[str, Any])
 
 def _overridden(made: Imported, overrides: Sequence[str]) -> Imported:
     """With overrides of the command line, whose keys have no other source."""
-    document = overridden(parse_document(made.text(), made.path.name), overrides, REPLACES)
+    document = with_whole_paths(overridden(parse_document(made.text(), made.path.name), overrides, REPLACES))
     own = {dotted(path): ["command line"] for path, origin in document.origins.items() if origin.override}
     rows = tuple(row for row in made.rows if row.status != "assumed" or _holds(document.values, row, own))
     return replace(made, rows=rows, values=document.values, sources={**made.sources, **own})

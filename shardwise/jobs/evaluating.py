@@ -12,6 +12,7 @@ import torch
 
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError, RecipeError, ShardwiseError
+from shardwise.core.paths import path_of
 from shardwise.data.opening import samples_of
 from shardwise.data.text import open_tokens
 from shardwise.recipe.sections import DataSpec
@@ -220,7 +221,7 @@ def evaluate(
         CheckpointError, DataError, RecipeError: the model, the data or an option cannot be used.
     """
     options = _evaluation(adapter, base, tokenizer, sequence_length, sequences, batch, precision, device)
-    return perplexity(Path(model), data, options, lambda done, whole: None)
+    return perplexity(path_of(model), data, options, lambda done, whole: None)
 
 
 def evaluate_tasks(
@@ -253,13 +254,13 @@ def evaluate_tasks(
         CheckpointError, DataError, RecipeError: the model, a task or an option cannot be used.
     """
     options = _evaluation(adapter, base, tokenizer, sequence_length, None, batch, precision, device)
-    folder = None if task_folder is None else Path(task_folder)
-    return task_results(Path(model), tasks, options, TaskOptions(folder, shots, limit, chat))
+    folder = None if task_folder is None else path_of(task_folder)
+    return task_results(path_of(model), tasks, options, TaskOptions(folder, shots, limit, chat))
 
 
 def _evaluation(
     adapter: str | Path | None, base: bool, tokenizer: str | None, length: int | None, *rest: Any
 ) -> EvaluationOptions:
-    folders = () if adapter is None else (("adapter", Path(adapter)),)
+    folders = () if adapter is None else (("adapter", path_of(adapter)),)
     named = "adapter" if adapter is not None else "base" if base else None
     return EvaluationOptions(named, folders, tokenizer, length, *rest)

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from shardwise.checkpoint.run_folder import RECIPE as RUN_RECIPE
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import RecipeError
+from shardwise.core.paths import PathBase, is_gone
 from shardwise.core.plan import Plan
 from shardwise.core.progress import Progress, silent
 from shardwise.core.units import GiB, format_bytes
@@ -25,15 +28,18 @@ from shardwise.data.examples import Sequences
 from shardwise.data.text import Examples, open_tokens, tokenizer_of
 from shardwise.hardware.cluster import Cluster, cluster_of, recognise
 from shardwise.jobs.planning import make_plan, refuse_unfit
+from shardwise.jobs.request import read
 from shardwise.recipe.fine_tuning import METHODS, FineTuning, Hardware, Method, Shape
 from shardwise.recipe.load import REPLACES, parse_recipe
 from shardwise.recipe.overrides import overridden
+from shardwise.recipe.paths import with_whole_paths
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.recipe.yaml_source import dotted, parse_document, written
 from shardwise.technique import SETTINGS
 
 RECIPE = "finetune.yaml"
+EPOCHS = 3.0
 LONGEST = 2048
 """Tokens of a sequence where the model's context allows more: enough for most conversations."""
 _STEP = 64
@@ -112,6 +118,8 @@ def draft(
     model: str, source: str, epochs: float, hardware: Hardware, *, read_data: bool = True
 ) -> FineTuning:
     """A run before its method is chosen; without ``read_data`` for sequences of usual length. Raises ShardwiseError."""
+    here = PathBase.here()
+    model, source = here.located(model), here.located_source(source)
     context = context_of(model) if read_data else None
     if not read_data:
         return FineTuning(model, source, epochs, hardware=hardware)
@@ -125,7 +133,7 @@ def with_overrides(text: str, overrides: Sequence[str]) -> str:
     """A recipe's text with overrides, in the form of a recipe. Raises RecipeError."""
     if not overrides:
         return text
-    document = overridden(parse_document(text, RECIPE), overrides, REPLACES)
+    document = with_whole_paths(overridden(parse_document(text, RECIPE), overrides, REPLACES), SETTINGS)
     lines = [text.partition("\n")[0]]
     for name, value in document.values.items():
         pairs = value.items() if isinstance(value, dict) else None
@@ -158,6 +166,70 @@ def choose(
         why = f"{each} needs {format_bytes(plan.peak.bytes)} of {format_bytes(most)}"
     refuse_unfit(plan)
     raise AssertionError("a plan that does not fit is refused")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command that were given; None for the others."""
+
+    epochs: float | None = None
+    method: Method | None = None
+    device: str | None = None
+
+
+def going_on(
+    file: Path, model: str, data: str, given: Options, overrides: Sequence[str] = ()
+) -> tuple[Recipe, Cluster]:
+    """The recipe of a run that was begun, and its cluster. A model or data that were moved are read where they are now.
+
+    Raises:
+        RecipeError: the run trains another model or other data, or has other options than those given.
+    """
+    here, (recipe, _) = PathBase.here(), read(file, ())
+    asked = {"model.hf": here.located(model), "data.source": here.located_source(data)}
+    begun = {"model.hf": recipe.model.hf or "", "data.source": recipe.data.source}
+    moved = [key for key in asked if asked[key] != begun[key] and is_gone(begun[key])]
+    if any(asked[key] != begun[key] and key not in moved for key in asked):
+        why = f"it trains {recipe.model.hf} on {recipe.data.source}"
+        raise RecipeError("the folder is of another run", where=str(file), why=why, fix="give another --out")
+    if recipe.data.tokenizer == recipe.model.hf and "model.hf" in moved:
+        asked["data.tokenizer"] = asked["model.hf"]
+        moved.append("data.tokenizer")
+    _require_same_options(recipe, given, overrides, file)
+    return read(file, [*(f"{key}={written(asked[key])}" for key in moved), *overrides])
+
+
+def _require_same_options(recipe: Recipe, given: Options, overrides: Sequence[str], file: Path) -> None:
+    """Raise RecipeError for options that the recipe of a run does not have: they would be ignored."""
+    adapter = recipe.adapter
+    has = Options(
+        recipe.epochs,
+        "full" if adapter is None else "lora" if adapter.quantize == "none" else "qlora",
+        recipe.cluster.device,
+    )
+    decided = {key.partition("=")[0].partition(".")[0] for key in overrides}
+    by = {"epochs": {"epochs", "steps"}, "method": {"adapter"}, "device": {"cluster"}}
+    other = [
+        name
+        for name, keys in by.items()
+        if getattr(given, name) not in (None, getattr(has, name)) and not keys & decided
+    ]
+    if other:
+        options = " and ".join(f"--{name} {_shown(getattr(given, name))}" for name in other)
+        values = ", ".join(f"{name}: {_shown(getattr(has, name))}" for name in other)
+        why, fix = f"its recipe has {values}", "leave them out, or give another --out"
+        raise RecipeError(f"{options} would be ignored", where=str(file), why=why, fix=fix)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else "steps instead" if value is None else str(value)
+
+
+def require_no_run(out: Path) -> None:
+    """Raise RecipeError for the folder of a run that another command has begun."""
+    if (out / RUN_RECIPE).exists():
+        why = f"it has {RUN_RECIPE}, and no {RECIPE}"
+        raise RecipeError("the folder is of another run", where=str(out), why=why, fix="give another --out")
 
 
 def result_folder(out: Path, recipe: Recipe) -> Path:

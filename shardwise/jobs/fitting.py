@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.core.errors import DataError
-from shardwise.recipe.load import parse_recipe
 from shardwise.recipe.sections import Recipe
 from shardwise.report.record import RunRecord, read_run
 from shardwise.scaling.fit import TrainedPoint
-from shardwise.technique import SETTINGS
 
 LAST = 0.05
 """Share of a run's steps over which a training loss is averaged."""
@@ -28,7 +26,7 @@ def points_of(folders: Sequence[Path]) -> list[TrainedPoint]:
             have different data.
     """
     runs = [read_run(folder) for folder in folders]
-    recipes = [parse_recipe(run.recipe, SETTINGS, f"{run.folder}/recipe.yaml") for run in runs]
+    recipes = [run.settings() for run in runs]
     _refuse_mixtures(runs, recipes)
     held_out = all(run.outcome is not None and run.outcome.held_out_loss is not None for run in runs)
     return [_point(run, held_out) for run in runs]

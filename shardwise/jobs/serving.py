@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.run_folder import RECIPE
+from shardwise.checkpoint.run_folder import RECIPE, require_base
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.units import format_bytes
 from shardwise.hardware.cluster import Cluster, cluster_of
@@ -71,7 +71,9 @@ def served_recipe(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster
     Raises RecipeError.
     """
     if (path / RECIPE).is_file():
-        return read(path / RECIPE, overrides)
+        recipe, cluster = read(path / RECIPE, overrides)
+        require_base(path, recipe)
+        return recipe, cluster
     if not (path / _CONFIG).is_file():
         return read(path, overrides)
     values = {"model": {"hf": str(path)}, "data": {"sequence_length": 1}, "steps": 1, "batch_size": 1}

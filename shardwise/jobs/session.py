@@ -14,6 +14,7 @@ from shardwise.checkpoint.checkpoint import restore_or_start
 from shardwise.checkpoint.run_folder import CHECKPOINTS, with_date
 from shardwise.checkpoint.saver import Saver
 from shardwise.core.errors import RecipeError
+from shardwise.core.paths import path_of
 from shardwise.core.plan import Plan
 from shardwise.data import open_data
 from shardwise.data.epochs import with_steps
@@ -114,13 +115,13 @@ class Session:
 
     def save(self, folder: str | Path) -> None:
         """Save a checkpoint below ``folder``, as ``train`` does."""
-        saver = Saver(self._run, Path(folder), self._data.fingerprint)
+        saver = Saver(self._run, path_of(folder), self._data.fingerprint)
         saver.save(self._state)
         saver.wait()
 
     def resume(self, folder: str | Path) -> int:
         """Load the newest checkpoint below ``folder``, saved under any strategy; returns its step, 0 without one."""
-        found = restore_or_start(self._run, Path(folder) / CHECKPOINTS, self._data.fingerprint, say, warn)
+        found = restore_or_start(self._run, path_of(folder) / CHECKPOINTS, self._data.fingerprint, say, warn)
         self._state = found or TrainState()
         return self._state.step
 

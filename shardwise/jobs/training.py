@@ -6,8 +6,9 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.checkpoint.resume_checks import check_start, finished
-from shardwise.checkpoint.run_folder import claim, lacks_page, load_run_recipe, with_date, write_job
+from shardwise.checkpoint.ignored_settings import require_same_settings
+from shardwise.checkpoint.resume_checks import check_start, finished, recipe_of_run
+from shardwise.checkpoint.run_folder import claim, lacks_page, with_date, write_job
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory, RecipeError
@@ -81,9 +82,7 @@ def _train(
             if not isinstance(error, OutOfMemory):
                 raise
             plan, sentence = plan_after_oom(recipe, cluster, folder, plan)
-        write_job(
-            folder, load_run_recipe(folder), plan
-        )  # with the steps and the date that the run began with
+        write_job(folder, recipe_of_run(folder), plan)  # with the steps and the date that the run began with
         say(sentence)
 
 
@@ -111,6 +110,7 @@ def prepare(
     asked, recipe = recipe, with_steps(recipe)
     check_start(recipe, folder)
     if done := finished(recipe, folder):
+        require_same_settings(recipe_of_run(folder), recipe, folder)
         say(done)
         return None
     progress("planning")
@@ -119,7 +119,7 @@ def prepare(
     )
     refuse_unfit(planned)
     write_job(folder, recipe, planned)
-    append(folder, Start.now())
+    append(folder, Start.now(folder))
     if recipe.profile.steps:
         _write_planned_memory(recipe, cluster, planned, folder)
     found += epoch_sentences(asked, recipe)

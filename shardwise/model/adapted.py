@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.paths import path_of
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes
 from shardwise.model.files.hf_folder import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, config_of
@@ -62,7 +62,7 @@ class AdaptedModel(Blueprint):
         with torch.device("meta"):
             model = base.build()
         require_targets(model, self.targetable(model), spec)
-        self.start = AdapterFiles(Path(spec.start_from)) if spec.start_from is not None else None
+        self.start = AdapterFiles(path_of(spec.start_from)) if spec.start_from is not None else None
         if self.start is not None:
             self.start.require(spec, self.adapter_shapes)
 

@@ -48,7 +48,7 @@ LossFunction = Callable[[nn.Module, Batch], LossSum]
 class FactoryModel(Blueprint):
     """The model that the function ``target`` ("package.module:function") returns for ``arguments``.
 
-    The working directory is importable. Raises RecipeError if that fails.
+    Raises RecipeError if it cannot be imported.
     """
 
     objective = None

@@ -9,7 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.errors import RecipeError
+from shardwise.core.errors import RecipeError, one_line, shorten
+from shardwise.core.paths import missing, only_a_path, path_of
 from shardwise.model.files.quantized_files import formats_of
 from shardwise.model.hf_objective import stored_objective
 
@@ -91,14 +92,18 @@ def _make_deterministic(config: Any, keep_padding: bool) -> None:
 
 def folder_of(source: str, files: list[str]) -> Path:
     """The folder itself, or the local folder with the downloaded ``files`` of a hub id."""
-    folder = Path(source).expanduser()
+    folder = path_of(source)
     if folder.is_dir():
         return folder
     where = f"model.hf: {source}"
-    if folder.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise RecipeError("no such folder", where=where)
+    if folder.exists():
+        raise RecipeError("no such folder", where=where, why="it is a file", fix="give the model's folder")
+    if only_a_path(source):
+        near = get_close_matches(folder.name, _names_in(folder.parent), n=1)
+        fix = f"did you mean {folder.parent / near[0]}?" if near else "check the path"
+        raise RecipeError("no such folder", where=where, why=missing(source), fix=fix)
     if "/" in source and folder.parent.is_dir():
-        near = get_close_matches(folder.name, os.listdir(folder.parent), n=1)
+        near = get_close_matches(folder.name, _names_in(folder.parent), n=1)
         why = f"{folder.parent} is a folder here, so this is no id on the Hub"
         fix = f"did you mean {folder.parent / near[0]}?" if near else "check the name"
         raise RecipeError("no such folder", where=where, why=why, fix=fix)
@@ -109,8 +114,20 @@ def folder_of(source: str, files: list[str]) -> Path:
         return Path(snapshot_download(source, allow_patterns=files))
     except Exception as error:  # network, name or licence; the text says which
         raise RecipeError(
-            "the model cannot be downloaded",
+            "no such model here or on the Hub",
             where=where,
-            why=f"{type(error).__name__}: {error}",
+            why=f"{missing(source)}; the Hub's library says {said_by(error)}",
             fix="check the name and the network, or give a local folder",
         ) from error
+
+
+def said_by(error: Exception) -> str:
+    """The kind and the start of an error of the Hub's library."""
+    return shorten(f"{type(error).__name__}: {one_line(str(error))}", 80)
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

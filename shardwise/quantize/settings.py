@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import RecipeError
+from shardwise.core.paths import missing, only_a_path, path_of
 from shardwise.core.scheme import check_method, scheme_of
 
 ROTATIONS = ("hadamard",)
@@ -45,12 +46,12 @@ class Settings:
             raise RecipeError(
                 f"no rotation is called {self.rotate}", where="--rotate", fix=f"give {' or '.join(ROTATIONS)}"
             )
-        folder = Path(self.model).expanduser()
-        local = folder.exists() or self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
-        if local and not any((folder / name).is_file() for name in ("recipe.yaml", "config.json")):
+        folder = path_of(self.model)
+        known = any((folder / name).is_file() for name in ("recipe.yaml", "config.json"))
+        if not known and (folder.exists() or only_a_path(self.model)):
             raise RecipeError(
                 "not the folder of a run or of a model",
                 where=self.model,
-                why="it has neither recipe.yaml nor config.json",
+                why="it has neither recipe.yaml nor config.json" if folder.exists() else missing(self.model),
             )
         require_new(self.out)

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwise.checkpoint.run_folder import RECIPE
 from shardwise.checkpoint.shards import DTYPES_BY_NAME
 from shardwise.core.errors import RecipeError
+from shardwise.core.paths import path_of
 from shardwise.export.export_run import contents_of, open_run
 from shardwise.export.hf_writer import Contents
 from shardwise.model.blueprint import Blueprint
@@ -50,7 +51,7 @@ class SourceModel:
 
 def open_source(model: str, length: int | None) -> SourceModel:
     """Open a run's folder, a model's folder or a hub id. Raises ShardwiseError."""
-    folder = Path(model).expanduser()
+    folder = path_of(model)
     found = _run(folder, length) if (folder / RECIPE).is_file() else _model(model, length)
     if found.blueprint.objective != "causal":
         raise RecipeError(
@@ -122,7 +123,7 @@ def rounded(read: Read, contents: Contents) -> Read:
 
 def _identity(model: str) -> str:
     """The path of a folder with the times of its weights; a hub id."""
-    folder = Path(model).expanduser()
+    folder = path_of(model)
     if not folder.exists():
         return model
     times = sorted(path.stat().st_mtime_ns for path in folder.glob("*.safetensors"))

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from shardwise.core.paths import only_a_path, path_of, seen_from
 from shardwise.recipe.section import Section, Text, words
 
 _TOKENIZER_FILES = (
@@ -83,23 +84,23 @@ class DataSpec(Section):
 
     @property
     def parts(self) -> tuple["DataSpec", ...]:
-        """One section per source: this one, or those of the mixture."""
+        """One section per source: this one, or those of the mixture. Paths are as messages show them."""
         return tuple(
             self.model_copy(
                 update={
                     "mixture": None,
-                    "source": part.source,
+                    "source": seen_from(part.source, Path.cwd()),
                     "format": part.format,
                     "text_key": part.text_key or self.text_key,
                 }
             )
             for part in self.mixture or ()
-        ) or (self,)
+        ) or (self.model_copy(update={"source": seen_from(self.source, Path.cwd())}),)
 
 
 def brings_tokenizer(model: str) -> bool:
     """Whether a model of Hugging Face has a tokenizer: a folder with a tokenizer's file, or an id on the Hub."""
-    path = Path(model).expanduser()
-    if path.exists() or model.startswith((".", "/", "~")):
+    path = path_of(model)
+    if path.exists() or only_a_path(model):
         return any((path / name).is_file() for name in _TOKENIZER_FILES)
     return True

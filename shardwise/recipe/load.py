@@ -7,6 +7,7 @@ of a run.
 The pydantic models in `sections.py` declare all keys, types, limits and defaults. The exception is the `strategy:`
 section: its keys belong to the techniques, so it is checked against the Settings passed in, and contains only the
 pinned ones. Values are not coerced ("100" to 100, 1 to true). Recipes have no includes and no environment variables.
+Paths become whole (`paths.py`), so that a recipe means the same in every folder.
 
 An override that specifies the model or the cluster in another way replaces the file's: `model.preset=gpt2` drops
 dimensions, and `cluster.preset=8xH100-80GB` drops `device` and counts.
@@ -19,10 +20,12 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from shardwise.core.paths import path_of
 from shardwise.core.strategy import Setting
 from shardwise.recipe.checks import contradictions
 from shardwise.recipe.error_messages import Complaint, explain, first_error, nearest, unknown_key
 from shardwise.recipe.overrides import overridden
+from shardwise.recipe.paths import with_whole_paths
 from shardwise.recipe.section import Section
 from shardwise.recipe.sections import Recipe
 from shardwise.recipe.yaml_source import (
@@ -83,13 +86,15 @@ def read_recipe(
     path: Path, overrides: Sequence[str], settings: Sequence[Setting[Any]]
 ) -> tuple[Recipe, Document]:
     """Like `load_recipe`; also returns the document, whose `where(path)` gives the file and line of a key."""
-    document = overridden(read_document(Path(path)), overrides, REPLACES)
+    document = overridden(read_document(path_of(path)), overrides, REPLACES)
     return _checked(document, settings), document
 
 
-def parse_recipe(text: str, settings: Sequence[Setting[Any]], name: str = "recipe") -> Recipe:
-    """Like `load_recipe`, from YAML text. `name` is the file's name in errors."""
-    return _checked(parse_document(text, name), settings)
+def parse_recipe(
+    text: str, settings: Sequence[Setting[Any]], name: str = "recipe", file: Path | None = None
+) -> Recipe:
+    """Like `load_recipe`, from YAML text. `name` is its name in errors; its paths start at the folder of `file`."""
+    return _checked(parse_document(text, name, file), settings)
 
 
 def recipe_of(
@@ -135,7 +140,8 @@ def _plain(value: Any) -> Any:
 
 
 def _checked(document: Document, settings: Sequence[Setting[Any]]) -> Recipe:
-    """The recipe of `document`. Raises RecipeError for its first fault."""
+    """The recipe of `document`, with whole paths. Raises RecipeError for its first fault."""
+    document = with_whole_paths(document, settings)
     values = {k: {} if v is None and k in (*_ALWAYS, "strategy") else v for k, v in document.values.items()}
     strategy, complaints = _parse_strategy(values.pop("strategy", {}), settings)
     try:

@@ -7,6 +7,7 @@ bracket or a quote is read as YAML. An override cannot set one item of a list; w
 import copy
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from shardwise.core.errors import RecipeError, one_line, shorten
 from shardwise.recipe.yaml_source import (
@@ -48,7 +49,7 @@ def overridden(
         section[str(path[-1])] = value
         origins |= {path[:depth]: Origin(position, 1) for depth in range(made, len(path) + 1)}
         origins |= {path + below: Origin(position, 1) for below in inner}
-    return Document(document.name, values, origins)
+    return replace(document, values=values, origins=origins)
 
 
 def _read_override(override: str) -> tuple[KeyPath, Value, Mapping[KeyPath, Origin]]:

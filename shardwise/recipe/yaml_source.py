@@ -21,6 +21,7 @@ from ruamel.yaml import YAML, events
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from shardwise.core.errors import RecipeError, one_line, shorten
+from shardwise.recipe.installed import instead_of
 
 Value: TypeAlias = "bool | int | float | str | list[Value] | dict[str, Value] | None"
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -62,11 +63,13 @@ class Document:
         name: the file's name in messages, as the user wrote it.
         values: the top-level mapping.
         origins: one entry per key path that was written, and () for the document.
+        file: where the text is from, at whose folder its relative paths start; None is the current folder.
     """
 
     name: str
     values: dict[str, Value]
     origins: Mapping[KeyPath, Origin]
+    file: Path | None = None
 
     def origin(self, path: KeyPath) -> Origin:
         """The origin of `path`, or of its nearest written parent."""
@@ -109,7 +112,8 @@ def read_document(path: Path) -> Document:
         with open(path, "rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
-        raise RecipeError("recipe not found", where=name, why="there is no such file") from None
+        why = "there is no such file"
+        raise RecipeError("recipe not found", where=name, why=why, fix=instead_of(path)) from None
     except IsADirectoryError:
         why, fix = "it is a folder", "give the YAML file in it"
         raise RecipeError("cannot read the recipe", where=name, why=why, fix=fix) from None
@@ -125,10 +129,10 @@ def read_document(path: Path) -> Document:
         where = f"{name}:{raw.count(10, 0, error.start) + 1}"
         why = f"byte 0x{raw[error.start]:02x} is not UTF-8 text"
         raise RecipeError("cannot read the recipe", where=where, why=why, fix="save it as UTF-8") from None
-    return parse_document(text, name)
+    return parse_document(text, name, path)
 
 
-def parse_document(text: str, name: str) -> Document:
+def parse_document(text: str, name: str, file: Path | None = None) -> Document:
     """Compose YAML `text`. `name` is the file's name in messages. Raises RecipeError for the first fault."""
     if unprintable := _NOT_TEXT.search(text):
         line = text.count("\n", 0, unprintable.start()) + 1
@@ -149,7 +153,7 @@ def parse_document(text: str, name: str) -> Document:
         raise RecipeError(
             "this is not a recipe", where=Document(name, {}, composer.origins).where(()), why=why, fix=fix
         )
-    return Document(name, root, composer.origins)
+    return Document(name, root, composer.origins, file)
 
 
 def resolve_scalar(text: str) -> Value:

@@ -10,14 +10,12 @@ from shardwise.core.atomic_file import write_whole
 from shardwise.core.errors import RecipeError
 from shardwise.core.identity import starts
 from shardwise.core.units import format_bytes, format_count
-from shardwise.recipe.load import parse_recipe
 from shardwise.report.charts import compared_charts
 from shardwise.report.notation import seconds, tokens_rate
 from shardwise.report.page_parts import picture
 from shardwise.report.record import RunRecord, read_run
 from shardwise.report.series import LINES, compared_picture
 from shardwise.report.template import rendered
-from shardwise.technique import SETTINGS
 
 TITLES = ("held-out loss", "training loss", "steps", "tokens", "step", "processed", "trained on", "peak")
 
@@ -87,7 +85,7 @@ def differences(runs: Mapping[str, RunRecord]) -> Iterator[tuple[str, list[str]]
 
 
 def _settings(run: RunRecord) -> dict[str, str]:
-    recipe = parse_recipe(run.recipe, SETTINGS, f"{run.folder}/recipe.yaml").model_dump(mode="json")
+    recipe = run.settings().model_dump(mode="json")
     recipe["strategy"] = dict(run.plan.strategy.values)
     return dict(_flat(recipe))
 

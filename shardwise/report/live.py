@@ -13,13 +13,11 @@ from typing import Any
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.units import format_seconds
-from shardwise.recipe.load import parse_recipe
 from shardwise.report.charts import series_charts
 from shardwise.report.page import head_values, page_values
 from shardwise.report.record import RunRecord, StepLines, read_run
 from shardwise.report.series import EVENTS, MOST_MARKS, marks
 from shardwise.report.template import rendered
-from shardwise.technique import SETTINGS
 
 _PAGE = ("plan.json", "report.json", "recipe.yaml")
 _CHANGES = ("metrics.jsonl", EVENTS)
@@ -74,7 +72,7 @@ class LiveRun:
         """How far the run is, and when its last step was."""
         done, spent = run.steps[-1].step, run.step_seconds or 0.0
         try:
-            steps = parse_recipe(run.recipe, SETTINGS, f"{run.folder}/recipe.yaml").steps
+            steps = run.settings().steps
         except ShardwiseError:
             return f"Step {done}."
         age = time.time() - (self.folder / "metrics.jsonl").stat().st_mtime

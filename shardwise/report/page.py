@@ -18,7 +18,6 @@ from shardwise.core.identity import starts
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
-from shardwise.recipe.load import parse_recipe
 from shardwise.report.answer_page import answer_values, run_card
 from shardwise.report.blocks import blocks_through_time
 from shardwise.report.charts import series_charts, timeline_chart
@@ -46,7 +45,6 @@ from shardwise.report.step_times import calibration_offer, phase_times, step_sen
 from shardwise.report.tables import peak_of, verdict
 from shardwise.report.template import rendered
 from shardwise.scaling.noise import batch_sentences, noise_scale
-from shardwise.technique import SETTINGS
 
 SHOWN_SITES = 12
 """Allocation sites that are shown; the others are in a list that opens."""
@@ -140,7 +138,7 @@ def head_values(run: RunRecord) -> dict[str, Any]:
 def _standing(run: RunRecord) -> list[str]:
     """The run against its scaling law; nothing where the recipe or the law cannot be read."""
     try:
-        recipe = parse_recipe(run.recipe, SETTINGS, f"{run.folder}/recipe.yaml")
+        recipe = run.settings()
         found = standing_of(recipe, run.plan)
     except ShardwiseError:
         return []
@@ -153,7 +151,7 @@ def _batch_size(run: RunRecord) -> list[str]:
     if noise is None:
         return []
     try:
-        recipe = parse_recipe(run.recipe, SETTINGS, f"{run.folder}/recipe.yaml")
+        recipe = run.settings()
     except ShardwiseError:
         return []
     return batch_sentences(noise, recipe, run.plan.step.tokens)

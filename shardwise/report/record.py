@@ -17,9 +17,12 @@ from shardwise.core.errors import DataError
 from shardwise.core.fit_advice import FitAdvice
 from shardwise.core.json_file import decoded, parsed, read_bytes, read_json, read_text
 from shardwise.core.notebook_html import card
+from shardwise.core.paths import path_of
 from shardwise.core.plan import Plan, read_plan
 from shardwise.core.run_files import Outcome, StepRecord
 from shardwise.core.units import format_bytes, format_seconds
+from shardwise.recipe.load import parse_recipe
+from shardwise.recipe.sections import Recipe
 from shardwise.technique import AXIS_NAMES, SETTINGS
 
 _THEME = (
@@ -59,6 +62,11 @@ class RunRecord:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    def settings(self) -> Recipe:
+        """The recipe as an object. Raises RecipeError."""
+        file = self.folder / "recipe.yaml"
+        return parse_recipe(self.recipe, SETTINGS, str(file), file)
 
     def _repr_html_(self) -> str:
         """The run in a notebook: measured and predicted memory, and the loss over the steps."""
@@ -110,7 +118,7 @@ def read_run(folder: Path, steps: tuple[StepRecord, ...] | None = None) -> RunRe
     Raises:
         DataError: it is not the folder of a run, or a file cannot be read or has unexpected content.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
     recipe, plan, report = folder / "recipe.yaml", folder / "plan.json", folder / "report.json"
     missing = [path.name for path in (recipe, plan) if not path.exists()]
     if missing:

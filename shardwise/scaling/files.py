@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.json_file import read_text
+from shardwise.core.paths import path_of
 from shardwise.scaling.law import FLOPS_PER_PARAMETER, FittedRange, Law, ParametricLaw, PowerLaw, log_log_fit
 
 FOLDER = Path(__file__).with_name("laws")
@@ -35,7 +36,7 @@ def read_law(name: str) -> Law:
         RecipeError: there is no such law, or the file is not one; the error names the key.
     """
     known = FOLDER / f"{name}.toml"
-    path = known if name in names() else Path(name)
+    path = known if name in names() else path_of(name)
     if path is not known and not path.exists():
         choices = ", ".join(names())
         why = f"the laws are {choices}, or a file that shardwise fit wrote"

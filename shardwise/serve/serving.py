@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.paths import path_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.serve.adapters import open_adapter
 from shardwise.serve.decoding import Reader, reader_of
@@ -55,7 +56,7 @@ class ServedModel:
             CheckpointError: an adapter is damaged or for another base model.
             RecipeError: an adapter's name is taken.
         """
-        found = [open_adapter(name, Path(folder)) for name, folder in (adapters or {}).items()]
+        found = [open_adapter(name, path_of(folder)) for name, folder in (adapters or {}).items()]
         require_base(opened.model, found)
         self._opened = opened
         self.bank = Bank(opened.model, opened.dtype, [*opened.own, *found])
@@ -238,7 +239,7 @@ def load_model(
             f"precision is {precision!r}", where="precision", fix=f"take one of {', '.join(DTYPES)}"
         )
     place = device_named(device)
-    return ServedModel(open_model(Path(folder), tokenizer, DTYPES[precision], place), adapters)
+    return ServedModel(open_model(path_of(folder), tokenizer, DTYPES[precision], place), adapters)
 
 
 def device_named(name: str) -> torch.device:

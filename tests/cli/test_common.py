@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.common import RECIPES, recipe_file
+from shardwise.cli.common import recipe_file
 from shardwise.cli.main import run
 from shardwise.core.errors import ResourceError
 from shardwise.core.ledger import Ledger
@@ -16,6 +16,7 @@ from shardwise.core.plan import HostMemory, Plan
 from shardwise.core.units import GiB
 from shardwise.hardware.allocator_options import VARIABLES
 from shardwise.jobs.planning import refuse_unfit
+from shardwise.recipe.installed import RECIPES
 from tests.harness.plans import with_rows
 
 

@@ -46,7 +46,8 @@ def test_a_full_disk_ends_the_run_with_7_and_the_run_goes_on_when_there_is_room(
 
     full = train(shell, folder, "strategy.offload=nvme:state", largest=SMALL)
     assert full.returncode == 7, full.stderr
-    assert full.stderr.startswith("error: cannot reserve the file of offloaded state (offload: nvme:state): ")
+    place = f"offload: nvme:{folder}/state"
+    assert full.stderr.startswith(f"error: cannot reserve the file of offloaded state ({place}): ")
     assert full.stderr.count("\n") == 1 and "free some space or name another folder" in full.stderr
     assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == kept
     assert list((folder / "state").iterdir()) == []

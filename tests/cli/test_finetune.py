@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,31 @@ def test_init_writes_a_recipe_and_replaces_none(tmp_path: Path, capsys: pytest.C
     assert run(given) == 2 and "nothing is replaced" in capsys.readouterr().err
 
 
+def _refuses_options_of_another_run(shell: Shell, method: str) -> None:
+    """Each one that the finished folder would ignore is named; the folder stays as it is, and works elsewhere."""
+    other = {"lora": "qlora", "full": "lora"}[method]
+    for options, said in (
+        (("--epochs", "3", "--method", other), (f"--epochs 3 and --method {other}", f"2, method: {method}")),
+        (("--epochs", "1"), ("--epochs 1 would be ignored",)),
+        (("optimizer.learning_rate=1e-3",), ("optimizer.learning_rate was ", "now 0.001")),
+    ):
+        done = shell.run("finetune", "base", "chats.jsonl", *options, "--out", "out")
+        assert done.returncode == 2 and all(words in done.stderr for words in said), done.stderr
+    Path("elsewhere").mkdir()
+    for folder in ("base", "chats.jsonl"):
+        Path(folder).rename(Path("elsewhere") / folder)
+    written = Path(shutil.copytree("out", "elsewhere/out")) / ("adapter" if method == "lora" else "model")
+    before = (written / "README.md").stat().st_mtime, (written / "README.md").read_text()
+    words = ("finetune", "elsewhere/base", "elsewhere/chats.jsonl", "epochs=3", "--out", "elsewhere/out")
+    done = shell.run(*words)
+    assert done.returncode == 0, done.stderr
+    weights = next(written.glob("*.safetensors"))
+    assert weights.stat().st_mtime > before[0], "what the further steps trained is written again"
+    assert str(Path("elsewhere/base").absolute()) in (written / "README.md").read_text() != before[1]
+    for folder in ("base", "chats.jsonl"):
+        (Path("elsewhere") / folder).rename(folder)
+
+
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_small_model_learns_conversations_in_one_command(
     method: str, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,6 +230,7 @@ def test_a_small_model_learns_conversations_in_one_command(
         and "out/finetune.yaml: the recipe, read" in again.stdout
     )
     assert shell.run("finetune", "base", "other.jsonl", "--out", "out").returncode == 2
+    _refuses_options_of_another_run(shell, method)
 
     folder = Path("out") / ("adapter" if method == "lora" else "model")
     assert {"README.md", "tokenizer.json", "chat_template.jinja"} <= {path.name for path in folder.iterdir()}

@@ -85,7 +85,7 @@ def test_nothing_to_do_changes_nothing(
     monkeypatch.setattr(launching, "launch", never)
     before = contents(folder / "run")
     for steps in (2, 1):
-        assert run(words(f"steps={steps}", "optimizer.learning_rate=0.5")) == 0
+        assert run(words(f"steps={steps}")) == 0
         assert capsys.readouterr().out == f"nothing to do: 2 of {steps} steps are done\n"
     assert (
         planner.main("prepare", str(folder / "recipe.yaml"), str(folder / "run"), "seed=0")
@@ -93,6 +93,48 @@ def test_nothing_to_do_changes_nothing(
     )
     assert capsys.readouterr().out == "nothing to do: 2 of 2 steps are done\n"
     assert contents(folder / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["optimizer.learning_rate=0.5"], "optimizer.learning_rate was 0.0003, now 0.5"),
+        (["strategy.zero_stage=3"], "strategy.zero_stage was 0, now 3"),
+        (["law=hoffmann-3"], "law was besiroglu, now hoffmann-3"),
+        (["evaluation.every=1", "steps=1"], "evaluation.every was None, now 1"),
+        (["data.source=stdlib"], "/corpus.txt, now stdlib"),
+    ],
+)
+def test_settings_that_a_finished_run_would_ignore_are_named(
+    overrides: list[str],
+    says: str,
+    folder: Path,
+    words: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launching, "launch", never)
+    before = contents(folder / "run")
+    assert run(words(*overrides)) == 2
+    told = capsys.readouterr().err
+    assert "finished, with other settings" in told and says in told and told.count("\n") == 1
+    assert contents(folder / "run") == before
+
+
+@pytest.mark.parametrize("key", ["checkpoint.start_from", "adapter.start_from"])
+def test_other_weights_to_start_from_are_refused_where_they_would_be_ignored(
+    key: str,
+    folder: Path,
+    words: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The folder has checkpoints of its own."""
+    monkeypatch.setattr(launching, "launch", never)
+    given = words("steps=4", f"{key}={folder / 'run' / 'checkpoints'}")
+    assert run(given) == (2 if key.startswith("checkpoint") else 4)  # without an adapter it is another run
+    told = capsys.readouterr().err
+    assert "would be ignored" in told or "adapter.alpha was None" in told
 
 
 def test_a_run_that_ended_before_its_report_gets_one(

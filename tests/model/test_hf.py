@@ -302,7 +302,7 @@ def test_a_failed_download_is_one_line() -> None:
         env={"HF_HUB_OFFLINE": "1", "HOME": "/nonexistent"},
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("error: the model cannot be downloaded (model.hf: org/no-such-model): ")
+    assert ran.stdout.startswith("error: no such model here or on the Hub (model.hf: org/no-such-model): ")
     assert ran.stdout.count("\n") == 1
 
 

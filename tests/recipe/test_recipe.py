@@ -239,9 +239,9 @@ class TestDump:
         words = special + ["".join(generator.choices(letters, k=generator.randint(1, 9))) for _ in range(300)]
         for word in words:
             recipe = recipe_of(
-                {"model": {"preset": "tiny"}, "steps": 1, "batch_size": 1, "data": {"source": word}}
+                {"model": {"preset": "tiny"}, "steps": 1, "batch_size": 1, "data": {"text_key": word}}
             )
-            assert parse_recipe(dump_recipe(recipe), ()).data.source == word, repr(word)
+            assert parse_recipe(dump_recipe(recipe), ()).data.text_key == word, repr(word)
 
     def test_it_says_all_values(self) -> None:
         dumped = dump_recipe(parse_recipe(SMALL, SETTINGS))

@@ -89,10 +89,10 @@ def test_the_page_shows_series_events_and_how_the_run_was_started(plan: Plan, ma
 
 def test_this_process_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/usr/bin/shardwise", "train", "a b.yaml"])
-    now = Start.now()
+    now = Start.now(tmp_path)
     assert now.command == "shardwise train 'a b.yaml'" and {"Python", "torch"} <= now.versions.keys()
     monkeypatch.setattr("sys.argv", ["/lib/shardwise/__main__.py", "plan"])
-    assert Start.now().command == "shardwise plan"
+    assert Start.now(tmp_path).command == "shardwise plan"
     append(tmp_path, now)
     with (tmp_path / NAME).open("a") as file:
         file.write('{"time": 3}\nno json\n')

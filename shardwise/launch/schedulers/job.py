@@ -25,7 +25,7 @@ class ClusterJob:
 
     Attributes:
         name: of the job, in lower-case letters, digits and dashes.
-        recipe: the recipe's path on the nodes.
+        recipe: the recipe's path on the nodes. folder: where its other relative paths start.
         recipe_text: its content, for schedulers that bring files along.
         out: the folder of the run, which all nodes share.
         devices: on every node.
@@ -39,6 +39,7 @@ class ClusterJob:
 
     name: str
     recipe: str
+    folder: str
     recipe_text: str
     overrides: tuple[str, ...]
     out: str

@@ -25,6 +25,7 @@ def job_file(job: ClusterJob) -> str:
         "",
         "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}",
         f"mkdir -p {shlex.quote(job.out)}",
+        f"cd {shlex.quote(job.folder)}",
         f"srun{container} {job.command()}",
         "code=$?",
         f"if ((code > 128)); then code={RankError.exit_code}; fi  # a rank was killed",

@@ -47,6 +47,20 @@ def project() -> str:
     return "shardwise"
 
 
+def first_name(folder: Path, run: Mapping[str, Any], name: str) -> str:
+    """``name``, or the one that the run had when it began: its folder may have moved since.
+
+    Args:
+        folder: of the tracker, which remembers the name.
+    """
+    remembered = folder / "run_id"
+    if remembered.exists() and run["step"]:
+        return remembered.read_text(encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    remembered.write_text(name, encoding="utf-8")
+    return name
+
+
 def name_of(run: Mapping[str, Any]) -> str:
     """The run's name: that of its folder."""
     return Path(run["folder"]).resolve().name

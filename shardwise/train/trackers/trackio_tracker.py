@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.train.trackers.base import RunTracker, flat, name_of, project
+from shardwise.train.trackers.base import RunTracker, first_name, flat, name_of, project
 
 
 class TrackioTracker(RunTracker):
@@ -16,7 +16,7 @@ class TrackioTracker(RunTracker):
 
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", project()),
-            name=name_of(run),
+            name=first_name(folder, run, name_of(run)),
             config=dict(flat(run["recipe"])),
             resume="allow",
             embed=False,

@@ -8,20 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.train.trackers.base import RunTracker, name_of, project
+from shardwise.train.trackers.base import RunTracker, first_name, name_of, project
 
 
 class WandbTracker(RunTracker):
     def __init__(self, folder: Path, run: Mapping[str, Any]) -> None:
         import wandb
 
-        folder.mkdir(parents=True, exist_ok=True)
         mode: Any = os.environ.get("WANDB_MODE", "online" if "WANDB_API_KEY" in os.environ else "offline")
+        place = str(Path(run["folder"]).resolve())
         settings = wandb.Settings(silent=True, console="off")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", project()),
             name=name_of(run),
-            id=hashlib.sha256(str(Path(run["folder"]).resolve()).encode()).hexdigest()[:12],
+            id=first_name(folder, run, hashlib.sha256(place.encode()).hexdigest()[:12]),
             resume="allow",
             dir=str(folder),
             config=dict(run["recipe"]),

@@ -1,0 +1,25 @@
+"""The recipes that are installed with the package, and names for one that is not there."""
+
+from __future__ import annotations
+
+from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+_SHOWN = 8
+
+
+def instead_of(path: Path) -> str:
+    """What to do where there is no recipe at ``path``: the nearest name, or those in its folder and installed."""
+
+    def distance(name: str) -> float:
+        return -SequenceMatcher(None, path.stem, Path(name).stem).ratio()
+
+    own = [str(file) for pattern in ("*.yaml", "*.yml") for file in path.parent.glob(pattern)]
+    installed = [file.stem for file in RECIPES.glob("*.yaml")]
+    names = [*sorted(own, key=distance), *sorted(installed, key=distance)]
+    stems = {Path(name).stem if name in own else name: name for name in reversed(names)}
+    if near := get_close_matches(path.stem, stems, n=1):
+        return f"did you mean {stems[near[0]]}?"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"recipes are {', '.join(names[:_SHOWN])}{more}"

@@ -1,0 +1,87 @@
+"""Which keys of a recipe are paths, and where they start (core/paths.py)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardwise.core.paths import PathBase, path_of
+from shardwise.core.strategy import FolderForm, Setting
+from shardwise.recipe.yaml_source import Document, KeyPath
+
+Locate = Callable[[PathBase, str], str]
+
+_PATHS: dict[KeyPath, Locate] = {
+    ("model", "hf"): PathBase.located,
+    ("model", "factory"): PathBase.located_module,
+    ("data", "source"): PathBase.located_source,
+    ("data", "mixture", "*", "source"): PathBase.located_source,
+    ("data", "tokenizer"): lambda base, name: name if name == "bytes" else base.located(name),
+    ("evaluation", "sets", "*"): PathBase.located_source,
+    ("adapter", "start_from"): PathBase.located,
+    ("checkpoint", "start_from"): PathBase.located,
+    ("optimizer", "factory"): PathBase.located_module,
+    ("schedule", "factory"): PathBase.located_module,
+    ("callbacks", "*"): PathBase.located_module,
+}
+"""The keys that are paths, ids or modules, with * for every item."""
+
+
+def with_whole_paths(document: Document, settings: Sequence[Setting[Any]] = ()) -> Document:
+    """The document with whole paths for those that exist, so that it can be read from any folder.
+
+    Args:
+        settings: the keys of ``strategy:``, for values with the path of a folder.
+
+    Raises:
+        RecipeError: a path is of a user without a home folder.
+    """
+    values = copy.deepcopy(document.values)
+    bases = {False: _base_of(document), True: PathBase.here()}
+    for pattern, locate in (*_PATHS.items(), *_folders(settings), (("law",), _law)):
+        for section, key, path in _matching(values, pattern, ()):
+            value = section[key]
+            if isinstance(value, str) and value:
+                section[key] = locate(bases[document.origin(path).override > 0], value)
+    return replace(document, values=values)
+
+
+def _base_of(document: Document) -> PathBase:
+    return PathBase.here() if document.file is None else PathBase.of_file(document.file)
+
+
+def _folders(settings: Sequence[Setting[Any]]) -> Iterator[tuple[KeyPath, Locate]]:
+    """The keys of ``strategy:`` with values such as ``nvme:FOLDER``."""
+    for setting in settings:
+        forms = [form for form in setting.forms if isinstance(form, FolderForm)]
+
+        def located(base: PathBase, value: str, forms: list[FolderForm] = forms) -> str:
+            for form in forms:
+                if (folder := form.folder(value)) is not None:
+                    return form.value(base.located(folder))
+            return value
+
+        if forms:
+            yield ("strategy", setting.key), located
+
+
+def _law(base: PathBase, name: str) -> str:
+    """The path of a file; a published law is a word."""
+    return base.located(name) if "/" in name or path_of(name).suffix else name
+
+
+def _matching(value: Any, pattern: KeyPath, path: KeyPath) -> Iterator[tuple[Any, str | int, KeyPath]]:
+    """(section or list, key, path) of every value of the pattern that is there."""
+    key, rest = pattern[0], pattern[1:]
+    keys: Sequence[str | int] = ()
+    if isinstance(value, dict):
+        keys = list(value) if key == "*" else [key] if key in value else []
+    elif isinstance(value, list) and key == "*":
+        keys = range(len(value))
+    for inner in keys:
+        if rest:
+            yield from _matching(value[inner], rest, (*path, inner))
+        else:
+            yield value, inner, (*path, inner)
