@@ -30,6 +30,9 @@ TIMEOUT = timedelta(minutes=30)
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set to "True" by torchrun where its agent has the store at MASTER_ADDR and MASTER_PORT."""
 
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that limit the GPUs that a process sees."""
+
 _ALONE = Placement("", rank=0, world_size=1, local_rank=0, nodes=1, host="", port=0)
 
 
@@ -59,7 +62,7 @@ def join(device_type: str | None = None) -> Iterator[World]:
         RecipeError: the environment contradicts itself.
     """
     placement = launched_by() or _ALONE
-    device = _device(placement.local_rank, device_type)
+    device = _device(placement.local_rank, device_type, _share_devices(placement))
     if placement.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
@@ -87,18 +90,28 @@ def _meet(store: Store | None, rank: int, world_size: int, device: torch.device)
     )
 
 
-def _device(local_rank: int, device_type: str | None) -> torch.device:
+def _share_devices(placement: Placement) -> bool:
+    """Whether all processes of a machine see the same GPUs, and each takes that of its local rank.
+
+    Slurm (``--gpus-per-task``), and wrappers that set a variable for each process, show every process its own.
+    """
+    chosen = any(os.environ.get(name) for name in VISIBLE_DEVICES)
+    return placement.by == "shardwise" or (placement.by == "torchrun" and not chosen)
+
+
+def _device(local_rank: int, device_type: str | None, shared: bool = False) -> torch.device:
+    """The GPU of a local rank, or the only one that this process sees unless it is ``shared``; else the CPU."""
     if (device_type or ("cuda" if torch.cuda.is_available() else "cpu")) != "cuda":
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if local_rank >= count:
+    if local_rank >= count and (shared or count != 1):
         raise ResourceError(
             f"there is no GPU for local rank {local_rank}",
             where=socket.gethostname(),
             why=f"{count} visible",
             fix="lower cluster.devices_per_node, or check CUDA_VISIBLE_DEVICES",
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", min(local_rank, count - 1))
     torch.cuda.set_device(device)
     settings = DEFAULTS.get("rocm" if torch.version.hip else "cuda")
     if settings is not None and unset():  # the plan assumes these

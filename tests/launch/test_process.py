@@ -18,8 +18,8 @@ from shardwise.core.errors import RankError, RecipeError, ResourceError
 from shardwise.launch import launcher as launching
 from shardwise.launch import process
 from shardwise.launch.launcher import launch
-from shardwise.launch.placement import first_host, launched_by
-from shardwise.launch.process import World, join
+from shardwise.launch.placement import LAUNCHER, LOOPBACK, first_host, launched_by
+from shardwise.launch.process import VISIBLE_DEVICES, World, join
 from shardwise.launch.signals import StopRequest
 from tests.harness.pool import Pool
 
@@ -190,8 +190,57 @@ def test_no_gpu_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def join_as(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name, value in environment_of("torchrun", local_rank, 2, 1).items():
+@pytest.mark.parametrize("variable", VISIBLE_DEVICES)
+@pytest.mark.parametrize(
+    ("starter", "count", "local_rank", "own", "chosen"),
+    [
+        ("srun", 1, 3, False, 0),  # --gpus-per-task=1 in a cgroup: every task sees its GPU as the only one
+        ("srun", 1, 3, True, 0),
+        ("srun", 4, 3, False, 3),  # --gpus-per-node=4
+        ("torchrun", 1, 3, True, 0),  # a wrapper sets the variable for each process
+        ("torchrun", 4, 3, True, 3),
+        ("srun", 2, 5, True, None),
+        ("torchrun", 1, 1, False, None),
+        ("shardwise", 1, 1, True, None),  # its processes share the environment of the launcher
+        ("srun", 0, 0, True, None),
+    ],
+)
+def test_the_gpu_of_a_local_rank(
+    starter: str,
+    count: int,
+    local_rank: int,
+    own: bool,
+    chosen: int | None,
+    variable: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GPUs are numbered as the process sees them."""
+    selected = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    monkeypatch.setattr(process, "set_allocator", lambda settings: None)
+    monkeypatch.setattr(process, "_meet", lambda *arguments: None)
+    monkeypatch.setattr(process, "_store", lambda placement: None)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, LOOPBACK)
+    for name in VISIBLE_DEVICES:
+        monkeypatch.delenv(name, raising=False)
+    if own:
+        monkeypatch.setenv(variable, str(local_rank))
+    if starter == "shardwise":
+        monkeypatch.setenv(LAUNCHER, "1")
+    entered = join_as(local_rank, monkeypatch, "torchrun" if starter == "shardwise" else starter)
+    if chosen is None:
+        with pytest.raises(ResourceError, match=f"no GPU for local rank {local_rank} .*: {count} visible"):
+            entered.__enter__()
+        return
+    world = entered.__enter__()
+    assert world.device == torch.device("cuda", chosen) and selected == [world.device]
+    entered.gen.close()  # the rank leaves at once, as after an exception
+
+
+def join_as(local_rank: int, monkeypatch: pytest.MonkeyPatch, starter: str = "torchrun") -> Any:
+    for name, value in environment_of(starter, local_rank, max(2, local_rank + 1), free_port()).items():
         monkeypatch.setenv(name, value)
     return join("cuda")
 
