@@ -44,10 +44,8 @@ def command(
 
     file = out / RECIPE
     if launched_by() is not None:
-        why, fix = (
-            "finetune starts its own processes",
-            f"train {file} with `shardwise train` under torchrun or srun",
-        )
+        why = "finetune starts its own processes"
+        fix = "write a recipe with `shardwise init`, and train it with `shardwise train`"
         raise RecipeError("started by another launcher", where="finetune", why=why, fix=fix)
     with ExitStack() as stack:
         with working("reading the data") as progress:

@@ -52,7 +52,12 @@ def missing(name: str) -> str:
     """Why a local path is not there: the folders in which it was looked up."""
     if path_of(name).is_absolute():
         return "no file or folder of this name exists"
-    return f"no file or folder of this name is in {Path.cwd()}, or next to the recipe that names it"
+    return f"no file or folder of this name is next to the recipe or in {Path.cwd()}"
+
+
+def no_folder(path: Path) -> str:
+    """Why a path that a command names is no folder."""
+    return "it is a file" if path.exists() else "there is no such folder"
 
 
 def is_gone(name: str) -> bool:

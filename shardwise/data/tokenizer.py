@@ -30,12 +30,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardwise.core.errors import DataError, one_line, shorten
+from shardwise.core.errors import DataError, one_line
 from shardwise.core.paths import missing, only_a_path, path_of, seen_from
 from shardwise.data.chat import ChatTemplate, plain_template
 from shardwise.data.ends import ends_of_model
 from shardwise.data.spans import Span, mask_of
 from shardwise.data.template_files import settings_next_to, special_in, templates_next_to, templates_of
+from shardwise.recipe.data_sections import brings_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -239,6 +240,10 @@ def open_tokenizer(name: str, begin: str = "auto") -> Tokenizer:
         return ByteTokenizer()
     name = seen_from(name, Path.cwd())  # shorter in messages
     path = path_of(name)
+    if path.is_dir() and not brings_tokenizer(str(path)):
+        why = "transformers would make an empty one of its config.json"
+        fix = "give 'bytes', or a folder with tokenizer.json"
+        raise DataError(f"no tokenizer in '{name}'", where="data.tokenizer", why=why, fix=fix)
     if path.is_dir() and not (path / "tokenizer.json").is_file():
         return _through_transformers(name, str(path), begin)
     if path.exists():
@@ -322,11 +327,11 @@ def _through_transformers(name: str, place: str, begin: str) -> Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # network, hub or file format
-        said = shorten(f"{type(error).__name__}: {one_line(str(error))}", 80)
+        said = f"{type(error).__name__}: {one_line(str(error))}"
         raise DataError(
             f"cannot load tokenizer '{name}'",
             where="data.tokenizer",
-            why=said if Path(place).exists() else f"{missing(name)}; from the Hub: {said}",
+            why=said if Path(place).exists() else f"{missing(name)}; from the Hub: {said[:60]}…",
             fix="check the name and the network, or give a local folder with tokenizer.json",
         ) from None
     backend = getattr(loaded, "backend_tokenizer", None)

@@ -21,7 +21,7 @@ from shardwise.checkpoint.run_folder import RECIPE, load_run_recipe, require_bas
 from shardwise.checkpoint.saved_weights import SavedWeights
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import CheckpointError, DataError, RecipeError
-from shardwise.core.paths import missing, path_of
+from shardwise.core.paths import no_folder, path_of
 from shardwise.data import open_tokenizer
 from shardwise.data.ends import GENERATION
 from shardwise.export.ends import with_ends
@@ -197,7 +197,7 @@ def newest_of(folder: Path) -> tuple[Recipe, Path]:
     Raises CheckpointError, and RecipeError for a factory's model or a base model that is gone.
     """
     if not (folder / RECIPE).is_file():
-        why = f"no {RECIPE} in it" if folder.is_dir() else missing(str(folder))
+        why = f"no {RECIPE} in it" if folder.is_dir() else no_folder(folder)
         raise CheckpointError("not the folder of a run", where=str(folder), why=why)
     recipe = load_run_recipe(folder)
     if recipe.model.factory is not None:  # before anything imports it: the folder may be another person's

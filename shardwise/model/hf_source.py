@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.errors import RecipeError, one_line, shorten
+from shardwise.core.errors import RecipeError, one_line
 from shardwise.core.paths import missing, only_a_path, path_of
 from shardwise.model.files.quantized_files import formats_of
 from shardwise.model.hf_objective import stored_objective
@@ -116,14 +116,14 @@ def folder_of(source: str, files: list[str]) -> Path:
         raise RecipeError(
             "no such model here or on the Hub",
             where=where,
-            why=f"{missing(source)}; the Hub's library says {said_by(error)}",
+            why=f"{missing(source)}; from the Hub: {_said_by(error)}",
             fix="check the name and the network, or give a local folder",
         ) from error
 
 
-def said_by(error: Exception) -> str:
+def _said_by(error: Exception) -> str:
     """The kind and the start of an error of the Hub's library."""
-    return shorten(f"{type(error).__name__}: {one_line(str(error))}", 80)
+    return f"{type(error).__name__}: {one_line(str(error))[:40]}…"
 
 
 def _names_in(folder: Path) -> list[str]:

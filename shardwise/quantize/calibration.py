@@ -129,7 +129,8 @@ def _opened(source: SourceModel, model: str, texts: Texts, text: str | None) -> 
     one = {"batch_size": 1, "evaluation": EvaluationSpec(every=None, sequences=1), "adapter": None}
     recipe = recipe.model_copy(update={**one, "data": recipe.data.model_copy(update=changes)})
     data = open_data(recipe)
-    require_vocabulary(source.blueprint, data)
+    fix = "leave out --tokenizer, or give that of the model" if texts.tokenizer else ""
+    require_vocabulary(source.blueprint, data, fix)
     return data
 
 

@@ -10,7 +10,8 @@ from shardwise.core.paths import only_a_path, path_of, seen_from
 from shardwise.recipe.section import Section, Text, words
 
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model", "spm.model", "vocab.json", "vocab.txt",
 )  # fmt: skip
 
 

@@ -144,6 +144,7 @@ def _checked(document: Document, settings: Sequence[Setting[Any]]) -> Recipe:
     document = with_whole_paths(document, settings)
     values = {k: {} if v is None and k in (*_ALWAYS, "strategy") else v for k, v in document.values.items()}
     strategy, complaints = _parse_strategy(values.pop("strategy", {}), settings)
+    values = _without_unset(values, Recipe)
     try:
         recipe = Recipe.model_validate({**values, "strategy": strategy})
     except ValidationError as error:
@@ -154,6 +155,19 @@ def _checked(document: Document, settings: Sequence[Setting[Any]]) -> Recipe:
         if not complaints:
             return recipe
     raise first_error(complaints, document)
+
+
+def _without_unset(values: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
+    """Without the keys that are null where null is no value: they keep their defaults, or are missing."""
+    found = dict[str, Any]()
+    for key, value in values.items():
+        field = section.model_fields.get(key)
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        if value is None and field is not None and type(None) not in kinds:
+            continue
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+        found[key] = _without_unset(value, inner) if inner and isinstance(value, Mapping) else value
+    return found
 
 
 def _parse_strategy(pins: Any, settings: Sequence[Setting[Any]]) -> tuple[dict[str, object], list[Complaint]]:

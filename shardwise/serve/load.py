@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.run_folder import RECIPE
 from shardwise.checkpoint.saved_weights import stream_weights
 from shardwise.core.errors import CheckpointError, DataError, RecipeError
-from shardwise.core.paths import missing
+from shardwise.core.paths import no_folder
 from shardwise.data.ends import GENERATION, ends_of_model
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.export.export_run import newest_of
@@ -70,7 +70,7 @@ def open_model(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: 
     raise CheckpointError(
         "not the folder of a run or of a model",
         where=str(folder),
-        why=f"it has neither {RECIPE} nor {_CONFIG}" if folder.is_dir() else missing(str(folder)),
+        why=f"it has neither {RECIPE} nor {_CONFIG}" if folder.is_dir() else no_folder(folder),
     )
 
 

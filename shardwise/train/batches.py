@@ -37,12 +37,25 @@ class RankBatches:
         return [{key: to_device(value, device) for key, value in batch.items()} for batch in batches]
 
 
-def require_vocabulary(blueprint: Blueprint, data: Data) -> None:
-    """Raise RecipeError if the data has token ids beyond the model's vocabulary."""
-    if blueprint.vocab is not None and data.vocab is not None and data.vocab > blueprint.vocab:
+def require_vocabulary(blueprint: Blueprint, data: Data, fix: str = "") -> None:
+    """Raise RecipeError if the data has token ids beyond the model's vocabulary.
+
+    Args:
+        fix: what to do about it, where the model is given; "" for a recipe's.
+    """
+    if blueprint.vocab is None or data.vocab is None or data.vocab <= blueprint.vocab:
+        return
+    if blueprint.origin is None:
         raise RecipeError(
             f"the model's vocabulary of {blueprint.vocab:,} is too small",
             where="model.vocab",
             why=f"the tokenizer has {data.vocab:,} tokens",
-            fix=f"set model.vocab to at least {data.vocab}",
+            fix=fix or f"set model.vocab to at least {data.vocab}",
         )
+    raise RecipeError(
+        f"the model has {blueprint.vocab:,} embeddings, and the tokenizer {data.vocab:,} tokens",
+        where=f"model.hf: {blueprint.origin}",
+        fix=fix
+        or f"resize it in transformers first, model.resize_token_embeddings({data.vocab}) and save_pretrained,"
+        " or give its own tokenizer",
+    )

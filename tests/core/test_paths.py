@@ -1,4 +1,4 @@
-"""Paths that a user writes: what is expanded, where relative ones start, and what stays an id."""
+"""Paths that a user writes: expansion, where relative ones start, and which names stay ids."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, RecipeError, one_line
-from shardwise.core.paths import missing
+from shardwise.core.paths import no_folder
 from shardwise.model.files.safetensors_reader import WeightFiles
 from shardwise.recipe.sections import AdapterSpec
 
@@ -129,7 +129,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        why = f"it has no {CONFIG}" if folder.is_dir() else missing(str(folder))
+        why = f"it has no {CONFIG}" if folder.is_dir() else no_folder(folder)
         raise CheckpointError("not an adapter's folder", where=str(folder), why=why) from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
