@@ -23,7 +23,7 @@ from shardwise.checkpoint.checkpoint import description_of, save, save_tensors
 from shardwise.checkpoint.planners import SavePlanner
 from shardwise.checkpoint.run_folder import CHECKPOINTS
 from shardwise.engine.run import Run
-from shardwise.engine.run_state import tensors_of
+from shardwise.engine.run_state import share_buffers, tensors_of
 from shardwise.engine.snapshot import HostCopy, save_copy_of
 from shardwise.engine.train_state import TrainState
 
@@ -43,6 +43,7 @@ class Saver:
     def save(self, state: TrainState) -> None:
         """Save the run after ``state.step`` steps. Collective. Raises like ``checkpoint.save``."""
         self.wait()
+        share_buffers(self._run)
         checkpoints, keep = self._folder / CHECKPOINTS, self._run.recipe.checkpoint.keep
         checkpoint = checkpoints / f"step-{state.step}"
         if self._background is None:

@@ -1,10 +1,12 @@
 """Batches of numbered samples: token sequences, packed records, or items of a user's own dataset.
 
-The three kinds share one interface, so the order, the slots and the trainer do not depend on the kind. A row may be
-*padding*: all its labels are -100, which the loss ignores. Padding gives every rank the same number of equally shaped
-micro-batches for any batch size. A padding row of tokens consists of separators. A padding row of a user's dataset is
-item 0 with every tensor named `labels` or `label` filled with -100. **A factory's loss must leave out targets of -100**
-(PyTorch's `cross_entropy` does) from both its sum and its count.
+The three kinds share one interface, so the order, the slots and the trainer do not depend on the kind. A row of tokens
+may be *padding*: separators, whose labels are all -100, which the loss ignores. Padding gives every rank the same
+number of equally shaped micro-batches for any batch size.
+
+What a user's loss would ignore is not known. So a micro-batch of a dataset without enough items is shorter. One without
+any item repeats item 0, because every rank takes part in the collectives of every pass; it has the key PADDING, and
+its loss counts as zero (``model/factory.py``).
 """
 
 from __future__ import annotations
@@ -29,13 +31,12 @@ from shardwise.data.split import Stream
 from shardwise.data.text import starts_in
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.windows import Windows
+from shardwise.model.blueprint import PADDING
 
 Batch = dict[str, Tensor]
 
 NOT_COUNTED = -100
 """The label that the loss ignores: the `ignore_index` of PyTorch's cross entropy."""
-
-LABELS = ("labels", "label")
 
 
 class Samples(ABC):
@@ -226,21 +227,18 @@ class DatasetSamples(Samples):
         return self._count
 
     def batch(self, samples: Sequence[int | None]) -> Batch:
-        items = [
-            padding_of(item(self._dataset, 0)) if sample is None else self._item(self._index(sample))
-            for sample in samples
-        ]
+        indices = [self._index(sample) for sample in samples if sample is not None]
+        items = [self._item(index) for index in indices] or [item(self._dataset, 0)] * len(samples)
         try:
             collated: Batch = default_collate(items)
         except (RuntimeError, KeyError, TypeError) as error:
-            numbers = ", ".join("padding" if s is None else str(self._index(s)) for s in samples)
             raise DataError(
                 "samples do not stack into a batch",
-                where=f"dataset items {numbers}",
+                where=f"dataset items {', '.join(map(str, indices))}",
                 why=str(error),
                 fix="give every item the same names, shapes and dtypes",
             ) from None
-        return collated
+        return collated if indices else {**collated, PADDING: torch.ones((), dtype=torch.bool)}
 
     def _item(self, index: int) -> Batch:
         """An item, checked not to be larger than item 0: a larger one could cause OOM late in the run."""
@@ -297,26 +295,6 @@ def item(dataset: Dataset[Any], index: int) -> Batch:
                 fix="return tensors or numbers from __getitem__",
             ) from None
     return tensors
-
-
-def padding_of(first: Batch) -> Batch:
-    """A padding row, made from item 0 of a dataset.
-
-    Raises:
-        DataError: the item has no int64 labels.
-    """
-    named = [name for name in first if name in LABELS]
-    unable = [name for name in named if first[name].dtype in (torch.bool, torch.uint8)]
-    if not named or unable:
-        raise DataError(
-            "cannot pad the last micro-batch",
-            where="dataset item 0",
-            why=f"'{unable[0]}' is {first[unable[0]].dtype}"
-            if unable
-            else "no tensor is named labels or label",
-            fix="use int64 labels, or a batch_size that data-parallel degree × micro_batch_size divides",
-        )
-    return {k: torch.full_like(v, NOT_COUNTED) if k in LABELS else v for k, v in first.items()}
 
 
 def fingerprint_of(dataset: Dataset[Any], count: int) -> str:

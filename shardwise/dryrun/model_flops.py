@@ -18,7 +18,7 @@ from shardwise.dryrun.target import TARGETS
 from shardwise.model.blueprint import Blueprint, batch_shapes
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.flops import FlopCounter
-from shardwise.runtime.torch_private import FakeTensorMode
+from shardwise.runtime.torch_private import FakeTensorMode, cast_floats
 
 
 @functools.lru_cache(maxsize=16)
@@ -44,12 +44,14 @@ def _counted(
     blueprint: Blueprint, data: DataSpec, batch_size: int, dtype: str, device_kind: str, depth: int | None
 ) -> int:
     with torch.device("meta"):
-        model = blueprint.build(depth).to(dtype_named(dtype)).train()
+        model = blueprint.build(depth).train()
+    cast_floats(model, dtype_named(dtype))
     shapes = batch_shapes(blueprint, data)
     counter = FlopCounter()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), fake, counter, TARGETS[device_kind].kernels():
         model.to_empty(device="cpu")
+        blueprint.compute_in(model, dtype_named(dtype))
         batch = {
             name: torch.zeros((batch_size, *shape), dtype=kind) for name, (shape, kind) in shapes.items()
         }

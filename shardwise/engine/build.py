@@ -77,6 +77,7 @@ def assemble(
     site = Site(context, view, EngineOptions(Dtypes(torch.float32, torch.float32, torch.float32)))
     for technique in ORDER:
         technique.apply(site)
+    blueprint.compute_in(site.view.model, site.options.dtypes.compute)
     return site
 
 

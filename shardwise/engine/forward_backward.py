@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.engine.phase import micro_batch, phase
 from shardwise.engine.run import ForwardBackward, SeesLoss, Steps
+from shardwise.engine.targets import targets_of
 from shardwise.model.blueprint import Batch
 
 LEAST = 3
@@ -23,27 +24,28 @@ class Sequential(ForwardBackward):
         live = self._live
         batches = [live.local_batch(batch) for batch in next(iter(steps))]
         with phase("forward"):
-            tokens = live.count_targets(batches)
+            targets = targets_of(live, self._update, batches)
             total = torch.zeros((), dtype=torch.float64, device=live.device)
-        divisor = tokens.clamp(min=1)
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             with micro_batch(index):
                 for before_micro_batch in live.options.micro_batch_hooks:
                     before_micro_batch(last, 0)
                 with phase("forward"):
-                    loss_sum, _ = live.context.blueprint.loss(live.model, batch)
+                    loss_sum, count = live.context.blueprint.loss(live.model, batch)
                     total += loss_sum.detach()
+                    targets.passed(count)
                 if sees_loss is not None:
                     sees_loss(loss_sum)
                 with phase("backward"):
                     self._update.before_backward(total, last)
-                    (loss_sum / divisor * live.loss_scale.value).backward()
+                    (loss_sum / targets.divisor * live.loss_scale.value).backward()
         with phase("backward"):
             for after_backward in live.options.backward_hooks:
                 after_backward()
+            self._update.after_backward()
         dist.all_reduce(total, group=live.context.token_group)
-        return tokens, total / divisor
+        return targets.number, total / targets.number.clamp(min=1)
 
     def representative_count(self, count: int, limit: int | None = None) -> int:
         return min(count, LEAST if limit is None else limit)

@@ -26,6 +26,10 @@ class AfterBackward(OptimizerStep):
 
     def before_backward(self, total: Tensor, last: bool) -> None: ...
 
+    def after_backward(self) -> None:
+        if self.correction is not None:
+            scale_gradients(self._live.model.parameters(), self.correction)
+
     def suspended(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -86,6 +90,10 @@ class WithinBackward(OptimizerStep):
                 self._skip = self._skip.maximum(self.skip)
             self._square = torch.zeros((), dtype=torch.float64, device=self._live.device)
 
+    def after_backward(self) -> None:
+        if self.correction is not None and self._suspended:
+            scale_gradients(self._live.model.parameters(), self.correction)
+
     def _consume(self, parameter: Tensor) -> None:
         """Update with a gradient that has just been accumulated, in the last backward pass of a step."""
         if not self._last:
@@ -95,6 +103,8 @@ class WithinBackward(OptimizerStep):
         if parameter.device.type != live.device.type:  # its gradient may still be on its way to the host
             torch.accelerator.current_stream(live.device).synchronize()
         with torch.no_grad():
+            if self.correction is not None:
+                scale_gradients([parameter], self.correction)
             square = square_sum([parameter], live.device, live.stage_ranks)
             self._square += square
             live.optimizer.update([parameter], self._skip.maximum(1 - square.isfinite().to(torch.float32)))

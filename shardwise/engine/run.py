@@ -124,9 +124,11 @@ class OptimizerStep(ABC):
 
     Attributes:
         skip: 1 leaves the next update out whatever its gradients are, 0 or None does not.
+        correction: factor of the gradients, known before the last backward pass; None for 1.
     """
 
     skip: Tensor | None = None
+    correction: Tensor | None = None
 
     def __init__(self, live: LiveModel) -> None:
         self._live = live
@@ -134,6 +136,10 @@ class OptimizerStep(ABC):
     @abstractmethod
     def before_backward(self, total: Tensor, last: bool) -> None:
         """Called before every backward pass with this rank's loss sum of the micro-batches so far."""
+
+    @abstractmethod
+    def after_backward(self) -> None:
+        """Called after the last backward pass of a step, when gradients are summed over the ranks."""
 
     @abstractmethod
     def suspended(self) -> AbstractContextManager[None]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.engine.loss_scale import MEAN_SQUARE, VARIANCE
+from shardwise.engine.optim.norm import local
 from shardwise.engine.run import Run
 from shardwise.runtime.parallel.shard_slices import canonical_name, named_parameters
 from shardwise.runtime.torch_private import non_persistent_buffers
@@ -60,6 +62,17 @@ def parameters_of(run: Run) -> dict[str, nn.Parameter]:
         if isinstance(module, FSDPModule):
             module.reshard()  # after an evaluation, ZeRO 1 and 2 still hold gathered parameters
     return dict(named_parameters(run.model))
+
+
+def share_buffers(run: Run) -> None:
+    """Give every rank the buffers of rank 0. Collective.
+
+    Norms of a user's module update running statistics from the samples of their rank. As in DistributedDataParallel,
+    those of rank 0 count. They are shared where they are used or stored, not before every forward pass.
+    """
+    if run.blueprint.objective is None and dist.get_world_size() > 1:
+        for buffer in run.model.buffers():
+            dist.broadcast(local(buffer), 0)
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

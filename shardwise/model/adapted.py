@@ -59,6 +59,7 @@ class AdaptedModel(Blueprint):
         self.name, self.vocab, self.width = base.name, base.vocab, base.width
         self.origin, self.objective = base.origin, base.objective
         self.trained_in, self.dataset = base.trained_in, base.dataset
+        self.casts_inputs, self.counts_in_loss = base.casts_inputs, base.counts_in_loss
         with torch.device("meta"):
             model = base.build()
         require_targets(model, self.targetable(model), spec)
@@ -125,6 +126,9 @@ class AdaptedModel(Blueprint):
     def _adapted(self, model: nn.Module) -> nn.Module:
         adapt(model, self.targetable(model), self.spec, self.packings())
         return model
+
+    def compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.base.compute_in(model, dtype)
 
     def tied(self) -> tuple[str, ...]:
         return self.base.tied()

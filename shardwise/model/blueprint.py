@@ -36,6 +36,9 @@ every 0 begins a document. ``starts`` tells where the documents of whole rows be
 row's length for the documents that a row lacks.
 """
 
+PADDING = "shardwise.padding"
+"""The key of a batch without samples: a rank runs it because the others have one, and its loss counts as zero."""
+
 LossSum = tuple[Tensor, Tensor]
 """(loss summed over the valid targets, fp32 or fp64 scalar; number of valid targets, int64 scalar)."""
 
@@ -61,6 +64,8 @@ class Blueprint(ABC):
         dataset: map-style dataset of dicts of tensors, if the model brings its own data.
         objective: causal, masked or seq2seq (hf_objective.py); None if the model brings its own loss.
         quantized: whether the weights on disk are quantized. Then all of them can be frozen, and none trained.
+        casts_inputs: whether its layers cast floating-point inputs themselves (``compute_in``).
+        counts_in_loss: whether only ``loss`` knows the number of targets, and there is no ``count``.
     """
 
     name: str
@@ -74,6 +79,8 @@ class Blueprint(ABC):
     dataset: Dataset[Any] | None = None
     objective: str | None = "causal"
     quantized: bool = False
+    casts_inputs: bool = False
+    counts_in_loss: bool = False
 
     @abstractmethod
     def build(self, depth: int | None = None) -> nn.Module:
@@ -106,6 +113,9 @@ class Blueprint(ABC):
             return ()
         with torch.device("meta"):
             return tuple(dict.fromkeys(shared_names(self.build(depth=1)).values()))
+
+    def compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:  # noqa: B027 (models of ours cast themselves)
+        """Tell a built model the dtype of its computation, which need not be that of its inputs."""
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> list[nn.Module]:

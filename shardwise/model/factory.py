@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.user_objects import resolve
-from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
+from shardwise.model.blueprint import PADDING, Batch, Blueprint, LossSum, SampleShapes, token_shapes
 from shardwise.model.initial import seed_of
+from shardwise.runtime.layer_inputs import cast_layer_inputs, casting, is_half, kept_statistics
 from shardwise.runtime.parallel.shard_slices import (
     canonical_name,
     local_part,
@@ -52,6 +53,7 @@ class FactoryModel(Blueprint):
     """
 
     objective = None
+    casts_inputs = counts_in_loss = True
 
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
         self.target = target
@@ -59,12 +61,27 @@ class FactoryModel(Blueprint):
         self.name = target.partition(":")[2] or target
         self._function = _import(target)
         with torch.device("meta"):
-            _, self._loss, dataset = self._call()
+            module, self._loss, dataset = self._call()
+        self._require_real(module)
         self.dataset = self._make_dataset(dataset)
         self._sample = None if dataset is None else self._first_sample()
 
+    def _require_real(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.is_complex():
+                raise self._error(
+                    f"the parameter {name} is complex",
+                    why="optimizers, norms and sharding are for real numbers",
+                    fix="store it as torch.view_as_real(...), and compute with torch.view_as_complex",
+                )
+
     def build(self, depth: int | None = None) -> nn.Module:
-        return self._call()[0]
+        model = self._call()[0]
+        cast_layer_inputs(model, self.blocks(model))
+        return model
+
+    def compute_in(self, model: nn.Module, dtype: torch.dtype) -> None:
+        casting(model).dtype = dtype
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         method = getattr(model, "units", None)
@@ -83,11 +100,16 @@ class FactoryModel(Blueprint):
             raise self._error("tensor_plan() must map layer names to splits", why=str(error)) from error
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Raises RecipeError if the function does not return (sum, count)."""
+        """Zero and zero for a batch without items. Raises RecipeError if the function does not return (sum, count)."""
+        if PADDING in batch:
+            items = {name: value for name, value in batch.items() if name != PADDING}
+            with kept_statistics(model):
+                total, count = self._called(model, items)
+            return 0 * total, 0 * count
         if "positions" not in batch:
-            return self._summed(self._loss(model, batch))
+            return self._called(model, batch)
         recorded = _RecordingBatch(batch)
-        result = self._summed(self._loss(model, recorded))
+        result = self._called(model, recorded)
         if not recorded.positions_read:
             raise self._error(
                 "the loss does not read batch['positions']",
@@ -95,6 +117,10 @@ class FactoryModel(Blueprint):
                 fix="pass the positions to the model, or set sequence_parallel to 1",
             )
         return result
+
+    def _called(self, model: nn.Module, batch: Batch) -> LossSum:
+        with casting(model):
+            return self._summed(self._loss(model, batch))
 
     def _summed(self, made: object) -> LossSum:
         """What the user's loss returned, as two scalar tensors on the device of the sum; a count may be a number."""
@@ -104,6 +130,12 @@ class FactoryModel(Blueprint):
                 "the loss must return (sum over the valid targets, number of valid targets)",
                 why=f"it returned {_described(made)}",
                 fix="sum instead of averaging (reduction='sum'), and count: (labels != -100).sum()",
+            )
+        if is_half(total.dtype):
+            raise self._error(
+                f"the loss is summed in {str(total.dtype).removeprefix('torch.')}",
+                why="a sum over many targets needs more digits",
+                fix="call the module itself, whose results are in fp32, or sum with .float()",
             )
         if not isinstance(count, Tensor):
             return total, torch.full((), count, dtype=torch.int64, device=total.device)
@@ -194,8 +226,8 @@ class FactoryModel(Blueprint):
             length, sample = len(self.dataset), self.dataset[0]  # type: ignore[arg-type,index]
         except Exception as error:  # the user's code
             raise self._error("the dataset cannot be read", why=f"{type(error).__name__}: {error}") from error
-        if length < 1 or not isinstance(sample, dict) or not isinstance(sample.get("labels"), Tensor):
-            raise self._error("the dataset's samples must be dicts of tensors with the key labels")
+        if length < 1 or not isinstance(sample, dict) or not sample:
+            raise self._error("the dataset's samples must be dicts of tensors")
         for name, value in sample.items():
             if not isinstance(value, Tensor) or value.is_meta:
                 found = "is on the meta device" if isinstance(value, Tensor) else "is not a tensor"

@@ -244,7 +244,8 @@ class Float8Linear(nn.Linear):
         self.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        out = _Linear.apply(input, self.weight, self.how)
+        # Next to fp32 tensors of a user's module; F.linear would be cast as one of its layers (layer_inputs.py).
+        out = _Linear.apply(input.to(self.weight.dtype), self.weight, self.how)
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:

@@ -1,7 +1,7 @@
 """FLOPs of one operation and bytes of tensors, for the planner and for the choice of recomputed operations.
 
-FLOPs come from PyTorch's registry (``torch.utils.flop_counter``), except for attention and grouped products, where it
-lacks kernels.
+FLOPs come from PyTorch's registry (``torch.utils.flop_counter``), except for attention, grouped products and recurrent
+nets, where it lacks kernels.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def grouped_flops(left: torch.Size, right: torch.Size) -> int:
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
-    """FLOPs that one call executes: products of matrices (grouped ones too), convolutions, attention; 0 for others."""
+    """FLOPs that one call executes: products of matrices (also grouped and recurrent ones), convolutions, attention."""
     name = func.name()
     if name in _FORWARD or name == _VARLEN:
         query, key, value = _shapes(func, args)
@@ -71,6 +71,9 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
         return attention_backward_flops(query, key, value, _is_causal(func, args, kwargs))
     if name == "aten::_grouped_mm":
         return grouped_flops(args[0].shape, args[1].shape)
+    if name in _RECURRENT:
+        steps, batch, _ = args[0].shape
+        return _RECURRENT[name] * 2 * steps * batch * (args[1].numel() + args[2].numel())
     count = flop_registry.get(packet_of(func))
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
@@ -85,6 +88,10 @@ _PRODUCTS = {
     "shardwise::float8_product": (0, 2),
 }
 """Operations of one product or of equal ones, and the positions of both operands."""
+
+
+_RECURRENT = {"aten::mkldnn_rnn_layer": 1, "aten::mkldnn_rnn_layer_backward": 2}
+"""oneDNN's LSTM: two products per time step, with the input and the hidden state, and twice as many backward."""
 
 
 def recomputed_flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

@@ -74,6 +74,25 @@ def function_modes() -> list[Any]:
     return _get_current_function_mode_stack()
 
 
+def apply_to_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """The same structure with ``function`` applied to its tensors, as FSDP2 casts inputs: also of dataclasses."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(function, values)
+
+
+def cast_floats(module: nn.Module, dtype: torch.dtype) -> None:
+    """``module.to(dtype)`` that leaves complex tensors complex; the public cast discards their imaginary parts."""
+    complex_dtype = torch.promote_types(dtype, torch.float32).to_complex()
+
+    def cast_one(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(complex_dtype)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    module._apply(cast_one)
+
+
 # -- tensors and storages ----------------------------------------------------------------------------
 
 

@@ -128,6 +128,8 @@ class Precision(Wrapping):
     def apply(self, site: Site) -> None:
         import torch
 
+        from shardwise.runtime.torch_private import cast_floats
+
         compute = {
             "fp32": torch.float32,
             "bf16": torch.bfloat16,
@@ -147,7 +149,7 @@ class Precision(Wrapping):
             site.hints.note(
                 "the weights were trained in bf16; activations may exceed fp16's range of 65,504: bf16 is safer"
             )
-        site.view.model.to(storage)
+        cast_floats(site.view.model, storage)
         if compute != storage:
             _narrow_frozen(site.view.model, compute)
         table = wide if site.strategy[BUFFER_DTYPE] == "fp32" else compute

@@ -209,6 +209,7 @@ def _shard(site: Site, mesh: DeviceMesh, reshard: bool) -> None:
     precision = MixedPrecisionPolicy(
         param_dtype=dtypes.compute if dtypes.compute != dtypes.storage else None,
         reduce_dtype=dtypes.reduce,
+        cast_forward_inputs=not site.context.blueprint.casts_inputs,
     )
     pinned = site.context.mesh.device_type != "cpu"
     on_host = site.options.weights_on_host

@@ -9,12 +9,14 @@ import torch
 
 from shardwise.core import heartbeat
 from shardwise.engine.run import Run
+from shardwise.engine.run_state import share_buffers
 from shardwise.model.blueprint import Batch
 
 
 @torch.no_grad()
 def evaluate(run: Run, batches: Sequence[Batch]) -> float:
     """Mean loss per valid target over the batches of all data-parallel ranks, in nats. NaN without targets."""
+    share_buffers(run)
     run.model.eval()
     total = run.passes.evaluate(_Marked(batches))
     run.model.train()

@@ -2,7 +2,7 @@
 
 Each rank compares its own shards. A parameter's difference is taken in L2 norm, relative to the larger of two norms:
 the file's, and the norm of a parameter of its size at the model's root mean square (a bias that just left zero consists
-only of updates).
+only of updates). Elements that are NaN in the file are not compared: the loss does not determine them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def parameter_differences(run: Run, weights: Path) -> dict[str, float]:
             place = local_slices(parameter)
             reference = torch.as_tensor(file.get_slice(name)[place] if place else file.get_tensor(name))
             theirs = reference.to(mine.device).double()
+            mine, theirs = mine.where(~theirs.isnan(), 0.0), theirs.nan_to_num(nan=0.0)
             row = torch.stack([(mine - theirs).square().sum(), theirs.square().sum()])
             sums[names.index(name)] = row / holders(parameter, run.stage_ranks)
     dist.all_reduce(sums)

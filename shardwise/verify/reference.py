@@ -7,7 +7,7 @@ It runs in fp32, or in fp64 if the strategy does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.recipe.lr_scaling import scaled
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
-from shardwise.runtime.torch_private import TorchDispatchMode, tree_iter
+from shardwise.runtime.torch_private import TorchDispatchMode, cast_floats, tree_iter
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ def reference_model(blueprint: Blueprint, seed: int, dtype: torch.dtype) -> nn.M
     with torch.device("meta"):
         model = blueprint.build()
     aliases = shared_names(model)
-    model.to(dtype).to_empty(device="cpu")
+    cast_floats(model, dtype)
+    model.to_empty(device="cpu")
+    blueprint.compute_in(model, dtype)
     share(model, aliases)
     with torch.no_grad():
         blueprint.fill(model, seed)
@@ -155,11 +157,12 @@ class GradientScale:
 
     The exact gradient of an attention key's bias is zero, because softmax ignores a shift common to all keys. Adam
     turns its rounding error into full-size steps. Such parameters differ from run to run without effect, so they cannot
-    be compared.
+    be compared. In ``nn.MultiheadAttention`` that bias is a part of a vector.
     """
 
     def __init__(self) -> None:
         self._largest: dict[str, float] = {}
+        self._vectors: dict[str, Tensor] = {}
         self._whole = 0.0
 
     def watch(self, model: nn.Module) -> None:
@@ -174,11 +177,21 @@ class GradientScale:
         self._whole = max(self._whole, whole)
         for name, square in squares.items():
             self._largest[name] = max(self._largest.get(name, 0.0), square)
+        for name, p in named_parameters(model):
+            if p.grad is not None and p.ndim == 1:
+                size = p.grad.abs().double()
+                self._vectors[name] = self._vectors.get(name, size).maximum(size)
 
     def undetermined(self, dtype: torch.dtype) -> list[str]:
         """Parameters whose gradient stayed below 100 rounding units of the model's root mean square gradient."""
         limit = (100 * torch.finfo(dtype).eps) ** 2 * self._whole
         return [name for name, square in self._largest.items() if square <= limit]
+
+    def compared(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The parameters, with NaN in the place of elements of vectors that the loss does not determine."""
+        limit = 100 * torch.finfo(dtype).eps * self._whole**0.5
+        known = {name: largest > limit for name, largest in self._vectors.items()}
+        return {n: p.where(known[n], torch.nan) if n in known else p for n, p in parameters.items()}
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -125,8 +125,9 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
     narrow = dtype == torch.float64 and rounds_to_fp32(blueprint, model, first)
     scale = GradientScale()
     seen = list(train_reference(recipe, blueprint, model, batches(), scale))
-    save_file(parameters_of(model), folder / _WEIGHTS)
-    undetermined = scale.undetermined(torch.float32 if narrow else dtype)
+    digits = torch.float32 if narrow else dtype
+    save_file(scale.compared(parameters_of(model), digits), folder / _WEIGHTS)
+    undetermined = scale.undetermined(digits)
     left = {"steps": [vars(s) for s in seen], "undetermined": undetermined, "rounds_to_fp32": narrow}
     (folder / _STEPS).write_text(json.dumps(left), encoding="utf-8")
 

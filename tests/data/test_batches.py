@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from shardwise.core.errors import DataError
 from shardwise.data import Batch, Data
 from shardwise.data.batches import deal
+from shardwise.model.blueprint import PADDING
 
 Opener = Callable[..., Data]
 WORLDS = [(1, 1), (1, 3), (1, 16), (2, 1), (2, 4), (3, 2), (4, 1), (4, 8), (7, 1)]
@@ -170,23 +171,29 @@ def test_a_dataset_is_dealt_like_text(opened: Opener) -> None:
     assert (data.train_sequences, data.held_out_sequences, data.vocab, data.tokenizer) == (36, 4, None, None)
     for degree, size in WORLDS:
         ranks = [data.micro_batches(3, rank, degree, size) for rank in range(degree)]
-        assert all(batch["x"].shape == (size, 3) for batches in ranks for batch in batches)
-        assert sorted(labels([b for batches in ranks for b in batches])) == sorted(data.samples(3))
+        assert len({len(batches) for batches in ranks}) == 1
+        batches = [batch for each in ranks for batch in each if PADDING not in batch]
+        assert all(batch["x"].shape[1:] == (3,) and len(batch["x"]) <= size for batch in batches)
+        assert sorted(labels(batches)) == sorted(data.samples(3))
     assert sorted(labels(data.held_out(0, 0, 1, 3))) == [36, 37, 38, 39]
     assert data.text(7) == "dataset[7]: x=[3] label=7"
 
 
-def test_padding_repeats_item_0_with_labels_that_no_loss_counts(opened: Opener) -> None:
-    (batch,) = opened(dataset=Points(40), batch_size=2).micro_batches(0, 0, 1, 4)
-    assert batch["label"][2:].tolist() == [-100, -100]
-    assert torch.equal(batch["x"][2:], torch.zeros(2, 3))
+def test_a_micro_batch_without_enough_items_is_shorter(opened: Opener) -> None:
+    """Whatever the names and dtypes of the tensors are: what the loss would ignore is not known."""
+    dataset = Points(40, label=lambda i: i, found=lambda i: torch.tensor(True))
+    data = opened(dataset=dataset, batch_size=3)
+    first, second = (data.micro_batches(0, rank, 2, 2) for rank in (0, 1))
+    assert [len(batch["x"]) for batch in (*first, *second)] == [2, 1]
+    assert first[0]["label"].dtype == torch.int64
+    assert [*first[0]["label"].tolist(), *second[0]["label"].tolist()] == data.samples(0)
 
 
-def test_numbers_are_taken_for_tensors_and_every_labels_name_is_padded(opened: Opener) -> None:
-    dataset = Points(9, label=lambda i: i, labels=lambda i: torch.arange(4))
-    (batch,) = opened(dataset=dataset, batch_size=2).micro_batches(0, 0, 1, 3)
-    assert batch["label"].dtype == torch.int64
-    assert batch["label"][2] == -100 and batch["labels"][2].tolist() == [-100] * 4
+def test_a_rank_without_items_repeats_item_0_and_says_so(opened: Opener) -> None:
+    data = opened(dataset=Points(40), batch_size=2)
+    (batch,) = data.micro_batches(0, 1, 2, 2)
+    assert PADDING in batch and torch.equal(batch["x"], torch.zeros(2, 3))
+    assert PADDING not in data.micro_batches(0, 0, 2, 2)[0]
 
 
 def test_the_fingerprint_of_a_dataset(opened: Opener) -> None:
@@ -236,19 +243,10 @@ def broken(i: int) -> Tensor:
             1,
             r"'x' is larger than planned \(dataset item [1-4]\): its shape is .*, that of item 0 is \[1\]",
         ),
-        (Points(5, label=lambda i: torch.tensor(True)), 3, "cannot pad.*'label' is torch.bool"),
     ],
-    ids=["iterable", "empty", "list", "text", "raises", "ragged", "larger", "boolean-labels"],
+    ids=["iterable", "empty", "list", "text", "raises", "ragged", "larger"],
 )
 def test_an_unfit_dataset_is_one_line(opened: Opener, dataset: Any, batch_size: int, says: str) -> None:
     with pytest.raises(DataError, match=says) as raised:
         opened(dataset=dataset, batch_size=batch_size).micro_batches(0, 0, 1, 4)
     assert raised.value.line().isprintable()
-
-
-def test_without_labels_padding_is_refused_and_a_whole_batch_is_not(opened: Opener) -> None:
-    dataset = Points(20)
-    del dataset.make["label"]
-    assert len(opened(dataset=dataset, batch_size=4).micro_batches(0, 0, 2, 2)) == 1
-    with pytest.raises(DataError, match="no tensor is named labels"):
-        opened(dataset=dataset, batch_size=5).micro_batches(0, 0, 2, 2)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import RecipeError
+from shardwise.model.blueprint import PADDING
 from shardwise.model.factory import FactoryModel
 from shardwise.runtime.parallel.shard_slices import named_parameters
 
@@ -123,8 +124,22 @@ def broken_data():
     return Classifier(10, 2), loss, lambda: 1 / 0
 
 
-def no_labels():
-    return Classifier(10, 2), loss, lambda: [{"x": torch.zeros(8)}]
+def no_dicts():
+    return Classifier(10, 2), loss, lambda: [torch.zeros(8)]
+
+
+class Phases(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+def complex_weights():
+    return Phases(), loss
+
+
+def half():
+    return Classifier(10, 2), lambda model, batch: (loss(model, batch)[0].bfloat16(), 4), Spirals
 
 
 def number():
@@ -260,7 +275,8 @@ def test_a_dataset_may_be_an_instance_or_missing(make: Any) -> None:
         ("swapped", {}, "must return an nn.Module and a function"),
         ("early_data", {}, "'x' of the dataset is on the meta device"),
         ("broken_data", {}, "dataset cannot be made .*division by zero"),
-        ("no_labels", {}, "with the key labels"),
+        ("no_dicts", {}, "must be dicts of tensors"),
+        ("complex_weights", {}, r"the parameter phase is complex .*view_as_real"),
     ],
 )
 def test_mistakes_are_told_in_a_line(function: str, arguments: dict[str, Any], says: str, make: Any) -> None:
@@ -295,6 +311,24 @@ def test_a_loss_that_is_no_sum_and_count_is_told_in_a_line(
     blueprint = make(function)
     with pytest.raises(RecipeError, match=rf"must return \(sum.*{returned}.*reduction='sum'"):
         blueprint.loss(whole(blueprint), batch_of(blueprint))
+
+
+def test_a_loss_of_few_digits_is_refused(make: Any, whole: Any) -> None:
+    blueprint = make("half")
+    with pytest.raises(RecipeError, match=r"summed in bfloat16 .*more digits; .*\.float\(\)"):
+        blueprint.loss(whole(blueprint), batch_of(blueprint))
+
+
+def test_a_batch_without_items_counts_as_zero_and_teaches_norms_nothing(make: Any, whole: Any) -> None:
+    blueprint = make("number")
+    model = whole(blueprint)
+    total, count = blueprint.loss(model, {**batch_of(blueprint), PADDING: torch.ones(())})
+    total.backward()
+    assert (total.item(), count.item()) == (0, 0)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    assert (
+        model.blocks[0].norm.num_batches_tracked.item() == 0 and (model.blocks[0].norm.running_var == 1).all()
+    )
 
 
 def test_modules_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

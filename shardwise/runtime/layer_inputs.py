@@ -1,0 +1,245 @@
+"""Layers of a user's module take their inputs in the dtype of compute, as under autocast.
+
+Weights are in the dtype of compute already; FSDP2 gathers them so. Inputs of the module, buffers and tensors that it
+makes are not. A torch function mode finds operations that meet both:
+
+    layers (products, convolutions, attention, recurrent nets, norms)   inputs of several dtypes: all in that of compute
+    norms with running statistics                                       their weights in the dtype of the statistics
+    losses, transforms, decompositions                                  16-bit inputs: in fp32, as autocast does
+
+All other operations promote. So fp32 timesteps or coordinates keep their digits until a layer takes them. What the
+module returns in 16 bits is cast to fp32, so that the loss is summed in fp32.
+
+Refused: to cast the inputs of the module and of each block, as FSDP2 does. It rounds timesteps, and leaves fp32 tensors
+that are made inside. Refused: autocast itself. It casts fp32 weights once more in every pass, and its lists differ
+between the CPU, on which a plan is counted, and its target.
+
+The mode is active in the loss and where a block runs again in the backward pass. There running statistics are restored
+afterwards, since the first run updated them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+
+from shardwise.runtime.torch_private import apply_to_tensors, in_backward
+
+_LAYERS: frozenset[Any] = frozenset(
+    [
+        *(F.linear, F.bilinear, F.embedding_bag, F.prelu, F.scaled_dot_product_attention),
+        *(F.conv1d, F.conv2d, F.conv3d, torch.conv_tbc),
+        *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        *(F.layer_norm, F.group_norm, F.rms_norm, torch.layer_norm, torch.group_norm, torch.rms_norm),
+        *(F.multi_head_attention_forward, F.grid_sample, torch.lerp, Tensor.lerp),
+        *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
+        *(torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell),
+        *(
+            torch.matmul,
+            torch.mm,
+            torch.bmm,
+            torch.mv,
+            torch.dot,
+            torch.vdot,
+            torch.inner,
+            torch.chain_matmul,
+        ),
+        *(torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm, torch.addr),
+        *(torch.einsum, torch.tensordot, torch.linalg.multi_dot, torch.linalg.matmul),
+        *(Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.mv, Tensor.dot, Tensor.vdot, Tensor.inner),
+        *(Tensor.addmm, Tensor.addmv, Tensor.addbmm, Tensor.baddbmm, Tensor.addr),
+        Tensor.__rmatmul__,
+    ]
+)
+"""Operations that refuse inputs of several dtypes."""
+
+_STATISTICS: frozenset[Any] = frozenset([F.batch_norm, F.instance_norm])
+
+_WIDE: frozenset[Any] = frozenset(
+    [
+        *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.cross_entropy, F.nll_loss, F.kl_div),
+        *(
+            F.binary_cross_entropy,
+            F.binary_cross_entropy_with_logits,
+            F.poisson_nll_loss,
+            F.gaussian_nll_loss,
+        ),
+        *(
+            F.ctc_loss,
+            F.hinge_embedding_loss,
+            F.margin_ranking_loss,
+            F.cosine_embedding_loss,
+            F.soft_margin_loss,
+        ),
+        *(F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss),
+        *(F.triplet_margin_loss, F.triplet_margin_with_distance_loss, torch.ctc_loss),
+        *(getattr(torch.fft, name) for name in torch.fft.__all__ if not name.endswith(("freq", "shift"))),
+        *(torch.stft, torch.istft, Tensor.stft, Tensor.istft, torch.cdist),
+        *(
+            torch.inverse,
+            Tensor.inverse,
+            torch.linalg.inv,
+            torch.linalg.pinv,
+            torch.linalg.solve,
+            torch.linalg.lstsq,
+        ),
+        *(torch.det, Tensor.det, torch.linalg.det, torch.logdet, torch.slogdet, torch.linalg.slogdet),
+        *(torch.linalg.cholesky, torch.linalg.qr, torch.linalg.eigh, torch.linalg.eigvalsh),
+        *(torch.linalg.svd, torch.linalg.svdvals, torch.matrix_exp, torch.linalg.matrix_exp),
+        *(torch.polar, torch.view_as_complex, torch.complex),
+    ]
+)
+"""Losses, whose sums need more digits, and operations that have no kernels for 16 bits."""
+
+
+@dataclass(eq=False)
+class LayerInputs(TorchFunctionMode):
+    """Casts inputs of operations while it is active.
+
+    Attributes:
+        dtype: of compute.
+    """
+
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LAYERS:
+            if len(_float_dtypes([*args, *kwargs.values()])) > 1:
+                args, kwargs = _cast_all((args, kwargs), self.dtype)
+        elif func in _WIDE:
+            found = _float_dtypes([*args, *kwargs.values()])
+            if found - {torch.float32, torch.float64} or len(found) > 1:
+                widest = torch.float64 if torch.float64 in found else torch.float32
+                args, kwargs = _cast_all((args, kwargs), widest)
+        elif func in _STATISTICS:
+            return self._normalized(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def cast_sequence(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a recurrent net in the dtype of compute: a sequence, perhaps packed, and a state."""
+        return tuple(
+            each.to(self.dtype) if isinstance(each, PackedSequence) else _cast_all(each, self.dtype)
+            for each in args
+        )
+
+    def _normalized(
+        self,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        *rest: Any,
+        **named: Any,
+    ) -> Tensor:
+        """A norm with statistics. Those stay as they are; weights of 16 bits are widened to their dtype."""
+        wide = self.dtype if running_mean is None else running_mean.dtype
+        if input.dtype != wide:
+            input = input.to(self.dtype)
+        if weight is not None:
+            weight = weight.to(wide)
+        if bias is not None:
+            bias = bias.to(wide)
+        return func(input, running_mean, running_var, weight, bias, *rest, **named)
+
+
+def _float_dtypes(values: Sequence[Any]) -> set[torch.dtype]:
+    """The floating-point dtypes of tensors among arguments, which may be lists of tensors."""
+    found: set[torch.dtype] = set()
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                found.add(value.dtype)
+        elif isinstance(value, list | tuple):
+            found |= _float_dtypes(value)
+    return found
+
+
+def _cast_all(values: Any, dtype: torch.dtype) -> Any:
+    """Arguments with all floating-point tensors in one dtype."""
+    return apply_to_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+
+
+# -- on a module -------------------------------------------------------------------------------------
+
+_NAME = "_shardwise_layer_inputs"
+
+
+def cast_layer_inputs(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Let a module's layers cast their inputs within ``casting``, and where one of its blocks runs again.
+
+    It computes in fp32 until ``compute_in`` names another dtype.
+    """
+    mode = LayerInputs()
+    vars(model)[_NAME] = mode
+    model.register_forward_hook(_widened)
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):  # it refuses other dtypes before it calls an operation
+            module.register_forward_pre_hook(mode.cast_sequence)
+    for block in blocks:
+        again = _SecondRun(mode)
+        block.register_forward_pre_hook(again.begin)
+        block.register_forward_hook(again.end, always_call=True)
+
+
+def casting(model: nn.Module) -> LayerInputs:
+    """The mode of a module of ``cast_layer_inputs``."""
+    return cast("LayerInputs", vars(model)[_NAME])
+
+
+def _widened(model: nn.Module, args: Any, result: Any) -> Any:
+    """What a module returns, with 16-bit tensors in fp32."""
+    return apply_to_tensors(lambda tensor: tensor.float() if is_half(tensor.dtype) else tensor, result)
+
+
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether it is a floating-point dtype of 16 bits."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def kept_statistics(module: nn.Module) -> Iterator[None]:
+    """In this block norms update their running statistics in vain."""
+    counting = (each for each in module.modules() if hasattr(each, "num_batches_tracked"))
+    buffers = [buffer for each in counting for buffer in each.buffers(recurse=False)]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)  # without a new version: autograd may have saved it
+
+
+@dataclass(eq=False)
+class _SecondRun:
+    """A block that runs again within the backward pass: casts its layers' inputs, and keeps its statistics."""
+
+    mode: LayerInputs
+
+    def __post_init__(self) -> None:
+        self._running: list[ExitStack] = []
+
+    def begin(self, block: nn.Module, args: Any) -> None:
+        if in_backward():
+            self._running.append(ExitStack())
+            self._running[-1].enter_context(kept_statistics(block))
+            self._running[-1].enter_context(self.mode)
+
+    def end(self, *_: object) -> None:
+        if in_backward():
+            self._running.pop().close()
