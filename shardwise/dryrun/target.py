@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from shardwise.dryrun.onednn import KERNELS, WITH_WORKSPACE
 from shardwise.dryrun.tracker import asked_device
 from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
@@ -31,9 +32,10 @@ from shardwise.runtime.torch_private import (
     efficient_attention,
     eigenvectors_of,
     flash_attention,
-    onednn_compiles,
     scoped_kernels,
+    tree_iter,
 )
+from shardwise.runtime.torch_private_onednn import onednn_compiles
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,10 @@ def _compiled() -> Mapping[torch.dtype, int]:
 
 
 def _onednn_kernels(operation: str, result: Any) -> int:
-    """oneDNN compiles a 16-bit matrix product for each shape and never frees it."""
+    """oneDNN compiles a convolution, an LSTM and a 16-bit matrix product for each shape and never frees it."""
+    if operation in KERNELS:
+        dtype = next(each.dtype for each in tree_iter(result) if isinstance(each, Tensor))
+        return KERNELS[operation] if dtype == torch.float32 or dtype in _compiled() else 0
     if operation == _ATTENTION:
         return _attention_products(*result[:2]) * _ATTENTION_KERNEL if result[0].dtype in _compiled() else 0
     return _compiled().get(result.dtype, 0) if operation.startswith(_PRODUCTS) else 0
@@ -243,8 +248,8 @@ class _Parts(DispatchMode):
 
 
 def _cpu_kernels() -> _Parts:
-    """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts."""
-    return _Parts({**PARTS, **EMULATED, **_SOLVERS})
+    """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts, and workspaces."""
+    return _Parts({**PARTS, **EMULATED, **_SOLVERS, **WITH_WORKSPACE})
 
 
 TARGETS: dict[str, Target] = {

@@ -28,7 +28,7 @@ from shardwise.dryrun.moments import ROWS
 from shardwise.hardware.cluster import Cluster
 from shardwise.plan.compose_corner import Corner, Counting, Point
 from shardwise.recipe.sections import Recipe
-from shardwise.runtime.torch_private import onednn_compiles
+from shardwise.runtime.torch_private_onednn import onednn_compiles
 
 FOLDER = "corners"
 

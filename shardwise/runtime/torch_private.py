@@ -255,18 +255,6 @@ def scoped_kernels(kernels: Mapping[str, Callable[..., Any]], key: str) -> Itera
             forget()
 
 
-def onednn_compiles() -> dict[torch.dtype, bool]:
-    """16-bit dtypes whose matrix products oneDNN compiles on this processor, and whether it uses AMX tiles."""
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    if not torch.backends.mkldnn.is_available() or not torch.cpu._is_avx512_bf16_supported():
-        return {}
-    amx = {torch.bfloat16: torch.cpu._is_amx_tile_supported()}
-    return {dtype: amx.get(dtype, False) for dtype, known in supported.items() if known()}
-
-
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)

@@ -99,7 +99,7 @@ class Trainer:
         callbacks = open_callbacks(recipe.callbacks)
         named = recipe.trackers if dist.get_rank() == 0 else ()
         tracking = Tracking(named, job.folder, warn) if named else None
-        warm_kernels(job.device, strategy)
+        warm_kernels(job.device, strategy, convolves=self.blueprint.objective is None)
         # This imports the model's code before the level of memory is taken.
         self._trained, self._frozen = self.blueprint.parameter_counts()
         self.meter = MemoryMeter(job.device, job.exact_memory)

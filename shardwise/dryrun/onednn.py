@@ -1,0 +1,231 @@
+"""Memory that oneDNN's convolutions and LSTMs take on a CPU while they run. It is in no tensor that PyTorch sees.
+
+oneDNN convolves in layouts of its own: channels in blocks of 16 (AVX-512) or 8 values (nChw16c). PyTorch reorders input
+and weights to it and the result back, for each of the three products:
+
+    result              x and w and y in blocks, then y in blocks and y
+    gradient of x       dy and w and dx in blocks, then dx in blocks and dx; with a stride, dx twice
+    gradient of w       dy and x in blocks, or dw in blocks; in 16 bits also dw in fp32, and per thread a sample of each
+
+Tensors with the channels last are not reordered. Where oneDNN has no kernel (fp16 without instructions for it),
+PyTorch's own convolution unfolds the whole batch. ``ONEDNN_VERBOSE=2`` prints the reorders, and
+tests/dryrun/test_onednn.py measures.
+
+As an operation without a tensor for it, each call is counted with one buffer of the bytes at its peak beyond its
+results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.runtime.torch_private_onednn import convolution_backend
+
+_FIRST = 3
+"""A convolution of at most so many channels reads them as they are."""
+
+
+Form = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
+"""Of a convolution: stride, padding, dilation, whether it is transposed, its output padding, groups."""
+
+
+@dataclass(frozen=True)
+class _Like:
+    """The size of a result that is not there yet."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+Sized = Tensor | _Like
+
+
+def _extent(x: Tensor, weight: Tensor, form: Form) -> list[int]:
+    """The spatial shape of a convolution's result."""
+    strides, paddings, dilations, transposed, more, _ = form
+    found = []
+    for axis, (size, window) in enumerate(zip(x.shape[2:], weight.shape[2:], strict=True)):
+        stride, padding, dilation = (each[axis % len(each)] for each in (strides, paddings, dilations))
+        reach = dilation * (window - 1) + 1
+        if transposed:
+            found.append((size - 1) * stride - 2 * padding + reach + more[axis % len(more)])
+        else:
+            found.append((size + 2 * padding - reach) // stride + 1)
+    return found
+
+
+def _block() -> int:
+    """Channels of a block."""
+    return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+
+
+def _bytes(tensor: Sized) -> int:
+    return math.prod(tensor.shape) * tensor.itemsize
+
+
+def _blocked(tensor: Sized) -> int:
+    """Bytes of [n, channels, ...] in blocks of channels."""
+    channels = tensor.shape[1]
+    return _bytes(tensor) // channels * -(-channels // _block()) * _block()
+
+
+def _reordered(tensor: Tensor) -> int:
+    """Bytes of the copy that a convolution reads."""
+    return 0 if tensor.shape[1] <= _FIRST else _blocked(tensor)
+
+
+def _channels_last(*tensors: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return any(
+        not tensor.is_contiguous() and tensor.is_contiguous(memory_format=formats[tensor.ndim])
+        for tensor in tensors
+        if tensor.ndim in formats
+    )
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    form = (stride, padding, dilation, transposed, output_padding, groups)
+    backend = convolution_backend(x, weight, bias, *form)
+    channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    y = _Like((len(x), channels, *_extent(x, weight, form)), x.itemsize)
+    if backend.startswith("Slow"):
+        size = _unfolded(backend, y if transposed else x, weight, x if transposed else y, groups)
+    elif _channels_last(x, weight):
+        size = _bytes(weight)
+    else:
+        again = 2 if transposed and math.prod(stride) > 1 else 1
+        size = max(_reordered(x) + _bytes(weight) + _blocked(y) - _bytes(y), again * _blocked(y))
+    workspace = x.new_empty(size, dtype=torch.uint8)
+    found = torch.ops.aten.convolution(x, weight, bias, *form)
+    del workspace
+    return found
+
+
+def _convolution_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    form = (stride, padding, dilation, transposed, output_padding, groups)
+    backend = convolution_backend(x, weight, None, *form, bias_sizes=bias_sizes)
+    to_x, to_weight = output_mask[0], output_mask[1]
+    sizes = [0]
+    if backend.startswith("Slow"):
+        if not transposed:
+            sizes.append(_unfolded(backend, x, weight, dy, groups, to_x))
+    elif _channels_last(x, dy, weight):
+        sizes.append(_bytes(weight) * (1 if x.itemsize == 4 else 3))
+    else:
+        if to_x:
+            strided = math.prod(stride) > 1 and not transposed
+            again = 2 if strided else 1
+            dx = _bytes(x) if x.shape[1] == 1 or strided else _blocked(x)
+            own = _bytes(weight) if to_weight else 0
+            sizes.append(max(_blocked(dy) + _bytes(weight) + dx - _bytes(x), again * dx) - own)
+        if to_weight:
+            sizes.append(max(_blocked(dy) + _reordered(x) + _of_half(dy, x, weight), _bytes(weight)))
+    workspace = x.new_empty(max(sizes), dtype=torch.uint8)
+    found = torch.ops.aten.convolution_backward(dy, x, weight, bias_sizes, *form, output_mask)
+    del workspace
+    return found
+
+
+def _of_half(dy: Tensor, x: Tensor, weight: Tensor) -> int:
+    """The gradient of a weight in 16 bits: summed in fp32, from transposed samples of each thread."""
+    if x.itemsize != 2:
+        return 0
+    wide = 2 * _bytes(weight)
+    if x.shape[1] <= _FIRST or weight.shape[1] == 1 or math.prod(weight.shape[2:]) == 1:
+        return wide
+    return wide + (_bytes(dy) + _bytes(x)) * min(torch.get_num_threads(), len(x)) // len(x)
+
+
+def _unfolded(backend: str, x: Sized, weight: Tensor, y: Sized, groups: int, to_x: bool = False) -> int:
+    """Columns of PyTorch's own convolution: of the batch, or of one sample if it is dilated.
+
+    The results of groups are put together. ``to_x``: whether the gradient of ``x`` is asked for.
+    """
+    window = math.prod(weight.shape[2:])
+    if window == 1:
+        return 0
+    columns = x.shape[0] * x.shape[1] // groups * window * math.prod(y.shape[2:]) * x.itemsize
+    if backend.startswith("SlowDilated"):
+        return columns // x.shape[0] + (_bytes(x) + _bytes(y) if to_x else 0)
+    if backend == "Slow3d" and to_x:
+        return columns * 3 // 2
+    return columns + (_bytes(y) if groups > 1 else 0)
+
+
+KERNELS: Mapping[str, int] = {
+    "aten::convolution": 64 * 1024,
+    "aten::convolution_backward": 208 * 1024,
+    "aten::mkldnn_rnn_layer": 128 * 1024,
+    "aten::mkldnn_rnn_layer_backward": 128 * 1024,
+}
+"""Bytes of the code that a call of a new shape compiles and keeps. Convolutions: means of 40 shapes on AMD Zen 5, fp32
+and bf16, 54 to 79 KiB forward and 174 to 236 KiB backward."""
+
+
+# -- LSTM --------------------------------------------------------------------------------------------
+
+_SAVED = 5
+"""Values that an LSTM saves for each hidden one: four gates and the cell."""
+
+_FORWARD: Mapping[torch.dtype, float] = {torch.float32: 4.0, torch.bfloat16: 0.5}
+_BACKWARD: Mapping[torch.dtype, tuple[float, float, float]] = {
+    torch.float32: (4.5, 2.0, 4.7),
+    torch.bfloat16: (2.2, 5.2, 10.1),
+}
+"""Bytes of a call beyond its results, forward per byte of its output, backward of its output, input and weights: linear
+fits to seven shapes on AMD Zen 5 (oneDNN 3.12), each within 4 %."""
+
+
+def _lstm(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    output, hidden, cell, _ = torch.ops.aten.mkldnn_rnn_layer(x, *args)
+    saved = x.new_empty(_SAVED * _bytes(output), dtype=torch.uint8)
+    workspace = x.new_empty(int(_FORWARD.get(x.dtype, 0.0) * _bytes(output)), dtype=torch.uint8)
+    del workspace
+    return output, hidden, cell, saved
+
+
+def _lstm_backward(x: Tensor, w1: Tensor, w2: Tensor, *args: Any) -> Any:
+    of_output, of_input, of_weights = _BACKWARD.get(x.dtype, (0.0, 0.0, 0.0))
+    output: Tensor = args[4]
+    size = of_output * _bytes(output) + of_input * _bytes(x) + of_weights * (_bytes(w1) + _bytes(w2))
+    workspace = x.new_empty(int(size), dtype=torch.uint8)
+    found = torch.ops.aten.mkldnn_rnn_layer_backward(x, w1, w2, *args)
+    del workspace
+    return found
+
+
+WITH_WORKSPACE: Mapping[str, Callable[..., Any]] = {
+    "aten::convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::mkldnn_rnn_layer": _lstm,
+    "aten::mkldnn_rnn_layer_backward": _lstm_backward,
+}
+"""Operators that allocate what no tensor shows, each with its workspace."""
