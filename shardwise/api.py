@@ -1,4 +1,4 @@
-"""The public interface for Python: what the commands do, without printing.
+"""The public interface for Python: what the commands do. Only ``train`` and ``fit`` print, their progress.
 
 ``train`` and ``verify`` start one process per device of this machine and return when these have ended. The output of
 the processes is in their logs, and the reason of a failure is in the error. Names listed in ``shardwise.__all__`` are
@@ -94,7 +94,8 @@ def train(
         out: the folder of the run.
         exact_memory: measure memory over the whole run (slower on the CPU).
         callbacks: objects or classes like ``Callback``, after those of the recipe.
-        progress: whether to show a bar; None shows it in a notebook only.
+        progress: True shows a bar, False nothing. None shows a bar in a notebook, and in a script a line on standard
+            error every ten seconds.
 
     Raises:
         DataError: the data cannot be read.
@@ -137,7 +138,8 @@ def fit(
             returns the fraction of the peak learning rate. None is constant.
         cluster: auto is this machine; else a preset, or the recipe's section.
         callbacks: objects or classes like ``Callback``.
-        progress: whether to show a bar; None shows it in a notebook only.
+        progress: True shows a bar, False nothing. None shows a bar in a notebook, and in a script a line on standard
+            error every ten seconds.
         sections: further keys of a recipe, such as ``strategy={"zero_stage": 3}`` or ``trackers=["csv"]``.
 
     Raises:

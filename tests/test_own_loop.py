@@ -245,5 +245,7 @@ def test_objects_of_python_are_planned_and_trained(tmp_path: Path, capfd: pytest
     )
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert record.plan.ledger.optimizer_state < 4 * record.plan.parameters, "Adafactor's factors are counted"
-    assert order and capfd.readouterr().out == ""
+    said = capfd.readouterr()
+    assert order and said.out == ""
+    assert "step 3/3  loss" in said.err and "samples/s" in said.err and "tokens" not in said.err
     assert "python:model" in (tmp_path / "run" / "recipe.yaml").read_text()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.core.json_file import plain
-from shardwise.core.plan import Candidate
+from shardwise.core.plan import Candidate, Unit
 from shardwise.core.units import format_bytes
 
 SURE = 3.0
@@ -61,6 +61,7 @@ class RunCost:
         hours: of all steps.
         price: of a device for an hour; None where the recipe does not give it.
         likely_hours: None where the accuracy of this device's seconds is not known.
+        unit: what ``tokens`` counts.
     """
 
     steps: int
@@ -70,6 +71,7 @@ class RunCost:
     price: float | None
     likely_hours: Interval | None
     epochs: float | None = None
+    unit: Unit = "tokens"
 
     @property
     def device_hours(self) -> float:

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardwise.core.block_times import BlockTimes
-from shardwise.core.errors import DataError
+from shardwise.core.errors import DataError, one_line
+from shardwise.core.figures import of_capacity, share, tokens_rate
 from shardwise.core.json_file import (
     Count,
     Finite,
@@ -42,6 +43,10 @@ Degrees = Annotated[
 ]
 
 
+Unit: TypeAlias = Literal["tokens", "samples"]
+"""What a run reads, for its rates."""
+
+
 @dataclass(frozen=True)
 class StepEstimate:
     """One optimizer step: predicted time, and counts.
@@ -57,6 +62,7 @@ class StepEstimate:
             in files of the first version, which did not have it.
         phases: seconds of forward, backward, optimizer and communication, of the rank that was dry-run; communication
             is the part that is not overlapped.
+        unit: what ``tokens`` counts; a user's own dataset has samples, whose targets only the loss counts.
     """
 
     seconds: Annotated[Finite, Field(gt=0)]
@@ -67,6 +73,7 @@ class StepEstimate:
     split: Mapping[str, Seconds]
     model_flops: Total = 0
     phases: Mapping[str, Seconds] = field(default_factory=dict)
+    unit: Unit = "tokens"
 
     @property
     def tokens_per_second(self) -> float:
@@ -180,9 +187,9 @@ class DiskSpace:
     bytes: Size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """What will be trained and what it will need.
+    """What will be trained and what it will need. Printed, it is the head of the table of ``shardwise plan``.
 
     Attributes:
         line: the strategy in one line.
@@ -237,6 +244,42 @@ class Plan:
         on_device = self.peak.bytes <= self.capacity_bytes - self.reserve_bytes
         return on_device and self.host.bytes <= self.host.capacity_bytes
 
+    @property
+    def verdict(self) -> str:
+        """`fits`, or the excess. The reserve is named too: with it, a plan below the capacity may not fit."""
+        if self.fits:
+            return "fits"
+        missing = []
+        if (over := self.peak.bytes + self.reserve_bytes - self.capacity_bytes) > 0:
+            reserve = f" with a reserve of {format_bytes(self.reserve_bytes)}" if self.reserve_bytes else ""
+            missing.append(f"{format_bytes(over)} too much{reserve}")
+        if (excess := self.host.bytes - self.host.capacity_bytes) > 0:
+            missing.append(f"{format_bytes(excess)} too much in host memory")
+        return f"does not fit: {', '.join(missing)}"
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Memory, seconds of a step, rate and MFU, in words."""
+        step = self.step
+        return (
+            of_capacity(self.peak.bytes, self.capacity_bytes),
+            f"{format_seconds(step.seconds)}/step",
+            tokens_rate(step.tokens_per_second, step.unit),
+            f"MFU {share(step.mfu, 1)}",
+        )
+
+    @property
+    def about(self) -> str:
+        """The model, the cluster and the batch, in words."""
+        batch = f"{format_count(self.step.tokens)} {self.step.unit} per step"
+        return f"{self.parameters_in_words} · {one_line(self.cluster)} · {batch}"
+
+    def __str__(self) -> str:
+        return "\n".join((self.line, "   ".join(self.figures), f"{self.verdict} · {self.about}"))
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.line}: {self.verdict}>"
+
     def predicted_allocated(self, rank: int) -> int:
         """Predicted peak of ``rank``; one that was not dry-run holds no more than the nearest before it that was."""
         return self.allocated_bytes[max(known for known in self.allocated_bytes if known <= rank)]
@@ -247,7 +290,7 @@ class Plan:
         verdict = "fits" if self.fits else "does not fit"
         facts = [
             f"{format_bytes(self.peak.bytes)} of {format_bytes(room)}: {verdict}",
-            f"{format_seconds(step.seconds)} per step of {format_count(step.tokens)} tokens, predicted",
+            f"{format_seconds(step.seconds)} per step of {format_count(step.tokens)} {step.unit}, predicted",
             f"{self.parameters_in_words} on {self.cluster}",
             *self.reasons,
         ]

@@ -1,22 +1,28 @@
-"""A live bar of a run that other processes train: for notebooks and scripts, where the ranks' output is not seen."""
+"""The progress of a run that other processes train: for notebooks and scripts, where the ranks' output is not seen."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
+from rich.console import Console
+
 from shardwise.core.errors import DataError
+from shardwise.core.plan import Unit
 from shardwise.core.run_files import StepRecord
-from shardwise.report.record import StepLines
+from shardwise.report.record import StepLines, read_run
 from shardwise.train.progress import Progressing, described
 
 SECONDS = 0.5
 """Between two looks at the run's metrics."""
+
+LINE_SECONDS = 10.0
+"""Between two lines of a script."""
 
 
 class StepBar(Protocol):
@@ -33,13 +39,19 @@ def live_bar(folder: Path, steps: int, shown: bool | None = None) -> Iterator[No
 
     Args:
         steps: of the whole run.
-        shown: None shows it in a notebook, and nowhere else.
+        shown: True is a bar, False is nothing. None is a bar in a notebook, and a line on standard error now and then
+            in a script.
     """
-    notebook = in_notebook()
-    if not (notebook if shown is None else shown):
+    if shown is False:
         yield
         return
-    bar: StepBar = NotebookBar(steps) if notebook else Progressing(steps, 0)
+
+    def bar(unit: Unit) -> StepBar:
+        if in_notebook():
+            return NotebookBar(steps, unit)
+        console = Console(stderr=True, highlight=False, force_terminal=False) if shown is None else None
+        return Progressing(steps, 0, console, unit, LINE_SECONDS)
+
     done = threading.Event()
     thread = threading.Thread(target=_follow, args=(folder, bar, done), daemon=True)
     thread.start()
@@ -59,15 +71,15 @@ def in_notebook() -> bool:
 class NotebookBar:
     """One output of a cell that changes in place."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, unit: Unit = "tokens") -> None:
+        self._steps, self._unit = steps, unit
         self._handle: Any = None
 
     def show(self, metrics: StepRecord) -> None:
         from IPython.display import HTML, display
 
         bar = f'<progress value="{metrics.step}" max="{self._steps}" style="width:16em"></progress>'
-        said = escape(described(metrics)).replace("  ", " · ")
+        said = escape(described(metrics, self._unit)).replace("  ", " · ")
         shown = HTML(f"<div>{bar} step {metrics.step} of {self._steps} · {said}</div>")
         if self._handle is None:
             self._handle = display(shown, display_id=True)
@@ -78,15 +90,20 @@ class NotebookBar:
         """The last step stays."""
 
 
-def _follow(folder: Path, bar: StepBar, done: threading.Event) -> None:
+def _follow(folder: Path, make: Callable[[Unit], StepBar], done: threading.Event) -> None:
+    """Show lines that are added to the run's metrics, until ``done``; ``make`` a bar when its plan is known."""
     lines, seen, ended = StepLines(folder / "metrics.jsonl"), 0, False
+    bar: StepBar | None = None
     while not ended:
         ended = done.wait(SECONDS)  # once more after the end, for the last steps
         try:
             records = lines.read()
-        except DataError:  # it is being written anew
+            if records and bar is None:
+                bar = make(read_run(folder, records).plan.step.unit)
+        except DataError:  # they are being written anew
             continue
-        if records and records[-1].step != seen:
+        if bar is not None and records and records[-1].step != seen:
             seen = records[-1].step
             bar.show(records[-1])
-    bar.close()
+    if bar is not None:
+        bar.close()

@@ -48,6 +48,7 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
         price=recipe.cluster.price_per_device_hour,
         likely_hours=None if spread is None else spread.of(hours),
         epochs=recipe.epochs,
+        unit=plan.step.unit,
     )
     held = spread_of("memory", device.kind)
     prices = tuple(_prices(plan))[:MOST_PRICES]

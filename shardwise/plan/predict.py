@@ -148,13 +148,14 @@ def predict(
     useful = model_flops(blueprint, recipe.data, recipe.batch_size, dtype, cluster.device.kind)
     estimate = StepEstimate(
         seconds=time.seconds,
-        tokens=recipe.batch_size * _targets(recipe, blueprint),
+        tokens=recipe.batch_size * (1 if blueprint.dataset is not None else _targets(recipe, blueprint)),
         flops=cost.flops,
         traffic_bytes=cost.traffic_by_axis(),
         model_flops=useful,
         mfu=mfu(useful, time.seconds, dtype, cluster),
         split=time.split,
         phases=phase_times(cost, time, cluster),
+        unit="tokens" if blueprint.dataset is None else "samples",
     )
     return Prediction(
         strategy=strategy,

@@ -29,7 +29,7 @@ def run_sentences(answer: Answer) -> Iterator[str]:
     run = answer.run
     yield (
         f"{format_seconds(3600 * run.hours)} for {run.steps:,} step{'s' if run.steps > 1 else ''},"
-        f" {format_count(run.tokens)} tokens; without evaluations, checkpoints and failures"
+        f" {format_count(run.tokens)} {run.unit}; without evaluations, checkpoints and failures"
     )
     if run.epochs is not None:
         yield f"shardwise train counts the steps of {run.epochs:g} epochs from the data; here they are not read"

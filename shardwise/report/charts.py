@@ -11,11 +11,11 @@ from itertools import groupby
 from typing import Any
 
 from shardwise.core.errors import one_line
-from shardwise.core.plan import Plan
+from shardwise.core.plan import Plan, Unit
 from shardwise.core.run_files import StepRecord
 from shardwise.report.notation import COLOURS, label, unit_for
-from shardwise.report.pictures import ACCENT, INK, STACK, page_colour, through_the_step
-from shardwise.report.series import LINES, LOSS, Mark, Series, compared_series, points_of, series_of
+from shardwise.report.pictures import ACCENT, INK, STACK, loss_title, page_colour, through_the_step
+from shardwise.report.series import LINES, Mark, Series, compared_series, points_of, series_of
 
 Values = dict[str, Any]
 
@@ -23,16 +23,17 @@ MOST_DOTS = 60
 """Most points of a line that are drawn as dots."""
 
 
-def series_charts(steps: Sequence[StepRecord], events: Sequence[Mark]) -> Values:
+def series_charts(steps: Sequence[StepRecord], events: Sequence[Mark], unit: Unit = "tokens") -> Values:
     """Loss and every series of a run, with its events."""
-    rest = [_chart(row, dict.fromkeys(row.values, steps)) for row in series_of(steps)]
+    rest = [_chart(row, dict.fromkeys(row.values, steps)) for row in series_of(steps, unit)]
     marks = [{"step": mark.step, "event": mark.event, "words": mark.words} for mark in events]
-    return {"step": "step", "marks": marks, "charts": [_loss(steps), *rest] if steps else []}
+    return {"step": "step", "marks": marks, "charts": [_loss(steps, unit), *rest] if steps else []}
 
 
-def compared_charts(runs: Mapping[str, Sequence[StepRecord]]) -> Values:
+def compared_charts(runs: Mapping[str, Sequence[StepRecord]], unit: Unit = "tokens") -> Values:
     """A chart for each series, with a line for each run."""
-    charts = [{**_chart(row, runs), "tall": row.title == LOSS} for row in compared_series(runs)]
+    loss = loss_title(unit)
+    charts = [{**_chart(row, runs), "tall": row.title == loss} for row in compared_series(runs, unit)]
     return {"step": "step", "marks": [], "charts": charts}
 
 
@@ -66,11 +67,11 @@ def _bands(phases: Sequence[str]) -> Iterator[Values]:
         start = end
 
 
-def _loss(steps: Sequence[StepRecord]) -> Values:
+def _loss(steps: Sequence[StepRecord], unit: Unit) -> Values:
     lines = [_line("training", steps, [step.loss for step in steps], INK)]
     if any(step.held_out_loss is not None for step in steps):
         lines.append(_line("held-out", steps, [step.held_out_loss for step in steps], ACCENT))
-    return {"title": LOSS, "log": False, "tall": True, "lines": lines}
+    return {"title": loss_title(unit), "log": False, "tall": True, "lines": lines}
 
 
 def _chart(row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> Values:

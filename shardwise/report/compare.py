@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.errors import RecipeError
 from shardwise.core.identity import starts
+from shardwise.core.plan import Unit
 from shardwise.core.units import format_bytes, format_count
 from shardwise.report.charts import compared_charts
 from shardwise.report.notation import seconds, tokens_rate
@@ -38,6 +39,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> None:
 def render_comparison(runs: Mapping[str, RunRecord]) -> str:
     """The page of runs by name, as HTML."""
     steps = {name: run.steps for name, run in runs.items()}
+    units: set[Unit] = {run.plan.step.unit for run in runs.values()}
+    unit: Unit = "samples" if "samples" in units else "tokens"
     values = {
         "titles": TITLES,
         "runs": [
@@ -50,8 +53,8 @@ def render_comparison(runs: Mapping[str, RunRecord]) -> str:
             for name, run in runs.items()
         ],
         "differences": list(differences(runs)),
-        "series": picture("Series of the runs", lambda width: compared_picture(steps, width)),
-        "charts": {"series": compared_charts(steps)},
+        "series": picture("Series of the runs", lambda width: compared_picture(steps, width, unit)),
+        "charts": {"series": compared_charts(steps, unit)},
     }
     return rendered("compare.html", values)
 
@@ -70,8 +73,9 @@ def _figures(run: RunRecord) -> Iterator[str]:
     yield str(last.step if last else 0)
     yield format_count(sum(step.tokens for step in run.steps))
     yield seconds(measured or 0.0)
-    yield tokens_rate(run.plan.step.tokens / measured) if measured else "–"
-    yield "–" if run.tokens_per_second is None else tokens_rate(run.tokens_per_second)
+    yield tokens_rate(run.plan.step.tokens / measured, run.plan.step.unit) if measured else "–"
+    trained = run.tokens_per_second if run.plan.step.unit == "tokens" else None
+    yield "–" if trained is None else tokens_rate(trained)
     yield format_bytes(run.outcome.worst.measured_peak_bytes) if run.outcome else "–"
 
 

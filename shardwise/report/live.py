@@ -61,7 +61,7 @@ class LiveRun:
                     "head": rendered("head.html", head),
                     "events": rendered("events.html", {"events": events[-MOST_MARKS:]}),
                 },
-                "charts": {"series": series_charts(run.steps, events)},
+                "charts": {"series": series_charts(run.steps, events, run.plan.step.unit)},
             }
         )
 

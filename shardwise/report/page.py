@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.identity import starts
-from shardwise.core.plan import Plan
+from shardwise.core.plan import Plan, Unit
 from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
 from shardwise.report.answer_page import answer_values, run_card
@@ -42,7 +42,7 @@ from shardwise.report.record import RunRecord
 from shardwise.report.series import MOST_MARKS, marks, series_picture
 from shardwise.report.standing import standing_of, standing_sentences
 from shardwise.report.step_times import calibration_offer, phase_times, step_sentences, time_by_rank
-from shardwise.report.tables import peak_of, verdict
+from shardwise.report.tables import peak_of
 from shardwise.report.template import rendered
 from shardwise.scaling.noise import batch_sentences, noise_scale
 
@@ -60,7 +60,7 @@ def render_page(run: RunRecord) -> str:
 
 def page_values(run: RunRecord) -> dict[str, Any]:
     """Everything that the template reads."""
-    plan, outcome = run.plan, run.outcome
+    plan, outcome, unit = run.plan, run.outcome, run.plan.step.unit
     ranks, events = outcome.ranks if outcome else (), [] if run.planned_only else marks(run.folder)
     return {
         **head_values(run),
@@ -94,14 +94,14 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "seconds": lambda spent: seconds(spent or 0.0),
         "split": _split_rows(plan),
         "traffic": _traffic_rows(plan),
-        "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w)),
+        "loss": picture("Loss and learning rate", lambda w: loss_curve(run.steps, w, unit)),
         "sample": outcome.sample if outcome else None,
         **_gradients(outcome),
-        "series": picture("Series of the run", lambda w: series_picture(run.steps, events, w))
+        "series": picture("Series of the run", lambda w: series_picture(run.steps, events, w, unit))
         if run.steps
         else None,
         "charts": {
-            "series": series_charts(run.steps, events),
+            "series": series_charts(run.steps, events, unit),
             "timeline": timeline_chart(plan),
         },
         "events": events[-MOST_MARKS:],
@@ -147,13 +147,17 @@ def _standing(run: RunRecord) -> list[str]:
 
 def _batch_size(run: RunRecord) -> list[str]:
     """The gradient noise scale and its advice; nothing where the run has not measured it, or has no readable recipe."""
-    noise = noise_scale([step.gradient_noise for step in run.steps if step.gradient_noise is not None])
+    measured = [step.gradient_noise for step in run.steps if step.gradient_noise is not None]
+    noise = noise_scale(measured)
     if noise is None:
         return []
     try:
         recipe = run.settings()
     except ShardwiseError:
         return []
+    if run.plan.step.unit == "samples":
+        targets = sum(each.batch_tokens for each in measured) / len(measured)
+        return batch_sentences(noise, recipe, targets, ("targets", "samples"))
     return batch_sentences(noise, recipe, run.plan.step.tokens)
 
 
@@ -168,7 +172,7 @@ def _facts(run: RunRecord) -> Iterator[str]:
     )
     yield run.plan.cluster
     if run.planned_only:
-        tokens = f" of {format_count(run.plan.step.tokens)} tokens"
+        tokens = f" of {format_count(run.plan.step.tokens)} {run.plan.step.unit}"
         yield f"{run.answer.run.steps:,} steps{tokens}" if run.answer else f"steps{tokens}"
         return
     yield f"{len(run.steps)} steps"
@@ -181,18 +185,18 @@ def _facts(run: RunRecord) -> Iterator[str]:
     if run.steps:
         # Count the same steps for both: the outcome's seconds cover only the last process of a resumed run, and its
         # tokens include the run that this one started from.
-        yield f"{format_count(sum(step.tokens for step in run.steps))} tokens"
+        yield f"{format_count(sum(step.tokens for step in run.steps))} {run.counted}"
         yield f"{seconds(sum(step.seconds for step in run.steps))} in steps"
     elif run.outcome:
-        yield f"{format_count(run.outcome.tokens)} tokens"
+        yield f"{format_count(run.outcome.tokens)} {run.counted}"
         yield seconds(run.outcome.seconds)
     else:
-        yield "0 tokens"
+        yield f"0 {run.counted}"
 
 
 def _progress(run: RunRecord) -> str:
     if run.planned_only:
-        fault = "" if run.plan.fits else f" It {verdict(run.plan)}."
+        fault = "" if run.plan.fits else f" It {run.plan.verdict}."
         return f"A plan: nothing has been trained. Every figure is predicted.{fault}"
     at = f"after step {run.steps[-1].step}" if run.steps else "before its first step has finished"
     return f"Read {at}: the run is in progress, or ended early. Its final measurements are missing."
@@ -215,18 +219,20 @@ def _peak_card(run: RunRecord) -> Card:
 def _speed_card(run: RunRecord) -> Card:
     step, measured = run.plan.step, run.step_seconds
     if not measured:
-        return Card("Throughput", tokens_rate(step.tokens_per_second), "predicted")
+        return Card("Throughput", tokens_rate(step.tokens_per_second, step.unit), "predicted")
     error = in_words(step.seconds, measured)
     note = f"{seconds(measured)} per step\npredicted {seconds(step.seconds)}, {error}"
     trained, processed = run.tokens_per_second, step.tokens / measured
-    if trained is not None and trained < 0.95 * processed:
+    if step.unit == "tokens" and trained is not None and trained < 0.95 * processed:
         note += f"\n{tokens_rate(trained)} trained on"
-    return Card("Throughput", tokens_rate(processed), note)
+    return Card("Throughput", tokens_rate(processed, step.unit), note)
 
 
 def _loss_card(run: RunRecord) -> Card:
     if run.held_out_loss is not None:
-        return Card("Held-out loss", _loss(run.held_out_loss), _perplexity(run.held_out_loss))
+        return Card(
+            "Held-out loss", _loss(run.held_out_loss), _perplexity(run.held_out_loss, run.plan.step.unit)
+        )
     if run.steps:
         return Card("Training loss", _loss(run.steps[-1].loss), "last step; nothing was held out so far")
     return Card("Held-out loss", "–", "not yet")
@@ -236,9 +242,11 @@ def _loss(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
-def _perplexity(loss: float) -> str:
+def _perplexity(loss: float, unit: Unit) -> str:
     if not math.isfinite(loss):
         return "not a number"
+    if unit == "samples":
+        return "of the module's own loss"
     return "nats per token" + (f"\nperplexity {math.exp(loss):.3g}" if loss < 12 else "")
 
 

@@ -35,7 +35,7 @@ SETTLING_STEPS = 3
 """First steps, which are slower while memory is measured: left out of typical figures."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunRecord:
     """The files of a run.
 
@@ -68,6 +68,11 @@ class RunRecord:
         file = self.folder / "recipe.yaml"
         return parse_recipe(self.recipe, SETTINGS, str(file), file)
 
+    def __repr__(self) -> str:
+        loss = f", loss {self.steps[-1].loss:.4f}" if self.steps else ""
+        held_out = "" if self.held_out_loss is None else f", held-out loss {self.held_out_loss:.4f}"
+        return f"<RunRecord {self.folder}: {self.plan.line}, {len(self.steps)} steps{loss}{held_out}>"
+
     def _repr_html_(self) -> str:
         """The run in a notebook: measured and predicted memory, and the loss over the steps."""
         from shardwise.report.pictures import NARROW, loss_curve, svg  # matplotlib takes a second
@@ -79,12 +84,12 @@ class RunRecord:
             facts.append(f"peak of a device: {sizes} predicted")
         if spent := self.step_seconds:
             planned = format_seconds(self.plan.step.seconds)
-            rate = f"{self.plan.step.tokens / spent:,.0f} tokens/s"
+            rate = f"{self.plan.step.tokens / spent:,.0f} {self.plan.step.unit}/s"
             facts.append(f"step: {format_seconds(spent)} measured, {planned} predicted; {rate}")
         if self.held_out_loss is not None:
             facts.append(f"held-out loss {self.held_out_loss:.4f}")
         facts.append(f"page: {self.folder / 'report.html'}")
-        drawn = svg(loss_curve(self.steps, NARROW), f"Loss of {self.name}")
+        drawn = svg(loss_curve(self.steps, NARROW, self.plan.step.unit), f"Loss of {self.name}")
         return card(self.name, self.plan.line, facts, more=f'<div style="{_THEME}">{drawn}</div>')
 
     @property
@@ -98,6 +103,11 @@ class RunRecord:
     def tokens_per_second(self) -> float | None:
         """Typical rate of the targets that were trained on; the plan counts padding too."""
         return _typical([step.tokens_per_second for step in self.steps])
+
+    @property
+    def counted(self) -> str:
+        """What the loss of a step is divided by, in a word."""
+        return "tokens" if self.plan.step.unit == "tokens" else "targets"
 
     @property
     def held_out_loss(self) -> float | None:

@@ -15,15 +15,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from shardwise.core.plan import Unit
 from shardwise.core.run_files import StepRecord
 from shardwise.report.notation import COLOURS, unit_for
-from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE, thinned
+from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE, loss_title, thinned
 
 EVENTS = "events.jsonl"
 MARKED = ("spike", "skipped", "torn", "rewind", "no way back", "gave up", "out of memory")
 """Events that are shown; overflows and single odd steps are ordinary."""
-
-LOSS = "loss, nats per token"
 
 MOST_MARKS = 50
 """Most events in the table of a page, the last ones."""
@@ -66,29 +65,31 @@ class Mark:
     words: str
 
 
-def series_of(steps: Sequence[StepRecord]) -> list[Series]:
+def series_of(steps: Sequence[StepRecord], unit: Unit = "tokens") -> list[Series]:
     """The series of ``steps``, without those that have no value."""
-    unit = unit_for(max((step.peak_bytes or 0 for step in steps), default=1) or 1)
+    memory = unit_for(max((step.peak_bytes or 0 for step in steps), default=1) or 1)
     sets = dict.fromkeys(name for step in steps for name in step.held_out_losses or ())
     named = {name: [(step.held_out_losses or {}).get(name) for step in steps] for name in sets}
     rows = [
-        Series("loss of validation sets, nats per token", named, apart=True),
+        Series(loss_title(unit).replace("loss", "loss of validation sets"), named, apart=True),
         Series("gradient norm", {"": [step.grad_norm for step in steps]}, logarithmic=True),
         Series("learning rate", {"": [step.learning_rate for step in steps]}),
+        Series(f"{unit} per second", _rates(steps, unit)),
         Series(
-            "tokens per second",
-            {
-                "processed": [step.processed_per_second for step in steps],
-                "trained on": [step.tokens_per_second for step in steps],
-            },
-        ),
-        Series(
-            f"peak memory of rank 0, {unit.name}",
-            {"": [None if step.peak_bytes is None else step.peak_bytes / unit.size for step in steps]},
+            f"peak memory of rank 0, {memory.name}",
+            {"": [None if step.peak_bytes is None else step.peak_bytes / memory.size for step in steps]},
         ),
         Series("loss scale", {"": [step.loss_scale for step in steps]}, logarithmic=True),
     ]
     return [row for row in rows if any(value is not None for line in row.values.values() for value in line)]
+
+
+def _rates(steps: Sequence[StepRecord], unit: Unit) -> dict[str, list[float | None]]:
+    """By the unit. Targets that a user's loss counts need not be samples."""
+    processed = [step.processed_per_second for step in steps]
+    if unit == "samples":
+        return {"": processed}
+    return {"processed": processed, "trained on": [step.tokens_per_second for step in steps]}
 
 
 def marks(folder: Path) -> list[Mark]:
@@ -120,18 +121,20 @@ def _figure(value: Any) -> str:
 
 
 @matplotlib.rc_context(STYLE)
-def series_picture(steps: Sequence[StepRecord], events: Sequence[Mark], width: float = WIDE) -> Figure:
+def series_picture(
+    steps: Sequence[StepRecord], events: Sequence[Mark], width: float = WIDE, unit: Unit = "tokens"
+) -> Figure:
     """A row for each series, with a line at every event."""
-    return _picture({"": steps}, series_of(steps), events, width)
+    return _picture({"": steps}, series_of(steps, unit), events, width)
 
 
-def compared_series(runs: Mapping[str, Sequence[StepRecord]]) -> list[Series]:
+def compared_series(runs: Mapping[str, Sequence[StepRecord]], unit: Unit = "tokens") -> list[Series]:
     """A row for each series, with a line for each run by name; the loss first."""
     rows: dict[str, Series] = {}
     for name, steps in runs.items():
         if not steps:
             continue
-        for each in [Series(LOSS, {"": [step.loss for step in steps]}), *series_of(steps)]:
+        for each in [Series(loss_title(unit), {"": [step.loss for step in steps]}), *series_of(steps, unit)]:
             filled = {key: line for key, line in each.values.items() if any(v is not None for v in line)}
             lines = filled if each.apart else {"": next(iter(filled.values()))}
             for key, line in lines.items():
@@ -142,9 +145,11 @@ def compared_series(runs: Mapping[str, Sequence[StepRecord]]) -> list[Series]:
 
 
 @matplotlib.rc_context(STYLE)
-def compared_picture(runs: Mapping[str, Sequence[StepRecord]], width: float = WIDE) -> Figure:
+def compared_picture(
+    runs: Mapping[str, Sequence[StepRecord]], width: float = WIDE, unit: Unit = "tokens"
+) -> Figure:
     """A row for each series, with a line for each run by name."""
-    return _picture(runs, compared_series(runs), [], width)
+    return _picture(runs, compared_series(runs, unit), [], width)
 
 
 def _picture(

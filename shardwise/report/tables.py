@@ -23,17 +23,15 @@ from shardwise.core.answer import Answer
 from shardwise.core.errors import one_line
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import Candidate, PeakIs, Plan
-from shardwise.core.units import MiB, format_bytes, format_count, format_rate
+from shardwise.core.units import MiB, format_bytes, format_rate
 from shardwise.report.answer import answer_sections
 from shardwise.report.layout import STACKED, VERDICT_STYLES, columns, section, sentences
 from shardwise.report.notation import (
     COLOURS,
     by_size,
     label,
-    of_capacity,
     seconds,
     share,
-    tokens_rate,
     unit_for,
 )
 
@@ -126,33 +124,11 @@ class PlanTable:
 def headline(plan: Plan, width: int) -> Iterator[Text]:
     """The strategy with its memory and speed, on one or two lines; then the verdict."""
     strategy = Text(one_line(plan.line), "bold")
-    figures = Text("   ").join(
-        Text(figure)
-        for figure in (
-            of_capacity(plan.peak.bytes, plan.capacity_bytes),
-            f"{seconds(plan.step.seconds)}/step",
-            tokens_rate(plan.step.tokens_per_second),
-            f"MFU {share(plan.step.mfu, 1)}",
-        )
-    )
+    figures = Text("   ").join(map(Text, plan.figures))
     both = Text.assemble(strategy, "   ", figures)
     yield from [both] if both.cell_len <= width else [strategy, figures]
-    said = (verdict(plan), "bold green" if plan.fits else "bold red")
-    about = f"{plan.parameters_in_words} · {one_line(plan.cluster)}"
-    yield Text.assemble(said, (f" · {about} · {format_count(plan.step.tokens)} tokens per step", "dim"))
-
-
-def verdict(plan: Plan) -> str:
-    """`fits`, or the excess. The reserve is named too: with it, a plan below the capacity may not fit."""
-    if plan.fits:
-        return "fits"
-    missing = []
-    if (over := plan.peak.bytes + plan.reserve_bytes - plan.capacity_bytes) > 0:
-        reserve = f" with a reserve of {format_bytes(plan.reserve_bytes)}" if plan.reserve_bytes else ""
-        missing.append(f"{format_bytes(over)} too much{reserve}")
-    if (excess := plan.host.bytes - plan.host.capacity_bytes) > 0:
-        missing.append(f"{format_bytes(excess)} too much in host memory")
-    return f"does not fit: {', '.join(missing)}"
+    said = (plan.verdict, "bold green" if plan.fits else "bold red")
+    yield Text.assemble(said, (f" · {plan.about}", "dim"))
 
 
 def _place(plan: Plan) -> str:

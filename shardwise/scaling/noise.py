@@ -63,24 +63,28 @@ def noise_scale(measured: Sequence[GradientNoise]) -> NoiseScale | None:
     return NoiseScale(variance / gradient, gradient, variance, len(gradients))
 
 
-def batch_sentences(noise: NoiseScale, recipe: Recipe, tokens: float) -> list[str]:
+def batch_sentences(
+    noise: NoiseScale, recipe: Recipe, tokens: float, words: tuple[str, str] = ("tokens", "sequences")
+) -> list[str]:
     """What the noise scale says of the recipe's batch size, and the overrides to change it by.
 
     Args:
-        tokens: of one optimizer step.
+        tokens: of one optimizer step, as the noise scale counts them.
+        words: the names of those, and of the rows that ``batch_size`` counts.
     """
+    counted, rows = words
     ratio = noise.tokens / tokens
     sequences = ratio * recipe.batch_size
     said = [
-        f"gradient noise scale: {format_count(noise.tokens)} tokens, {sequences:.3g} sequences"
+        f"gradient noise scale: {format_count(noise.tokens)} {counted}, {sequences:.3g} {rows}"
         f" (mean of {noise.measurements} measurements)",
-        f"batch_size {recipe.batch_size} takes {1 + 1 / ratio:.3g} times the fewest tokens and {1 + ratio:.3g}"
+        f"batch_size {recipe.batch_size} takes {1 + 1 / ratio:.3g} times the fewest {counted} and {1 + ratio:.3g}"
         " times the fewest steps to a loss",
     ]
     if 1 / NEAR <= ratio <= NEAR:
         return [*said, "it is near the noise scale: keep it"]
     batch = 2 ** max(0, math.floor(math.log2(sequences))) if sequences >= 1 else 1
-    change = "fewer steps" if ratio > 1 else "fewer tokens"
+    change = "fewer steps" if ratio > 1 else f"fewer {counted}"
     return [*said, f"for {change}: {_overrides(recipe, batch)}"]
 
 

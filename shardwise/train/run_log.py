@@ -47,7 +47,7 @@ class RunLog:
             self.validation_loss = next((loss for loss in reversed(losses) if loss is not None), None)
             named = (record.held_out_losses for record in reversed(self._metrics.before))
             self._set_losses = next(filter(None, named), {})
-            self._progress = Progressing(steps, resumed)
+            self._progress = Progressing(steps, resumed, unit=plan.step.unit)
 
     def begin(self, trained: int) -> None:
         """Training of ``trained`` parameters begins: delete the report of an earlier training."""

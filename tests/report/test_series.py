@@ -13,6 +13,7 @@ from shardwise.cli.main import run as command
 from shardwise.core.identity import NAME, Start, append, starts
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import StepRecord
+from shardwise.report.charts import series_charts
 from shardwise.report.compare import differences
 from shardwise.report.page import render_page
 from shardwise.report.pictures import svg
@@ -128,3 +129,11 @@ def test_too_many_runs_and_a_page_for_one_are_refused(
     assert command(["report", *[folder] * 7]) == 2
     assert command(["report", folder, "--out", "x.html"]) == 2
     assert len(capfd.readouterr().err.splitlines()) == 2
+
+
+def test_samples_of_a_module_are_no_tokens_and_its_loss_has_no_unit() -> None:
+    steps = [step(1, processed_per_second=64.0, held_out_losses={"more": 1.0}), step(2)]
+    rows = {row.title: row.values for row in series_of(steps, "samples")}
+    assert rows["samples per second"] == {"": [64.0, None]}
+    assert "loss of validation sets" in rows and not any("token" in title for title in rows)
+    assert series_charts(steps, [], "samples")["charts"][0]["title"] == "loss"

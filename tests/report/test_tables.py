@@ -210,3 +210,17 @@ def test_no_row_of_a_candidate_wraps_after_each_word(plan: Plan, width: int) -> 
     for candidate in plan.candidates:
         assert any(candidate.line in line for line in considered)
         assert any(candidate.verdict in line for line in considered)
+
+
+def test_a_printed_plan_is_the_head(plan: Plan) -> None:
+    """In Python, a plan was 56,567 characters of dataclass."""
+    first, second, third = str(plan).splitlines()
+    assert [first, second, third] == plan_text(plan, width=80).splitlines()[:3]
+    assert repr(plan) == f"<Plan {plan.line}: fits>"
+    large = replace(plan, capacity_bytes=plan.peak.bytes // 2)
+    assert str(large).splitlines()[2].startswith("does not fit: ")
+
+
+def test_samples_are_no_tokens(plan: Plan) -> None:
+    own = replace(plan, step=replace(plan.step, unit="samples"))
+    assert "k samples/s" in str(own) and "131.1K samples per step" in str(own) and "tokens" not in str(own)
