@@ -29,8 +29,10 @@ STEP = {
     "engine/step.py": "step end_step",
     "engine/forward_backward.py": "Sequential.forward_backward",
     "engine/run.py": "LiveModel.local_batch LiveModel.count_targets LiveModel.own_parameters LiveModel.stage_ranks"
-    " LiveModel.verdict_group LiveModel.random_rank",
-    "engine/optimizer_step.py": "AfterBackward.before_backward AfterBackward.finish AfterBackward.clip",
+    " LiveModel.verdict_group LiveModel.random_rank LiveModel.blueprint",
+    "engine/targets.py": "targets_of LabelledTargets.__init__ LabelledTargets.passed",
+    "engine/optimizer_step.py": "AfterBackward.before_backward AfterBackward.after_backward AfterBackward.finish"
+    " AfterBackward.clip",
     "engine/loss_scale.py": "NormLimit.value NormLimit.update LossScale.update",
     "engine/optim/norm.py": "square_sum holders local scale_gradients",
     "engine/optim/optimizer.py": "Optimizer.step Optimizer.update Optimizer.rate_of",
