@@ -6,7 +6,8 @@ The public interface is small. Names are loaded when first used, so that ``impor
     plan = shardwise.plan(recipe)
     shardwise.train(recipe, plan, "runs/one")
     verdict = shardwise.verify(recipe, plan, steps=20)
-    shardwise.fit(module, loss, dataset, out="runs/own", steps=1000, batch_size=64)
+    record = shardwise.fit(module, loss, dataset, out="runs/own", steps=1000, batch_size=64)
+    record.load_into(module)
     with shardwise.session(recipe) as run: ...
     found = shardwise.evaluate("runs/one", "data/test.txt")
     model = shardwise.load_model("runs/one", {"name": "runs/two/adapter"})
@@ -41,6 +42,7 @@ __all__ = [
     "export",
     "fit",
     "load",
+    "load_into",
     "load_model",
     "merge",
     "plan",

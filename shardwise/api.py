@@ -20,8 +20,10 @@ from torch import nn
 from shardwise.core.errors import Preempted, RankError, RecipeError
 from shardwise.core.paths import path_of
 from shardwise.core.plan import Plan as Plan
+from shardwise.core.run_files import Which
 from shardwise.core.user_objects import giving, here
 from shardwise.export.export_run import export_run
+from shardwise.export.module_weights import load_into as load_into
 from shardwise.hardware.cluster import Cluster as Cluster
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs import quantizing, training, verifying
@@ -33,12 +35,12 @@ from shardwise.jobs.objects import Given, recipe_from, with_callbacks
 from shardwise.jobs.planning import make_plan
 from shardwise.jobs.session import Session as Session
 from shardwise.jobs.session import open_session
+from shardwise.jobs.trained_run import TrainedRun, trained_run
 from shardwise.launch.launcher import preloaded, run_ranks
 from shardwise.quantize.report import Quantized
 from shardwise.quantize.settings import Settings
 from shardwise.recipe.load import load_recipe
 from shardwise.recipe.sections import Recipe as Recipe
-from shardwise.report.run import RunRecord, read_run
 from shardwise.serve.requests import Request as Request
 from shardwise.serve.sampling import Sampling as Sampling
 from shardwise.serve.serving import Piece as Piece
@@ -48,7 +50,7 @@ from shardwise.technique import SETTINGS
 from shardwise.train.hooks import Callback as Callback
 from shardwise.verify.verdict import Verdict
 
-_OPTIONS = ("steps", "batch_size", "optimizer", "schedule", "cluster", "callbacks")
+_OPTIONS = ("steps", "batch_size", "optimizer", "schedule", "cluster", "callbacks", "compute_metrics")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -63,18 +65,40 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return load_recipe(path_of(path), list(overrides), SETTINGS)
 
 
-def plan(recipe: Recipe, cluster: Cluster | None = None) -> Plan:
+def plan(
+    recipe: Recipe | None = None,
+    cluster: Cluster | str | Mapping[str, Any] | None = None,
+    *,
+    module: nn.Module | None = None,
+    loss: Callable[..., Any] | None = None,
+    dataset: Any = None,
+    **options: Any,
+) -> Plan:
     """Choose the strategy settings that the recipe does not pin, and predict memory and time.
+
+        shardwise.plan(recipe)
+        shardwise.plan(module=net, loss=loss, dataset=data, steps=1000, batch_size=64, cluster="8xH100-80GB")
 
     A plan that does not fit is returned too: ``plan.fits`` is False then.
 
     Args:
-        cluster: plan for this cluster instead of the recipe's.
+        cluster: plan for this cluster instead of the recipe's; with a module also as in ``fit``.
+        module, loss, dataset, options: instead of a recipe, as in ``fit``. The module may be on the meta device, and
+            its values are not read.
 
     Raises:
-        RecipeError: the pinned strategy breaks a rule.
+        RecipeError: the pinned strategy breaks a rule, or an object or a key is wrong.
     """
-    return make_plan(recipe, cluster or cluster_of(recipe.cluster), compare=True)
+    other = cluster if isinstance(cluster, Cluster) else None
+    if recipe is not None:
+        if other is not cluster or module is not None or options:
+            fix = "give the module, or a recipe with the overrides of shardwise.load"
+            raise RecipeError("a recipe needs no arguments of fit", where="plan", fix=fix)
+        return make_plan(recipe, other or cluster_of(recipe.cluster), compare=True)
+    named = "auto" if other is not None or cluster is None else cluster
+    given = _given(module, loss, dataset, None, {**options, "cluster": named}, "plan")
+    with here(given.objects):
+        return make_plan(given.recipe, other or cluster_of(given.recipe.cluster), compare=True)
 
 
 def train(
@@ -85,7 +109,7 @@ def train(
     exact_memory: bool = False,
     callbacks: Sequence[object] = (),
     progress: bool | None = None,
-) -> RunRecord:
+) -> TrainedRun:
     """Train exactly ``plan`` on this machine; resumes when ``out`` holds a checkpoint.
 
     After an OOM the run goes on with half the micro-batch, now or when it is resumed. A finished run is left as it is.
@@ -118,18 +142,19 @@ def fit(
     schedule: Any = None,
     cluster: str | Mapping[str, Any] = "auto",
     callbacks: Sequence[object] = (),
+    compute_metrics: Callable[..., Any] | None = None,
     progress: bool | None = None,
     **sections: Any,
-) -> RunRecord:
+) -> TrainedRun:
     """Plan and train a module of your own; resumes when ``out`` holds a checkpoint.
 
     The processes of the run get the objects by cloudpickle, so those of a script or of a notebook work too. Training
-    starts from the module's values; the trained ones are in the run's checkpoints, and ``module`` is unchanged.
+    starts from the module's values. ``module`` is unchanged: ``record.load_into(module)`` reads the trained values.
 
     Args:
         module: any ``nn.Module``. Its method ``units()``, if there is one, returns the blocks to wrap one by one.
         loss: ``loss(module, batch)`` returns (sum over the valid targets, number of valid targets).
-        dataset: map-style dataset of dicts of tensors with the key ``labels``, or a function that makes one.
+        dataset: map-style dataset of dicts of tensors, or a function that makes one.
         out: the folder of the run.
         batch_size: samples per step over all devices.
         optimizer: a name of ``optimizer.name``; any ``torch.optim.Optimizer`` class or a ``functools.partial`` of one;
@@ -138,6 +163,8 @@ def fit(
             returns the fraction of the peak learning rate. None is constant.
         cluster: auto is this machine; else a preset, or the recipe's section.
         callbacks: objects or classes like ``Callback``.
+        compute_metrics: ``compute_metrics(predictions, batch)`` returns a dict of numbers. ``predictions`` is what the
+            module returned and ``batch`` what the dataset gave, on the CPU, of all held-out samples of all ranks.
         progress: True shows a bar, False nothing. None shows a bar in a notebook, and in a script a line on standard
             error every ten seconds.
         sections: further keys of a recipe, such as ``strategy={"zero_stage": 3}`` or ``trackers=["csv"]``.
@@ -158,6 +185,7 @@ def fit(
             schedule=schedule,
             cluster=cluster,
             callbacks=callbacks,
+            compute_metrics=compute_metrics,
             sections=sections,
         )
         return _trained(given, None, path_of(out), False, progress)
@@ -194,15 +222,26 @@ def session(
         with open_session(recipe, plan) as opened:
             yield opened
         return
-    if module is None or loss is None:
-        raise RecipeError(
-            "there is nothing to train", where="session", fix="give a recipe, or module and loss"
-        )
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        known = {name: options.pop(name) for name in _OPTIONS if name in options}
-        given = recipe_from(module, loss, dataset, Path(folder), **known, sections=options)
+        given = _given(module, loss, dataset, Path(folder), options, "session")
         with here(given.objects), open_session(given.recipe, plan) as opened:
             yield opened
+
+
+def _given(
+    module: nn.Module | None,
+    loss: Callable[..., Any] | None,
+    dataset: Any,
+    folder: Path | None,
+    options: Mapping[str, Any],
+    where: str,
+) -> Given:
+    """The recipe of objects and of the other arguments of ``fit``."""
+    if module is None or loss is None:
+        raise RecipeError("there is no model", where=where, fix="give a recipe, or module and loss")
+    known = {name: value for name, value in options.items() if name in _OPTIONS}
+    sections = {name: value for name, value in options.items() if name not in _OPTIONS}
+    return recipe_from(module, loss, dataset, folder, **known, sections=sections)
 
 
 def spawn(function: Callable[[], object], ranks: int, *, logs: str | Path | None = None) -> None:
@@ -233,24 +272,35 @@ def spawn(function: Callable[[], object], ranks: int, *, logs: str | Path | None
 
 def _trained(
     given: Given, plan: Plan | None, out: Path, exact_memory: bool, progress: bool | None
-) -> RunRecord:
+) -> TrainedRun:
     with giving(given.objects) as environment, live_bar(out, given.recipe.steps, progress):
         workers = partial(_run_workers, environment=environment)
         cluster = cluster_of(given.recipe.cluster)
         with preloaded(cluster.world_size, cluster.nodes):
             training.train(given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory)
-    return read_run(out)
+    return trained_run(out)
 
 
-def export(run: str | Path, out: str | Path, *, dtype: str | None = None, base: bool = False) -> Path:
-    """Write the newest checkpoint of a run as a folder that transformers loads; returns that folder.
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    base: bool = False,
+    checkpoint: Which = "latest",
+) -> Path:
+    """Write a checkpoint of a run as a folder that transformers loads; returns that folder.
+
+    Of a module of your own it has model.safetensors alone, under the names of its ``state_dict``.
 
     Args:
         run: the folder of the run.
-        dtype: fp32, bf16 or fp16; None takes the precision that the run computed in.
+        dtype: fp32, bf16 or fp16; None takes the precision that the run computed in, or of a module of your own the
+            dtypes of the checkpoint.
         base: write the frozen base of the run's adapters, dequantized, without them.
+        checkpoint: latest, or best with ``checkpoint.best``.
     """
-    return export_run(path_of(run), path_of(out), dtype, base)[0].folder
+    return export_run(path_of(run), path_of(out), dtype, base, checkpoint)[0].folder
 
 
 def merge(

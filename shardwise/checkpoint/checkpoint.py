@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -145,7 +146,8 @@ def start(run: Run, source: Path, fingerprint: str = "", warn: Warn = to_stderr)
     checkpoint, manifest = found
     require_steps_left(run.recipe, checkpoint, manifest)
     _warn_of_range(run, manifest, warn)
-    return _load(run, checkpoint, manifest, fingerprint)
+    state = _load(run, checkpoint, manifest, fingerprint)
+    return replace(state, best=None)  # its checkpoint is in the folder of the other run
 
 
 def restore_or_start(run: Run, folder: Path, fingerprint: str, say: Say, warn: Warn) -> TrainState | None:

@@ -5,8 +5,8 @@
     rename to step-<step>         the commit; then the parent folder is synced
     only now                      older checkpoints beyond ``keep`` are renamed to tmp-retired-… and deleted
 
-While the guard suspects a loss spike, no older checkpoint is deleted, because a resumed run may rewind to it. (A run
-that is asked to stop saves even then.)
+The best checkpoint (``checkpoint.best``) is kept in addition. While the guard suspects a loss spike, no older
+checkpoint is deleted, because a resumed run may rewind to it. (A run that is asked to stop saves even then.)
 
 There is always a complete checkpoint once there was one. A crash leaves folders named tmp-*, which no reader opens. The
 next start publishes a complete one (a crash just before the rename) and deletes the rest. Foreign folders without a
@@ -32,6 +32,7 @@ from shardwise.checkpoint.manifest import Damaged, Manifest
 from shardwise.core.atomic_file import make_folder, more_room, sync_folder
 from shardwise.core.errors import ResourceError
 from shardwise.core.units import format_bytes
+from shardwise.engine.train_state import TrainState
 
 _STAGED = re.compile(r"tmp-(\d+)-[0-9a-f]+")
 
@@ -107,16 +108,21 @@ def publish(staged: Path, content: Manifest, keep: int) -> Path:
         raise
     sync_folder(folder)
     suspected = content.state.guard.burst is not None
-    _retire(folder, content.state.step, None if suspected else max(1, keep))
+    _retire(folder, content.state, None if suspected else max(1, keep))
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
-def _retire(folder: Path, step: int, keep: int | None) -> None:
-    """Delete all but the ``keep`` (None: all) newest up to ``step``. A failure does not affect the new checkpoint."""
+def _retire(folder: Path, state: TrainState, keep: int | None) -> None:
+    """Delete all but the best and the ``keep`` (None: all) newest up to the step of ``state``.
+
+    A failure does not affect the new checkpoint.
+    """
     found = manifests.committed(folder)
-    kept = [path for path in found if (manifests.step_of(path) or 0) <= step][:keep]
+    kept = [path for path in found if (manifests.step_of(path) or 0) <= state.step][:keep]
+    if state.best is not None:
+        kept.append(folder / f"step-{state.best.step}")
     _delete(path for path in found if path not in kept)
 
 

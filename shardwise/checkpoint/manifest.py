@@ -204,8 +204,9 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
     """The manifest as its file holds it, where pieces name their file by its position."""
     numbers = {name: number for number, name in enumerate(manifest.files)}
     body = plain(manifest)
-    if not manifest.state.cursor:  # manifests from before streamed data have no such key
-        del body["state"]["cursor"]
+    for key in ("cursor", "best"):  # left out where there is nothing to say
+        if not body["state"][key]:
+            del body["state"][key]
     for entry in body["tensors"].values():
         entry["pieces"] = [[numbers[file], offsets, sizes] for file, offsets, sizes in entry["pieces"]]
     return body

@@ -42,6 +42,11 @@ class SavedWeights:
         """Dtype by tensor name, in the checkpoint's order."""
         return {name: DTYPES_BY_NAME[entry.dtype] for name, entry in self._tensors.items()}
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape by tensor name."""
+        return {name: entry.shape for name, entry in self._tensors.items()}
+
     def read(self, name: str) -> Tensor:
         """One unsharded tensor, on the CPU."""
         entry, files = self._tensors[name], ShardFiles(self.checkpoint)

@@ -12,6 +12,7 @@ from shardwise.cli.common import path_argument, path_option
 from shardwise.cli.spinner import working
 
 if TYPE_CHECKING:
+    from shardwise.core.run_files import Which
     from shardwise.export.export_run import Merge
     from shardwise.export.hf_writer import Written
 
@@ -45,6 +46,9 @@ def command(
         bool,
         typer.Option("--base", help="write the frozen base of the run's adapters, dequantized, without them"),
     ] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="the best checkpoint (checkpoint.best) instead of the newest")
+    ] = False,
     gguf: Annotated[
         GgufType | None,
         typer.Option(
@@ -54,6 +58,8 @@ def command(
 ) -> None:
     """Write the newest checkpoint of a run as a Hugging Face folder, with its adapters merged where it has some.
 
+    Of a module of your own (model.factory), OUT has model.safetensors alone, in the dtypes of the checkpoint.
+
     The model of a folder is written with dequantized weights. OUT.gguf, or --gguf, writes a file for llama.cpp.
     """
     from shardwise.core.errors import RecipeError
@@ -62,11 +68,14 @@ def command(
         raise RecipeError("give one folder to write", where="command line", fix="shardwise export RUN OUT")
     from shardwise.export.export_run import export_gguf, export_model, export_run
 
-    if base and (run / "config.json").is_file():
-        raise RecipeError("--base is for runs", where=str(run), why="it is a model", fix="leave out --base")
+    which: Which = "best" if best else "latest"
+    for option, given in {"--base": base, "--best": best}.items():
+        if given and (run / "config.json").is_file():
+            fix = f"leave out {option}"
+            raise RecipeError(f"{option} is for runs", where=str(run), why="it is a model", fix=fix)
     if gguf is not None or target.suffix == ".gguf":
         with working("writing the model"):
-            made = export_gguf(run, target, (gguf or GgufType.fp16).value, base)
+            made = export_gguf(run, target, (gguf or GgufType.fp16).value, base, which)
         typer.echo(told_of_file(made.path, made.tensors, made.bytes, made.tokenizer))
         return
     if (run / "config.json").is_file():
@@ -75,16 +84,20 @@ def command(
         typer.echo(told_of_writing(copied))
         return
     with working("writing the model"):
-        written, merged = export_run(run, target, dtype.value if dtype else None, base)
+        written, merged = export_run(run, target, dtype.value if dtype else None, base, which)
     typer.echo(told_of_writing(written))
     if merged is not None:
         typer.echo(told_of_merge(merged))
     if (target / "tokenizer.json").is_file():
-        from shardwise.data import open_tokenizer
-        from shardwise.data.tokenizer_probe import differences
+        compare_tokenizer(target)
 
-        for sentence in differences(open_tokenizer(str(target)), str(target)):
-            typer.echo(sentence)
+
+def compare_tokenizer(folder: Path) -> None:
+    from shardwise.data import open_tokenizer
+    from shardwise.data.tokenizer_probe import differences
+
+    for sentence in differences(open_tokenizer(str(folder)), str(folder)):
+        typer.echo(sentence)
 
 
 def told_of_writing(written: Written) -> str:

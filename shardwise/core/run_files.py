@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
 from shardwise.core.json_file import Seconds, Size
 from shardwise.core.ledger import Ledger
 from shardwise.core.pipeline.schedule import Action, Kind, Played
+
+Which: TypeAlias = Literal["latest", "best"]
+"""The newest complete checkpoint of a run, or the one with the best value of ``checkpoint.best``."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class StepRecord:
         loss_scale: the factor of fp16's loss; None without one.
         peak_bytes: highest memory of rank 0 so far, as far as it was measured.
         held_out_losses: of the named validation sets.
+        metrics: of ``evaluation.metrics``, on the held-out samples.
         compile_seconds: of compiling kernels in this step.
     """
 
@@ -63,6 +67,7 @@ class StepRecord:
     loss_scale: float | None = None
     peak_bytes: Size | None = None
     held_out_losses: Mapping[str, float] | None = None
+    metrics: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,8 @@ class Outcome:
         phases: the measured seconds of a step by phase; None if the run was too short.
         held_out_losses: the last ones of the named validation sets.
         gradients: their sizes in a step; None without loss scaling.
+        metrics: the last ones of ``evaluation.metrics``.
+        best_step: the step of the best checkpoint; None without ``checkpoint.best``.
     """
 
     ranks: Annotated[tuple[RankMemory, ...], Field(min_length=1)]
@@ -172,6 +179,8 @@ class Outcome:
     phases: PhasesRecord | None = None
     held_out_losses: Mapping[str, float] = field(default_factory=dict)
     gradients: GradientHistogram | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    best_step: Size | None = None
 
     @property
     def worst(self) -> RankMemory:

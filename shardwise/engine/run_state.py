@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -27,7 +28,7 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
     """Every tensor that survives a restart, by name, as this rank holds it: DTensors or plain, not copied.
 
     Parameters and persistent buffers under their canonical names, a shared one once; optimizer state under
-    OPTIMIZER, with the loss scale and what clipping has learned.
+    OPTIMIZER, with the loss scale and what clipping has learned. Complex buffers are pairs of real numbers.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters_of(run).items():
@@ -79,4 +80,5 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in non_persistent_buffers(module):
-                yield canonical_name(f"{path}.{name}" if path else name), buffer.detach()
+                whole = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                yield canonical_name(f"{path}.{name}" if path else name), whole.detach()

@@ -17,8 +17,18 @@ from typing import Self
 
 from pydantic import model_validator
 
-from shardwise.core.json_file import Size
+from shardwise.core.json_file import Finite, Size
 from shardwise.engine.guard import GuardState
+
+
+@dataclass(frozen=True)
+class Best:
+    """The evaluation with the best value of a metric (``checkpoint.best``), and after how many steps."""
+
+    metric: str
+    step: Size
+    value: Finite
+
 
 Span = tuple[Size, Size]
 """Positions from the first, inclusive, to the second, exclusive."""
@@ -35,6 +45,7 @@ class TrainState:
         left_out: positions that are never read again, as spans in order that do not touch.
         guard: the guard's memory.
         cursor: where the streams of the data are before the next step (data/windows.py).
+        best: the best evaluation so far, whose checkpoint is kept.
     """
 
     step: Size = 0
@@ -43,6 +54,7 @@ class TrainState:
     left_out: tuple[Span, ...] = ()
     guard: GuardState = field(default_factory=GuardState)
     cursor: tuple[str, ...] = ()
+    best: Best | None = None
 
     def position(self, index: int) -> int:
         """Position of the batch of step ``index`` (from 0) in the order of the data."""

@@ -1,9 +1,9 @@
-"""Export a run's newest checkpoint as a folder that transformers loads, with the tokenizer of its recipe.
+"""Export a run's checkpoint as a folder that transformers loads, with the tokenizer of its recipe.
 
 Tensors are copied one after the other from the checkpoint's shards to the folder. Without ``dtype``, weights are
 written in the compute dtype of the run: the fp32 master weights of a bf16 run are rounded once, here. For a run with
 adapters, the merged model is written (model/merging.py), or the base that they were trained on. The adapters alone are
-already in the run's folder, in PEFT's format.
+already in the run's folder, in PEFT's format. Of a factory's model the tensors alone are written (module_weights.py).
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.checkpoint.checkpoint import latest
-from shardwise.checkpoint.run_folder import RECIPE, load_run_recipe, require_base
+from shardwise.checkpoint.chosen import chosen_checkpoint, recipe_in
+from shardwise.checkpoint.run_folder import RECIPE, require_base
 from shardwise.checkpoint.saved_weights import SavedWeights
 from shardwise.core.atomic_file import require_new
-from shardwise.core.errors import CheckpointError, DataError, RecipeError
-from shardwise.core.paths import no_folder, path_of
+from shardwise.core.errors import DataError, RecipeError
+from shardwise.core.paths import path_of
+from shardwise.core.run_files import Which
 from shardwise.data import open_tokenizer
 from shardwise.data.ends import GENERATION
 from shardwise.export.ends import with_ends
 from shardwise.export.gguf_file import WrittenFile, write_gguf
 from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, write_model
+from shardwise.export.module_weights import write_weights
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME
 from shardwise.model.merging import Merged, Read
@@ -81,7 +83,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """The newest checkpoint of a run as a plain model, without adapters.
+    """A checkpoint of a run as a plain model, without adapters.
 
     Attributes:
         blueprint: the trained model, with its adapters if it has some. plain: the model without them.
@@ -96,9 +98,11 @@ class OpenedRun:
     contents: Contents
 
 
-def open_run(folder: Path, dtype: str | None = None, base: bool = False) -> OpenedRun:
-    """Open the newest complete checkpoint of a run, or the ``base`` of its adapters. Raises ShardwiseError."""
-    recipe, checkpoint = newest_of(folder)
+def open_run(
+    folder: Path, dtype: str | None = None, base: bool = False, which: Which = "latest"
+) -> OpenedRun:
+    """Open a complete checkpoint of a run, or the ``base`` of its adapters. Raises ShardwiseError."""
+    recipe, checkpoint = checkpoint_of(folder, which)
     if base and recipe.adapter is None:
         why = "it trains all weights, and has no adapter"
         raise RecipeError("this run has no frozen base", where=str(folder), why=why, fix="leave out --base")
@@ -149,10 +153,12 @@ def export_model(folder: Path, target: Path, dtype: str | None = None) -> Writte
 
 
 @frees_returned()
-def export_gguf(source: Path, target: Path, kind: str, base: bool = False) -> WrittenFile:
+def export_gguf(
+    source: Path, target: Path, kind: str, base: bool = False, which: Which = "latest"
+) -> WrittenFile:
     """Write the model of a run or of a Hugging Face folder as a GGUF file of a type (``gguf_file.TYPES``)."""
     if (source / RECIPE).is_file():
-        return write_gguf(target, open_run(source, base=base).contents, kind)
+        return write_gguf(target, open_run(source, base=base, which=which).contents, kind)
     from shardwise.model.hf import HuggingFaceModel
 
     return write_gguf(target, contents_of(HuggingFaceModel(str(source), 1, objective=None)), kind)
@@ -160,15 +166,19 @@ def export_gguf(source: Path, target: Path, kind: str, base: bool = False) -> Wr
 
 @frees_returned()
 def export_run(
-    folder: Path, target: Path, dtype: str | None = None, base: bool = False
+    folder: Path, target: Path, dtype: str | None = None, base: bool = False, which: Which = "latest"
 ) -> tuple[Written, Merge | None]:
-    """Write the newest complete checkpoint of a run; return the merge, if it has adapters. Raises ShardwiseError.
+    """Write a complete checkpoint of a run; return the merge, if it has adapters. Raises ShardwiseError.
 
     Args:
         base: write the frozen weights, dequantized, without the adapters that were trained on them.
     """
     require_new(target)
-    run = open_run(folder, dtype, base)
+    recipe = recipe_in(folder)
+    if recipe.model.factory is not None and not base:
+        own = DTYPES[dtype] if dtype else None
+        return write_weights(recipe, chosen_checkpoint(folder, which), target, own), None
+    run = open_run(folder, dtype, base, which)
     written = write_model(target, run.contents)
     if not run.merged.layers:
         return written, None
@@ -189,30 +199,23 @@ def compared(
     return Merge(len(merged.layers), tuple(sorted(merged.packings)), *found)
 
 
-def newest_of(folder: Path) -> tuple[Recipe, Path]:
-    """The recipe of a run and its newest complete checkpoint. No code of the run's folder is imported.
+def checkpoint_of(folder: Path, which: Which = "latest") -> tuple[Recipe, Path]:
+    """The recipe of a run and a complete checkpoint. No code of the run's folder is imported.
 
     The checkpoint has the adapter's values, so the adapter that the run started from is not needed.
 
     Raises CheckpointError, and RecipeError for a factory's model or a base model that is gone.
     """
-    if not (folder / RECIPE).is_file():
-        why = f"no {RECIPE} in it" if folder.is_dir() else no_folder(folder)
-        raise CheckpointError("not the folder of a run", where=str(folder), why=why)
-    recipe = load_run_recipe(folder)
+    recipe = recipe_in(folder)
     if recipe.model.factory is not None:  # before anything imports it: the folder may be another person's
         raise RecipeError(
-            "a factory's model is neither exported nor sampled from",
+            "a factory's model is not built from the folder of its run",
             where=f"{folder / RECIPE}: model.factory",
             why=f"that would run the code of {recipe.model.factory}",
-            fix="load the checkpoint's safetensors files with your own code",
+            fix="load its weights with your own code: shardwise.load_into(module, DIR), or shardwise export DIR OUT",
         )
     require_base(folder, recipe)
-    checkpoint = latest(folder / "checkpoints")
-    if checkpoint is None:
-        raise CheckpointError(
-            "no checkpoint", where=str(folder), fix="train first: shardwise train --out DIR"
-        )
+    checkpoint = chosen_checkpoint(folder, which)
     if recipe.adapter is not None:
         recipe = recipe.model_copy(update={"adapter": recipe.adapter.model_copy(update={"start_from": None})})
     return recipe, checkpoint

@@ -90,8 +90,9 @@ def write_model(target: Path, contents: Contents) -> Written:
         if len(files) > 1:
             text = {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))}
             _write(staged / INDEX, json.dumps(text, indent=2).encode() + b"\n")
-        config = json.dumps(contents.layout.config, indent=2, sort_keys=True).encode() + b"\n"
-        _write(staged / "config.json", config)
+        if contents.layout.config:
+            config = json.dumps(contents.layout.config, indent=2, sort_keys=True).encode() + b"\n"
+            _write(staged / "config.json", config)
         for name, what in contents.extra_files.items():
             _write(staged / name, what.read_bytes() if isinstance(what, Path) else what())
         _require_same(staged, hashes)

@@ -47,7 +47,7 @@ def recipe_from(
     module: nn.Module,
     loss: Callable[..., Any],
     dataset: Any,
-    folder: Path,
+    folder: Path | None,
     *,
     steps: int,
     batch_size: int,
@@ -55,12 +55,13 @@ def recipe_from(
     schedule: Any = None,
     cluster: str | Mapping[str, Any] = "auto",
     callbacks: Sequence[object] = (),
+    compute_metrics: Callable[..., Any] | None = None,
     sections: Mapping[str, Any] | None = None,
 ) -> Given:
     """The recipe of these objects.
 
     Args:
-        folder: for the module's weights; it must outlive the run.
+        folder: for the module's weights; it must outlive the run. None leaves them out, for a plan.
         sections: further keys of a recipe.
 
     Raises:
@@ -72,6 +73,10 @@ def recipe_from(
     values["cluster"] = {**cluster_named(cluster), **values.get("cluster", {})}
     values["optimizer"] = {**_optimizer(optimizer, objects), **values.get("optimizer", {})}
     values["schedule"] = {**_schedule(schedule, objects), **values.get("schedule", {})}
+    if compute_metrics is not None:
+        objects["compute_metrics"] = compute_metrics
+        metrics = {"metrics": f"{GIVEN}:compute_metrics"}
+        values["evaluation"] = {**values.get("evaluation", {}), **metrics}
     recipe = recipe_of(values, SETTINGS)
     return with_callbacks(Given(recipe, objects), callbacks)
 

@@ -152,9 +152,11 @@ def last_words(folder: Path, page: Path, recipe: Recipe) -> list[str]:
 
     run = read_run(folder)
     said = [*peak_sentences(run.outcome), *step_sentences(run.plan, run.outcome), f"report: {page}"]
-    if recipe.model.factory is None:
+    if recipe.model.factory is None or recipe.adapter is None:
         generate = (
-            f"shardwise generate {folder} --prompt TEXT, " if recipe.model.objective == "causal" else ""
+            f"shardwise generate {folder} --prompt TEXT, "
+            if recipe.model.factory is None and recipe.model.objective == "causal"
+            else ""
         )
         said.append(f"next: {generate}shardwise export {folder} OUT")
     return said

@@ -29,21 +29,21 @@ class GivenModel:
 
     Attributes:
         weights: the file of the module's values; None for a module on the meta device, which is filled by its
-            ``reset_parameters``.
+            ``reset_parameters``, and for a plan.
     """
 
-    def __init__(self, module: nn.Module, loss: Any, dataset: Any, folder: Path) -> None:
+    def __init__(self, module: nn.Module, loss: Any, dataset: Any, folder: Path | None) -> None:
         """Write the values of ``module`` into ``folder``. Raises RecipeError if only some are on the meta device."""
         tensors = _tensors(module)
         real = {name for name, tensor in tensors.items() if not tensor.is_meta}
         if real and len(real) < len(tensors):
             missing = min(tensors.keys() - real)
             raise RecipeError("a part of the module is on the meta device", where=f"module: {missing}")
-        self._module, self._loss, self._dataset = _on_meta(module), loss, dataset
-        self.weights = folder / "weights.safetensors" if real else None
+        self._module, self._loss, self._dataset = on_meta(module), loss, dataset
+        self.weights = folder / "weights.safetensors" if real and folder is not None else None
         if self.weights is not None:
             save_file(
-                {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, self.weights
+                {name: real_pairs(t).cpu().contiguous().clone() for name, t in tensors.items()}, self.weights
             )
 
     def __call__(self) -> tuple[nn.Module, Any, Any]:
@@ -68,9 +68,9 @@ class ObjectModel(FactoryModel):
             share(model, shared_names(self.build()))
         with safe_open(str(self._weights), framework="pt") as file:
             for name, held in _tensors(model).items():
-                whole = file.get_slice(name)
-                value = whole[local_slices(held)] if whole.get_shape() else file.get_tensor(name)
-                local_part(held).copy_(value)
+                whole, target = file.get_slice(name), real_pairs(held)
+                value = whole[local_slices(target)] if whole.get_shape() else file.get_tensor(name)
+                local_part(target).copy_(value)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -80,7 +80,12 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return held
 
 
-def _on_meta(module: nn.Module) -> nn.Module:
+def real_pairs(tensor: Tensor) -> Tensor:
+    """A tensor outside autograd; a complex one as pairs of real numbers, as files hold it."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def on_meta(module: nn.Module) -> nn.Module:
     """A copy without values; shared tensors stay shared."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():

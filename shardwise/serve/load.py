@@ -20,7 +20,7 @@ from shardwise.core.errors import CheckpointError, DataError, RecipeError
 from shardwise.core.paths import no_folder
 from shardwise.data.ends import GENERATION, ends_of_model
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
-from shardwise.export.export_run import newest_of
+from shardwise.export.export_run import checkpoint_of
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.filling import fill_packed, without_adapters
 from shardwise.model.lora import adapt, is_adapter
@@ -75,7 +75,7 @@ def open_model(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: 
 
 
 def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Opened:
-    recipe, checkpoint = newest_of(folder)
+    recipe, checkpoint = checkpoint_of(folder)
     spec = recipe.adapter
     blueprint = base_of(recipe)
     require_text(blueprint)

@@ -84,6 +84,6 @@ def test_a_model_or_a_full_run_has_no_base_to_write(
     assert "--base is for runs" in capfd.readouterr().err
     values = {"model": {"hf": str(tmp_path / "base")}, "data": {"sequence_length": 16}, "steps": 1}
     recipe = recipe_of({**values, "batch_size": 1}, SETTINGS)
-    monkeypatch.setattr(export_run, "newest_of", lambda folder: (recipe, folder))
+    monkeypatch.setattr(export_run, "checkpoint_of", lambda folder, which: (recipe, folder))
     with pytest.raises(RecipeError, match="this run has no frozen base"):
         export_run.open_run(tmp_path, base=True)

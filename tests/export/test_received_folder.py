@@ -31,8 +31,8 @@ def test_a_factory_is_refused_before_it_is_imported(tmp_path: Path, monkeypatch:
     ):
         with pytest.raises(ShardwiseError):
             attempt()
-    with pytest.raises(RecipeError, match="a factory's model is neither exported nor sampled from"):
-        export_run(Path(), Path("out"))
+    with pytest.raises(RecipeError, match="a factory's model is not built from the folder of its run"):
+        load_model(Path())
     assert "planted" not in sys.modules and not (tmp_path / "ran").exists()
 
 

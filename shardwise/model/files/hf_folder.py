@@ -36,7 +36,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class HFFolder:
-    """A folder to be written: ``config.json``, the groups in file order, and files to copy."""
+    """A folder to be written: ``config.json`` (none if empty), the groups in file order, and files to copy."""
 
     config: Mapping[str, Any]
     groups: Sequence[TensorGroup]
