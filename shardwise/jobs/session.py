@@ -33,6 +33,7 @@ from shardwise.runtime.parallel.shard_slices import gather, named_parameters
 from shardwise.train.batches import RankBatches, require_vocabulary
 from shardwise.train.evaluation import evaluate
 from shardwise.train.loop import seed_step
+from shardwise.train.predictions import Predictions
 from shardwise.train.run_log import say, warn
 
 
@@ -43,6 +44,7 @@ class Session:
         recipe, plan: of the run; the plan's forecast holds for this loop.
         rank, world_size: of this process.
         step_number: optimizer steps done.
+        metrics: of the last ``evaluate``.
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
@@ -60,6 +62,8 @@ class Session:
                 fix="use shardwise.train with callbacks",
             )
         self._batches = RankBatches(self._data, self._run)
+        self._predictions = Predictions(self._run) if recipe.evaluation.metrics is not None else None
+        self.metrics: dict[str, float] = {}
         self._state = TrainState()
         self._loss: Tensor | None = None
         self._tokens = torch.zeros(())
@@ -102,12 +106,17 @@ class Session:
         return result
 
     def evaluate(self, name: str = "") -> float:
-        """The validation loss in nats per target; NaN without samples.
+        """The validation loss in nats per target, or of a module's own loss; NaN without samples.
+
+        Sets ``metrics`` to those of ``evaluation.metrics``.
 
         Args:
             name: a set of ``evaluation.sets``; "" is the run's own held-out data.
         """
-        return evaluate(self._run, self._batches.validation(name))
+        predictions = self._predictions if not name else None
+        loss = evaluate(self._run, self._batches.validation(name), predictions)
+        self.metrics = {} if predictions is None else predictions.values()
+        return loss
 
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter in full, as a copy on each rank, by name."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -70,6 +71,13 @@ def innermost_of_user(stack: Iterable[Frame]) -> Frame | None:
     frames = list(stack)
     called = max((at for at, frame in enumerate(frames) if frame.is_ours), default=len(frames))
     return next((frame for frame in frames[:called] if frame.is_users), None)
+
+
+def place_in(error: BaseException) -> str:
+    """Where in the user's code an error was raised, as " at FILE:LINE"; "" if that is not known."""
+    stack = reversed(traceback.extract_tb(error.__traceback__))
+    frame = innermost_of_user([Frame(each.filename, each.lineno or 0, each.name) for each in stack])
+    return "" if frame is None else f" at {frame.file}:{frame.line}"
 
 
 @cache

@@ -38,6 +38,11 @@ def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     yield from _schedule(recipe, document)
     yield from _scaling(recipe, document)
     yield from _initial_adapter(recipe, document)
+    yield from _best(recipe, document)
+    if recipe.evaluation.metrics and recipe.model.factory is None:
+        why = "they are for a module of your own (model.factory)"
+        fix = "remove it; shardwise eval scores language models"
+        yield Complaint(("evaluation", "metrics"), "evaluation.metrics cannot be set here", why, fix)
     if recipe.evaluation.sets and recipe.model.factory is not None:
         why = "a factory brings a dataset of its own, which a source cannot replace"
         yield Complaint(("evaluation", "sets"), "evaluation.sets cannot be set here", why, "remove it")
@@ -286,6 +291,25 @@ def _initial_adapter(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         last = _last_written(document, path, ("adapter", "start_from"))
         why = "start_from has other values for A and B"
         yield Complaint(last, "the adapter starts from two places", why, "keep one of init and start_from")
+
+
+def _best(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+    """The metric of the best checkpoint is one that is evaluated, and its direction is known."""
+    wanted, path = recipe.checkpoint.best_metric, ("checkpoint", "best")
+    if wanted is None:
+        return
+    own = ["held_out_loss"] if recipe.data.held_out else []
+    name, losses = wanted[0], [*own, *recipe.evaluation.sets]
+    if not losses:
+        last = _last_written(document, path, ("data", "held_out"))
+        why = "data.held_out is 0, so nothing is evaluated"
+        yield Complaint(last, "there is no best checkpoint", why, "raise it, or remove checkpoint.best")
+    elif name not in losses and recipe.evaluation.metrics is None:
+        why = f"there are {', '.join(losses)}"
+        yield Complaint(path, f"{name} is not evaluated", why, "name one of them, or add evaluation.metrics")
+    elif name not in losses and ":" not in (recipe.checkpoint.best or ""):
+        fix = f"write max:{name} or min:{name}"
+        yield Complaint(path, f"whether a greater {name} is better is not known", "it is no loss", fix)
 
 
 def _is_preset(name: str) -> bool:

@@ -5,7 +5,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from shardwise.recipe.section import Section, Text, words
+from shardwise.recipe.section import Section, Target, Text, words
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
 SetName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
@@ -21,6 +21,9 @@ class EvaluationSpec(Section):
     sets: Mapping[SetName, Text] = Field(default_factory=dict)
     """further validation sets, each a name with a source as data.source: {code: data/code.jsonl, chat: data/chat}.
     Nothing of them is trained on"""
+    metrics: Target | None = None
+    """package.module:function of (predictions, batch) that returns a dict of numbers: metrics of a factory's module on
+    all held-out samples at once (compute_metrics). predictions is what the module returned, on the CPU"""
     noise_scale: bool = False
     """also measure the gradient noise scale, from which the report advises a batch size: two more passes over a batch
     per evaluation"""

@@ -288,12 +288,23 @@ class CheckpointSpec(Section):
     """optimizer steps between checkpoints; null saves one at the end"""
     keep: Count = 2
     """number of checkpoints to keep, the newest ones"""
+    best: Annotated[str, Field(pattern=r"^((min|max):)?[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}$")] | None = None
+    """metric of the best checkpoint, which is saved after its evaluation and kept in addition: held_out_loss, the name
+    of a validation set, or a metric of evaluation.metrics as max:NAME or min:NAME. For export --best and load_into"""
     background: bool = False
     """asynchronous checkpoints: training waits only for a copy to host memory, and a thread writes the files. The copy
     takes as much host memory as this rank's shards"""
     start_from: Text | None = None
     """checkpoint of another run to continue in a new folder: a step-N folder, or the folder with all of them for the
     newest. A run with checkpoints of its own resumes from those"""
+
+    @property
+    def best_metric(self) -> tuple[str, bool] | None:
+        """The name in ``best``, and whether greater is better; None without it."""
+        if self.best is None:
+            return None
+        mode, _, name = self.best.rpartition(":")
+        return name, mode == "max"
 
 
 class PlanSpec(Section):

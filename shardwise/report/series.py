@@ -70,8 +70,11 @@ def series_of(steps: Sequence[StepRecord], unit: Unit = "tokens") -> list[Series
     memory = unit_for(max((step.peak_bytes or 0 for step in steps), default=1) or 1)
     sets = dict.fromkeys(name for step in steps for name in step.held_out_losses or ())
     named = {name: [(step.held_out_losses or {}).get(name) for step in steps] for name in sets}
+    metrics = dict.fromkeys(name for step in steps for name in step.metrics or ())
+    measured = [Series(f"{n}, held-out", {"": [(s.metrics or {}).get(n) for s in steps]}) for n in metrics]
     rows = [
         Series(loss_title(unit).replace("loss", "loss of validation sets"), named, apart=True),
+        *measured,
         Series("gradient norm", {"": [step.grad_norm for step in steps]}, logarithmic=True),
         Series("learning rate", {"": [step.learning_rate for step in steps]}),
         Series(f"{unit} per second", _rates(steps, unit)),

@@ -9,7 +9,6 @@ earlier where the run pauses.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from shardwise.core.errors import RecipeError, ShardwiseError
 from shardwise.core.user_objects import resolve
-from shardwise.launch.user_code import Frame, innermost_of_user
+from shardwise.launch.user_code import place_in
 
 STOP, SAVE, EVALUATE, SKIP = "stop", "save", "evaluate", "skip"
 ASKS = (STOP, SAVE, EVALUATE, SKIP)
@@ -52,8 +51,8 @@ class Callback:
         return None
 
     def on_evaluate(self, evaluation: Values) -> None:
-        """After an evaluation: ``step``, ``held_out_loss`` (None without held-out data), and ``held_out_losses`` of the
-        named sets.
+        """After an evaluation: ``step``, ``held_out_loss`` (None without held-out data), ``held_out_losses`` of the
+        named sets, and ``metrics``.
         """
 
     def on_save(self, saved: Values) -> None:
@@ -136,15 +135,9 @@ def _answered(name: str, method: str, function: Callable[..., Any], *values: Any
     except Exception as error:  # the user's code
         raise RecipeError(
             "a callback failed",
-            where=f"callbacks: {name}.{method}{_place(error)}",
+            where=f"callbacks: {name}.{method}{place_in(error)}",
             why=f"{type(error).__name__}: {error}",
         ) from error
-
-
-def _place(error: Exception) -> str:
-    stack = reversed(traceback.extract_tb(error.__traceback__))
-    frame = innermost_of_user([Frame(each.filename, each.lineno or 0, each.name) for each in stack])
-    return "" if frame is None else f" at {frame.file}:{frame.line}"
 
 
 def read(flags: Tensor) -> frozenset[str]:

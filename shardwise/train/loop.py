@@ -40,7 +40,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
 from shardwise.train.batches import RankBatches, require_vocabulary
-from shardwise.train.evaluation import evaluate
+from shardwise.train.evaluation import best_of, evaluate
 from shardwise.train.faults.oom_restart import followed_oom, stop_on_oom
 from shardwise.train.faults.recovery import ObservedStep, Recovery, Rewound
 from shardwise.train.gradient_histogram import GradientWatch
@@ -50,6 +50,7 @@ from shardwise.train.noise import gradient_noise, refuse_noise
 from shardwise.train.pass_stopwatch import Stopwatch
 from shardwise.train.pauses import Pauses
 from shardwise.train.phase_stopwatch import PhaseStopwatch
+from shardwise.train.predictions import Predictions
 from shardwise.train.profiling import Profiling
 from shardwise.train.run_log import RunLog, say, trained_sentence, warn
 from shardwise.train.trackers import Tracking
@@ -107,6 +108,7 @@ class Trainer:
         self.state = self._restored()
         self.index = self.state.step
         self.batches = RankBatches(self.data, self.run)
+        self.predictions = Predictions(self.run) if recipe.evaluation.metrics is not None else None
         self.saver = Saver(self.run, job.folder, self.data.fingerprint)
         self.hooks = Hooks(callbacks, dist.get_rank(), [] if tracking is None else [("trackers", tracking)])
         heard = (lambda event: self.hooks.call("on_event", event)) if self.hooks.listening else None
@@ -164,7 +166,7 @@ class Trainer:
             self.saver.wait()
         self.recovery.close()
         timed = self.stopwatch.collect(), self.phases.collect()
-        self.log.end(self.meter.peak, self.state.tokens, *timed, self.gradients.collect())
+        self.log.end(self.meter.peak, self.state, *timed, self.gradients.collect())
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -190,13 +192,27 @@ class Trainer:
         self.hooks.call("on_end", end)
 
     def _rehearse(self) -> None:
-        """Evaluate one micro-batch of a user's own model before the first step.
+        """Evaluate one micro-batch of a user's own model before the first step; all of them for its metrics.
 
         The dry run runs the loss in training mode only, so a fault in evaluation would be found after the last step.
         """
         if self.blueprint.objective is None and self.state.step == 0:
-            evaluate(self.run, self.batches.validation()[:1])
+            batches = self.batches.validation()
+            if not batches and (self.predictions or self.job.recipe.checkpoint.best == "held_out_loss"):
+                why = "the dataset has too few items, or data.held_out is 0"
+                raise RecipeError("there is nothing to evaluate", where="data.held_out", why=why)
+            losses = {"": evaluate(self.run, batches if self.predictions else batches[:1], self.predictions)}
+            best_of(self.job.recipe, None, 0, self._by_name(losses, self._metrics()) if batches else {})
             self.meter.forget()
+
+    def _metrics(self) -> dict[str, float]:
+        """Of the evaluation before."""
+        return {} if self.predictions is None else self.predictions.values()
+
+    @staticmethod
+    def _by_name(losses: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+        """Every value of an evaluation; the loss of the run's own held-out data is ``held_out_loss``."""
+        return {**{name or "held_out_loss": loss for name, loss in losses.items()}, **metrics}
 
     def _end_again(self) -> None:
         """All steps are done: write what an earlier process was killed before it wrote."""
@@ -210,7 +226,7 @@ class Trainer:
         if ADAPTER in left:
             leave(self.run, folder, checkpoint)
         if REPORT in left:
-            self.log.end(self.meter.peak, self.state.tokens, None)
+            self.log.end(self.meter.peak, self.state, None)
 
     def _train(self) -> None:
         """Step to the end of the run; after a rewind, again from the restored state."""
@@ -262,12 +278,17 @@ class Trainer:
         return torch.zeros(1 + len(ASKS))
 
     def _finish(
-        self, pending: _Pending, losses: Mapping[str, float] = {}, noise: GradientNoise | None = None
+        self,
+        pending: _Pending,
+        losses: Mapping[str, float] = {},
+        metrics: Mapping[str, float] = {},
+        noise: GradientNoise | None = None,
     ) -> frozenset[str]:
         """Read, log and judge the results of a step. Returns the flags that are set.
 
         Args:
             losses: of the validation sets by name; "" is the run's own.
+            metrics: of a user's module.
 
         Raises Rewound or NumericsError.
         """
@@ -289,6 +310,7 @@ class Trainer:
             skipped=skipped,
             held_out_loss=losses.get(""),
             held_out_losses={name: loss for name, loss in losses.items() if name} or None,
+            metrics=metrics or None,
             rewinds=rewinds,
             gradient_noise=noise,
             compile_seconds=pending.compiling or None,
@@ -298,7 +320,7 @@ class Trainer:
             self.hooks.step(plain(record))
         if losses:
             found = {"held_out_loss": record.held_out_loss, "held_out_losses": record.held_out_losses or {}}
-            self.hooks.call("on_evaluate", {"step": self.state.step, **found})
+            self.hooks.call("on_evaluate", {"step": self.state.step, **found, "metrics": dict(metrics)})
         faulty = skipped and not (math.isfinite(loss) and math.isfinite(norm))  # else a callback asked for it
         observed = ObservedStep(pending.index, loss, norm, faulty, scale)
         self.state = self.recovery.see(self.state, observed)
@@ -310,7 +332,7 @@ class Trainer:
     def _pause(self, pending: _Pending, asked: frozenset[str]) -> None:
         """Between two steps: evaluate, save, and stop if asked to. The time of a step does not include it."""
         index, recipe, noise = pending.index, self.job.recipe, None
-        losses: dict[str, float] = {}
+        losses, metrics = dict[str, float](), dict[str, float]()
         float(pending.result.loss)  # waits for the device
         pending.seconds += self.log.lap()[0]
         asked |= read(pending.flags)
@@ -318,13 +340,16 @@ class Trainer:
         evaluates = (self.pauses.evaluates(index) or last or EVALUATE in asked) and not stop
         if evaluates:
             for name in self.batches.validation_sets:
-                losses[name] = evaluate(self.run, self.batches.validation(name))
+                own = None if name else self.predictions
+                losses[name] = evaluate(self.run, self.batches.validation(name), own)
+            metrics = self._metrics()
         if evaluates and recipe.evaluation.noise_scale:
             noise = gradient_noise(self.run, self.batches.at(self.state.position(index + 1)))
-        self._finish(pending, losses, noise)
+        self._finish(pending, losses, metrics, noise)
         self._pending = None
         suspicious = self.state.guard.burst is not None
-        if self.pauses.saves(index, stop or last, suspicious) or SAVE in asked:
+        improved = False if suspicious else self._improved(self._by_name(losses, metrics))
+        if self.pauses.saves(index, stop or last, suspicious) or SAVE in asked or improved:
             self._save()
         if last and not stop:
             say(f"a callback ended the run after step {index + 1}")
@@ -338,6 +363,13 @@ class Trainer:
             self.recovery.snapshot(self.state)
         self.meter.forget()
         self.log.lap()
+
+    def _improved(self, values: Mapping[str, float]) -> bool:
+        """Whether an evaluation is the best so far by ``checkpoint.best``; notes it."""
+        before, step = self.state.best, self.state.step
+        best = best_of(self.job.recipe, before, step, values)
+        self.state = replace(self.state, best=best)
+        return best != before
 
     def _save(self) -> None:
         self.log.sync()

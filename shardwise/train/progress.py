@@ -71,6 +71,8 @@ def described(metrics: StepRecord, unit: Unit = "tokens") -> str:
     held_out = "" if metrics.held_out_loss is None else f"  validation loss {metrics.held_out_loss:.4f}"
     for name, loss in (metrics.held_out_losses or {}).items():
         held_out += f"  {name} {loss:.4f}"
+    for name, value in (metrics.metrics or {}).items():
+        held_out += f"  {name} {value:.4g}"
     return f"loss {metrics.loss:.4f}{held_out}  {_rates(metrics, unit)}  peak {format_bytes(metrics.peak_bytes or 0)}"
 
 

@@ -20,6 +20,7 @@ from shardwise.core.run_files import (
     StepRecord,
 )
 from shardwise.core.units import format_count
+from shardwise.engine.train_state import TrainState
 from shardwise.runtime.compiled import seconds_compiling
 from shardwise.train.meter import EXACT_STEPS, Measured
 from shardwise.train.metrics import MetricsFile, typical_seconds
@@ -40,6 +41,7 @@ class RunLog:
         self._lap_began = self._started, seconds_compiling()
         self.validation_loss: float | None = None
         self._set_losses: Mapping[str, float] = {}
+        self._values: Mapping[str, float] = {}
         self._trained: int | None = None
         if self._writes:
             self._metrics = MetricsFile(folder / "metrics.jsonl", resumed, warn)
@@ -47,6 +49,8 @@ class RunLog:
             self.validation_loss = next((loss for loss in reversed(losses) if loss is not None), None)
             named = (record.held_out_losses for record in reversed(self._metrics.before))
             self._set_losses = next(filter(None, named), {})
+            values = (record.metrics for record in reversed(self._metrics.before))
+            self._values = next(filter(None, values), {})
             self._progress = Progressing(steps, resumed, unit=plan.step.unit)
 
     def begin(self, trained: int) -> None:
@@ -67,6 +71,7 @@ class RunLog:
         if record.held_out_loss is not None:
             self.validation_loss = record.held_out_loss
         self._set_losses = record.held_out_losses or self._set_losses
+        self._values = record.metrics or self._values
         if self._writes:
             self._metrics.write(record)
             self._progress.show(record)
@@ -79,7 +84,7 @@ class RunLog:
     def end(
         self,
         peak: Measured,
-        tokens: int,
+        state: TrainState,
         passes: PassesRecord | None,
         phases: PhasesRecord | None = None,
         gradients: GradientHistogram | None = None,
@@ -88,7 +93,7 @@ class RunLog:
 
         Args:
             peak: of this rank; 0 if it made no step, because an earlier process made all of them.
-            tokens: targets that the run was trained on.
+            state: at the end.
             passes: the timed passes of ranks that hold different blocks.
             phases: the timed phases of a step.
             gradients: their sizes in a step.
@@ -112,7 +117,7 @@ class RunLog:
             held_out_loss=self.validation_loss,
             parameters=plan.parameters,
             trained_parameters=self._trained,
-            tokens=tokens,
+            tokens=state.tokens,
             seconds=time.perf_counter() - self._started,
             device=plan.device,
             world_size=plan.world_size,
@@ -120,6 +125,8 @@ class RunLog:
             phases=phases,
             held_out_losses=self._set_losses,
             gradients=gradients,
+            metrics=self._values,
+            best_step=None if state.best is None else state.best.step,
         )
         write_outcome(self._folder, outcome)
 
