@@ -191,7 +191,12 @@ class GradientScale:
         """The parameters, with NaN in the place of elements of vectors that the loss does not determine."""
         limit = 100 * torch.finfo(dtype).eps * self._whole**0.5
         known = {name: largest > limit for name, largest in self._vectors.items()}
-        return {n: p.where(known[n], torch.nan) if n in known else p for n, p in parameters.items()}
+        trained = {name: parameters[name] for name in self._largest if name in parameters}
+        whole = {name: p.where(~p.isnan(), torch.inf) for name, p in trained.items()}  # NaN of training is a fault
+        return {
+            **parameters,
+            **{name: p.where(known[name], torch.nan) if name in known else p for name, p in whole.items()},
+        }
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -246,3 +246,16 @@ def test_a_parameter_is_undetermined_while_its_gradient_is_rounding() -> None:
     model.bias.grad.zero_()
     scale.watch(model)
     assert not scale.undetermined(torch.float32), "it rose once"
+
+
+def test_what_the_loss_does_not_determine_is_left_out_and_nan_is_not() -> None:
+    """A vector's element without a gradient is NaN, which no comparison counts; NaN of training is infinite."""
+    model, scale = nn.Linear(2, 2), GradientScale()
+    model.weight.grad, model.bias.grad = torch.ones(2, 2), torch.tensor([1.0, 1e-9])
+    scale.watch(model)
+    with torch.no_grad():
+        model.weight[0, 0] = torch.nan
+        model.bias[0] = torch.nan
+    left = scale.compared({name: each.detach() for name, each in model.named_parameters()}, torch.float32)
+    assert torch.isinf(left["weight"]).sum() == 1 and not left["weight"].isnan().any()
+    assert torch.isinf(left["bias"][0]) and left["bias"][1].isnan()
