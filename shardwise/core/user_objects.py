@@ -85,7 +85,9 @@ def _of_python(name: str, where: str) -> Any:
     if name not in _given and _FILE in os.environ:
         import cloudpickle
 
-        _given.update(cloudpickle.loads(Path(os.environ[_FILE]).read_bytes()))
+        importable, pickled = cloudpickle.loads(Path(os.environ[_FILE]).read_bytes())
+        sys.path += [folder for folder in importable if folder not in sys.path]
+        _given.update(cloudpickle.loads(pickled))
     if name not in _given:
         raise RecipeError(
             "this object is not here",
@@ -122,7 +124,7 @@ def giving(objects: Mapping[str, object]) -> Iterator[dict[str, str]]:
 
     with here(objects), tempfile.TemporaryDirectory(prefix="shardwise-") as folder:  # for this user alone
         path = Path(folder) / "objects"
-        path.write_bytes(_pickled(objects, cloudpickle.dumps))
+        path.write_bytes(cloudpickle.dumps((sys.path, _pickled(objects, cloudpickle.dumps))))
         yield {_FILE: str(path)}
 
 

@@ -49,7 +49,7 @@ def _counted(
     shapes = batch_shapes(blueprint, data)
     counter = FlopCounter()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng(devices=[]), fake, counter, TARGETS[device_kind].kernels():
+    with torch.random.fork_rng(devices=[]), fake, counter, TARGETS[device_kind].kernels(1):
         model.to_empty(device="cpu")
         blueprint.compute_in(model, dtype_named(dtype))
         batch = {

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,6 +119,7 @@ def _convolution(
 
 
 def _convolution_backward(
+    threads: int,
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -147,21 +149,21 @@ def _convolution_backward(
             own = _bytes(weight) if to_weight else 0
             sizes.append(max(_blocked(dy) + _bytes(weight) + dx - _bytes(x), again * dx) - own)
         if to_weight:
-            sizes.append(max(_blocked(dy) + _reordered(x) + _of_half(dy, x, weight), _bytes(weight)))
+            sizes.append(max(_blocked(dy) + _reordered(x) + _of_half(dy, x, weight, threads), _bytes(weight)))
     workspace = x.new_empty(max(sizes), dtype=torch.uint8)
     found = torch.ops.aten.convolution_backward(dy, x, weight, bias_sizes, *form, output_mask)
     del workspace
     return found
 
 
-def _of_half(dy: Tensor, x: Tensor, weight: Tensor) -> int:
+def _of_half(dy: Tensor, x: Tensor, weight: Tensor, threads: int) -> int:
     """The gradient of a weight in 16 bits: summed in fp32, from transposed samples of each thread."""
     if x.itemsize != 2:
         return 0
     wide = 2 * _bytes(weight)
     if x.shape[1] <= _FIRST or weight.shape[1] == 1 or math.prod(weight.shape[2:]) == 1:
         return wide
-    return wide + (_bytes(dy) + _bytes(x)) * min(torch.get_num_threads(), len(x)) // len(x)
+    return wide + (_bytes(dy) + _bytes(x)) * min(threads, len(x)) // len(x)
 
 
 def _unfolded(backend: str, x: Sized, weight: Tensor, y: Sized, groups: int, to_x: bool = False) -> int:
@@ -222,10 +224,11 @@ def _lstm_backward(x: Tensor, w1: Tensor, w2: Tensor, *args: Any) -> Any:
     return found
 
 
-WITH_WORKSPACE: Mapping[str, Callable[..., Any]] = {
-    "aten::convolution": _convolution,
-    "aten::convolution_backward": _convolution_backward,
-    "aten::mkldnn_rnn_layer": _lstm,
-    "aten::mkldnn_rnn_layer_backward": _lstm_backward,
-}
-"""Operators that allocate what no tensor shows, each with its workspace."""
+def with_workspaces(threads: int) -> Mapping[str, Callable[..., Any]]:
+    """Operators that allocate what no tensor shows, with their workspaces in a process of so many threads."""
+    return {
+        "aten::convolution": _convolution,
+        "aten::convolution_backward": partial(_convolution_backward, threads),
+        "aten::mkldnn_rnn_layer": _lstm,
+        "aten::mkldnn_rnn_layer_backward": _lstm_backward,
+    }

@@ -146,7 +146,8 @@ def dry_run(
         modules = RunningModule(site.view.model)
         fake = StaticFakeMode(allow_non_fake_inputs=True)
         tracker = _tracker(site, target, modules, fake)
-        with torch.random.fork_rng(devices=[]), fake, tracker.watching(), target.kernels(), modules:
+        kernels = target.kernels(cluster.devices_per_node)
+        with torch.random.fork_rng(devices=[]), fake, tracker.watching(), kernels, modules:
             run, few, start, entries = _tracked_step(site, recipe, strategy, (count, reduced), tracker)
         trace = _trace(tracker, start, cluster) if history and target.caches else None
         names = [modules.named(block) for block in site.view.blocks]

@@ -21,8 +21,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardwise.dryrun.onednn import KERNELS, WITH_WORKSPACE
+from shardwise.dryrun.onednn import KERNELS, with_workspaces
 from shardwise.dryrun.tracker import asked_device
+from shardwise.hardware.this_machine import threads_of
 from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
 from shardwise.runtime.parallel.attention_kernels import WIDEST, kernels_as
@@ -43,16 +44,17 @@ class Target:
     """Differences between a kind of device and the fake CPU.
 
     Attributes:
-        kernels: returns a context, entered after the tracker, that substitutes the target's kernels for the CPU's.
+        kernels: returns a context, entered after the tracker, that substitutes the target's kernels for the CPU's;
+            from the number of processes that share a machine.
         workspace: bytes that the backend allocates during a collective, from (kind, payload bytes).
-        kept: bytes that a library keeps for every distinct call of a kernel, from its name and result.
+        kept: bytes that a library keeps for every distinct call of a kernel, from its name, arguments and result.
         is_host: whether device memory is host memory, which also holds snapshots.
         caches: whether the allocator keeps freed memory in segments (dryrun/allocator.py).
     """
 
-    kernels: Callable[[], AbstractContextManager[Any]]
+    kernels: Callable[[int], AbstractContextManager[Any]]
     workspace: Callable[[str, int], int]
-    kept: Callable[[str, Any], int]
+    kept: Callable[[str, Any, Any], int]
     is_host: bool = False
     caches: bool = False
 
@@ -64,6 +66,8 @@ _ONEDNN_KERNEL, _AMX_KERNEL = 560 * 1024, 656 * 1024
 AMD Zen 5 (avx512_bf16), 33 shapes: 0.51 to 0.70 MiB, mean 0.565, independent of the shape. Intel Sapphire Rapids, 43
 shapes: 0.64 to 0.66 MiB for bf16 (AMX tiles), 0.45 to 0.54 MiB for fp16 (avx512_fp16)."""
 
+_LEAST_PRODUCT = 16**3
+"""Multiplications up to which PyTorch calls no oneDNN (mkldnn_gemm_min_size in its Matmul.cpp)."""
 
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 _ATTENTION_KERNEL = 384 * 1024
@@ -79,14 +83,18 @@ def _compiled() -> Mapping[torch.dtype, int]:
     return {dtype: _AMX_KERNEL if amx else _ONEDNN_KERNEL for dtype, amx in onednn_compiles().items()}
 
 
-def _onednn_kernels(operation: str, result: Any) -> int:
+def _onednn_kernels(operation: str, args: Any, result: Any) -> int:
     """oneDNN compiles a convolution, an LSTM and a 16-bit matrix product for each shape and never frees it."""
     if operation in KERNELS:
         dtype = next(each.dtype for each in tree_iter(result) if isinstance(each, Tensor))
         return KERNELS[operation] if dtype == torch.float32 or dtype in _compiled() else 0
     if operation == _ATTENTION:
         return _attention_products(*result[:2]) * _ATTENTION_KERNEL if result[0].dtype in _compiled() else 0
-    return _compiled().get(result.dtype, 0) if operation.startswith(_PRODUCTS) else 0
+    if not operation.startswith(_PRODUCTS):
+        return 0
+    left: Tensor = args["add" in operation]  # addmm(bias, left, right)
+    small = result.numel() * left.shape[-1] <= _LEAST_PRODUCT
+    return 0 if small else _compiled().get(result.dtype, 0)
 
 
 def _attention_products(to_queries: Tensor, to_keys: Tensor) -> int:
@@ -101,7 +109,7 @@ def _block_sizes(length: int, step: int) -> int:
     return (length >= step) + (length % step > 0)
 
 
-def _nothing_kept(operation: str, result: Any) -> int:
+def _nothing_kept(operation: str, args: Any, result: Any) -> int:
     """Accelerators: the device's profile holds these workspaces."""
     return 0
 
@@ -148,7 +156,7 @@ torch.library.register_fake("shardwise::rms_norm_backward", _rms_norm_backward, 
 
 
 @contextmanager
-def cuda_kernels(device_type: str = "cuda") -> Iterator[None]:
+def cuda_kernels(processes: int, device_type: str = "cuda") -> Iterator[None]:
     """Make the dispatcher call CUDA's eager kernels for attention, RMS norm and dropout; ROCm's have the same names.
 
     The kernels are registered at the dispatcher's autograd key, so they apply to every call of these operations, in the
@@ -247,13 +255,13 @@ class _Parts(DispatchMode):
         return (made_of or func)(*args, **(kwargs or {}))
 
 
-def _cpu_kernels() -> _Parts:
+def _cpu_kernels(processes: int) -> _Parts:
     """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts, and workspaces."""
-    return _Parts({**PARTS, **EMULATED, **_SOLVERS, **WITH_WORKSPACE})
+    return _Parts({**PARTS, **EMULATED, **_SOLVERS, **with_workspaces(threads_of(processes))})
 
 
 TARGETS: dict[str, Target] = {
     "cpu": Target(_cpu_kernels, _gloo_workspace, _onednn_kernels, is_host=True),
     "cuda": Target(cuda_kernels, _no_workspace, _nothing_kept, caches=True),
-    "rocm": Target(partial(cuda_kernels, "rocm"), _no_workspace, _nothing_kept, caches=True),
+    "rocm": Target(partial(cuda_kernels, device_type="rocm"), _no_workspace, _nothing_kept, caches=True),
 }

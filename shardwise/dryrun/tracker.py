@@ -114,7 +114,7 @@ class Tracker(DispatchMode):
         axis_of: mesh axis by process group name.
         workspace: bytes that the backend allocates during a collective, from (kind, payload bytes); see
             dryrun/target.py.
-        kept: bytes that a library keeps for every distinct call of a kernel, from its name and result.
+        kept: bytes that a library keeps for every distinct call of a kernel, from its name, arguments and result.
         where: returns the name of the running module.
         calls: returns whether it runs forward.
         notes: returns a dict that all calls of this operation like the last one share (StaticFakeMode.notes).
@@ -124,7 +124,7 @@ class Tracker(DispatchMode):
         self,
         axis_of: Mapping[str, str],
         workspace: Callable[[str, int], int],
-        kept: Callable[[str, Any], int],
+        kept: Callable[[str, Any, Any], int],
         where: Callable[[], str],
         calls: Callable[[], bool] = bool,
         notes: Callable[[Any], dict[Any, Any] | None] = lambda _: None,
@@ -264,7 +264,7 @@ class Tracker(DispatchMode):
         if name.startswith("shardwise::disk_"):
             self._use_disk(name, args)
             return out
-        if (size := self._kept(name, out)) > 0:
+        if (size := self._kept(name, args, out)) > 0:
             self._keep(name, args, size)
         if name.startswith(("c10d::", "_c10d_functional::")):
             self._communicate(func, args, kwargs, out)

@@ -192,7 +192,9 @@ class GradientScale:
         limit = 100 * torch.finfo(dtype).eps * self._whole**0.5
         known = {name: largest > limit for name, largest in self._vectors.items()}
         trained = {name: parameters[name] for name in self._largest if name in parameters}
-        whole = {name: p.where(~p.isnan(), torch.inf) for name, p in trained.items()}  # NaN of training is a fault
+        whole = {
+            name: p.where(~p.isnan(), torch.inf) for name, p in trained.items()
+        }  # NaN of training is a fault
         return {
             **parameters,
             **{name: p.where(known[name], torch.nan) if name in known else p for name, p in whole.items()},

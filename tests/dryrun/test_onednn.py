@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.dryrun.onednn import WITH_WORKSPACE
+from shardwise.dryrun.onednn import with_workspaces
 from shardwise.runtime.torch_private import TorchDispatchMode, tree_iter
 from shardwise.runtime.torch_private_onednn import onednn_compiles
 from shardwise.train.meter import MemoryMeter, return_large_frees
@@ -65,7 +65,7 @@ def workspaces(name: str, dtype: torch.dtype) -> list[tuple[float, float]]:
     found = []
     for operation, arguments in passes:
         with Buffers() as buffers:
-            WITH_WORKSPACE[f"aten::{operation}"](*arguments)
+            with_workspaces(torch.get_num_threads())[f"aten::{operation}"](*arguments)
         found.append(
             (buffers.total / MIB, measured(lambda: getattr(torch.ops.aten, operation)(*arguments)) / MIB)  # noqa: B023
         )

@@ -42,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["cuda", "rocm"])
 def test_fused_norm_keeps_its_input_and_one_number_a_row(kind: str) -> None:
-    with FakeTensorMode(), TARGETS[kind].kernels():
+    with FakeTensorMode(), TARGETS[kind].kernels(1):
         x = torch.empty(32, 64, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(64, dtype=torch.bfloat16, requires_grad=True)
         assert saved_bytes(norm, x, weight) == 32 * 64 * 2 + 64 * 2 + 32 * 4
@@ -51,7 +51,7 @@ def test_fused_norm_keeps_its_input_and_one_number_a_row(kind: str) -> None:
 
 def test_flash_attention_keeps_no_scores_and_no_repeated_heads() -> None:
     """q, k, v, the output, one fp32 log-sum per query and head, and the generator's two numbers."""
-    with FakeTensorMode(), TARGETS["cuda"].kernels():
+    with FakeTensorMode(), TARGETS["cuda"].kernels(1):
         q = torch.empty(1, 8, 256, 32, dtype=torch.bfloat16, requires_grad=True)
         k, v = (torch.empty(1, 2, 256, 32, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
         kept = saved_bytes(attention, q, k, v)
@@ -60,7 +60,7 @@ def test_flash_attention_keeps_no_scores_and_no_repeated_heads() -> None:
 
 
 def test_fp32_attention_runs_forward_and_backward() -> None:
-    with FakeTensorMode(), TARGETS["cuda"].kernels():
+    with FakeTensorMode(), TARGETS["cuda"].kernels(1):
         q = torch.empty(1, 8, 64, 32, requires_grad=True)
         k, v = (torch.empty(1, 2, 64, 32, requires_grad=True) for _ in "kv")
         attention(q, k, v).sum().backward()
@@ -68,7 +68,7 @@ def test_fp32_attention_runs_forward_and_backward() -> None:
 
 
 def test_a_recomputation_meets_the_same_kernels() -> None:
-    with FakeTensorMode(), TARGETS["cuda"].kernels():
+    with FakeTensorMode(), TARGETS["cuda"].kernels(1):
         x = torch.empty(32, 64, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(64, dtype=torch.bfloat16, requires_grad=True)
         checkpoint(norm, x, weight, use_reentrant=False).sum().backward()
@@ -78,7 +78,7 @@ def test_a_recomputation_meets_the_same_kernels() -> None:
 def test_afterwards_the_cpu_s_own_kernels_are_back() -> None:
     x, weight = torch.randn(4, 64), torch.randn(64)
     before = norm(x, weight)
-    with FakeTensorMode(), TARGETS["cuda"].kernels():
+    with FakeTensorMode(), TARGETS["cuda"].kernels(1):
         pass
     torch.testing.assert_close(norm(x, weight), before, rtol=0, atol=0)
     q = torch.randn(1, 2, 8, 4)
@@ -101,10 +101,42 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("compiling")
 def test_onednn_keeps_one_compiled_product_a_shape_in_bf16() -> None:
-    cpu, half = TARGETS["cpu"].kept, torch.empty(3, 5, dtype=torch.bfloat16)
-    assert cpu("aten::mm", half) == cpu("aten::mm", half.repeat(2, 2)) > 0
-    assert cpu("aten::mm", half.float()) == cpu("aten::add.Tensor", half) == 0
-    assert TARGETS["cuda"].kept("aten::mm", half) == 0
+    cpu, half = TARGETS["cpu"].kept, torch.empty(30, 50, dtype=torch.bfloat16)
+    factors = half, torch.empty(50, 50, dtype=torch.bfloat16)
+    assert cpu("aten::mm", factors, half) == cpu("aten::mm", factors, half.repeat(2, 2)) > 0
+    assert cpu("aten::mm", factors, half.float()) == cpu("aten::add.Tensor", factors, half) == 0
+    assert TARGETS["cuda"].kept("aten::mm", factors, half) == 0
+
+
+MULTIPLY = """
+import torch
+for batch, m, k, n in ((1, 4, 64, 10), (1, 8, 64, 10), (1, 16, 16, 16), (1, 16, 16, 17), (2, 4, 64, 8), (2, 4, 64, 9)):
+    left, right = (torch.ones(batch, *shape, dtype=torch.bfloat16) for shape in ((m, k), (k, n)))
+    bias = torch.ones(n, dtype=torch.bfloat16)
+    one, two = left[0], right[0]
+    for call in ("bmm(left, right)", "baddbmm(bias, left, right)", "mm(one, two)", "addmm(bias, one, two)"):
+        print("product", batch, m, k, n, call.partition("(")[0], flush=True)
+        eval("torch." + call)
+"""
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN multiplies nothing in bf16 here"
+)
+@pytest.mark.usefixtures("compiling")
+def test_small_products_are_not_compiled() -> None:
+    """As oneDNN tells which of them it runs."""
+    environment = {**os.environ, "ONEDNN_VERBOSE": "1"}
+    command = [sys.executable, "-c", MULTIPLY]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    for part in said.split("product ")[1:]:
+        *sizes, name = part.split("\n")[0].split()
+        batch, m, k, n = map(int, sizes)
+        shape = (batch, m, n) if "bmm" in name else (m, n)
+        left = torch.empty(*shape[:-1], k, dtype=torch.bfloat16)
+        args = [torch.empty(n), left] if "add" in name else [left]
+        counted = TARGETS["cpu"].kept(f"aten::{name}", args, torch.empty(shape, dtype=torch.bfloat16))
+        assert (counted > 0) == (",exec," in part), part
 
 
 ATTEND = """
@@ -133,5 +165,5 @@ def test_attention_has_onednn_compile_three_products_for_each_pair_of_block_size
     kernel = target._ATTENTION_KERNEL
     for length, part in zip(lengths, said, strict=True):
         grad = torch.empty(1, 2, length, 64, dtype=torch.bfloat16)
-        counted = TARGETS["cpu"].kept(target._ATTENTION, (grad, grad, grad)) // kernel
+        counted = TARGETS["cpu"].kept(target._ATTENTION, (), (grad, grad, grad)) // kernel
         assert counted == part.count("create:cache_miss")
