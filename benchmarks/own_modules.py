@@ -154,7 +154,7 @@ def regression(small: bool = False) -> tuple[nn.Module, Any, Any]:
     return Regression(width, depth), squares, Samples((width,), (width,))
 
 
-KINDS = {"convolutions": (convolutions, 4), "vit": (vit, 8), "regression": (regression, 32)}
+KINDS = {"convolutions": (convolutions, 8), "vit": (vit, 16), "regression": (regression, 32)}
 """The factory, and the samples of a micro-batch."""
 
 

@@ -225,7 +225,7 @@ def _lstm_backward(x: Tensor, w1: Tensor, w2: Tensor, *args: Any) -> Any:
 
 
 def with_workspaces(threads: int) -> Mapping[str, Callable[..., Any]]:
-    """Operators that allocate what no tensor shows, with their workspaces in a process of so many threads."""
+    """Operators that allocate what no tensor shows, with their workspaces in a process of `threads` threads."""
     return {
         "aten::convolution": _convolution,
         "aten::convolution_backward": partial(_convolution_backward, threads),

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from shardwise.dryrun.ctc import CTC
 from shardwise.dryrun.onednn import KERNELS, with_workspaces
 from shardwise.dryrun.tracker import asked_device
 from shardwise.hardware.this_machine import threads_of
@@ -169,7 +170,11 @@ def cuda_kernels(processes: int, device_type: str = "cuda") -> Iterator[None]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        with scoped_kernels(kernels, "AutogradCPU"), kernels_as(device_type), _Parts({**PARTS, **_SOLVERS}):
+        with (
+            scoped_kernels(kernels, "AutogradCPU"),
+            kernels_as(device_type),
+            _Parts({**PARTS, **_SOLVERS, **CTC}),
+        ):
             yield
 
 
@@ -257,7 +262,7 @@ class _Parts(DispatchMode):
 
 def _cpu_kernels(processes: int) -> _Parts:
     """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts, and workspaces."""
-    return _Parts({**PARTS, **EMULATED, **_SOLVERS, **with_workspaces(threads_of(processes))})
+    return _Parts({**PARTS, **EMULATED, **_SOLVERS, **CTC, **with_workspaces(threads_of(processes))})
 
 
 TARGETS: dict[str, Target] = {

@@ -25,6 +25,7 @@ from shardwise.model.lora import adapt
 from shardwise.model.merging import Merged
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import canonical_name, local_part, local_slices, named_parameters
+from shardwise.runtime.scalar_parameters import store_as_vectors
 from shardwise.runtime.torch_private import non_persistent_buffers
 
 MOST_NAMED = 3
@@ -56,11 +57,12 @@ def load_into(module: nn.Module, run: str | Path, checkpoint: Which = "latest") 
     if adapter is not None:
         units = getattr(adapted, "units", list)
         adapt(adapted, list(units()), adapter)
+    store_as_vectors(adapted)
     _require_same(weights, stored_tensors(adapted), chosen)
     merged = Merged(adapted, weights.read)
     for name, target in targets.items():
         value = merged.read(name)
-        local_part(target).copy_(value[local_slices(target)] if value.ndim else value)
+        local_part(target).copy_(value[local_slices(target)] if target.ndim else value.reshape(()))
     return manifests.step_of(chosen) or 0
 
 

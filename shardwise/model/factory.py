@@ -42,6 +42,7 @@ from shardwise.runtime.parallel.shard_slices import (
     shared_names,
 )
 from shardwise.runtime.parallel.tensor import Split, TensorPlan
+from shardwise.runtime.scalar_parameters import store_as_vectors
 
 LossFunction = Callable[[nn.Module, Batch], LossSum]
 
@@ -63,6 +64,7 @@ class FactoryModel(Blueprint):
         with torch.device("meta"):
             module, self._loss, dataset = self._call()
         self._require_real(module)
+        self._require_initial_values(module)
         self.dataset = self._make_dataset(dataset)
         self._sample = None if dataset is None else self._first_sample()
 
@@ -75,8 +77,15 @@ class FactoryModel(Blueprint):
                     fix="store it as torch.view_as_real(...), and compute with torch.view_as_complex",
                 )
 
+    def _require_initial_values(self, module: nn.Module) -> None:
+        """Tell it before a plan."""
+        for path, each in module.named_modules():
+            if _reset_function(each) is None:
+                self._require_no_tensors(path, each)
+
     def build(self, depth: int | None = None) -> nn.Module:
         model = self._call()[0]
+        store_as_vectors(model)
         cast_layer_inputs(model, self.blocks(model))
         return model
 
@@ -150,7 +159,7 @@ class FactoryModel(Blueprint):
     def fill(self, model: nn.Module, seed: int) -> None:
         """Raises RecipeError, naming the module, if a module has tensors but no ``reset_parameters``."""
         with torch.device("meta"):
-            reference = self.build()
+            reference = self._call()[0]
         share(model, shared_names(reference))
         held: dict[str, Tensor] = dict(named_parameters(model))
         held.update((canonical_name(name), buffer) for name, buffer in model.named_buffers())
@@ -164,7 +173,7 @@ class FactoryModel(Blueprint):
                     *module.named_buffers(prefix=path),
                 ]:
                     if name in held:
-                        local_part(held[name]).copy_(value[local_slices(held[name])])
+                        local_part(held[name]).copy_(value[local_slices(held[name])] if value.ndim else value)
                 module.to("meta")
 
     def _resettable(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -194,7 +203,8 @@ class FactoryModel(Blueprint):
         if own:
             raise self._error(
                 f"module {path or type(module).__name__!r} does not initialize {own[0]}",
-                fix=f"give {type(module).__name__} a reset_parameters() that fills it",
+                fix=f"give {type(module).__name__} a reset_parameters() that fills it, or the module with values to "
+                "shardwise.fit",
             )
 
     def _call(self) -> tuple[nn.Module, LossFunction, Any]:

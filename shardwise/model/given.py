@@ -59,6 +59,9 @@ class ObjectModel(FactoryModel):
         self.name = type(given()[0]).__name__
         self._weights: Path | None = given.weights
 
+    def _require_initial_values(self, module: nn.Module) -> None:
+        """Its own values, if it has some."""
+
     @torch.no_grad()
     def fill(self, model: nn.Module, seed: int) -> None:
         if self._weights is None:

@@ -343,6 +343,41 @@ def functional() -> Any:
     )
 
 
+class TwoTowers(nn.Module):
+    """Images and words; a temperature without dimensions, as CLIP's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Conv2d(3, 6, 3, stride=2), nn.ReLU(inplace=True), nn.Flatten())
+        self.enter, self.words = nn.Linear(96, 6), nn.EmbeddingBag(5, 6)
+        self.temperature = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.image[0].reset_parameters()
+        self.enter.reset_parameters()
+        self.words.reset_parameters()
+        nn.init.constant_(self.temperature, 0.5)
+
+    def forward(self, image: Tensor, ids: Tensor) -> Tensor:
+        seen = F.normalize(self.enter(self.image(image)), dim=-1)
+        return self.temperature.exp() * seen @ F.normalize(self.words(ids), dim=-1).T
+
+
+def both_ways(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+    logits = model(batch["image"], batch["ids"])
+    pairs = torch.arange(len(logits), device=logits.device)
+    losses = F.cross_entropy(logits, pairs, reduction="sum") + F.cross_entropy(
+        logits.T, pairs, reduction="sum"
+    )
+    return losses, 2 * len(logits)
+
+
+def contrastive() -> Any:
+    shapes: Shapes = {"image": ((3, 10, 10), torch.float32), "ids": ((4,), torch.int64)}
+    return TwoTowers(), both_ways, Items(shapes)
+
+
 FACTORIES = (
     "batch_norm",
     "group_norm",
@@ -355,4 +390,5 @@ FACTORIES = (
     "siamese",
     "mixed",
     "functional",
+    "contrastive",
 )

@@ -117,6 +117,4 @@ def share(model: nn.Module, aliases: dict[str, str]) -> None:
     for alias, first in aliases.items():
         if alias in owners and first in owners:
             (module, name), (holder, held) = owners[alias], owners[first]
-            parameter = getattr(holder, held)
-            if getattr(module, name) is not parameter:
-                setattr(module, name, parameter)
+            module._parameters[name] = holder._parameters[held]
