@@ -143,8 +143,7 @@ def dry_run(
         if (place := site.options.place) is not None:
             site.options.place = place = place.reduced(reduced)
         elements, even = weights_in(site.view.model), _even(site)
-        modules = RunningModule(site.view.model)
-        fake = StaticFakeMode(allow_non_fake_inputs=True)
+        modules, fake = RunningModule(site.view.model), StaticFakeMode(allow_non_fake_inputs=True)
         tracker = _tracker(site, target, modules, fake)
         kernels = target.kernels(cluster.devices_per_node)
         with torch.random.fork_rng(devices=[]), fake, tracker.watching(), kernels, modules:
