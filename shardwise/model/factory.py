@@ -22,6 +22,7 @@ depend on the sharding, and memory is that of one module.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -129,7 +130,20 @@ class FactoryModel(Blueprint):
 
     def _called(self, model: nn.Module, batch: Batch) -> LossSum:
         with casting(model):
-            return self._summed(self._loss(model, batch))
+            try:
+                return self._summed(self._loss(model, batch))
+            except KeyError as error:
+                if not self._reads_batch(error) or error.args[0] in batch:
+                    raise
+                why = f"it has {', '.join(batch)}"
+                raise self._error(
+                    f"the batch has no {error.args[0]!r}, which the loss reads", why=why
+                ) from error
+
+    def _reads_batch(self, error: KeyError) -> bool:
+        """Whether the loss itself raised it, and no function that it calls."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return bool(error.args) and frames[-1].f_code is getattr(self._loss, "__code__", None)
 
     def _summed(self, made: object) -> LossSum:
         """What the user's loss returned, as two scalar tensors on the device of the sum; a count may be a number."""
@@ -237,15 +251,27 @@ class FactoryModel(Blueprint):
         except Exception as error:  # the user's code
             raise self._error("the dataset cannot be read", why=f"{type(error).__name__}: {error}") from error
         if length < 1 or not isinstance(sample, dict) or not sample:
-            raise self._error("the dataset's samples must be dicts of tensors")
-        for name, value in sample.items():
-            if not isinstance(value, Tensor) or value.is_meta:
-                found = "is on the meta device" if isinstance(value, Tensor) else "is not a tensor"
-                raise self._error(
-                    f"{name!r} of the dataset {found}",
-                    fix=f"let {self.name}() return a function that makes the dataset",
-                )
-        return sample
+            raise self._error(
+                "the dataset's samples must be dicts of tensors",
+                why=f"sample 0 is {_described(sample)}" if length else "it has no samples",
+                fix='name the values: {"image": image, "label": label}',
+            )
+        return {str(name): self._tensor(name, value) for name, value in sample.items()}
+
+    def _tensor(self, name: str, value: object) -> Tensor:
+        """A value of a sample; numbers and NumPy arrays become tensors, as in a batch."""
+        try:
+            tensor = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = _described(value)
+            fix = "leave it out, or give a tensor, a number or an array"
+            raise self._error(
+                f"{name!r} of the dataset is not a tensor", why=f"it is {kind}", fix=fix
+            ) from error
+        if tensor.is_meta:
+            fix = f"let {self.name}() return a function that makes the dataset"
+            raise self._error(f"{name!r} of the dataset is on the meta device", fix=fix)
+        return tensor
 
     def _error(self, what: str, why: str = "", fix: str = "") -> RecipeError:
         return RecipeError(what, where=f"model.factory: {self.target}", why=why, fix=fix)

@@ -19,6 +19,7 @@ SOURCE = '''
 """Two spirals in a noisy 8-dimensional space, and a small residual network that tells them apart."""
 import math
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -122,6 +123,20 @@ def early_data():
 
 def broken_data():
     return Classifier(10, 2), loss, lambda: 1 / 0
+
+
+def texts():
+    return Classifier(10, 2), loss, lambda: [{"x": torch.zeros(8), "name": "a"}]
+
+
+def numbers():
+    """Labels as torchvision gives them, and an array."""
+    samples = [{"x": numpy.zeros(8, dtype="float32"), "labels": index % 2} for index in range(8)]
+    return Classifier(10, 2), loss, lambda: samples
+
+
+def other_names():
+    return Classifier(10, 2), loss, lambda: [{"x": torch.zeros(8), "label": torch.tensor(0)}] * 8
 
 
 def no_dicts():
@@ -275,7 +290,8 @@ def test_a_dataset_may_be_an_instance_or_missing(make: Any) -> None:
         ("swapped", {}, "must return an nn.Module and a function"),
         ("early_data", {}, "'x' of the dataset is on the meta device"),
         ("broken_data", {}, "dataset cannot be made .*division by zero"),
-        ("no_dicts", {}, "must be dicts of tensors"),
+        ("no_dicts", {}, "must be dicts of tensors .*sample 0 is a tensor of shape .*name the values"),
+        ("texts", {}, "'name' of the dataset is not a tensor .*it is a str; leave it out"),
         ("complex_weights", {}, r"the parameter phase is complex .*view_as_real"),
     ],
 )
@@ -311,6 +327,17 @@ def test_a_loss_that_is_no_sum_and_count_is_told_in_a_line(
     blueprint = make(function)
     with pytest.raises(RecipeError, match=rf"must return \(sum.*{returned}.*reduction='sum'"):
         blueprint.loss(whole(blueprint), batch_of(blueprint))
+
+
+def test_numbers_and_arrays_of_samples_are_tensors_of_the_plan(make: Any) -> None:
+    assert make("numbers").sample_shapes(0) == {"x": ((8,), torch.float32), "labels": ((), torch.int64)}
+
+
+def test_a_key_that_the_batch_lacks_is_told_in_a_line(make: Any, whole: Any) -> None:
+    blueprint = make("other_names")
+    with pytest.raises(RecipeError, match=r"no 'labels', which the loss reads .*it has x, label$") as caught:
+        blueprint.loss(whole(blueprint), batch_of(blueprint))
+    assert "\n" not in caught.value.line()
 
 
 def test_a_loss_of_few_digits_is_refused(make: Any, whole: Any) -> None:
