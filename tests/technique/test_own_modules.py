@@ -80,7 +80,12 @@ def test_every_kind_of_module_trains_in_every_precision_and_stage(
 
 
 @pytest.mark.parametrize(
-    "name", ["batch_norm", "vit", *(pytest.param(n, marks=pytest.mark.long) for n in ("mixed", "diffusion"))]
+    "name",
+    [
+        "batch_norm",
+        "vit",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("mixed", "diffusion", "contrastive")),
+    ],
 )
 def test_layers_that_run_again_or_elsewhere_cast_as_well(name: str, pool: Pool, tmp_path: Path) -> None:
     trains(pool, tmp_path, recipe(name), MORE)
