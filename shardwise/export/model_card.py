@@ -8,7 +8,7 @@ from pathlib import Path
 from shardwise.checkpoint import manifest
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.plan import Plan
-from shardwise.export.export_run import export_run, newest_of, tokenizer_files
+from shardwise.export.export_run import checkpoint_of, export_run, tokenizer_files
 from shardwise.recipe.sections import Recipe
 from shardwise.recipe.yaml_source import written
 
@@ -25,7 +25,7 @@ def finish_adapter(folder: Path, recipe: Recipe, plan: Plan, loss: float | None)
 
 def finish_model(run: Path, folder: Path, recipe: Recipe, plan: Plan, loss: float | None) -> None:
     """Export the run's model to ``folder``, if it is not there or older, with its card. Raises ShardwiseError."""
-    checkpoint = newest_of(run)[1]
+    checkpoint = checkpoint_of(run)[1]
     config = folder / "config.json"
     if config.exists() and config.stat().st_mtime < (checkpoint / manifest.NAME).stat().st_mtime:
         shutil.rmtree(folder)  # the run has gone on since
