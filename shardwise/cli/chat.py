@@ -38,12 +38,12 @@ def command(
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: by the device")] = None,
     device: Annotated[str | None, typer.Option(help="such as cpu or cuda:1; default: the first GPU")] = None,
 ) -> None:
-    """Talk with a model through its chat template, with its adapters. /adapter NAME, /clear and /exit are commands."""
+    """Talk with a model through its chat template, with its adapters. /help lists the commands."""
     folders, asked = named_adapters(adapter or [])
     with working(f"reading {model}"):
         import torch
 
-        from shardwise.serve.chat import COMMANDS, Conversation
+        from shardwise.serve.chat import Conversation
         from shardwise.serve.sampling import Sampling
         from shardwise.serve.serving import load_model
 
@@ -53,7 +53,7 @@ def command(
     sampling = Sampling(tokens=tokens, temperature=temperature, top_k=None, top_p=top_p, seed=seed)
     conversation = Conversation(served, sampling, system, asked[0] if asked else None)
     if sys.stdin.isatty():
-        typer.echo(f"{model} on {place}. {COMMANDS}")
+        typer.echo(f"{model} on {place}. /help lists the commands, /exit leaves")
     for line in _lines():
         if not _answered(conversation, served, line):
             return

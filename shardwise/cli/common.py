@@ -69,3 +69,9 @@ def _terminal() -> dict[str, str]:
     if not sys.stdout.isatty():
         return {}
     return {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
+
+
+def next_lines(commands: Sequence[tuple[str, str]]) -> list[str]:
+    """The block of the next commands, each with what it does. A shell takes a line as it is."""
+    width = max((len(command) for command, _ in commands), default=0)
+    return ["next:", *(f"  {command:{width}}  # {what}" for command, what in commands)] if commands else []

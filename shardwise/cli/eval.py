@@ -47,7 +47,7 @@ def command(
         str | None, typer.Option(help="tokenizer to use instead of the model's: bytes, a folder or a Hub id")
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(help="tokens of a sequence; default: the model's, at most 1024", min=1)
+        int | None, typer.Option(help="most tokens of a sequence; default: the model's, at most 1024", min=1)
     ] = None,
     sequences: Annotated[int | None, typer.Option(help="number of sequences; default: all", min=1)] = None,
     batch: Annotated[int, typer.Option(help="sequences at a time", min=1)] = 8,
@@ -104,5 +104,7 @@ def _perplexity(model: Path, data: str, options: EvaluationOptions, as_json: boo
     if as_json:
         typer.echo(json.dumps({**vars(found), "perplexity": found.perplexity}))
         return
-    read = f"{found.targets:,} targets in {found.sequences:,} sequences of {found.sequence_length:,} tokens"
+    equal = found.tokens == found.sequences * found.sequence_length
+    length = f"{'' if equal else 'up to '}{found.sequence_length:,} tokens"
+    read = f"{found.targets:,} targets in {found.sequences:,} sequences of {length}"
     typer.echo(f"loss {found.loss:.4f} nats per target, perplexity {found.perplexity:.4g}, of {read}")

@@ -77,6 +77,8 @@ def command(
         with working("writing the model"):
             made = export_gguf(run, target, (gguf or GgufType.fp16).value, base, which)
         typer.echo(told_of_file(made.path, made.tensors, made.bytes, made.tokenizer))
+        for sentence in made.differences:
+            typer.echo(sentence)
         return
     if (run / "config.json").is_file():
         with working("writing the model"):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import textwrap
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.common import Overrides, path_option, run_workers
+from shardwise.cli.common import Overrides, next_lines, path_option, run_workers
 from shardwise.cli.init import DataArgument, DeviceOption, Epochs, MethodOption, ModelArgument
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 from shardwise.recipe.fine_tuning import Method
+
+if TYPE_CHECKING:
+    from shardwise.serve.samples import AnswerSample
+
+INDENT, WIDTH, LINES = 10, 100, 3
+"""Of a sample: columns before its texts, the longest line, and most lines of a text."""
 
 
 def command(
@@ -75,8 +82,8 @@ def _finish(out: Path, accelerated: bool) -> None:
     from shardwise.checkpoint.run_folder import read_job
     from shardwise.export.model_card import finish_adapter, finish_model
     from shardwise.jobs.finetuning import result_folder
+    from shardwise.jobs.next_commands import next_commands
     from shardwise.report.record import read_run
-    from shardwise.serve.answers import answers
 
     recipe, plan = read_job(out)
     loss, target = read_run(out).held_out_loss, result_folder(out, recipe)
@@ -84,14 +91,31 @@ def _finish(out: Path, accelerated: bool) -> None:
         finish_adapter(target, recipe, plan, loss)
     else:
         finish_model(out, target, recipe, plan, loss)
-    for sample in answers(out, "cuda" if accelerated else "cpu"):
-        typer.echo(
-            f"\nprompt    {sample.prompt!r}\nanswer    {sample.answer!r}\nexpected  {sample.expected!r}"
-        )
-    typer.echo(f"\n{target}: {'adapter' if recipe.adapter else 'model'}, tokenizer and model card. Next:")
-    if recipe.adapter is not None:
-        typer.echo(f"  shardwise generate {recipe.model.hf} --adapter {target} --prompt TEXT")
-        typer.echo(f"  shardwise merge {recipe.model.hf} {target} MERGED")
-    else:
-        typer.echo(f"  shardwise generate {target} --prompt TEXT")
-        typer.echo(f"  shardwise export {out} OUT.gguf")
+    for answer in _answers(out, "cuda" if accelerated else "cpu"):
+        parts = {"prompt": answer.question.asked, "answer": answer.text, "expected": answer.question.expected}
+        typer.echo("\n" + "\n".join(_shown(name, text) for name, text in parts.items()))
+    typer.echo(f"\n{target}: {'adapter' if recipe.adapter else 'model'}, tokenizer and model card")
+    for line in next_lines(next_commands(out)):
+        typer.echo(line)
+
+
+def _answers(out: Path, device: str) -> list[AnswerSample]:
+    """Answers to records of the run; none of a model that does not fit on one device."""
+    from torch import OutOfMemoryError
+
+    from shardwise.serve.samples import answers
+
+    try:
+        return answers(out, device)
+    except OutOfMemoryError:
+        typer.echo("no samples: the model does not fit on one device")
+        return []
+
+
+def _shown(name: str, text: str) -> str:
+    """A part of a sample: its name, and up to three lines of its text below each other."""
+    lines = [line for line in text.splitlines() if line.strip()] or [""]
+    shown = [line if len(line) <= WIDTH else f"{line[:WIDTH]} …" for line in lines[:LINES]]
+    if len(lines) > LINES:
+        shown.append("…")
+    return textwrap.indent("\n".join(shown), " " * INDENT).replace(" " * INDENT, name.ljust(INDENT), 1)

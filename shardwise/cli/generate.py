@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,6 +51,9 @@ def command(
     repetition_penalty: Annotated[
         float, typer.Option(help="divide the logits of tokens that have occurred", min=0.0)
     ] = 1.0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="ask every prompt as a user's turn, through the chat template")
+    ] = False,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")] = None,
     past_end: Annotated[bool, typer.Option("--past-end", help="continue after an end-of-text token")] = False,
     seed: Annotated[int, typer.Option(help="seed of the sampling", min=0)] = 0,
@@ -78,16 +82,54 @@ def command(
         from shardwise.serve.serving import load_model
 
         served = load_model(model, folders, tokenizer=tokenizer, precision=precision, device=device)
-    _show(served, wanted, batch, as_json)
+        if prompt and not (chat or as_json):
+            _hint(model, served, prompt)
+    _show(served, wanted, batch, as_json, chat)
 
 
-def _show(served: ServedModel, wanted: list[Request], batch: int, as_json: bool) -> None:
+def _hint(model: Path, served: ServedModel, prompts: Sequence[str]) -> None:
+    """Say that a model of chats continues prompts that no chat template has written."""
+    if _talks(model, served) and not _has_tags(served, prompts):
+        hint = (
+            "prompts are continued as they are; --chat asks them as turns of a chat, as shardwise chat does"
+        )
+        typer.echo(f"{model}: {hint}", err=True)
+
+
+def _talks(model: Path, served: ServedModel) -> bool:
+    """Whether a run was trained on chats; of a folder, whether its tokenizer has a chat template."""
+    from shardwise.checkpoint.run_folder import RECIPE, load_run_recipe
+    from shardwise.core.errors import ShardwiseError
+    from shardwise.jobs.next_commands import trained_on_chats
+
+    if not (model / RECIPE).is_file():
+        return served.tokenizer.name != "bytes" and served.tokenizer.chat is not None
+    try:
+        return trained_on_chats(load_run_recipe(model))
+    except ShardwiseError:  # its data is not here
+        return False
+
+
+def _has_tags(served: ServedModel, prompts: Sequence[str]) -> bool:
+    """Whether a prompt has special tokens, as one that a chat template wrote."""
+    tokenizer = served.tokenizer
+    return any(not tokenizer.special.isdisjoint(tokenizer.encode(prompt)) for prompt in prompts)
+
+
+def _show(served: ServedModel, wanted: list[Request], batch: int, as_json: bool, chat: bool) -> None:
+    asked = [request.prompt for request in wanted]
+    if chat:
+        from shardwise.serve.chat import opened
+
+        wanted = [replace(request, prompt=opened(served.tokenizer, request.prompt)) for request in wanted]
     if as_json:
-        _print_json(served, wanted, batch)
-    elif len(wanted) == 1:
-        _stream(served, wanted)
+        _print_json(served, wanted, asked, batch)
+        return
+    shown = [f"{prompt}\n" for prompt in asked] if chat else asked
+    if len(wanted) == 1:
+        _stream(served, wanted, shown[0])
     else:
-        _print(served, wanted, batch)
+        _print(served, wanted, shown, batch)
 
 
 def named_adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
@@ -115,24 +157,24 @@ def _name_of(folder: Path) -> str:
     return place.parent.name if place.name == "adapter" else place.name
 
 
-def _stream(served: ServedModel, wanted: list[Request]) -> None:
-    typer.echo(wanted[0].prompt, nl=False)
+def _stream(served: ServedModel, wanted: list[Request], asked: str) -> None:
+    typer.echo(asked, nl=False)
     for piece in while_read(served.generate(wanted)):
         typer.echo(piece.text, nl=False)
     typer.echo()
 
 
-def _print(served: ServedModel, wanted: list[Request], batch: int) -> None:
+def _print(served: ServedModel, wanted: list[Request], asked: Sequence[str], batch: int) -> None:
     for place, text, _ in _whole(served, wanted, batch):
         request = wanted[place]
         name = "" if request.adapter is None else f" · {request.adapter}"
-        typer.echo(f"── {place + 1}{name} ──\n{request.prompt}{text}\n")
+        typer.echo(f"── {place + 1}{name} ──\n{asked[place]}{text}\n")
 
 
-def _print_json(served: ServedModel, wanted: list[Request], batch: int) -> None:
+def _print_json(served: ServedModel, wanted: list[Request], asked: Sequence[str], batch: int) -> None:
     for place, text, end in _whole(served, wanted, batch):
         request = wanted[place]
-        said = {"request": place + 1, "adapter": request.adapter, "prompt": request.prompt}
+        said = {"request": place + 1, "adapter": request.adapter, "prompt": asked[place]}
         typer.echo(json.dumps({**said, "text": text, "end": end}, ensure_ascii=False))
 
 

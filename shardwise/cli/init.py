@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import path_option
+from shardwise.cli.common import next_lines, path_option
 from shardwise.core.errors import RecipeError
 from shardwise.core.paths import seen_from
+from shardwise.recipe.fine_tuning import FineTuning
+
+PLACEHOLDER = "MODEL"
 
 
 class MethodName(StrEnum):
@@ -45,14 +49,17 @@ DeviceOption = Annotated[DeviceName | None, typer.Option(help="cpu leaves GPUs u
 
 
 def command(
-    model: ModelArgument = "MODEL",
+    model: ModelArgument = PLACEHOLDER,
     data: DataArgument = "data.jsonl",
     out: Annotated[Path, path_option("the file to write")] = Path("recipe.yaml"),
     epochs: Epochs = None,
     method: MethodOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Write a commented recipe for fine-tuning on this machine's devices. Reads neither model nor data."""
+    """Write a commented recipe for fine-tuning on this machine's devices. Trains nothing.
+
+    Sequences follow from the model and the data, as for `finetune`, where they are on this machine.
+    """
     if out.exists():
         why, fix = "there is a file of this name", "give another --out, or remove it"
         raise RecipeError("nothing is replaced", where=str(out), why=why, fix=fix)
@@ -60,8 +67,27 @@ def command(
     from shardwise.jobs.finetuning import EPOCHS, draft, hardware_here
 
     hardware = hardware_here(device.value if device else None)
-    found = draft(model, data, epochs or EPOCHS, hardware, read_data=False)
-    asked = replace(found, model=seen_from(found.model, out.parent), data=seen_from(found.data, out.parent))
+    epochs = epochs or EPOCHS
+    if model == PLACEHOLDER:
+        asked = FineTuning(model, data, epochs, hardware=hardware, unread=(model, data))
+    else:
+        asked = draft(model, data, epochs, hardware, missing_ok=True)
+        asked = replace(
+            asked, model=seen_from(asked.model, out.parent), data=seen_from(asked.data, out.parent)
+        )
     chosen = method.value if method else "lora"
     write_whole(out, asked.recipe(chosen).encode("utf-8"))  # type: ignore[arg-type]
-    typer.echo(f"{out}: next, shardwise data {out}, shardwise plan {out}, shardwise train {out} --out DIR")
+    typer.echo(f"{out}: the recipe, written")
+    if model == PLACEHOLDER:
+        typer.echo("write your model and your data into it")
+        return
+    if asked.unread:
+        typer.echo(f"not read: {', '.join(asked.unread)}; look at sequence_length and batch_size")
+    file = shlex.quote(str(out))
+    commands = [
+        (f"shardwise data {file}", "look at the records"),
+        (f"shardwise plan {file}", "memory and seconds, without training"),
+        (f"shardwise train {file} --out {shlex.quote(str(Path('runs') / out.stem))}", "train"),
+    ]
+    for line in next_lines(commands):
+        typer.echo(line)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.common import Overrides, RecipeArgument, path_option, run_workers
+from shardwise.cli.common import Overrides, RecipeArgument, next_lines, path_option, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 from shardwise.jobs.request import read
@@ -41,7 +41,13 @@ def command(
 
         with preloaded(cluster.world_size, cluster.nodes), working() as progress:
             say = progress.stopping(typer.echo)
-            train(wanted, cluster, out, run_workers, exact_memory=exact_memory, say=say, progress=progress)
+            if train(
+                wanted, cluster, out, run_workers, exact_memory=exact_memory, say=say, progress=progress
+            ):
+                from shardwise.jobs.next_commands import next_commands  # loads torch
+
+                for line in next_lines(next_commands(out)):
+                    say(line)
         return
     from shardwise.cli.under_launcher import train_as_rank  # loads torch
 

@@ -114,16 +114,19 @@ class PassesRecord:
 
 @dataclass(frozen=True)
 class PhasesRecord:
-    """Seconds of one step: forward, backward, optimizer, and communication where that was timed apart.
+    """Median seconds of a step: forward, backward, optimizer, and communication where that was timed apart.
 
     Attributes:
+        step: the first one that was timed.
         seconds: of rank 0.
         ranks: of every rank, in order; () in reports of earlier versions.
+        steps: how many were timed.
     """
 
     step: Size
     seconds: Mapping[str, Seconds]
     ranks: tuple[Mapping[str, Seconds], ...] = ()
+    steps: Size = 1
 
 
 @dataclass(frozen=True)

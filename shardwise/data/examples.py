@@ -86,6 +86,10 @@ class Sequences:
         positions[at:] = np.arange(self.length - at)
         return Sequence(inputs, labels, positions, at)
 
+    def filled_tokens(self, index: int) -> int:
+        """The number of tokens of sequence `index` that belong to records."""
+        return sum(end - start - 1 for start, end in self._places(index))
+
     def record(self, index: int) -> tuple[list[int], list[bool]]:
         """(tokens, trained mask) of record `index` of this side, in the order of the source."""
         start, end = int(self.starts[index]), int(self.ends[index])

@@ -172,7 +172,7 @@ class ExampleSamples(Samples):
         return {**batch, **_documents(positions)} if self._packed else batch
 
     def filled(self, sample: int) -> int | None:
-        return self._examples.sequence(sample).filled
+        return self._examples.filled_tokens(sample)
 
     def text(self, sample: int) -> str:
         found = self._examples.sequence(sample)

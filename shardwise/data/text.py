@@ -122,12 +122,6 @@ class Examples:
         """What happens to a training record on its way into a sequence."""
         return "cut at its end" if self.train.cut[sample] else ""
 
-    def prompts(self, most: int) -> list[list[int]]:
-        """The tokens of the first held-out records up to their first trained token; of training records without any."""
-        side = self.divided.held_out if self.divided.held_out.sequences else self.divided.train
-        found = [side.records(index)[0] for index in range(min(most, side.sequences))]
-        return [tokens[: trained.index(True)] for tokens, trained in found]
-
     @property
     def train(self) -> Sequences:
         return self.divided.train

@@ -32,6 +32,7 @@ import xxhash
 
 from shardwise.core.errors import DataError, one_line
 from shardwise.core.paths import missing, only_a_path, path_of, seen_from
+from shardwise.data.begin_token import added_before, begin_token
 from shardwise.data.chat import ChatTemplate, plain_template
 from shardwise.data.ends import ends_of_model
 from shardwise.data.spans import Span, mask_of
@@ -76,6 +77,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def ends(self) -> frozenset[int]:
         """The tokens after which an answer is over (`ends`)."""
+
+    @property
+    @abstractmethod
+    def special(self) -> frozenset[int]:
+        """The tokens that `decode` leaves out: tags of chats, separators."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -123,6 +129,8 @@ class ByteTokenizer(Tokenizer):
     @property
     def ends(self) -> frozenset[int]:
         return frozenset((self.separator,))
+
+    special = ends
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`. Raises DataError for a lone surrogate."""
@@ -201,6 +209,11 @@ class BackendTokenizer(Tokenizer):
         token = None if text is None else self._backend.token_to_id(text)
         return frozenset(self._known_ends if token is None else {*self._known_ends, token})
 
+    @cached_property
+    def special(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
@@ -272,31 +285,10 @@ def _from_file(name: str, path: Path, begin: str) -> Tokenizer:
             why=f"{type(error).__name__}: {error}",
             fix="give a tokenizer.json as the tokenizers library saves it",
         ) from None
-    first = _begin(backend, path) if begin == "auto" else None
+    first = begin_token(backend, path) if begin == "auto" else None
     templates, special = templates_next_to(path), special_in(settings_next_to(path))
     ends = ends_of_model(path.parent)
     return BackendTokenizer(name, backend, _separator(backend, path), templates, special, first, ends)
-
-
-def _begin(backend: tokenizers.Tokenizer, path: Path) -> int | None:
-    """The token before a text: as the post-processor adds it, else as `add_bos_token` next to `path` says.
-
-    transformers 4 reads the latter for tokenizers of the Llama family.
-    """
-    if (added := _added_before(backend)) is not None:
-        return added
-    settings = settings_next_to(path)
-    if settings.get("add_bos_token") is not True or "bos_token" not in special_in(settings):
-        return None
-    return backend.token_to_id(special_in(settings)["bos_token"])
-
-
-def _added_before(backend: tokenizers.Tokenizer) -> int | None:
-    """The one token that a tokenizer's post-processor puts before a text, or None."""
-    with_special, plain = (list(backend.encode("a", add_special_tokens=added).ids) for added in (True, False))
-    return (
-        with_special[0] if plain and with_special[1 : 1 + len(plain)] == plain != with_special[:1] else None
-    )
 
 
 def _separator(backend: tokenizers.Tokenizer, path: Path) -> int:
@@ -345,7 +337,7 @@ def _through_transformers(name: str, place: str, begin: str) -> Tokenizer:
         )
     special = {key: str(value) for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
     templates = templates_of(getattr(loaded, "chat_template", None))
-    first = _added_before(backend) if begin == "auto" else None
+    first = added_before(backend) if begin == "auto" else None
     ends = _ends_through_transformers(place)
     return BackendTokenizer(name, backend, int(separator), templates, special, first, ends)
 

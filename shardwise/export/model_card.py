@@ -9,10 +9,13 @@ from shardwise.checkpoint import manifest
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.plan import Plan
 from shardwise.export.export_run import checkpoint_of, export_run, tokenizer_files
+from shardwise.model.hf_objective import CLASSES
 from shardwise.recipe.sections import Recipe
 from shardwise.recipe.yaml_source import written
 
 NAME = "README.md"
+_TASKS = {"causal": "text-generation", "masked": "fill-mask", "seq2seq": "text2text-generation"}
+"""The Hub's names of tasks, by the objective."""
 
 
 def finish_adapter(folder: Path, recipe: Recipe, plan: Plan, loss: float | None) -> None:
@@ -43,7 +46,7 @@ def card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
     head = {
         "base_model": base,
         "library_name": "transformers" if adapter is None else "peft",
-        "tags": ["shardwise", "text-generation", *([] if adapter is None else [adapter.name])],
+        "tags": ["shardwise", _TASKS[recipe.model.objective], *([] if adapter is None else [adapter.name])],
     }
     rows = {
         "base model": base,
@@ -61,17 +64,28 @@ def card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
 
 
 def _usage(recipe: Recipe) -> list[str]:
+    auto = CLASSES[recipe.model.objective]
+    tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
     if recipe.adapter is None:
         return [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"from transformers import {auto}, AutoTokenizer",
             "",
-            'model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")',
-            'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")',
+            f'model = {auto}.from_pretrained("THIS_FOLDER")',
+            tokenizer,
+        ]
+    if recipe.model.objective == "causal":
+        return [
+            "from peft import AutoPeftModelForCausalLM",
+            "from transformers import AutoTokenizer",
+            "",
+            'model = AutoPeftModelForCausalLM.from_pretrained("THIS_FOLDER")',
+            tokenizer,
         ]
     return [
-        "from peft import AutoPeftModelForCausalLM",
-        "from transformers import AutoTokenizer",
+        "from peft import PeftModel",
+        f"from transformers import {auto}, AutoTokenizer",
         "",
-        'model = AutoPeftModelForCausalLM.from_pretrained("THIS_FOLDER")',
-        'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")',
+        f'base = {auto}.from_pretrained("{recipe.model.hf}")',
+        'model = PeftModel.from_pretrained(base, "THIS_FOLDER")',
+        tokenizer,
     ]

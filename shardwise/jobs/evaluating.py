@@ -14,8 +14,10 @@ from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError, RecipeError, ShardwiseError
 from shardwise.core.paths import path_of
 from shardwise.data.opening import samples_of
+from shardwise.data.samples import Batch
 from shardwise.data.text import open_tokens
 from shardwise.recipe.sections import DataSpec
+from shardwise.runtime.cross_entropy import IGNORED, cross_entropy_sum
 from shardwise.serve.load import OWN, Opened, open_model
 from shardwise.serve.multi_lora import BASE
 from shardwise.serve.serving import DTYPES, ServedModel, device_named
@@ -32,13 +34,15 @@ class Perplexity:
         loss: mean over the targets, in nats.
         targets: tokens that count: all of a text, the completions of records.
         sequences: number of sequences that were read.
-        sequence_length: tokens of a sequence.
+        sequence_length: tokens of the longest one.
+        tokens: of all sequences together, without padding.
     """
 
     loss: float
     targets: int
     sequences: int
     sequence_length: int
+    tokens: int
 
     @property
     def perplexity(self) -> float:
@@ -52,7 +56,7 @@ class EvaluationOptions:
     Attributes:
         adapter: a name of ``adapters``, own or base; None is the model as it was trained.
         adapters: folders by name.
-        sequence_length: tokens of a sequence; None for the model's, at most LONGEST.
+        sequence_length: most tokens of a sequence; None for the model's, at most LONGEST.
         sequences: how many to read, from the first; None for all.
         batch: sequences at a time.
     """
@@ -85,15 +89,28 @@ def perplexity(
     tokens = open_tokens(spec, opened.tokenizer, default_root())
     samples, _ = samples_of(tokens, opened.tokenizer, packing=False)
     count = min(len(samples), options.sequences or len(samples))
+    lengths = [samples.filled(sample) or length for sample in range(count)]
+    order = sorted(range(count), key=lambda sample: -lengths[sample])  # sequences of a batch have one length
     served.bank.select([_adapter(opened, options)] * options.batch)
     place, total, targets = next(opened.model.parameters()).device, 0.0, 0
     for first in range(0, count, options.batch):
-        rows = [n if n < count else None for n in range(first, first + options.batch)]
-        batch = {name: tensor.to(place) for name, tensor in samples.batch(rows).items()}
-        loss, valid = opened.blueprint.loss(opened.model, batch)
-        total, targets = total + float(loss), targets + int(valid)
+        rows: list[int | None] = [*order[first : first + options.batch]]
+        longest = lengths[order[first]]
+        rows += [None] * (options.batch - len(rows))
+        batch = {name: tensor[:, :longest].to(place) for name, tensor in samples.batch(rows).items()}
+        loss, valid = _loss(opened, batch)
+        total, targets = total + loss, targets + valid
         progress(min(first + options.batch, count), count)
-    return Perplexity(total / max(1, targets), targets, count, length)
+    return Perplexity(total / max(1, targets), targets, count, max(lengths, default=0), sum(lengths))
+
+
+def _loss(opened: Opened, batch: Batch) -> tuple[float, int]:
+    """(cross-entropy in nats, summed in fp64, number of targets) of a batch; without a router's auxiliary loss."""
+    logits, labels = opened.blueprint.logits(opened.model, batch["input_ids"]), batch["labels"]
+    counted = labels != IGNORED
+    rows = zip(logits, labels, counted, strict=True)  # one row at a time is copied to fp64
+    losses = [cross_entropy_sum(row[mask].double(), targets[mask]) for row, targets, mask in rows]
+    return float(torch.stack(losses).sum()), int(counted.sum())
 
 
 @dataclass(frozen=True)
@@ -212,7 +229,7 @@ def evaluate(
         adapter: folder of an adapter to evaluate the model with.
         base: leave out the adapter that the run trained.
         tokenizer: bytes, a folder or a hub id, instead of the model's.
-        sequence_length: tokens of a sequence; None for the model's, at most 1024.
+        sequence_length: most tokens of a sequence; None for the model's, at most 1024.
         sequences: how many to read; None for all.
         batch: sequences at a time.
         precision: fp32, bf16 or fp16.

@@ -11,21 +11,26 @@ the same command takes it from there, so a run that was stopped goes on with the
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shardwise.checkpoint.run_folder import RECIPE as RUN_RECIPE
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import RecipeError
-from shardwise.core.paths import PathBase, is_gone
+from shardwise.core.paths import STANDARD_LIBRARY, PathBase, is_gone
 from shardwise.core.plan import Plan
 from shardwise.core.progress import Progress, silent
 from shardwise.core.units import GiB, format_bytes
 from shardwise.data.examples import Sequences
-from shardwise.data.text import Examples, open_tokens, tokenizer_of
+from shardwise.data.formats import format_of
+from shardwise.data.sources import open_source
+from shardwise.data.text import Examples, PairExamples, open_tokens, tokenizer_of
+from shardwise.data.tokenizer import Tokenizer
 from shardwise.hardware.cluster import Cluster, cluster_of, recognise
 from shardwise.jobs.planning import make_plan, refuse_unfit
 from shardwise.jobs.request import read
@@ -67,8 +72,8 @@ def hardware_here(device: str | None = None) -> Hardware:
     return Hardware(known.name, count, memory, precision, properties.name)
 
 
-def context_of(model: str) -> int | None:
-    """The longest sequence by the model's config.json; None if it does not say.
+def config_of(model: str) -> dict[str, Any]:
+    """The values of the model's config.json, those of its text part included.
 
     Raises:
         RecipeError: there is no such model, or its config cannot be read.
@@ -83,50 +88,133 @@ def context_of(model: str) -> int | None:
     path = folder_of(model, ["config.json"]) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        text = {**config, **config.get("text_config", {})}
+        return {**config, **config.get("text_config", {})}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise RecipeError("not a model folder", where=str(path.parent), why=str(error)) from error
-    found = (text.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
+
+
+def context_of(model: str) -> int | None:
+    """The longest sequence by the model's config.json; None if it does not say. Raises as ``config_of``."""
+    return _context_in(config_of(model))
+
+
+def _context_in(config: Mapping[str, Any]) -> int | None:
+    found = (config.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
-def shape_of(model: str, source: str, context: int | None) -> tuple[Shape, int]:
+def _objective_in(config: Mapping[str, Any]) -> str:
+    """The objective of the class that saved the weights."""
+    if config.get("is_encoder_decoder"):
+        return "seq2seq"
+    names = config.get("architectures") or [""]
+    return "masked" if str(names[0]).endswith("ForMaskedLM") else "causal"
+
+
+def _limit(context: int | None) -> int:
+    """The longest sequence that is taken: a multiple of 8, as the positions of RoBERTa, 514, hold 512 tokens."""
+    longest = min(context or LONGEST, LONGEST)
+    return longest // 8 * 8 or longest
+
+
+def shape_of(model: str, source: str, context: int | None, objective: str = "causal") -> tuple[Shape, int]:
     """The sequences of the data, and their number in an epoch. Tokenizes the data, once.
 
-    Records are packed when two of average length fit into a sequence, else each has its own.
+    Records are packed when two of average length fit into a sequence and the model can keep them apart, else each has
+    its own.
 
     Raises:
         DataError: the data cannot be read.
+        RecipeError: the model cannot be read.
     """
-    limit = min(context or LONGEST, LONGEST)
+    limit = _limit(context)
     spec = DataSpec(source=source, tokenizer=model, sequence_length=limit)
-    opened = open_tokens(spec, tokenizer_of(spec), default_root())
-    if not isinstance(opened, Examples):
-        count = opened.train.sequences
-        return Shape(limit, False, "plain text, cut into sequences"), count
+    tokenizer = tokenizer_of(spec)
+    if format_of(spec, open_source(source, spec.text_key)) == "text":
+        return _shape_of_text(spec, tokenizer, objective)
+    opened = open_tokens(spec, tokenizer, default_root(), objective=objective)
+    if isinstance(opened, PairExamples):
+        return _shape_of_pairs(opened, limit)
+    assert isinstance(opened, Examples)
     lengths = np.diff(opened.cache.documents()["end"].astype(np.int64), prepend=0) - 1
     longest, mean = int(lengths.max()), float(lengths.mean())
-    length = min(limit, -(-longest // _STEP) * _STEP)
-    packing = 2 * mean <= length
+    length = _rounded(longest, limit)
+    packing = 2 * mean <= length and not packing_obstacle(model, length)
     train: Sequences = opened.train
     count = max(1, round(train.sequences * mean / length)) if packing else train.sequences
     why = f"records have {mean:.0f} tokens on average, and at most {longest:,}"
     return Shape(length, packing, why), count
 
 
+def _shape_of_text(spec: DataSpec, tokenizer: Tokenizer, objective: str) -> tuple[Shape, int]:
+    """Sequences as long as the limit, and shorter ones if the text is short."""
+    opened = open_tokens(
+        spec.model_copy(update={"sequence_length": 1}), tokenizer, default_root(), objective=objective
+    )
+    tokens = opened.cache.header.tokens
+    length = min(spec.sequence_length, max(_STEP, tokens // _STEPS_PER_EPOCH // _STEP * _STEP))
+    length = min(length, max(1, (tokens - 1) // 2))
+    return Shape(length, False, "plain text, cut into sequences"), max(1, tokens // length)
+
+
+def _shape_of_pairs(opened: PairExamples, limit: int) -> tuple[Shape, int]:
+    train = opened.train
+    prompt, completion = int((train.borders - train.starts).max()), int((train.ends - train.borders).max())
+    why = f"prompts have at most {prompt:,} tokens, completions {completion:,}"
+    shape = Shape(_rounded(prompt, limit), False, why, _rounded(completion, limit))
+    return shape, train.sequences
+
+
+def _rounded(tokens: int, limit: int) -> int:
+    return min(limit, -(-tokens // _STEP) * _STEP)
+
+
+def packing_obstacle(model: str, length: int) -> str:
+    """Why the model cannot keep packed records apart; "" if it can. Raises RecipeError."""
+    import torch
+
+    from shardwise.model.hf import HuggingFaceModel
+
+    blueprint = HuggingFaceModel(model, length)
+    with torch.device("meta"):
+        return blueprint.packing_obstacle(blueprint.build())
+
+
 def draft(
-    model: str, source: str, epochs: float, hardware: Hardware, *, read_data: bool = True
+    model: str, source: str, epochs: float, hardware: Hardware, *, missing_ok: bool = False
 ) -> FineTuning:
-    """A run before its method is chosen; without ``read_data`` for sequences of usual length. Raises ShardwiseError."""
+    """A run before its method is chosen.
+
+    Args:
+        missing_ok: go on without a model or data that are not on this machine. A model on the Hub is asked for its
+            config alone.
+
+    Raises:
+        ShardwiseError: the model or the data cannot be read.
+    """
     here = PathBase.here()
     model, source = here.located(model), here.located_source(source)
-    context = context_of(model) if read_data else None
-    if not read_data:
-        return FineTuning(model, source, epochs, hardware=hardware)
-    shape, sequences = shape_of(model, source, context)
+    whole = FineTuning(model, source, epochs, hardware=hardware)
+    try:
+        config = config_of(model)
+    except RecipeError:
+        if not missing_ok or model in PRESETS or Path(model).exists():
+            raise
+        return replace(whole, unread=(model, source))
+    context, objective = _context_in(config), _objective_in(config)
+    if missing_ok and not (Path(model).is_dir() and is_local(source)):
+        packing = objective == "causal" and not packing_obstacle(model, _limit(context))
+        shape = replace(Shape(), sequence_length=_limit(context), packing=packing)
+        return replace(whole, shape=shape, objective=objective, unread=(source,))
+    shape, sequences = shape_of(model, source, context, objective)
     batch = max(1, min(_BATCH, sequences // _STEPS_PER_EPOCH))
     batch = -(-batch // hardware.count) * hardware.count  # every device has a sequence
-    return FineTuning(model, source, epochs, batch, shape, hardware)
+    return replace(whole, batch_size=batch, shape=shape, objective=objective)
+
+
+def is_local(source: str) -> bool:
+    """Whether a data source, located, is on this machine."""
+    return source == STANDARD_LIBRARY or (os.path.isabs(source) and not is_gone(source))
 
 
 def with_overrides(text: str, overrides: Sequence[str]) -> str:

@@ -34,10 +34,10 @@ def train(
     exact_memory: bool = False,
     say: Say = lambda sentence: None,
     progress: Progress = silent,
-) -> None:
+) -> bool:
     """Train a recipe in ``folder`` and write the report; resumes when the folder holds a checkpoint.
 
-    A finished run is left as it is.
+    A finished run is left as it is. Returns whether there was anything to train.
 
     Args:
         run_workers: runs the worker processes.
@@ -56,8 +56,9 @@ def train(
             _train(recipe, cluster, folder, run_workers, planned, flags, say)
         if planned is not None or lacks_page(folder):
             page = finish(folder, progress)
-            for sentence in last_words(folder, page, recipe):
+            for sentence in last_words(folder, page):
                 say(sentence)
+        return planned is not None
 
 
 def _train(
@@ -145,21 +146,13 @@ def require_trackers(recipe: Recipe) -> None:
             raise RecipeError("cannot track this run", where=f"trackers: {name}", why=why, fix=fix)
 
 
-def last_words(folder: Path, page: Path, recipe: Recipe) -> list[str]:
-    """Predicted against measured memory and step time of a finished run, its page, and what can be done next."""
+def last_words(folder: Path, page: Path) -> list[str]:
+    """Predicted against measured memory and step time of a finished run, and its page."""
     from shardwise.report.record import read_run
     from shardwise.report.step_times import peak_sentences, step_sentences
 
     run = read_run(folder)
-    said = [*peak_sentences(run.outcome), *step_sentences(run.plan, run.outcome), f"report: {page}"]
-    if recipe.model.factory is None or recipe.adapter is None:
-        generate = (
-            f"shardwise generate {folder} --prompt TEXT, "
-            if recipe.model.factory is None and recipe.model.objective == "causal"
-            else ""
-        )
-        said.append(f"next: {generate}shardwise export {folder} OUT")
-    return said
+    return [*peak_sentences(run.outcome), *step_sentences(run.plan, run.outcome), f"report: {page}"]
 
 
 def finish(folder: Path, progress: Progress = silent) -> Path:

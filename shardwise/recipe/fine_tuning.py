@@ -20,11 +20,12 @@ _RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 
 @dataclass(frozen=True)
 class Shape:
-    """The sequences of a fine-tuning run, and why they are so."""
+    """The sequences of a fine-tuning run, and why they are so; ``completion_length`` is that of a decoder."""
 
     sequence_length: int = 2048
     packing: bool = True
     why: str = "tokens per sequence, at most the model's context"
+    completion_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,11 @@ class Hardware:
 
 @dataclass(frozen=True)
 class FineTuning:
-    """A fine-tuning run before its method is chosen."""
+    """A fine-tuning run before its method is chosen.
+
+    Attributes:
+        unread: the model or the data, where it was not here to be read.
+    """
 
     model: str
     data: str
@@ -48,6 +53,8 @@ class FineTuning:
     batch_size: int = 16
     shape: Shape = field(default_factory=Shape)
     hardware: Hardware = field(default_factory=Hardware)
+    objective: str = "causal"
+    unread: tuple[str, ...] = ()
 
     def recipe(self, method: Method, why: str = "") -> str:
         """The recipe as YAML with comments.
@@ -61,13 +68,12 @@ class FineTuning:
             f"# Fine-tune {self.model} on {self.data}. Every value may be changed: see docs/reference/recipe.md.",
             "model:",
             _line("  hf", self.model, "folder or Hub id"),
+            *self._objective(),
             "data:",
             _line("  source", self.data, "file, folder, glob or Hub id"),
             _line("  tokenizer", self.model, "with its chat template"),
             _line("  sequence_length", shape.sequence_length, shape.why),
-            _line(
-                "  packing", shape.packing, "several records in a sequence, without attention between them"
-            ),
+            *self._sequences(),
             _line("epochs", self.epochs, "passes over the data; or steps: N"),
             _line("batch_size", self.batch_size, "sequences per optimizer step, over all devices"),
             *_adapter(method, why),
@@ -85,6 +91,22 @@ class FineTuning:
             _line("  precision", hardware.precision, "the planner chooses the other settings"),
         ]
         return "\n".join(lines) + "\n"
+
+    def _objective(self) -> list[str]:
+        said = {"masked": "hides 15 % of the tokens", "seq2seq": "completions, from prompts in the encoder"}
+        if self.objective == "causal":
+            return []
+        return [_line("  objective", self.objective, said[self.objective])]
+
+    def _sequences(self) -> list[str]:
+        if self.objective == "causal":
+            what = "several records in a sequence, without attention between them"
+            return [_line("  packing", self.shape.packing, what)]
+        if self.shape.completion_length is None:
+            return []
+        return [
+            _line("  completion_length", self.shape.completion_length, "tokens of the decoder's sequence")
+        ]
 
 
 _NAMES = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}

@@ -362,7 +362,7 @@ def _measured_phases(run: RunRecord) -> dict[str, Any]:
     if phases is None or not run.plan.step.phases:
         return {"by_rank": None, "phases_of": None}
     shown = picture("Seconds of a step by phase and rank", lambda w: time_by_rank(run.plan, phases, w))
-    return {"by_rank": shown, "phases_of": phases.step}
+    return {"by_rank": shown, "phases_of": phases}
 
 
 def _gradients(outcome: Outcome | None) -> dict[str, Any]:

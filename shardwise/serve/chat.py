@@ -1,7 +1,7 @@
 """A conversation with a served model: the turns so far, rendered by the tokenizer's chat template.
 
 The prompt of an answer is the text that training had before it: all turns, and the opening of an answer. When that and
-the answer do not fit into the model's context, the oldest exchange is left out, but not the system's turn.
+the answer, or a quarter of the context, do not fit into it, the oldest exchange is left out, but not the system's turn.
 """
 
 from __future__ import annotations
@@ -70,9 +70,15 @@ class Conversation:
             room = self._served.context
             if room is None or len(self.turns) <= self._kept + 1:
                 return text
-            if len(self._served.tokenizer.encode(text)) + self._sampling.tokens <= room:
+            answer = min(self._sampling.tokens, room // 4)  # a long limit must not leave out every exchange
+            if len(self._served.tokenizer.encode(text)) + answer <= room:
                 return text
             del self.turns[self._kept : self._kept + 2]
+
+
+def opened(tokenizer: Tokenizer, question: str) -> str:
+    """The prompt of a chat of one question. Raises DataError if the tokenizer has no chat template."""
+    return template_of(tokenizer).opened([Turn("user", question)], "the prompt")
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
@@ -87,7 +93,14 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     )
 
 
-COMMANDS = "/adapter NAME, /adapters, /clear, /exit"
+COMMANDS = {
+    "/adapters": "list the adapters",
+    "/adapter NAME": "let this adapter answer from now on; base is the model without any",
+    "/clear": "forget the conversation, but not the system's turn",
+    "/help": "list the commands",
+    "/exit": "leave; /quit and Ctrl-D do too",
+}
+"""The lines that are no turns, and what they do."""
 
 
 def obeyed(conversation: Conversation, served: ServedModel, line: str) -> str | None:
@@ -95,6 +108,9 @@ def obeyed(conversation: Conversation, served: ServedModel, line: str) -> str | 
     word, _, rest = line.partition(" ")
     if word in ("/exit", "/quit"):
         return None
+    if word == "/help":
+        width = max(map(len, COMMANDS))
+        return "\n".join(f"{command:{width}}  {what}" for command, what in COMMANDS.items())
     if word == "/clear":
         conversation.clear()
         return "the conversation starts anew"
@@ -103,4 +119,4 @@ def obeyed(conversation: Conversation, served: ServedModel, line: str) -> str | 
     if word == "/adapter":
         conversation.use(rest.strip())
         return f"{rest.strip()} answers from now on"
-    raise RecipeError(f"no command {word}", where="chat", fix=f"there are {COMMANDS}")
+    raise RecipeError(f"no command {word}", where="chat", fix=f"there are {', '.join(COMMANDS)}")

@@ -85,7 +85,9 @@ def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: t
     trained = _read_checkpoint(model, checkpoint)
     own = [adapter_of(OWN, str(checkpoint), spec, trained)] if spec is not None else []
     ends = cuts.ends.union(() if recipe.model.hf is None else _ends_of(recipe.model.hf))
-    return Opened(blueprint, model, cuts, recipe.data.sequence_length, dtype, ends, own)
+    # A base that was trained before reads more than the sequences of a fine-tuning run.
+    context = recipe.data.sequence_length if recipe.model.hf is None else blueprint.context
+    return Opened(blueprint, model, cuts, context, dtype, ends, own)
 
 
 def _ends_of(source: str) -> tuple[int, ...]:

@@ -53,6 +53,53 @@ def test_the_loss_is_that_of_a_plain_pass(folder: Path, capfd: pytest.CaptureFix
     assert "of 32 targets in 2 sequences of 16 tokens" in capfd.readouterr().out
 
 
+def plain_loss(model: Path, records: list[tuple[str, str]]) -> tuple[float, int, int]:
+    """(mean loss of the completions and their ends, targets, tokens) of records, each in a pass of its own."""
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(model)
+    total, targets, tokens = 0.0, 0, 0
+    for prompt, completion in records:
+        ids = torch.tensor([*(prompt + completion).encode(), 0])
+        with torch.no_grad():
+            logits = loaded(input_ids=ids[None, :-1]).logits[0, len(prompt.encode()) - 1 :]
+        labels = ids[len(prompt.encode()) :]
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        total, targets = total + float(losses.double().sum()), targets + len(labels)
+        tokens += len(ids) - 1
+    return total / targets, targets, tokens
+
+
+def test_records_cost_what_they_are_long_and_have_the_loss_of_each_alone(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Records of 5 to 30 tokens in a context of 32. The loss has 8 digits, and does not depend on the batch."""
+    records = [("ab" * (1 + n % 7), "x" * (2 + n % 5) + "yz" * (n % 4)) for n in range(45)]
+    lines = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in records]
+    (tmp_path / "records.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    expected, targets, tokens = plain_loss(folder / "model", records)
+    words = ["eval", str(folder / "model"), str(tmp_path / "records.jsonl"), "--tokenizer", "bytes"]
+    read: list[int] = []
+
+    def note(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if isinstance(module, torch.nn.Embedding) and module.num_embeddings == 256:
+            read.append(given[0].numel())
+
+    count = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    for batch in ("4", "45"):
+        assert run([*words, "--batch", batch, "--json"]) == 0
+        found = json.loads(capfd.readouterr().out)
+        assert found["loss"] == pytest.approx(expected, rel=1e-8)
+        assert (found["targets"], found["sequences"], found["tokens"]) == (targets, 45, tokens)
+        assert sum(read) < (1.1 if batch == "4" else 2.0) * tokens
+        read.clear()
+    count.remove()
+    longest = max(len(prompt + completion) for prompt, completion in records)
+    assert found["sequence_length"] == longest
+    assert run([*words, "--sequences", "3"]) == 0
+    first, short, _ = plain_loss(folder / "model", records[:3])
+    assert f"loss {first:.4f} nats per target" in (said := capfd.readouterr().out)
+    assert f"of {short} targets in 3 sequences of up to" in said
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [

@@ -222,7 +222,7 @@ def test_a_small_model_learns_conversations_in_one_command(
     command = ("finetune", "base", "chats.jsonl", "--method", method, "--epochs", "2", "--out", "out")
     done = shell.run(*command)
     assert done.returncode == 0, done.stderr
-    assert "answer " in done.stdout and "expected " in done.stdout and "shardwise generate" in done.stdout
+    assert "answer " in done.stdout and "expected " in done.stdout and "shardwise chat out" in done.stdout
     again = shell.run(*command)
     assert (
         again.returncode == 0

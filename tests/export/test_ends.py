@@ -54,6 +54,7 @@ def test_an_exported_run_names_the_end_of_its_template(
     folder = base(tmp_path / "base", generation=generation)
     pool.run(1, leave_run, tmp_path / "run", recipe_values(folder), {"zero_stage": 0})
     export_run(tmp_path / "run", tmp_path / "out")
+    assert load_model(tmp_path / "run").context == load_model(tmp_path / "out").context == 64
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     known = [EOS, NAMED] if generation and isinstance(generation["eos_token_id"], list) else [EOS]
     assert loaded.generation_config.eos_token_id == [*known, IM_END]

@@ -85,6 +85,11 @@ def test_the_oldest_exchange_leaves_the_context(served: ServedModel) -> None:
     talk = Conversation(served, GREEDY, system="Be.")
     talk.turns += [Turn("user", "x" * 20), Turn("assistant", "y" * 20), Turn("user", "new")]
     assert talk.prompt() == "System: Be.\n\nUser: new\n\nAssistant:"
+    endless = Conversation(served, Sampling(tokens=400, temperature=0.0))
+    endless.turns += [Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c")]
+    assert endless.prompt().startswith("User: a"), (
+        "a limit above the context does not leave out every exchange"
+    )
     with pytest.raises(Exception, match="longer than the model's context"):
         said(Conversation(served, GREEDY), "z" * 100)
 
@@ -102,11 +107,12 @@ def test_the_opening_is_that_of_transformers() -> None:
 def test_the_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = "Hi\n/adapters\n/adapter base\n/adapter two\n/clear\n/what\nHi\n/exit\nnever\n"
+    lines = "Hi\n/help\n/adapters\n/adapter base\n/adapter two\n/clear\n/what\nHi\n/exit\nnever\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     words = ["chat", str(folder / "base"), "--adapter", str(folder / "one"), "--tokenizer", "bytes"]
     assert run([*words, "--temperature", "0", "--tokens", "4", "--device", "cpu"]) == 0
     shown = capsys.readouterr()
+    assert all(f"\n{command}" in shown.out for command in ("/adapter NAME ", "/clear ", "/help ", "/exit "))
     assert "one, base" in shown.out and "base answers from now on" in shown.out
     mistakes = [line for line in shown.err.splitlines() if line.startswith("error: ")]
     assert len(mistakes) == 2 and "no command /what" in mistakes[1]
