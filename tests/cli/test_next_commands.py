@@ -245,7 +245,10 @@ def test_a_native_model_and_a_factory(
     Path("own.yaml").write_text("model: {factory: 'own_code:make'}\nsteps: 2\nbatch_size: 2\n")
     done = shell.run("train", "own.yaml", "--out", "own")
     assert done.returncode == 0, done.stderr
-    assert "next:" not in done.stdout and "report: own/report.html" in done.stdout
+    assert "report: own/report.html" in done.stdout
+    (words,) = commands_in(done.stdout)
+    assert words[1] == "export"
+    ran(words, monkeypatch, capsys)
 
 
 def test_generate_asks_through_the_template_or_says_that_it_does_not(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.run_folder import write_job
+from shardwise.core.errors import ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
@@ -45,16 +46,18 @@ def bad():
     return nn.Linear(4, 1), breaks_in_evaluation, data
 """
 
+BAD = "the batch has no 'teacher', which the loss reads"
+
 
 def train(recipe: Recipe, plan: Plan, folder: Path) -> str:
     try:
         Trainer(Job(recipe, plan, folder, torch.device("cpu"))).train()
-    except KeyError as error:
-        return f"{error}"
+    except ShardwiseError as error:
+        return error.what
     return ""
 
 
-@pytest.mark.parametrize(("function", "fails"), [("good", ""), ("bad", "'teacher'")])
+@pytest.mark.parametrize(("function", "fails"), [("good", ""), ("bad", BAD)])
 def test_evaluation_is_rehearsed(
     function: str, fails: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
