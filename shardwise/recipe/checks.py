@@ -275,7 +275,9 @@ def _scaling(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         scaled(recipe)
     except RecipeError as error:
         key = ("optimizer", "scale_learning_rate")
-        path = _last_written(document, key, ("optimizer", "betas"), ("batch_size",))
+        path = _last_written(
+            document, key, ("optimizer", "betas"), ("optimizer", "arguments"), ("batch_size",)
+        )
         yield Complaint(path, error.what, error.why, error.fix)
 
 

@@ -8,18 +8,21 @@ k = batch_size / from_batch the rules are
     sqrt     learning rate × √k; for Adam also 1 - beta → k (1 - beta) for both betas, and epsilon → epsilon / √k
              (Malladi et al. 2022, arXiv 2205.10287): the moving averages decay as fast per sample as before.
 
-The trainer, the reference, the dry run and the plan call the same function; the recipe keeps the unscaled values. The
-user chooses the rule: a rule that does not suit the optimizer leads to advice, not to an error. Where k (1 - beta)
+The trainer, the reference, the dry run and the plan call the same function; the recipe keeps the unscaled values. Of a
+library's optimizer all groups are scaled alike. Its betas and epsilon are scaled if it is an Adam of torch. The user
+chooses the rule: a rule that does not suit the optimizer leads to advice, not to an error. Where k (1 - beta)
 reaches 1 there is no moving average; the error then names the largest batch size that works.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Literal
 
 from shardwise.core.errors import RecipeError
+from shardwise.recipe.optimizer_factory import AdamDecay, adam_decay, is_adaptive, label, with_adam_decay
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 
 
@@ -34,10 +37,19 @@ def scaled(recipe: Recipe) -> OptimizerSpec:
         "learning_rate": spec.learning_rate * (float(k) if rule == "linear" else root),
         "scale_learning_rate": None,
     }
-    if rule == "sqrt" and _adaptive(spec):
-        values["betas"] = tuple(_beta(beta, recipe) for beta in spec.betas)
-        values["epsilon"] = spec.epsilon / root
+    decay = adam_decay(spec) if rule == "sqrt" else None
+    if decay is not None:
+        betas = tuple(_beta(beta, recipe) for beta in decay.betas)
+        spec = with_adam_decay(spec, AdamDecay(betas, decay.epsilon / root))
     return spec.model_copy(update=values)
+
+
+def built(recipe: Recipe) -> OptimizerSpec:
+    """The values that an optimizer is built with: scaled, but for the learning rate, which is set before every step.
+
+    A factory may choose rates of its own for its groups. The groups keep their ratios to the rate of the recipe.
+    """
+    return scaled(recipe).model_copy(update={"learning_rate": recipe.optimizer.learning_rate})
 
 
 def batch_ratio(recipe: Recipe) -> Fraction:
@@ -57,33 +69,33 @@ def sentences(recipe: Recipe) -> Iterator[str]:
         f"learning rate {_short(spec.learning_rate)} × {factor} = {_short(now.learning_rate)}"
         f" ({scaling.rule}, batch {recipe.batch_size} from {scaling.from_batch})"
     ]
-    if now.betas != spec.betas:
-        said.append(f"betas {_pair(spec.betas)} → {_pair(now.betas)}")
-    if now.epsilon != spec.epsilon:
-        said.append(f"epsilon {_short(spec.epsilon)} → {_short(now.epsilon)}")
+    before, after = adam_decay(spec), adam_decay(now)
+    if before is not None and after is not None and before != after:
+        said.append(f"betas {_pair(before.betas)} → {_pair(after.betas)}")
+        said.append(f"epsilon {_short(before.epsilon)} → {_short(after.epsilon)}")
     yield "; ".join(said)
-    yield from _advice(recipe)
+    yield from _advice(recipe, scaling.rule)
 
 
-def _advice(recipe: Recipe) -> Iterator[str]:
-    spec, scaling = recipe.optimizer, recipe.optimizer.scale_learning_rate
-    if scaling is not None and scaling.rule == "linear" and _adaptive(spec):
+def _advice(recipe: Recipe, rule: Literal["linear", "sqrt"]) -> Iterator[str]:
+    spec, ratio = recipe.optimizer, batch_ratio(recipe)
+    adaptive = is_adaptive(spec)
+    if adaptive is None:
+        yield f"advice: {label(spec)} could not be tried; rule: sqrt is for Adam and its kin, rule: linear for SGD"
+    elif rule == "linear" and adaptive:
         yield (
-            f"advice: the linear rule is for SGD; for {spec.name} use rule: sqrt"
+            f"advice: the linear rule is for SGD; for {label(spec)} use rule: sqrt"
             " (Malladi et al. 2022, arXiv 2205.10287)"
         )
-    if scaling is not None and scaling.rule == "sqrt" and not _adaptive(spec):
+    elif rule == "sqrt" and not adaptive:
         yield (
-            f"advice: the square-root rule is for Adam; for {spec.name} use rule: linear"
+            f"advice: the square-root rule is for Adam; for {label(spec)} use rule: linear"
             " (Goyal et al. 2017, arXiv 1706.02677)"
         )
-    if batch_ratio(recipe) > 1 and recipe.schedule.warmup == 0:
+    elif rule == "sqrt" and ratio != 1 and adam_decay(spec) is None:
+        yield f"advice: the square-root rule scales decay rates and epsilon too; those of {label(spec)} are unchanged"
+    if ratio > 1 and recipe.schedule.warmup == 0:
         yield "advice: use a gradual warmup with a learning rate that was scaled up; set schedule.warmup"
-
-
-def _adaptive(spec: OptimizerSpec) -> bool:
-    """Whether the update is normalised by the gradient's magnitude."""
-    return spec.factory is None and spec.name.startswith("adam")
 
 
 def _beta(beta: float, recipe: Recipe) -> float:
@@ -105,5 +117,5 @@ def _short(number: float) -> str:
     return f"{number:.4g}"
 
 
-def _pair(betas: tuple[float, float]) -> str:
+def _pair(betas: Sequence[float]) -> str:
     return "[" + ", ".join(f"{beta:.6g}" for beta in betas) + "]"

@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.run_files import GradientNoise
 from shardwise.core.units import format_count
 from shardwise.recipe.lr_scaling import scaled
+from shardwise.recipe.optimizer_factory import is_adaptive, label
 from shardwise.recipe.sections import Recipe, ScalingSpec
 
 LATE = 0.5
@@ -90,16 +90,16 @@ def batch_sentences(
 
 def _overrides(recipe: Recipe, batch: int) -> str:
     """The recipe's keys for another batch size with the learning-rate rule of its optimizer."""
-    rule: Literal["sqrt", "linear"] = "sqrt" if recipe.optimizer.name.startswith("adam") else "linear"
-    start = recipe.optimizer.scale_learning_rate
-    scaling = start or ScalingSpec(from_batch=recipe.batch_size, rule=rule)
-    optimizer = recipe.optimizer.model_copy(update={"scale_learning_rate": scaling})
+    spec, scaling = recipe.optimizer, recipe.optimizer.scale_learning_rate
     keys = f"batch_size={batch}"
-    if start is None:
-        keys += (
-            f" optimizer.scale_learning_rate.from_batch={recipe.batch_size}"
-            f" optimizer.scale_learning_rate.rule={rule}"
-        )
+    if scaling is None:
+        adaptive = is_adaptive(spec)
+        keys += f" optimizer.scale_learning_rate.from_batch={recipe.batch_size}"
+        if adaptive is None:
+            return f"{keys}, with rule=sqrt if {label(spec)} is of Adam's kin, rule=linear if of SGD's"
+        scaling = ScalingSpec(from_batch=recipe.batch_size, rule="sqrt" if adaptive else "linear")
+        keys += f" optimizer.scale_learning_rate.rule={scaling.rule}"
+    optimizer = spec.model_copy(update={"scale_learning_rate": scaling})
     try:
         rate = scaled(recipe.model_copy(update={"batch_size": batch, "optimizer": optimizer})).learning_rate
     except RecipeError as error:

@@ -14,6 +14,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.recipe.load import dump_recipe, parse_recipe, recipe_of
 from shardwise.recipe.lr_scaling import scaled, sentences
 from shardwise.recipe.sections import OptimizerSpec, Recipe
+from tests.harness.optimizers import FACTORIES, StartWeights, name_of
 
 
 def recipe(
@@ -115,9 +116,6 @@ def test_what_was_derived_is_said_in_one_sentence() -> None:
 
 
 def test_advice_where_the_rule_does_not_suit_the_optimizer_or_nothing_warms_up() -> None:
-    def advice(of: Recipe) -> list[str]:
-        return [sentence for sentence in sentences(of) if sentence.startswith("advice: ")]
-
     [linear] = advice(recipe(1024, "linear"))
     assert "rule: sqrt" in linear
     [cold] = advice(recipe(1024, "sqrt", warmup=0))
@@ -132,3 +130,60 @@ def test_the_resolved_recipe_keeps_what_was_written() -> None:
     assert again == first
     assert "scale_learning_rate: {from_batch: 256, rule: sqrt}" in dump_recipe(first)
     assert scaled(again) == scaled(first)
+
+
+# ---- optimizers of libraries ------------------------------------------------------------------------------
+
+
+def advice(of: Recipe) -> list[str]:
+    return [sentence for sentence in sentences(of) if sentence.startswith("advice: ")]
+
+
+@pytest.mark.parametrize(
+    ("factory", "adaptive"),
+    [
+        *(
+            (f"torch.optim:{name}", True)
+            for name in ("AdamW", "Adam", "Adagrad", "Adafactor", "NAdam", "RMSprop")
+        ),
+        *((f"torch.optim:{name}", False) for name in ("SGD", "ASGD")),
+        (FACTORIES["Muon"], True),
+        (name_of(StartWeights), False),
+    ],
+)
+def test_the_rule_that_suits_an_optimizer_of_a_library_is_known(factory: str, adaptive: bool) -> None:
+    """An Adam is not told to use the rule of SGD, nor SGD that of Adam."""
+    suits, other = ("sqrt", "linear") if adaptive else ("linear", "sqrt")
+    assert not [line for line in advice(recipe(1024, suits, factory=factory)) if "use rule" in line]
+    [line] = advice(recipe(1024, other, factory=factory))
+    assert f"for {factory} use rule: {suits}" in line and "for adamw" not in line
+
+
+@pytest.mark.parametrize("factory", ["torch.optim:LBFGS", "python:not_here"])
+def test_of_an_optimizer_that_cannot_be_tried_nothing_is_claimed(factory: str) -> None:
+    [line] = advice(recipe(1024, "sqrt", factory=factory))
+    assert line.startswith(f"advice: {factory} could not be tried") and "sqrt" in line and "linear" in line
+
+
+def test_sqrt_scales_betas_and_epsilon_of_an_adam_of_torch() -> None:
+    """Those of the recipe's arguments, or its own, so that the same values train the same with ``name: adamw``."""
+    own = scaled(recipe(1024, "sqrt", factory="torch.optim:AdamW"))
+    assert own.arguments == {"betas": (0.6, 0.996), "eps": 5e-9}
+    arguments = {"betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+    found = scaled(recipe(1024, "sqrt", factory="torch.optim:AdamW", arguments=arguments))
+    assert found.arguments == {"betas": (0.6, 0.8), "eps": 5e-7, "weight_decay": 0.1}
+    assert scaled(recipe(1024, "linear", factory="torch.optim:AdamW")).arguments == {}
+    assert "betas [0.9, 0.999] → [0.6, 0.996]; epsilon 1e-08 → 5e-09" in next(
+        sentences(recipe(1024, "sqrt", factory="torch.optim:AdamW"))
+    )
+    with pytest.raises(RecipeError, match=r"batch_size that works is 2559") as caught:
+        recipe(2560, "sqrt", factory="torch.optim:AdamW")
+    assert "optimizer.arguments" not in str(caught.value.where)
+
+
+def test_of_others_it_is_said_that_decay_rates_stay() -> None:
+    for factory in ("torch.optim:RMSprop", FACTORIES["Muon"]):
+        assert scaled(recipe(1024, "sqrt", factory=factory)).arguments == {}
+        [line] = advice(recipe(1024, "sqrt", factory=factory))
+        assert f"decay rates and epsilon too; those of {factory} are unchanged" in line
+        assert advice(recipe(256, "sqrt", factory=factory)) == []

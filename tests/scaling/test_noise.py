@@ -42,13 +42,13 @@ def test_nothing_is_said_where_noise_hides_the_gradient() -> None:
     assert noise_scale([GradientNoise(16, 128, 8.0, 1.0)]) is None  # exactly 1 / B: no gradient at all
 
 
-def recipe(batch: int, name: str = "adamw", rate: float = 1e-3) -> Recipe:
+def recipe(batch: int, name: str = "adamw", rate: float = 1e-3, factory: str | None = None) -> Recipe:
     values = {
         "model": {"layers": 1, "width": 16, "heads": 2, "ffn": 32, "vocab": 256, "context": 16},
         "data": {"source": "none.txt", "sequence_length": 16},
         "steps": 10,
         "batch_size": batch,
-        "optimizer": {"name": name, "learning_rate": rate},
+        "optimizer": {"name": name, "learning_rate": rate, "factory": factory},
     }
     return recipe_of(values, SETTINGS)
 
@@ -78,3 +78,16 @@ def test_a_rule_without_a_solution_is_said() -> None:
     """k (1 - beta) would be 100 x 0.1."""
     said = batch_sentences(noise_of(16 * 1600), recipe(16), 256)
     assert "the square-root rule does not work for batch_size 1024" in said[2]
+
+
+def test_the_rule_is_that_of_a_factory_s_optimizer() -> None:
+    def rule(factory: str) -> str:
+        return batch_sentences(noise_of(1024), recipe(16, factory=factory), 256)[2]
+
+    assert "rule=linear (learning rate 0.004)" in rule("torch.optim:SGD")
+    assert "rule=sqrt (learning rate 0.002)" in rule("torch.optim:Adafactor")
+    unknown = rule("python:not_here")
+    assert (
+        "batch_size=64 " in unknown
+        and "rule=sqrt if python:not_here is of Adam's kin, rule=linear" in unknown
+    )
