@@ -23,11 +23,12 @@ from shardwise.runtime.torch_private import current_autograd_node, tree_iter
 _KEY = "shardwise.module"
 
 
-def refused(operation: str, module: str) -> RecipeError:
+def refused(operation: str, module: str, in_optimizer: bool = False) -> RecipeError:
     """The error of an operation that a dry run cannot run."""
+    in_model = f"model: {module}" if module else "model"
     return RecipeError(
         "the step cannot be planned",
-        where=f"model: {module}" if module else "model",
+        where="optimizer.factory" if in_optimizer else in_model,
         why=f"{operation} gives a result whose shape depends on values, and a dry run has none",
         fix="use an implementation with fixed shapes",
     )

@@ -2,9 +2,10 @@
 
 Fake ``cuda`` tensors abort the process on a PyTorch build without CUDA, so every dry run uses fake ``cpu`` tensors.
 Some operations then save other tensors for the backward pass: the CPU decomposes ``rms_norm`` (two more fp32 copies of
-its input), attention runs a CPU kernel, and dropout saves a wider mask. For CUDA and ROCm, this module substitutes the
-kernels of the device. An 8-bit operator is one kernel on those devices. The CPU emulates it, and the operations of the
-emulation are counted. Collectives differ too: gloo copies the tensors that it gathers or scatters.
+its input), attention runs a CPU kernel, dropout saves a wider mask, and optimizers of torch loop over parameters. For
+CUDA and ROCm, this module substitutes the kernels of the device. An 8-bit operator is one kernel on those devices. The
+CPU emulates it, and the operations of the emulation are counted. Collectives differ too: gloo copies the tensors that
+it gathers or scatters.
 
 The key of the table is the device named in the recipe's *cluster*, so a laptop can plan for an H100.
 """
@@ -34,6 +35,7 @@ from shardwise.runtime.torch_private import (
     efficient_attention,
     eigenvectors_of,
     flash_attention,
+    foreach_by_default,
     scoped_kernels,
     tree_iter,
 )
@@ -170,11 +172,8 @@ def cuda_kernels(processes: int, device_type: str = "cuda") -> Iterator[None]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        with (
-            scoped_kernels(kernels, "AutogradCPU"),
-            kernels_as(device_type),
-            _Parts({**PARTS, **_SOLVERS, **CTC}),
-        ):
+        parts = _Parts({**PARTS, **_SOLVERS, **CTC})
+        with scoped_kernels(kernels, "AutogradCPU"), kernels_as(device_type), foreach_by_default(), parts:
             yield
 
 

@@ -44,6 +44,7 @@ from shardwise.runtime.torch_private import (
     sharding_propagation_in,
     storage_key,
 )
+from shardwise.runtime.torch_private_fake import know_value, value_of
 
 # Ledger rows that a tag can name. If a storage has several tags, the first in this order counts.
 TAGS: tuple[str, ...] = (
@@ -60,13 +61,8 @@ TAGS: tuple[str, ...] = (
 EXCHANGED = "exchanged"
 """Tag of tensors that functional collectives read and return. The model owns them and may save them."""
 
-READ: Mapping[bool, float | int] = {True: 1.0, False: 1}
-"""What the host reads of a tensor whose values are not known, by whether it is of floating point.
-
-Optimizers of libraries read step counts, norms, and whether to update at all.
-"""
 _READING = ("setup", "optimizer")
-"""The phases in which it reads. A model must not: its step would wait for the device."""
+"""The phases in which the host reads values. A model must not: its step would wait for the device."""
 
 
 @dataclass(eq=False)
@@ -244,7 +240,7 @@ class Tracker(DispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         if func is reading_a_value() and current_phase() in _READING:
-            return READ[args[0].dtype.is_floating_point]
+            return value_of(args[0])
         name = func.name()
         if name == "_c10d_functional::wait_tensor":
             return args[0]  # as on a device; the fake kernel returns a new tensor
@@ -252,7 +248,7 @@ class Tracker(DispatchMode):
         try:
             out = func(*args, **kwargs) if into is None else into
         except NEEDS_VALUES as error:
-            raise refused(name, self._where()) from error
+            raise refused(name, self._where(), current_phase() in _READING) from error
         except RuntimeError as error:
             error.add_note(f"{name} in {self._where() or 'the loss'}")
             raise
@@ -261,6 +257,8 @@ class Tracker(DispatchMode):
         for tensor in tensors_in(out):
             if isinstance(tensor, FakeTensor):
                 self._meet(tensor, name)
+                if current_phase() in _READING:
+                    know_value(func, tensor)
         if name.startswith("shardwise::disk_"):
             self._use_disk(name, args)
             return out

@@ -25,7 +25,7 @@ from shardwise.engine.optimizer_step import AfterBackward, WithinBackward
 from shardwise.engine.pipeline import passes_of
 from shardwise.engine.run import LiveModel, Run
 from shardwise.model.blueprint import Blueprint
-from shardwise.recipe.lr_scaling import scaled
+from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload.host import has_separate_host_memory, host_memory
 from shardwise.runtime.torch_private import flattened
@@ -88,14 +88,15 @@ def materialise(site: Site, device: torch.device) -> Run:
     allocate(model, device, on_host)
     if (options.weights_on_host or options.state_offload) and not has_separate_host_memory(device):
         site.hints.note("device memory is host memory: CPU offload moves nothing")
-    spec = scaled(recipe)
+    spec = built(recipe)
     ratio = site.context.blueprint.rate_ratio
+    divided = site.context.layout.world_size, options.place is not None
     live = LiveModel(
         site.context,
         options,
         device,
         model,
-        build_optimizer(model, spec, recipe.seed, options.state_offload, on_host, ratio),
+        build_optimizer(model, spec, recipe.seed, options.state_offload, on_host, ratio, *divided),
         loss_scale_of(recipe.loss_scale if options.dtypes.loss_scaled else None, device),
         norm_limit_of(spec.clip_norm, spec.adaptive_clip, device),
     )
@@ -123,4 +124,5 @@ def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torc
     run = materialise(assemble(recipe, blueprint, strategy, dist.get_world_size(), device.type), device)
     with torch.no_grad():
         blueprint.fill(run.model, recipe.seed)
+    run.optimizer.start()
     return run

@@ -53,6 +53,7 @@ def tensors_to_load(run: Run, names: Container[str]) -> Iterator[dict[str, Tenso
     if first:
         tensors[f"{OPTIMIZER}{MEAN_SQUARE}"] = tensors.pop(f"{OPTIMIZER}{VARIANCE}")
     yield tensors
+    run.optimizer.loaded()
     if first:
         run.norm_limit.convert_mean_square()
 

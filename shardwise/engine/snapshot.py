@@ -41,6 +41,7 @@ class HostCopy:
     def restore(self) -> None:
         """Write the copy back into the run."""
         _copy(self.tensors, _pieces(self._run))
+        self._run.optimizer.loaded()
 
 
 class Snapshots(Generic[T]):

@@ -10,7 +10,6 @@ Modules that take long to import (DTensor, FSDP2, pipelining) are imported insid
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -93,6 +92,13 @@ def cast_floats(module: nn.Module, dtype: torch.dtype) -> None:
     module._apply(cast_one)
 
 
+def without_modes() -> AbstractContextManager[Any]:
+    """In this block no dispatch mode is active, so tensors are real also within a dry run."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 # -- tensors and storages ----------------------------------------------------------------------------
 
 
@@ -159,12 +165,6 @@ def eigenvectors_of(matrix: Tensor, uplo: str, vectors: bool) -> tuple[Tensor, T
     """The operation behind ``torch.linalg.eigh``: eigenvalues, ascending, and eigenvectors."""
     found: tuple[Tensor, Tensor] = torch.ops.aten._linalg_eigh(matrix, uplo, vectors)
     return found
-
-
-def state_maker(optimizer: Any) -> Callable[[dict[str, Any]], None] | None:
-    """Makes the state of a group's parameters, as torch's optimizers can; None elsewhere. ``step`` also updates."""
-    made: Any = getattr(optimizer, "_init_group", None)
-    return made and (lambda group: made(group, *([] for _ in list(inspect.signature(made).parameters)[1:])))
 
 
 # -- autograd ----------------------------------------------------------------------------------------
@@ -263,6 +263,19 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def foreach_by_default() -> Iterator[None]:
+    """In this block torch's optimizers take foreach kernels for fake CPU tensors, as they do on an accelerator."""
+    from torch.optim import optimizer
+
+    types = [*optimizer._foreach_supported_types, FakeTensor]
+    with (
+        replaced(optimizer, "_foreach_supported_types", types),
+        replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+    ):
+        yield
 
 
 # -- meshes and process groups -----------------------------------------------------------------------

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.torch_private import FakeTensorMode
+from shardwise.runtime.torch_private import FakeTensorMode, without_modes
 
 Function = Callable[..., tuple[Any, ...]]
 """From tensors to tensors."""
@@ -56,11 +56,10 @@ def compiled(function: Function, like: Sequence[Tensor], kernel: Callable[..., N
             result runs on fake tensors; its allocations, frees, library calls and kernels are those of the real code.
     """
     from torch._inductor.compile_fx import compile_fx
-    from torch.utils._python_dispatch import _disable_current_modes
 
     traced = _Traced(function)
     with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(without_modes())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_options(real=kernel is None))
         inputs = _fakes(like)

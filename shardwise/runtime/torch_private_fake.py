@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.runtime.torch_private import FakeTensor, FakeTensorMode, storage_key, tree_iter
+from shardwise.runtime.torch_private import FakeTensor, FakeTensorMode, storage_key, tree_iter, without_modes
 
 logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
 """The fake mode logs a trace of every operation that fails, also of those whose error is caught."""
@@ -171,6 +171,34 @@ _NOT_CACHED: frozenset[Any] = frozenset(
 """Operations that PyTorch's cache leaves out although their results follow from the metadata of their arguments."""
 _OPERATORS = ("fsdp", "shardwise", "_c10d_functional")
 """Namespaces of more of these."""
+
+
+_FILLED: dict[Any, Any] = {
+    **{getattr(_ATEN, name).default: 0.0 for name in ("zeros", "zeros_like", "new_zeros")},
+    **{getattr(_ATEN, name).default: 1.0 for name in ("ones", "ones_like", "new_ones")},
+}
+"""Operations that fill a new tensor, and the value."""
+
+
+def know_value(func: Any, made: FakeTensor) -> None:
+    """Make a constant of a tensor of one element that ``func`` has filled, as PyTorch does with ``torch.tensor``."""
+    value = _FILLED.get(func)
+    if value is not None and made.numel() == 1 and made.constant is None:
+        with without_modes():
+            made.constant = torch.full(made.shape, value, dtype=made.dtype)
+        made.fake_mode.fake_tensor_converter.add_constant_storage_mapping(made)
+
+
+def value_of(tensor: Tensor) -> float:
+    """The value that the host reads: of a constant its own, of any other tensor 1.
+
+    Optimizers of libraries read step counts, norms, and whether to update at all.
+    """
+    constant = tensor.constant if isinstance(tensor, FakeTensor) else None
+    if constant is None:
+        return 1.0 if tensor.dtype.is_floating_point else 1
+    with without_modes():
+        return constant.item()
 
 
 class _Produced(NamedTuple):

@@ -8,11 +8,13 @@ stops, and the launcher starts all ranks again with half the micro-batch (oom_re
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -100,7 +102,8 @@ class Trainer:
         callbacks = open_callbacks(recipe.callbacks)
         named = recipe.trackers if dist.get_rank() == 0 else ()
         tracking = Tracking(named, job.folder, warn) if named else None
-        warm_kernels(job.device, strategy, convolves=self.blueprint.objective is None)
+        own = recipe.optimizer if recipe.optimizer.factory else None
+        warm_kernels(job.device, strategy, own, convolves=self.blueprint.objective is None)
         # This imports the model's code before the level of memory is taken.
         self._trained, self._frozen = self.blueprint.parameter_counts()
         self.meter = MemoryMeter(job.device, job.exact_memory)
@@ -381,5 +384,11 @@ class Trainer:
 
 
 def seed_step(seed: int, index: int, rank: int) -> None:
-    """Seed the generators of dropout from (seed, step, rank), so a checkpoint stores no generator state."""
-    torch.manual_seed(((seed * 1_000_003 + index) * 65_537 + rank) % 2**63)
+    """Seed every generator from (seed, step, rank), so a checkpoint stores no generator state.
+
+    Dropout draws from torch's, and optimizers of libraries from those of Python and NumPy, too.
+    """
+    value = ((seed * 1_000_003 + index) * 65_537 + rank) % 2**63
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value % 2**32)

@@ -15,18 +15,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.engine.build import build
 from shardwise.engine.step import step
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
-from shardwise.recipe.sections import Recipe
+from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.technique import data_degree, layout_of, stages_of
 
 _BLOCKS = 1024
 
 
-def _tiny(layout: Layout, layers: int) -> Recipe:
+def _tiny(layout: Layout, layers: int, optimizer: OptimizerSpec) -> Recipe:
     """The smallest model that the axes of a layout can shard, with ``layers`` blocks.
 
     The run reuses the memory that this model frees, and that memory is not measured. So the model must be small.
@@ -41,19 +42,34 @@ def _tiny(layout: Layout, layers: int) -> Recipe:
         "vocab": 256,
     }
     data = {"sequence_length": math.lcm(32, 2 * layout.degree("sequence") * layout.degree("tensor"))}
-    return recipe_of({"model": model, "data": data, "steps": 2, "batch_size": 2 * data_degree(layout)})
+    tiny = recipe_of({"model": model, "data": data, "steps": 2, "batch_size": 2 * data_degree(layout)})
+    return tiny.model_copy(update={"optimizer": optimizer})
 
 
-def warm_kernels(device: torch.device, strategy: Strategy, convolves: bool = False) -> None:
+def warm_kernels(
+    device: torch.device,
+    strategy: Strategy,
+    optimizer: OptimizerSpec | None = None,
+    *,
+    convolves: bool = False,
+) -> None:
     """Train a tiny decoder for two steps with ``strategy``, and drop it.
 
     Args:
+        optimizer: of a library, whose kernels are its own. One that cannot train this model is left out.
         convolves: whether the model may have convolutions or an LSTM. oneDNN takes 12 MiB and 8 MiB at their first
             calls on a CPU.
     """
     layout = layout_of(strategy, dist.get_world_size())
-    recipe = _tiny(layout, max(2, stages_of(strategy)))
-    run = build(recipe, blueprint_of(recipe), strategy.with_values(micro_batch_size=1), device)
+    layers, alone = max(2, stages_of(strategy)), strategy.with_values(micro_batch_size=1)
+    recipe = _tiny(layout, layers, optimizer or OptimizerSpec())
+    try:
+        run = build(recipe, blueprint_of(recipe), alone, device)
+    except RecipeError:
+        if optimizer is None:
+            raise
+        warm_kernels(device, strategy, convolves=convolves)
+        return
     tokens = torch.zeros((1, recipe.data.sequence_length), dtype=torch.int64, device=device)
     steps = iter([[{"input_ids": tokens, "labels": tokens}] * 2] * recipe.steps)
     for _ in range(recipe.steps):

@@ -18,7 +18,7 @@ from shardwise.engine.loss_scale import norm_limit_of
 from shardwise.engine.optim.library import made_by
 from shardwise.engine.schedule import learning_rate
 from shardwise.model.blueprint import Batch, Blueprint
-from shardwise.recipe.lr_scaling import scaled
+from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
 from shardwise.runtime.torch_private import TorchDispatchMode, cast_floats, tree_iter
@@ -54,7 +54,7 @@ def train_reference(
     scale: GradientScale,
 ) -> Iterator[ReferenceStep]:
     """Train ``model`` in place on one list of micro-batches per optimizer step; yield the result of each step."""
-    spec = scaled(recipe)
+    spec = built(recipe)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = _optimizers(blueprint, model, spec)
     ratios = [[group["lr"] for group in each.param_groups] for each in optimizers]

@@ -25,7 +25,7 @@ from shardwise.core.json_file import read_json, text_of
 from shardwise.core.strategy import Strategy
 from shardwise.data import open_data
 from shardwise.engine.build import build
-from shardwise.engine.optim.library import rounds
+from shardwise.engine.optim.trial import rounds
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.section import Arguments

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -349,3 +351,22 @@ def test_every_seed_of_a_recipe_will_do(seed: int) -> None:
     optimizer.learning_rate = 0.1
     optimizer.step(APPLIED)
     assert (weight < 1).all()
+
+
+def test_a_step_draws_the_same_numbers_from_every_generator_after_a_resume() -> None:
+    """Optimizers of libraries draw from NumPy (Kron) or Python: a resumed run must draw what an unbroken one does."""
+
+    def draws(index: int) -> tuple[float, float, float]:
+        seed_step(0, index, 0)
+        return float(torch.rand(())), random.random(), float(np.random.random())
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        unbroken = [draws(index) for index in range(3)]
+        resumed = draws(2)
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+    assert resumed == unbroken[2]
+    assert all(len(set(numbers)) == 3 for numbers in zip(*unbroken, strict=True))

@@ -115,7 +115,7 @@ def measured_rank(recipe: Recipe, settings: dict[str, Any]) -> int:
     """Real steps on random tokens, of a recipe's all but the last; the peak above the level before the model."""
     device, strategy = torch.device("cpu"), strategy_from(settings)
     blueprint = blueprint_of(recipe)
-    warm_kernels(device, strategy)
+    warm_kernels(device, strategy, recipe.optimizer if recipe.optimizer.factory else None)
     meter = MemoryMeter(device)
     run = build(recipe, blueprint, strategy, device)
     snapshots: Snapshots[int] | None = snapshots_of(run)

@@ -19,10 +19,10 @@ from torch import nn
 
 from shardwise.engine.optim.chunked import ChunkedRule
 from shardwise.engine.optim.fused import FusedAdamW, FusedSGD
-from shardwise.engine.optim.library import library_optimizer
 from shardwise.engine.optim.moment_storage import EightBit, Wide
 from shardwise.engine.optim.offloaded import HostOptimizer, OffloadedOptimizer, share_of
 from shardwise.engine.optim.optimizer import Optimizer, UpdateRule
+from shardwise.engine.optim.trial import library_optimizer
 from shardwise.recipe.sections import OptimizerSpec
 from shardwise.runtime.offload.host import has_separate_host_memory, host_memory
 from shardwise.runtime.parallel.shard_slices import named_parameters
@@ -36,16 +36,19 @@ def build_optimizer(
     offload: StateOffload | None = None,
     hosted: bool = False,
     rate_ratio: Callable[[str], float] = lambda name: 1.0,
+    ranks: int = 1,
+    staged: bool = False,
 ) -> Optimizer:
     """The recipe's optimizer over the trainable parameters of a materialised model.
 
     Weight decay applies to matrices, not to norms, biases and other vectors. ``seed`` seeds stochastic rounding.
     ``hosted``: the parameters are in host memory, separate from device memory. ``rate_ratio`` is a parameter's learning
-    rate, by name, relative to the schedule's.
+    rate, by name, relative to the schedule's. ``ranks`` and ``staged``: see ``library_optimizer``.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if spec.factory is not None:
-        return library_optimizer({n: p for n, p in named_parameters(model) if p.requires_grad}, spec)
+        named = {name: p for name, p in named_parameters(model) if p.requires_grad}
+        return library_optimizer(named, spec, ranks, staged)
     groups = groups_of(model, spec.weight_decay, rate_ratio)
     rounded = any(p.dtype in (torch.bfloat16, torch.float16) for p in trainable)
     device = trainable[0].device if trainable else torch.device("cpu")

@@ -66,6 +66,12 @@ class Optimizer(torch.optim.Optimizer):
         """All state of a parameter, in any memory, for saving and restoring."""
         return self.state.get(parameter, {})
 
+    def start(self) -> None:
+        """Called before the first step, when the weights have their initial values."""
+
+    def loaded(self) -> None:
+        """Called when the tensors of ``stored`` have been written, by a checkpoint or a snapshot."""
+
     def rate_of(self, parameter: nn.Parameter) -> Rate:
         group = self._group_of[parameter]
         return Rate(self.learning_rate * group["rate_ratio"], group["weight_decay"])
