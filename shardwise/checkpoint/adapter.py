@@ -34,7 +34,6 @@ from shardwise.engine.run import Run
 from shardwise.engine.run_state import parameters_of
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles, write_adapter
-from shardwise.model.lora import is_adapter
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 
 Place = tuple[tuple[int, int], ...]
@@ -80,11 +79,12 @@ def adapter_writer(run: Run, folder: Path, checkpoint: Path | None = None) -> Ca
 def gathered(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """The unsharded adapter tensors on the CPU of every rank, by name. Raises CheckpointError for an incomplete one."""
     assert isinstance(run.blueprint, AdaptedModel)
-    mine = {name: _place(p) for name, p in parameters.items() if is_adapter(name)}
+    shapes = run.blueprint.adapter_shapes
+    mine = {name: _place(p) for name, p in parameters.items() if name in shapes}
     everyone: list[dict[str, Place]] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     whole: dict[str, Tensor] = {}
-    for name, shape in run.blueprint.adapter_shapes.items():
+    for name, shape in shapes.items():
         places = [held.get(name) for held in everyone]
         _require_whole(name, shape, {place for place in places if place is not None})
         value = torch.zeros(shape, dtype=run.options.dtypes.storage, device=run.device)

@@ -26,7 +26,7 @@ from shardwise.core.errors import CheckpointError, DataError, RecipeError, Shard
 from shardwise.core.file_hash import hash_of
 from shardwise.core.paths import path_of
 from shardwise.core.user_objects import without_folder
-from shardwise.recipe.sections import DataSpec, Recipe
+from shardwise.recipe.sections import AdapterSpec, DataSpec, Recipe
 
 _KEY = "checkpoint.start_from"
 _LARGEST_HEADER = 100_000_000
@@ -115,6 +115,8 @@ def recipe_of_run(run_folder: Path) -> Recipe:
         ) from error
 
 
+_MAY_CHANGE = {"dropout", "learning_rate_ratio", "start_from"}
+"""Keys of an adapter that change neither its tensors nor its function."""
 _OTHER_RUN = (CheckpointError, "the checkpoint is of another run", "")
 _OTHER_ORDER = (CheckpointError, "the checkpoint is of another run", ": samples would repeat or be skipped")
 _OTHER_DATA = (DataError, "the checkpoint was trained on other data", "")
@@ -161,7 +163,7 @@ def _model_of(recipe: Recipe) -> dict[str, Any]:
     found["optimizer.factory"] = without_folder(recipe.optimizer.factory)
     found["model.factory"] = without_folder(recipe.model.factory)
     if recipe.adapter is not None:
-        said = {"name", "rank", "alpha", "targets", "rank_stabilized", "quantize", "init"}
+        said = set(AdapterSpec.model_fields) - _MAY_CHANGE
         found |= {f"adapter.{key}": value for key, value in recipe.adapter.model_dump(include=said).items()}
     return found
 

@@ -106,6 +106,13 @@ def open_run(
     if base and recipe.adapter is None:
         why = "it trains all weights, and has no adapter"
         raise RecipeError("this run has no frozen base", where=str(folder), why=why, fix="leave out --base")
+    if base and recipe.adapter is not None and recipe.adapter.modules_to_save:
+        raise RecipeError(
+            "the base's own weights are not in this run",
+            where=str(folder),
+            why=f"it has trained {', '.join(recipe.adapter.modules_to_save)} in full",
+            fix=f"take the base from {recipe.model.hf}" if recipe.model.hf else "leave out --base",
+        )
     blueprint = blueprint_of(recipe)
     layout, weights = blueprint.hf_folder(), SavedWeights(checkpoint)
     wanted = DTYPES[dtype or precision_of(weights.strategy)]

@@ -28,16 +28,16 @@ from shardwise.data import open_tokenizer
 from shardwise.export.ends import with_ends
 from shardwise.export.export_run import DTYPES, Merge, compared, tokenizer_files
 from shardwise.export.hf_writer import Contents, ExtraFile, Written, config_in, write_model
-from shardwise.model.adapted import AdaptedModel
+from shardwise.model.adapted import AdaptedModel, shapes_of
 from shardwise.model.files.hf_model_folder import FolderWeights
 from shardwise.model.files.peft import TENSORS, AdapterFiles
 from shardwise.model.files.safetensors_reader import WeightFiles
 from shardwise.model.hf import HuggingFaceModel
-from shardwise.model.lora import A, is_adapter, is_targeted, linear_layers
+from shardwise.model.lora import A, linear_layers
 from shardwise.model.merging import Merged, Unmerged
 from shardwise.recipe.data_sections import brings_tokenizer
 from shardwise.runtime.fingerprint import fingerprint_of_tensors, refuse_other_base
-from shardwise.runtime.parallel.shard_slices import named_parameters
+from shardwise.runtime.parallel.shard_slices import named_parameters, shared_names
 from shardwise.runtime.quantization.as_parameter import StoredPacking
 from shardwise.train.meter import frees_returned
 
@@ -56,7 +56,7 @@ class _Pair:
     adapted: nn.Module
 
     def read(self, name: str) -> Tensor:
-        return self.files.read(name) if is_adapter(name) else self.weights.read(name)
+        return self.files.read(name) if name in self.blueprint.adapter_shapes else self.weights.read(name)
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Dtypes of the model's tensors on disk."""
@@ -95,6 +95,13 @@ def unmerge(merged: str, adapter: Path, target: Path, dtype: str | None = None) 
     """Restore the base from a folder that ``merge`` wrote, up to fp32 rounding. Raises ShardwiseError."""
     require_new(target)
     pair = _pair(merged, adapter)
+    if pair.files.saved:
+        raise CheckpointError(
+            "the base cannot be restored",
+            where=str(pair.files.folder),
+            why=f"the adapter has trained {min(pair.files.saved)} in full, so the merged model lacks the base's",
+            fix="keep the base",
+        )
     folder = path_of(merged)
     record = _record_of(folder)
     if record["adapter"] != adapter_hash(pair.files):
@@ -153,12 +160,10 @@ def _pair(source: str, adapter: Path) -> _Pair:
     base = HuggingFaceModel(source, 1, objective=None)
     with torch.device("meta"):
         model = base.build()
-    layers = list(linear_layers(model, []))
-    paths = {name.removesuffix(f".{A}.weight") for name in files.shapes if name.endswith(f".{A}.weight")}
-    _require_targets(files, layers, paths)
-    spec = files.spec(tuple(sorted(paths)))
+    _require_targets(files, model)
+    spec = files.spec(tuple(sorted(files.layers)))
     blueprint = _Anywhere(base, spec)
-    files.require(spec, blueprint.adapter_shapes)
+    files.require(spec, blueprint.adapter_shapes, shapes_of(model))
     with torch.device("meta"):
         adapted = blueprint.build()
     return _Pair(base, base.weights(), files, blueprint, adapted)
@@ -175,35 +180,33 @@ class _Anywhere(AdaptedModel):
         return {}
 
 
-def _require_targets(files: AdapterFiles, layers: list[str], paths: set[str]) -> None:
+def _require_targets(files: AdapterFiles, model: nn.Module) -> None:
     """Raise CheckpointError if the adapter has layers that the model lacks, or lacks layers that its config names."""
-    where = str(files.folder / TENSORS)
-    if not paths:
+    where, layers = str(files.folder / TENSORS), list(linear_layers(model, []))
+    if not files.layers:
         raise CheckpointError("the adapter is empty", where=where, why=f"it has no {A}.weight")
-    for path in sorted(paths - set(layers)):
+    tied = {name.removesuffix(".weight") for name in shared_names(model)}
+    for path in sorted(files.layers - set(layers)):
+        here = f"{path} shares its weight with the embedding" if path in tied else f"no linear layer {path}"
         raise CheckpointError(
-            "the adapter is of another model",
+            "the adapter cannot be merged" if path in tied else "the adapter is of another model",
             where=where,
-            why=f"it has {path}.{A}.weight, and this model has no linear layer {path}",
-            fix="give the model it was trained on",
+            why=f"it has {path}.{A}.weight, and this model has {here}" if path not in tied else here,
+            fix="serve it on its base: --adapter" if path in tied else "give the model it was trained on",
         )
-    named: Any = files.config.get("target_modules") or ()
-    if named == "all-linear" or files.config.get("exclude_modules"):
-        return
-    targets = named if isinstance(named, str) else tuple(named)
-    for path in layers:
-        if is_targeted(path, targets) and path not in paths:
-            raise CheckpointError(
-                "the adapter is incomplete",
-                where=where,
-                why=f"its config names {path}, and it has no {path}.{A}.weight",
-                fix="restore the file from a copy",
-            )
+    for path in files.lacks(layers):
+        raise CheckpointError(
+            "the adapter is incomplete",
+            where=where,
+            why=f"its config names {path}, and it has no {path}.{A}.weight",
+            fix="restore the file from a copy",
+        )
 
 
 def _require_base(pair: _Pair) -> str:
     """The fingerprint of the base. Raises CheckpointError if the adapter was trained on another base."""
-    names = [name for name, _ in named_parameters(pair.adapted) if not is_adapter(name)]
+    names = [name for name, parameter in named_parameters(pair.adapted) if not parameter.requires_grad]
+    pair.files.require_copies((name, pair.weights.read(name)) for name in sorted(pair.files.copies))
     found = fingerprint_of_tensors((name, pair.weights.read(name)) for name in names)
     refuse_other_base(pair.files.fingerprint, found, str(pair.files.folder / TENSORS))
     return found
@@ -212,9 +215,8 @@ def _require_base(pair: _Pair) -> str:
 def adapter_hash(files: AdapterFiles) -> str:
     """A hash of an adapter's values and scale."""
     spec = files.spec("all")
-    digest = hashlib.blake2b(
-        f"{spec.name} {spec.rank} {spec.alpha} {spec.rank_stabilized}".encode(), digest_size=16
-    )
+    scales = " ".join(f"{spec.scale(path)}" for path in sorted(files.layers))
+    digest = hashlib.blake2b(f"{spec.name} {scales}".encode(), digest_size=16)
     for name in sorted(files.shapes):
         digest.update(f" {name} {files.kinds[name]} {list(files.shapes[name])} ".encode())
         digest.update(files.read(name).contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -40,6 +40,16 @@ from shardwise.runtime.parallel.tensor import Split, TensorPlan
 from shardwise.runtime.quantization.as_parameter import StoredPacking
 
 
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's parameters by name; a shared one has all of its names."""
+    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _signature(block: nn.Module) -> tuple[object, ...]:
+    """What makes a block like another: names and shapes of its parameters, and which are trained."""
+    return tuple((name, p.shape, p.requires_grad) for name, p in block.named_parameters())
+
+
 class AdaptedModel(Blueprint):
     """The model of ``base`` with the adapters of a recipe.
 
@@ -65,7 +75,7 @@ class AdaptedModel(Blueprint):
         require_targets(model, self.targetable(model), spec)
         self.start = AdapterFiles(path_of(spec.start_from)) if spec.start_from is not None else None
         if self.start is not None:
-            self.start.require(spec, self.adapter_shapes)
+            self.start.require(spec, self.adapter_shapes, shapes_of(model))
 
     def packings(self) -> Mapping[str, StoredPacking]:
         """The base's, unless the recipe quantizes its weights anew."""
@@ -77,10 +87,10 @@ class AdaptedModel(Blueprint):
 
     @cached_property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every adapter tensor of the whole model, by name."""
+        """Shape of every trained tensor of the whole model, by name: of adapters, and of modules to save."""
         with torch.device("meta"):
             named = named_parameters(self.build())
-        return {name: tuple(parameter.shape) for name, parameter in named if is_adapter(name)}
+        return {name: tuple(parameter.shape) for name, parameter in named if parameter.requires_grad}
 
     def config(self) -> dict[str, Any]:
         """PEFT's config, with the shortest target names that match exactly these layers."""
@@ -101,18 +111,18 @@ class AdaptedModel(Blueprint):
             return None
         with torch.device("meta"):
             blocks = self.blocks(self.build())
-        alike = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks}
-        return self.base.depth if len(alike) == 1 else None
+        return self.base.depth if len(set(map(_signature, blocks))) == 1 else None
 
     @cached_property
     def block_kinds(self) -> tuple[object, ...] | None:  # type: ignore[override]
         kinds = self.base.block_kinds
+        if kinds is None and self.base.depth is not None and self.base.width is not None:
+            kinds = ((),) * self.base.depth
         if kinds is None:
             return None
         with torch.device("meta"):
             blocks = self.blocks(self.build())
-        shapes = [tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks]
-        return tuple(zip(kinds, shapes, strict=True))
+        return tuple(zip(kinds, map(_signature, blocks), strict=True))
 
     def stage_obstacle(self) -> str:
         return self.base.stage_obstacle()
@@ -140,7 +150,9 @@ class AdaptedModel(Blueprint):
         return self.base.head(model)
 
     def output(self, model: nn.Module) -> nn.Linear | None:
-        return self.base.output(model)
+        """None for a layer with an adapter: its weight alone does not make the logits."""
+        layer = self.base.output(model)
+        return None if isinstance(layer, LoraLinear) else layer
 
     def tensor_plan(self, model: nn.Module) -> TensorPlan:
         """The base's plan plus the adapters: one side is sharded like its layer, the other is replicated.
@@ -186,8 +198,10 @@ class AdaptedModel(Blueprint):
 
     def parameter_counts(self, depth: int | None = None) -> tuple[int, int]:
         with torch.device("meta"):
-            trained = sum(p.numel() for p in self.build(depth).parameters() if p.requires_grad)
-        return trained, self.base.parameter_count(depth)
+            named = list(named_parameters(self.build(depth)))
+        trained = {name: parameter.numel() for name, parameter in named if parameter.requires_grad}
+        of_base = sum(size for name, size in trained.items() if not is_adapter(name))
+        return sum(trained.values()), self.base.parameter_count(depth) - of_base
 
     def notes(self, bits: int) -> tuple[str, ...]:
         beyond, packed, stays = self._reach
@@ -238,7 +252,7 @@ class AdaptedModel(Blueprint):
         with without_adapters(model):
             self.base.fill(model, seed)
         for name, parameter in named_parameters(model):
-            if self.start is not None and is_adapter(name):
+            if self.start is not None and parameter.requires_grad:
                 self.start.read_into(parameter, name)
             elif f".{A}." in name:
                 fill_uniform(parameter, 1 / math.sqrt(parameter.shape[1]), seed, name)
@@ -247,7 +261,9 @@ class AdaptedModel(Blueprint):
         fill_packed(model, self.base, seed, self.spec.loftq_iterations)
         if self.start is None:
             fill_magnitudes(model, with_adapters=self.spec.loftq_iterations > 0)
-        elif self.start.fingerprint is not None:
+            return
+        self.start.require_copies(named_parameters(model))
+        if self.start.fingerprint is not None:
             refuse_other_base(self.start.fingerprint, fingerprint_of(model), str(self.start.folder / TENSORS))
 
     @torch.no_grad()

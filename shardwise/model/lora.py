@@ -1,6 +1,6 @@
 """LoRA and DoRA: a frozen linear layer plus a trained low-rank product (Hu et al. 2021).
 
-    lora   h = W x + b + scale · B A x      W [o, i] frozen, A [r, i], B [o, r]
+    lora   h = W x + b + scale · (B A x + c)      W [o, i] frozen, A [r, i], B [o, r]; c [o] with lora_bias
     dora   h = m / |W + scale · B A| · (W x + scale · B A x) + b, m [o] and row norms [o] (Liu et al. 2024)
 
 The scale is alpha / r, or alpha / √r if rank-stabilized; it multiplies A x, which is smaller than the result. A is
@@ -17,7 +17,6 @@ Refused: merging B A into W in every forward pass, which saves a full-size produ
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -26,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.recipe.sections import AdapterSpec
+from shardwise.recipe.sections import AdapterSpec, by_pattern
 from shardwise.runtime.layer_replacement import take_over
 from shardwise.runtime.parallel.shard_slices import canonical_name, shared_names
 from shardwise.runtime.quantization.as_parameter import StoredPacking
@@ -84,20 +83,31 @@ class FrozenLinear(nn.Linear):
 
 
 class LoraLinear(FrozenLinear):
-    """A frozen linear layer with an adapter."""
+    """A frozen linear layer with an adapter.
+
+    Args:
+        path: of the layer, for its rank and scale. quantize: as of FrozenLinear.
+    """
 
     lora_A: nn.Linear
     lora_B: nn.Linear
     lora_magnitude_vector: nn.Parameter | None
 
-    def __init__(self, layer: nn.Module, spec: AdapterSpec, stored: StoredPacking | None = None) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        spec: AdapterSpec,
+        path: str,
+        quantize: str,
+        stored: StoredPacking | None = None,
+    ) -> None:
         weight = layer.get_parameter("weight")
-        super().__init__(layer, spec.quantize, stored)
-        self.dropout, rank = spec.dropout, spec.rank
-        self.scale = spec.alpha / (math.sqrt(rank) if spec.rank_stabilized else rank)
+        super().__init__(layer, quantize, stored)
+        self.dropout, self.scale = spec.dropout, spec.scale(path)
+        rank, _ = spec.strength(path)
         where, dtype = weight.device, weight.dtype
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, device=where, dtype=dtype)
-        self.lora_B = nn.Linear(rank, self.out_features, bias=False, device=where, dtype=dtype)
+        self.lora_B = nn.Linear(rank, self.out_features, bias=spec.lora_bias, device=where, dtype=dtype)
         magnitude = None
         if spec.name == "dora":
             magnitude = nn.Parameter(torch.empty(self.out_features, device=where, dtype=dtype))
@@ -105,7 +115,9 @@ class LoraLinear(FrozenLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         dropped = F.dropout(input, self.dropout, self.training)
-        base, change = super().forward(input), self.lora_B(self.lora_A(dropped) * self.scale)
+        base, thin = super().forward(input), self.lora_A(dropped)
+        plain = self.lora_B.bias is None  # the scale is of the bias, too
+        change = self.lora_B(thin * self.scale) if plain else self.lora_B(thin) * self.scale
         out = base + change
         if self.lora_magnitude_vector is None:
             return out
@@ -150,6 +162,9 @@ def packings_in(model: nn.Module) -> dict[str, tuple[str, Callable[[Tensor], Ten
 
 # ---- which layers -----------------------------------------------------------------------------------------
 
+KEYWORDS = ("attention", "mlp", "all")
+"""Values of ``adapter.targets`` that mean linear layers of the blocks."""
+
 
 def adapt(
     model: nn.Module,
@@ -157,22 +172,54 @@ def adapt(
     spec: AdapterSpec,
     packings: Mapping[str, StoredPacking] | None = None,
 ) -> list[str]:
-    """Freeze a model and add adapters to the target layers of its blocks; returns their paths.
+    """Freeze a model and add adapters to the target layers; returns their paths. Modules to save stay trained.
 
-    Without ``blocks``, all linear layers can be targets. If the recipe quantizes, all linear layers are packed.
+    If the recipe quantizes, all linear layers of the blocks, or of the model without ``blocks``, are packed.
     Those of ``packings`` are packed as the model's files store them.
     """
     stored = packings or {}
     model.requires_grad_(False)
-    paths = list(linear_layers(model, blocks))
-    targets = [path for path in paths if is_targeted(path, spec.targets)]
+    saved = saved_modules(model, spec)
+    targets = target_layers(model, blocks, spec)
+    paths = {path for path in linear_layers(model, blocks) if not _within(path, saved)}
     for path in targets:
-        model.set_submodule(path, LoraLinear(model.get_submodule(path), spec, stored.get(path)))
-    for path in sorted(set(paths) - set(targets)):
+        quantize = spec.quantize if path in paths else "none"
+        layer = model.get_submodule(path)
+        model.set_submodule(path, LoraLinear(layer, spec, path, quantize, stored.get(path)))
+    for path in sorted(paths - set(targets)):
         if spec.quantize != "none" or path in stored:
-            layer = FrozenLinear(model.get_submodule(path), spec.quantize, stored.get(path))
-            model.set_submodule(path, layer)
+            frozen = FrozenLinear(model.get_submodule(path), spec.quantize, stored.get(path))
+            model.set_submodule(path, frozen)
+    for path in saved:
+        model.get_submodule(path).requires_grad_(True)
     return targets
+
+
+def target_layers(model: nn.Module, blocks: Sequence[nn.Module], spec: AdapterSpec) -> list[str]:
+    """Paths of the layers that get an adapter: of the blocks by a keyword, of the whole model by name, as in PEFT."""
+    saved = saved_modules(model, spec)
+    return [
+        path
+        for path in linear_layers(model, blocks if spec.targets in KEYWORDS else [])
+        if is_targeted(path, spec.targets) and _transformed(path, spec) and not _within(path, saved)
+    ]
+
+
+def saved_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
+    """Paths of the modules to train in full: those that end with a name, as PEFT matches them."""
+    return [path for path, _ in model.named_modules() if path.endswith(spec.modules_to_save)]
+
+
+def _within(path: str, modules: Sequence[str]) -> bool:
+    return any(f"{path}.".startswith(f"{module}.") for module in modules)
+
+
+def _transformed(path: str, spec: AdapterSpec) -> bool:
+    """Whether the block of a layer, the first number in its path, is one to transform."""
+    if not spec.layers_to_transform:
+        return True
+    number = next((part for part in path.split(".") if part.isdecimal()), None)
+    return number is not None and int(number) in spec.layers_to_transform
 
 
 def linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[str]:
@@ -190,18 +237,65 @@ def linear_layers(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[str
 
 
 def require_targets(model: nn.Module, blocks: Sequence[nn.Module], spec: AdapterSpec) -> None:
-    """Raise RecipeError for a target that matches no linear layer of the blocks. ``model`` is not adapted yet."""
+    """Raise RecipeError for a key of the recipe that names no layer of the model. ``model`` is not adapted yet."""
+    names = spec.targets if isinstance(spec.targets, tuple) else (spec.targets,)
+    for target in names:
+        one = spec.model_copy(update={"targets": (target,) if isinstance(spec.targets, tuple) else target})
+        if not target_layers(model, blocks, one):
+            raise _no_target(model, blocks, target, one)
+    _require_saved(model, spec)
+    adapted = target_layers(model, blocks, spec)
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(spec, key):
+            if not any(by_pattern({pattern: True}, path, False) for path in adapted):
+                raise RecipeError(
+                    f"no adapted layer is {pattern!r}",
+                    where=f"adapter.{key}",
+                    why=f"the first is {adapted[0]}",
+                    fix="give a regular expression for the end of a path",
+                )
+
+
+def _no_target(model: nn.Module, blocks: Sequence[nn.Module], target: str, spec: AdapterSpec) -> RecipeError:
+    """The error for a target without a layer: it is shared, left out by another key, or unknown."""
     paths = list(linear_layers(model, blocks))
-    targets = spec.targets if isinstance(spec.targets, tuple) else (spec.targets,)
-    for target in targets:
-        kind = (target,) if isinstance(spec.targets, tuple) else target
-        if not any(is_targeted(path, kind) for path in paths):
-            names = sorted({path.rpartition(".")[2] for path in paths})
+    why = f"their names are {', '.join(sorted({path.rpartition('.')[2] for path in paths}))}"
+    fix = "choose some of these names, or attention, mlp or all"
+    aliases = shared_names(model)
+    shared = [path for path, _ in model.named_modules() if f"{path}.weight" in aliases]
+    if any(is_targeted(path, spec.targets) for path in shared):
+        why, fix = "it shares its weight with the embedding", "leave it out, or give a base that is not tied"
+    elif target_layers(model, blocks, spec.model_copy(update={"layers_to_transform": None})):
+        why = f"layers_to_transform is {list(spec.layers_to_transform or ())}, and it is in none of these blocks"
+        fix = "number blocks from 0, and leave out layers outside of blocks"
+    elif not paths:
+        why = "there is no linear layer"
+    return RecipeError(
+        f"no linear layer of the model's blocks is {target!r}", where="adapter.targets", why=why, fix=fix
+    )
+
+
+def _require_saved(model: nn.Module, spec: AdapterSpec) -> None:
+    """Raise RecipeError for a module to save that the model lacks, that is tied, or that has adapters inside."""
+    aliases, paths = shared_names(model), [path for path, _ in model.named_modules()]
+    shared = aliases.keys() | aliases.values()
+    for name in spec.modules_to_save:
+        found = [path for path in paths if path.endswith(name)]
+        module = model.get_submodule(found[0]) if found else nn.Module()
+        tensors = {
+            f"{path}.{key}" for path in found for key, _ in model.get_submodule(path).named_parameters()
+        }
+        why, fix = "", "give the end of a module's path, such as lm_head"
+        if not found or next(module.parameters(), None) is None:
+            why = "no module with weights has a path that ends so"
+        elif tensors & shared:
+            why = "it shares its weight, and a copy that is trained alone would untie the model"
+            fix = "save the base with tie_word_embeddings false and two weights first"
+        elif next(module.buffers(), None) is not None:
+            why, fix = "it has buffers, which change without being trained", "train its parts"
+        if why:
             raise RecipeError(
-                f"no linear layer of the model's blocks is {target!r}",
-                where="adapter.targets",
-                why=f"their names are {', '.join(names)}" if names else "there is no linear layer",
-                fix="choose some of these names, or attention, mlp or all",
+                f"{name!r} cannot be trained in full", where="adapter.modules_to_save", why=why, fix=fix
             )
 
 
@@ -211,7 +305,7 @@ def is_targeted(path: str, targets: str | tuple[str, ...]) -> bool:
         return any(path == name or path.endswith(f".{name}") for name in targets)
     if targets == "all":
         return True
-    if targets in ("attention", "mlp"):
+    if targets in KEYWORDS:
         return _in_attention(path) == (targets == "attention")
     return re.fullmatch(targets, path) is not None
 

@@ -1,6 +1,6 @@
 """Merging an adapter into its base weights, and unmerging it, one tensor at a time.
 
-    lora   W' = W + scale · B A                  W = W' - scale · B A
+    lora   W' = W + scale · B A                  W = W' - scale · B A      with lora_bias also b' = b + scale · c
     dora   W' = m / n · (W + scale · B A)        W = n / m · W' - scale · B A        n: the norms of the rows of the sum
 
 Computed in fp32, or fp64 for fp64 weights; the writer rounds the result. A merged layer is a plain linear layer, so
@@ -35,12 +35,23 @@ class Merged:
 
     Attributes:
         norms: DoRA's row norms by path of the layer, filled while layers are read.
+
+    Raises CheckpointError for an adapter that the plain model cannot express.
     """
 
     def __init__(self, adapted: nn.Module, read: Read, with_adapters: bool = True) -> None:
         self._read, self._with_adapters = read, with_adapters
         self.norms: dict[str, Tensor] = {}
         self._frozen = {path: m for path, m in adapted.named_modules() if isinstance(m, FrozenLinear)}
+        for path in self.layers if with_adapters else ():
+            layer = adapted.get_submodule(path)
+            if isinstance(layer, LoraLinear) and layer.lora_B.bias is not None and layer.bias is None:
+                raise CheckpointError(
+                    "this adapter cannot be merged",
+                    where=path,
+                    why="lora_bias gives the layer a bias, and the base's layer has none",
+                    fix="serve the adapter on its base: --adapter",
+                )
 
     @property
     def layers(self) -> list[str]:
@@ -58,9 +69,12 @@ class Merged:
     @torch.no_grad()
     def read(self, name: str) -> Tensor:
         path, _, last = name.rpartition(".")
-        layer = self._frozen.get(path) if last == "weight" else None
+        layer = self._frozen.get(path) if last in ("weight", "bias") else None
         if layer is None:
             return self._read(name)
+        if last == "bias":
+            bias = self._read(name)
+            return bias + added_bias(layer, path, self._read) if self._merges(layer) else bias
         if layer.packing is not None:
             weight = layer.packing.unpack(self._read(f"{path}.{PACKED}"), torch.float32)
         else:
@@ -84,10 +98,12 @@ class Unmerged:
     @torch.no_grad()
     def read(self, name: str) -> Tensor:
         path, _, last = name.rpartition(".")
-        layer = self._layers.get(path) if last == "weight" else None
+        layer = self._layers.get(path) if last in ("weight", "bias") else None
         stored = self._read(name)
         if layer is None:
             return stored
+        if last == "bias":
+            return stored - added_bias(layer, path, self._read)
         weight = wide(stored.t() if layer.transposed else stored)
         if layer.lora_magnitude_vector is not None:
             magnitude = self._read(f"{path}.{MAGNITUDE}").to(weight)
@@ -106,6 +122,11 @@ def product(layer: LoraLinear, path: str, read: Read) -> Tensor:
     """scale · B A, [o, i]."""
     a, b = wide(read(f"{path}.{A}.weight")), wide(read(f"{path}.{B}.weight"))
     return (b @ a) * layer.scale
+
+
+def added_bias(layer: LoraLinear, path: str, read: Read) -> Tensor:
+    """scale · c, [o]; a zero without one."""
+    return wide(read(f"{path}.{B}.bias")) * layer.scale if layer.lora_B.bias is not None else torch.zeros(())
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -283,6 +283,9 @@ def _scaling(recipe: Recipe, document: Document) -> Iterator[Complaint]:
 
 def _initial_adapter(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     spec, path = recipe.adapter, ("adapter", "init")
+    if spec is not None and spec.lora_bias and spec.name == "dora":
+        last = _last_written(document, ("adapter", "lora_bias"), ("adapter", "name"))
+        yield Complaint(last, "dora has no lora_bias", "PEFT has none either", "write lora_bias: false")
     if spec is None or not spec.loftq_iterations:
         return
     if spec.quantize == "none":

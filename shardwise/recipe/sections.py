@@ -6,7 +6,7 @@ One pydantic model per section. Checks across keys are in ``checks.py``, reading
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, model_validator
 
@@ -16,11 +16,16 @@ from shardwise.recipe.data_sections import brings_tokenizer
 from shardwise.recipe.observation import EvaluationSpec as EvaluationSpec
 from shardwise.recipe.observation import ProfileSpec as ProfileSpec
 from shardwise.recipe.section import Arguments, Section, Target, Text, TrackerName, words
+from shardwise.recipe.stability import GuardSpec as GuardSpec
+from shardwise.recipe.stability import LossScaleSpec as LossScaleSpec
 
 Quantize: TypeAlias = Literal["none", "nf4", "int8"]
 Scalar: TypeAlias = str | int | float | bool | None
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Alpha: TypeAlias = Annotated[float, Field(gt=0, le=1e6)]
+Index: TypeAlias = Annotated[int, Field(ge=0, le=10_000)]
 Dimension: TypeAlias = Annotated[int, Field(ge=1, le=10_000_000)]
+V = TypeVar("V")
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -55,6 +60,26 @@ def _targets(value: object) -> object:
         except re.error as error:
             raise ValueError(f"attention, mlp, all, or a regular expression: {error}") from error
     return value if isinstance(value, str) else tuple(names)
+
+
+def _patterns(values: Mapping[str, Any]) -> Arguments:
+    """Values by regular expression, hashable. Raises ValueError for one that cannot be read."""
+    for pattern in values:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"regular expressions of layers: {pattern!r} has {error}") from error
+    return Arguments(values)
+
+
+def by_pattern(values: Mapping[str, V], path: str, default: V) -> V:
+    """The value of the first pattern that matches the end of a layer's path, as PEFT's ``get_pattern_key``."""
+    return next((v for key, v in values.items() if re.match(rf"(.*\.)?({key})$", path)), default)
+
+
+def _numbers(value: object) -> object:
+    """A list of numbers as a tuple, and a number as one of one."""
+    return (value,) if type(value) is int else words(value)
 
 
 def _initial(value: object) -> object:
@@ -192,41 +217,6 @@ class ScheduleSpec(Section):
         return self.decay_shape or "sqrt" if self.name == "wsd" else self.name
 
 
-class LossScaleSpec(Section):
-    """Loss scaling in fp16; other precisions do not use it."""
-
-    dynamic: bool = True
-    """dynamic loss scaling; false keeps the initial scale"""
-    initial: Annotated[float, Field(gt=0, le=2.0**60)] = 65536.0
-    """scale of the first step"""
-    growth_interval: Count = 2000
-    """steps without an overflow before the scale grows"""
-    growth: Annotated[float, Field(ge=1, le=1e6)] = 2.0
-    """growth factor"""
-    backoff: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """factor on an overflow"""
-    floor: Annotated[float, Field(gt=0, le=2.0**60)] = 1.0
-    """minimum scale"""
-    hysteresis: Count = 2
-    """overflows after the last growth before the scale shrinks"""
-
-
-class GuardSpec(Section):
-    """Detection of loss spikes and bad batches, and rewinding."""
-
-    threshold: Annotated[float, Field(gt=0, le=1e6)] = 8.0
-    """spike threshold: robust standard deviations of a loss or gradient norm above the median of recent steps"""
-    window: Annotated[int, Field(ge=8, le=100_000)] = 64
-    """recent steps to compare with; no spikes are detected before this many steps"""
-    snapshot_every: Count | None = None
-    """optimizer steps between snapshots of weights and optimizer state in host memory; a spike rewinds to one of the
-    last two. null takes no snapshots, and a spike rewinds to the last checkpoint, if any"""
-    rewinds: Annotated[int, Field(ge=0, le=1_000_000)] = 3
-    """maximum number of rewinds; the run fails at the next spike"""
-    skips: Count = 5
-    """maximum number of consecutive skipped updates; overflows while fp16's loss scale is found do not count"""
-
-
 class ClusterSpec(Section):
     """The hardware: a preset such as 8xH100-80GB, or a device and counts."""
 
@@ -256,11 +246,27 @@ class AdapterSpec(Section):
     """lora: h = Wx + scale·B·A·x; dora also trains the magnitude of every row of W + scale·B·A"""
     rank: Dimension = 16
     """rank of the update: rows of A, columns of B; a rank of min(rows, columns) of a layer can express any update"""
-    alpha: Annotated[float, Field(gt=0, le=1e6)] = 32.0
+    alpha: Alpha = 32.0
     """scale = alpha / rank"""
+    rank_pattern: Annotated[Mapping[str, Dimension], AfterValidator(_patterns)] = Field(
+        default_factory=Arguments
+    )
+    """ranks of single layers instead of rank: {"layers.0.self_attn.q_proj": 32}. A key is a regular expression for the
+    end of a module path; the first that matches counts"""
+    alpha_pattern: Annotated[Mapping[str, Alpha], AfterValidator(_patterns)] = Field(
+        default_factory=Arguments
+    )
+    """alphas of single layers instead of alpha, as rank_pattern"""
     targets: Annotated[str | tuple[str, ...], BeforeValidator(_targets)] = "all"
-    """linear layers to adapt: attention, mlp or all; a list of names (the last parts of a module path); or a regular
-    expression that matches a whole path"""
+    """linear layers to adapt: attention, mlp or all, of the blocks; a list of names (the last parts of a module path),
+    also lm_head; or a regular expression that matches a whole path"""
+    layers_to_transform: Annotated[tuple[Index, ...], BeforeValidator(_numbers)] | None = None
+    """numbers of the blocks whose layers are adapted, from 0; null adapts all"""
+    modules_to_save: Annotated[tuple[Text, ...], BeforeValidator(words)] = ()
+    """modules to train in full instead of with an adapter, such as lm_head or embed_tokens: ends of module paths. Their
+    weights are written into the adapter's files"""
+    lora_bias: bool = False
+    """also train a bias of B; only layers with a bias of their own can be merged then"""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """dropout on the inputs of the adapter"""
     rank_stabilized: bool = False
@@ -274,6 +280,16 @@ class AdapterSpec(Section):
     loftq:5 quantizes and approximates five times in turn, loftq once"""
     start_from: Text | None = None
     """folder of an adapter in PEFT format to continue from; null starts with init"""
+
+    def strength(self, path: str) -> tuple[int, float]:
+        """Rank and alpha of the layer at ``path``."""
+        rank, alpha = self.rank_pattern, self.alpha_pattern
+        return by_pattern(rank, path, self.rank), by_pattern(alpha, path, self.alpha)
+
+    def scale(self, path: str) -> float:
+        """The factor of B A x of the layer at ``path``."""
+        rank, alpha = self.strength(path)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     @property
     def loftq_iterations(self) -> int:

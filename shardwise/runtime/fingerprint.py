@@ -8,7 +8,7 @@ goes unnoticed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,9 @@ _ROUNDS_ALIKE = (torch.float64, torch.float32, torch.bfloat16)
 
 @torch.no_grad()
 def fingerprint_of(
-    model: nn.Module, unpacked: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] | None = None
+    model: nn.Module,
+    unpacked: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] | None = None,
+    without: Collection[str] = (),
 ) -> str | None:
     """Fingerprint of all frozen parameters, equal on all ranks; None if some are stored in other formats than bf16,
     fp32 or fp64.
@@ -33,10 +35,11 @@ def fingerprint_of(
 
     Args:
         unpacked: for packed parameters, the name of the plain one, and a function from packed rows to their values.
+        without: names that are left out.
     """
     plain, sums = True, dict[str, tuple[tuple[int, ...], int]]()
     for name, parameter in named_parameters(model):
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and name not in without:
             known, unpack = (unpacked or {}).get(name, (name, None))
             part = local_part(parameter) if unpack is None else unpack(local_part(parameter))
             plain &= part.dtype in _ROUNDS_ALIKE

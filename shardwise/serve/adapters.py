@@ -6,10 +6,9 @@ time, when the bank has allocated their place.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,13 +17,14 @@ from torch import Tensor
 from shardwise.checkpoint.run_folder import ADAPTER
 from shardwise.core.errors import CheckpointError
 from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles
-from shardwise.model.lora import MAGNITUDE, A, B
+from shardwise.model.lora import MAGNITUDE, A, B, is_adapter
 from shardwise.recipe.sections import AdapterSpec
 
-_NAME = re.compile(rf"(.+)\.(?:({A}|{B})\.weight|({MAGNITUDE}))")
+_NAME = re.compile(rf"(.+)\.(?:({A}|{B})\.weight|({MAGNITUDE})|{B}\.bias)")
+_BIAS = f"{B}.bias"
 
-Layer = tuple[Tensor, Tensor, Tensor | None]
-"""A [r, i], B [o, r], and for DoRA the magnitudes [o]."""
+Layer = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""A [r, i], B [o, r], for DoRA the magnitudes [o], and for lora_bias the bias [o]."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,31 @@ class ServedAdapter:
     """One adapter: its name, its origin, and its layers.
 
     Attributes:
-        scale: factor of B A x.
+        scales: factor of B A x by path of the layer.
         shapes: shapes of A and B, by path of the layer.
         turns: whether it has magnitudes (DoRA).
+        biased: whether B has a bias.
         fingerprint: fingerprint of the base model that it was trained with, if recorded.
         tensor: reads one of its tensors by name.
+        modules: shapes of the tensors of modules that were trained in full, by name.
+        files: its files; None for a checkpoint's.
     """
 
     name: str
     where: str
-    scale: float
+    scales: Mapping[str, float]
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     turns: bool
+    biased: bool
     fingerprint: str | None
     tensor: Callable[[str], Tensor]
+    modules: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    files: AdapterFiles | None = None
+
+    @property
+    def owners(self) -> set[str]:
+        """Paths of the modules that have these tensors themselves."""
+        return {name.rpartition(".")[0] for name in self.modules}
 
     @property
     def ranks(self) -> Mapping[str, int]:
@@ -59,17 +70,21 @@ class ServedAdapter:
 
     def read(self, path: str) -> Layer:
         """The tensors for one layer. Raises CheckpointError for values that are not finite."""
-        names = [f"{path}.{A}.weight", f"{path}.{B}.weight", *([f"{path}.{MAGNITUDE}"] if self.turns else [])]
-        tensors = [self.tensor(name) for name in names]
-        for name, tensor in zip(names, tensors, strict=True):
-            if not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(
-                    "the adapter has values that are not finite",
-                    where=self.where,
-                    why=name,
-                    fix="take an earlier checkpoint",
-                )
-        return tensors[0], tensors[1], tensors[2] if self.turns else None
+        magnitude = self.values(f"{path}.{MAGNITUDE}") if self.turns else None
+        bias = self.values(f"{path}.{B}.bias") if self.biased else None
+        return self.values(f"{path}.{A}.weight"), self.values(f"{path}.{B}.weight"), magnitude, bias
+
+    def values(self, name: str) -> Tensor:
+        """One tensor. Raises CheckpointError for values that are not finite."""
+        tensor = self.tensor(name)
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                "the adapter has values that are not finite",
+                where=self.where,
+                why=name,
+                fix="take an earlier checkpoint",
+            )
+        return tensor
 
 
 def open_adapter(name: str, folder: Path) -> ServedAdapter:
@@ -83,30 +98,22 @@ def open_adapter(name: str, folder: Path) -> ServedAdapter:
     if not (folder / CONFIG).is_file() and (folder / ADAPTER / CONFIG).is_file():
         folder = folder / ADAPTER
     files = AdapterFiles(folder)
-    rank, alpha = files.config.get("r"), files.config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise CheckpointError(
-            "the adapter's config cannot be read",
-            where=str(folder / CONFIG),
-            why=f"r is {rank}, lora_alpha {alpha}",
-        )
-    scale = alpha / (math.sqrt(rank) if files.config.get("use_rslora") else rank)
-    where, turns = str(folder / TENSORS), bool(files.config.get("use_dora"))
-    shapes = layers_of(files.shapes, rank, turns, where)
-    return ServedAdapter(name, where, scale, shapes, turns, files.fingerprint, files.read)
+    spec, where = files.spec("all"), str(folder / TENSORS)
+    layers = layers_of({name: shape for name, shape in files.shapes.items() if is_adapter(name)}, spec, where)
+    scales = {path: spec.scale(path) for path in layers}
+    kinds, saved = (spec.name == "dora", spec.lora_bias), {name: files.shapes[name] for name in files.saved}
+    return ServedAdapter(name, where, scales, layers, *kinds, files.fingerprint, files.read, saved, files)
 
 
 def adapter_of(name: str, where: str, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> ServedAdapter:
     """The adapter of a checkpoint, made from its named tensors."""
-    scale = spec.alpha / (math.sqrt(spec.rank) if spec.rank_stabilized else spec.rank)
-    turns = spec.name == "dora"
-    shapes = {tensor: tuple(value.shape) for tensor, value in tensors.items()}
-    layers = layers_of(shapes, spec.rank, turns, where)
-    return ServedAdapter(name, where, scale, layers, turns, None, tensors.__getitem__)
+    layers = layers_of({tensor: tuple(value.shape) for tensor, value in tensors.items()}, spec, where)
+    scales, kinds = {path: spec.scale(path) for path in layers}, (spec.name == "dora", spec.lora_bias)
+    return ServedAdapter(name, where, scales, layers, *kinds, None, tensors.__getitem__)
 
 
 def layers_of(
-    shapes: Mapping[str, tuple[int, ...]], rank: int, turns: bool, where: str
+    shapes: Mapping[str, tuple[int, ...]], spec: AdapterSpec, where: str
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Shapes of A and B by layer. Raises CheckpointError if the tensors are not a complete adapter."""
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -114,19 +121,21 @@ def layers_of(
         match = _NAME.fullmatch(name)
         if match is None:
             raise _incomplete(where, f"{name} is not a tensor of a known adapter type")
-        parts.setdefault(match[1], {})[match[2] or match[3]] = shape
+        parts.setdefault(match[1], {})[match[2] or match[3] or _BIAS] = shape
     if not parts:
         raise _incomplete(where, "it has no tensors")
     for path, found in parts.items():
-        wanted = {A, B, MAGNITUDE} if turns else {A, B}
+        turns, (rank, _) = spec.name == "dora", spec.strength(path)
+        wanted = {A, B, *([MAGNITUDE] if turns else []), *([_BIAS] if spec.lora_bias else [])}
         if found.keys() != wanted:
             odd = ", ".join(sorted(wanted ^ found.keys()))
             raise _incomplete(where, f"{path} has missing or unknown tensors: {odd}")
         a, b = found[A], found[B]
         if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
             raise _incomplete(where, f"{path}: A is {list(a)}, B is {list(b)}, and the rank is {rank}")
-        if turns and found[MAGNITUDE] != (b[0],):
-            raise _incomplete(where, f"{path}: the magnitudes have shape {list(found[MAGNITUDE])}")
+        for part in wanted - {A, B}:
+            if found[part] != (b[0],):
+                raise _incomplete(where, f"{path}: {part} has shape {list(found[part])}")
     return {path: (found[A], found[B]) for path, found in parts.items()}
 
 

@@ -21,6 +21,7 @@ from shardwise.core.paths import no_folder
 from shardwise.data.ends import GENERATION, ends_of_model
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.export.export_run import checkpoint_of
+from shardwise.model.adapted import shapes_of
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.filling import fill_packed, without_adapters
 from shardwise.model.lora import adapt, is_adapter
@@ -44,6 +45,7 @@ class Opened:
     Attributes:
         context: the longest sequence that the model reads, in tokens; None for no limit.
         ends: the tokens after which an answer is over: those of the tokenizer and those of the model's files.
+        trained: modules that the run has trained in full, whose base's weights are not here.
     """
 
     blueprint: Blueprint
@@ -53,6 +55,7 @@ class Opened:
     dtype: torch.dtype
     ends: frozenset[int]
     own: list[ServedAdapter] = field(default_factory=list)
+    trained: tuple[str, ...] = ()
 
 
 def open_model(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Opened:
@@ -87,7 +90,8 @@ def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: t
     ends = cuts.ends.union(() if recipe.model.hf is None else _ends_of(recipe.model.hf))
     # A base that was trained before reads more than the sequences of a fine-tuning run.
     context = recipe.data.sequence_length if recipe.model.hf is None else blueprint.context
-    return Opened(blueprint, model, cuts, context, dtype, ends, own)
+    whole = () if spec is None else spec.modules_to_save
+    return Opened(blueprint, model, cuts, context, dtype, ends, own, whole)
 
 
 def _ends_of(source: str) -> tuple[int, ...]:
@@ -126,7 +130,7 @@ def meta_model(blueprint: Blueprint, spec: AdapterSpec | None, dtype: torch.dtyp
         quantize = "none" if spec is None else spec.quantize
         packings = blueprint.packings() if quantize == "none" else {}
         if quantize != "none" or packings:
-            frozen = AdapterSpec().model_copy(update={"targets": (), "quantize": quantize})
+            frozen = (spec or AdapterSpec()).model_copy(update={"targets": (), "quantize": quantize})
             adapt(model, blueprint.blocks(model), frozen, packings)
     return model.to(dtype).eval().requires_grad_(False)
 
@@ -172,8 +176,14 @@ def require_text(blueprint: Blueprint) -> None:
 
 def require_base(model: nn.Module, adapters: list[ServedAdapter]) -> None:
     """Raise CheckpointError if an adapter was trained with another base model than ``model``."""
-    if not any(adapter.fingerprint for adapter in adapters):
-        return
-    found = fingerprint_of(model)
     for adapter in adapters:
-        refuse_other_base(adapter.fingerprint, found, adapter.where)
+        if adapter.files is not None:
+            adapter.files.require_base(shapes_of(model))
+            adapter.files.require_copies(model.named_parameters(remove_duplicate=False))
+    found: dict[frozenset[str], str | None] = {}
+    for adapter in adapters:
+        whole = frozenset(adapter.modules)
+        if adapter.fingerprint is not None:
+            if whole not in found:
+                found[whole] = fingerprint_of(model, without=whole)
+            refuse_other_base(adapter.fingerprint, found[whole], adapter.where)

@@ -10,14 +10,18 @@ DoRA's factor m / |W + scale B A| does not depend on the input. It becomes one n
 loaded, and is selected per row like A and B. Adapters with non-finite values are refused, because zero times infinity
 would be NaN in other rows. Adapters of smaller rank are padded with zeros.
 
+A module that an adapter has trained in full (``modules_to_save``) is copied. Its hook runs the copy on the rows of that
+adapter.
+
 Hooks keep the class, names and weights of every layer. Merging an adapter into the weights at each switch would move as
 many bytes as the model has, and serve one adapter at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +46,12 @@ class Bank:
             RecipeError: two adapters have the same name.
         """
         self.names: list[str] = []
+        self.has_base = True
         self._model, self._dtype = model, dtype
         self._layers: dict[str, _Layer] = {}
         self._groups: dict[tuple[str, ...], _AdapterGroup] = {}
         self._selected: tuple[str, ...] = ()
+        self._modules: list[_Copies] = []
         self._load(adapters)
 
     def _load(self, adapters: Sequence[ServedAdapter]) -> None:
@@ -65,18 +71,25 @@ class Bank:
         modules = dict(self._model.named_modules())
         for adapter in adapters:
             _require_fit(adapter, modules)
+        for path in sorted({path for adapter in adapters for path in adapter.owners}):
+            self._modules.append(_Copies(path, modules[path], adapters, lambda: self._selected))
         for path in sorted({path for adapter in adapters for path in adapter.ranks}):
             having = [adapter for adapter in adapters if path in adapter.ranks]
             names = tuple(adapter.name for adapter in having)
-            scales = {adapter.name: adapter.scale for adapter in having}
-            group = self._groups.setdefault(names, _AdapterGroup(scales))
+            group = self._groups.setdefault(names, _AdapterGroup(names))
             layer = self._layers[path] = _Layer(path, modules[path], having, group, self._dtype)
             modules[path].register_forward_hook(layer)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all adapters in memory."""
-        return sum(layer.nbytes for layer in self._layers.values())
+        layers = sum(layer.nbytes for layer in self._layers.values())
+        return layers + sum(copies.nbytes for copies in self._modules)
+
+    @property
+    def known(self) -> list[str]:
+        """The names that can be asked for."""
+        return [*self.names, *([BASE] if self.has_base else [])]
 
     def select(self, names: Sequence[str]) -> int:
         """Assign adapters to the rows of the next batches; return the bytes that this moved.
@@ -93,11 +106,18 @@ class Bank:
 
     def require(self, name: str, where: str = "") -> None:
         """Raise RecipeError for an unknown name."""
+        if name == BASE and not self.has_base:
+            raise RecipeError(
+                "the model without its adapter is not here",
+                where=where,
+                why="the run has trained modules in full, and its checkpoint lacks the base's",
+                fix="give the folder of the base model",
+            )
         if name not in (BASE, *self.names):
             raise RecipeError(
                 f"no adapter is named {name!r}",
                 where=where,
-                why=f"known are {', '.join([*self.names, BASE])}",
+                why=f"known are {', '.join(self.known)}",
                 fix=f"give it: --adapter {name}=FOLDER",
             )
 
@@ -105,14 +125,12 @@ class Bank:
 class _AdapterGroup:
     """Adapters with the same layers, and the assignment of the current batch."""
 
-    def __init__(self, scales: Mapping[str, float]) -> None:
-        self._scales = scales
-        self._places = {name: place for place, name in enumerate(scales)}
+    def __init__(self, names: Sequence[str]) -> None:
+        self._places = {name: place for place, name in enumerate(names)}
         self.idle = True
         self.one: int | None = None
-        self.factor = 0.0
         self.index = torch.zeros(0, dtype=torch.int64)
-        self.scale = torch.zeros(0)
+        self.active = torch.zeros(0)  # 1 for rows with one of these adapters, else 0
 
     def select(self, names: Sequence[str], device: torch.device) -> int:
         self.idle = not any(name in self._places for name in names)
@@ -120,11 +138,10 @@ class _AdapterGroup:
         if self.idle:
             return 0
         if self.one is not None:
-            self.factor = self._scales[names[0]]
             return 12
         self.index = torch.tensor([self._places.get(name, 0) for name in names], device=device)
-        self.scale = torch.tensor([self._scales.get(name, 0.0) for name in names], device=device)
-        return self.index.nbytes + self.scale.nbytes
+        self.active = torch.tensor([float(name in self._places) for name in names], device=device)
+        return self.index.nbytes + self.active.nbytes
 
 
 class _Layer:
@@ -144,6 +161,11 @@ class _Layer:
         self.path, self.group = path, group
         self.a = torch.zeros(len(adapters), rank, columns, device=device, dtype=dtype)
         self.b = torch.zeros(len(adapters), rows, rank, device=device, dtype=dtype)
+        self.factors = [adapter.scales[path] for adapter in adapters]
+        self.scales = torch.tensor(self.factors, device=device)
+        self.bias: Tensor | None = None
+        if any(adapter.biased for adapter in adapters):
+            self.bias = torch.zeros(len(adapters), rows, device=device, dtype=dtype)
         self.turn: Tensor | None = None
         if any(adapter.turns for adapter in adapters):
             self.turn = torch.zeros(len(adapters), rows, device=device, dtype=dtype)
@@ -152,17 +174,19 @@ class _Layer:
 
     @property
     def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes + (0 if self.turn is None else self.turn.nbytes)
+        return sum(tensor.nbytes for tensor in (self.a, self.b, self.turn, self.bias) if tensor is not None)
 
     @torch.no_grad()
     def _fill(self, place: int, adapter: ServedAdapter, layer: nn.Module) -> None:
-        a, b, magnitude = adapter.read(self.path)
+        a, b, magnitude, bias = adapter.read(self.path)
         self.a[place, : a.shape[0]] = a
         self.b[place, :, : b.shape[1]] = b
         if magnitude is not None and self.turn is not None:
             weight = _plain_weight(layer, self.a.dtype)
-            whole = torch.addmm(weight, b.to(weight), a.to(weight), alpha=adapter.scale)
+            whole = torch.addmm(weight, b.to(weight), a.to(weight), alpha=self.factors[place])
             self.turn[place] = magnitude.to(weight) / row_norms(whole) - 1
+        if bias is not None and self.bias is not None:
+            self.bias[place] = bias * self.factors[place]
 
     def __call__(self, layer: nn.Module, arguments: tuple[Tensor, ...], out: Tensor) -> Tensor:
         group = self.group
@@ -170,7 +194,10 @@ class _Layer:
             return out
         x = arguments[0]
         if group.one is not None:
-            out = out + F.linear(F.linear(x, self.a[group.one]) * group.factor, self.b[group.one])
+            thin = F.linear(x, self.a[group.one]) * self.factors[group.one]
+            out = out + F.linear(thin, self.b[group.one])
+            if self.bias is not None:
+                out = out + self.bias[group.one]
             turn = None if self.turn is None else self.turn[group.one]
         else:
             if x.ndim != 3 or x.shape[0] != len(group.index):
@@ -180,9 +207,11 @@ class _Layer:
                     why="it does not keep the tokens of each request together",
                     fix="give all requests of a batch one adapter, or take batches of one",
                 )
-            scale = group.scale.to(x.dtype)
+            scale = (self.scales[group.index] * group.active).to(x.dtype)
             thin = torch.bmm(x, self.a[group.index].transpose(1, 2)) * scale.view(-1, 1, 1)
             out = out + torch.bmm(thin, self.b[group.index].transpose(1, 2))
+            if self.bias is not None:
+                out = out + (self.bias[group.index] * (scale != 0).view(-1, 1)).unsqueeze(1)
             turn = None
             if self.turn is not None:
                 turn = (self.turn[group.index] * (scale != 0).view(-1, 1)).unsqueeze(1)
@@ -190,6 +219,49 @@ class _Layer:
             return out
         bias = layer.bias
         return out + turn * (out if bias is None else out - cast("Tensor", bias))
+
+
+class _Copies:
+    """Copies of one module of the base that adapters have trained in full, and the hook that runs them."""
+
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        adapters: Sequence[ServedAdapter],
+        selected: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self.path, self._selected, self._copies = path, selected, dict[str, nn.Module]()
+        for adapter in adapters:
+            if path in adapter.owners:
+                copy = self._copies[adapter.name] = deepcopy(module)
+                for key, parameter in copy.named_parameters(recurse=False):
+                    parameter.data.copy_(adapter.values(f"{path}.{key}"))
+        module.register_forward_hook(self, with_kwargs=True)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for copy in self._copies.values() for p in copy.parameters())
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        names = self._selected()
+        if not self._copies.keys() & set(names):
+            return out
+        if len(set(names)) == 1:
+            return self._copies[names[0]](*args, **kwargs)
+        (given,) = args if len(args) == 1 and not kwargs else (None,)
+        if not isinstance(given, Tensor) or not isinstance(out, Tensor) or len(out) != len(names):
+            raise RecipeError(
+                "this model cannot mix adapters in a batch",
+                where=self.path,
+                why="one of them has trained this module in full",
+                fix="give all requests of a batch one adapter, or take batches of one",
+            )
+        out = out.clone()
+        for name in self._copies.keys() & set(names):
+            rows = torch.tensor([row for row, other in enumerate(names) if other == name], device=out.device)
+            out[rows] = self._copies[name](given[rows])
+        return out
 
 
 # ---- the layers of the base -------------------------------------------------------------------------------
@@ -214,6 +286,28 @@ def _require_fit(adapter: ServedAdapter, modules: Mapping[str, nn.Module]) -> No
                 why=f"{path} is {there} in the adapter and {here} in this model",
                 fix="give the base it was trained on",
             )
+    for path in sorted(adapter.owners):
+        _require_module(adapter, path, modules.get(path, nn.Module()))
+
+
+def _require_module(adapter: ServedAdapter, path: str, module: nn.Module) -> None:
+    """Raise CheckpointError unless a module is the one that an adapter has trained in full, and can be copied alone."""
+    if any(True for child in module.children() for _ in child.parameters()):
+        raise CheckpointError(
+            f"{path} cannot be served as trained in full",
+            where=adapter.where,
+            why="it has parts with weights of their own",
+            fix="merge the adapter: shardwise merge",
+        )
+    here = {f"{path}.{key}": tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
+    there = {name: shape for name, shape in adapter.modules.items() if name.rpartition(".")[0] == path}
+    if here != there:
+        raise CheckpointError(
+            "the adapter is for another base",
+            where=adapter.where,
+            why=f"{path} has {there} in the adapter and {here} in this model",
+            fix="give the base it was trained on",
+        )
 
 
 def _is_linear(layer: nn.Module) -> bool:

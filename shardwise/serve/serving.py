@@ -57,10 +57,19 @@ class ServedModel:
             RecipeError: an adapter's name is taken.
         """
         found = [open_adapter(name, path_of(folder)) for name, folder in (adapters or {}).items()]
+        if found and opened.trained:
+            raise RecipeError(
+                "this run takes no other adapter",
+                where=found[0].where,
+                why=f"it has trained {', '.join(opened.trained)} in full, and lacks the base's",
+                fix="give the folder of the base model, and the run's adapter with --adapter",
+            )
         require_base(opened.model, found)
         self._opened = opened
         self.bank = Bank(opened.model, opened.dtype, [*opened.own, *found])
         self._as_it_is = OWN if opened.own else BASE
+        if opened.trained:
+            self.bank.has_base = False
 
     @property
     def model(self) -> nn.Module:
@@ -78,7 +87,7 @@ class ServedModel:
 
     @property
     def adapters(self) -> list[str]:
-        return [*self.bank.names, BASE]
+        return self.bank.known
 
     @property
     def nbytes(self) -> int:

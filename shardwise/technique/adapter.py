@@ -44,6 +44,16 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         key="tensor_parallel",
+        reason="the bias of lora_bias would be added once by every rank that holds a part of a layer's inputs",
+        broken=lambda case: (
+            case.recipe.adapter is not None
+            and case.recipe.adapter.lora_bias
+            and case.strategy[TENSOR_PARALLEL] > 1
+        ),
+        nearest=lambda case: {"tensor_parallel": 1},
+    ),
+    Rule(
+        key="tensor_parallel",
         reason="dora takes the norms of whole rows of a weight, which tensor parallelism cuts",
         broken=lambda case: (
             case.recipe.adapter is not None
@@ -67,8 +77,10 @@ class Adapter(Wrapping):
             return
         trained, frozen = site.context.blueprint.parameter_counts()
         bits = {"fp32": 32, "fp64": 64}.get(site.strategy[PRECISION], 16)
+        others = " (and others by rank_pattern)" if spec.rank_pattern else ""
+        whole = f", {', '.join(spec.modules_to_save)} in full," if spec.modules_to_save else ""
         site.hints.note(
-            f"{spec.name} of rank {spec.rank} trains {format_count(trained)} weights"
-            f" ({trained / (trained + frozen):.2%}) and {format_count(frozen)} frozen ones",
+            f"{spec.name} of rank {spec.rank}{others} trains {format_count(trained)} weights"
+            f" ({trained / (trained + frozen):.2%}){whole} and {format_count(frozen)} frozen ones",
             *site.context.blueprint.notes(bits),
         )

@@ -208,7 +208,7 @@ def _without(tensors: dict[str, Tensor], part: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: _edit(f, r=8), "lora_A.weight is [4, 40] there and [8, 40] in this model"),
+        (lambda f: _edit(f, r=8), "lora_A.weight is [4, 40], and adapter_config.json gives it the rank 8"),
         (lambda f: _edit(f, r=10**8), "the adapter's config cannot be read"),
         (lambda f: _edit(f, lora_alpha="x"), "the adapter's config cannot be read"),
         (lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-9]), "is damaged"),

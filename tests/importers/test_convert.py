@@ -99,7 +99,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "strategy": {"precision": "bf16", "activation_checkpointing": "full", "micro_batch_size": 2},
     },
     "axolotl_qlora_fsdp.yml": {
-        "adapter": {"quantize": "nf4", "rank": 32, "targets": "all"},
+        "adapter": {
+            "quantize": "nf4",
+            "rank": 32,
+            "targets": "all",
+            "modules_to_save": ["embed_tokens", "lm_head"],
+        },
         "schedule": {"floor": 0.1, "warmup": 10},
         "strategy": {"zero_stage": 3, "offload": "optimizer+parameters"},
     },

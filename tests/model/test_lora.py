@@ -376,8 +376,8 @@ def test_an_adapter_of_another_base(folder: Path, whole: Any) -> None:
         (lambda folder: (folder / CONFIG).unlink(), "not an adapter's folder"),
         (lambda folder: (folder / CONFIG).write_text("{"), "cannot be read"),
         (lambda folder: edit(folder, peft_type="IA3"), "peft_type is IA3"),
-        (lambda folder: edit(folder, modules_to_save=["lm_head"]), "modules_to_save is ['lm_head']"),
-        (lambda folder: edit(folder, rank_pattern={"q_proj": 2}), "rank_pattern is"),
+        (lambda folder: edit(folder, modules_to_save=["lm_head"]), "has lm_head.weight trained in full"),
+        (lambda folder: edit(folder, rank_pattern={"q_proj": 2}), "gives it the rank 2"),
         (
             lambda folder: edit(folder, init_lora_weights="pissa_niter_4"),
             "init_lora_weights is pissa_niter_4",

@@ -473,7 +473,7 @@ DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
     (_without_end, "for another base"),
     (_infinite, "not finite"),
     (_of_elsewhere, "is not a linear layer of this model"),
-    (_ranked, "and the rank is 16"),
+    (_ranked, "gives it the rank 16"),
     (lambda folder: (folder / CONFIG).unlink(), "not an adapter's folder"),
 ]
 

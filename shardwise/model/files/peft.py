@@ -4,23 +4,29 @@ The files equal those of PEFT's ``save_pretrained`` for a LoRA adapter, plus a h
 fingerprint of the frozen weights. PEFT records only the base's name, and an adapter on another base of the same shape
 silently does harm.
 
-An adapter with unsupported parts (other trained weights, ranks of single layers) is refused: without them it would be
-another adapter.
+Ranks and alphas of single layers, and modules that are trained in full (``modules_to_save``), are read and written.
+Where an output layer has an adapter, PEFT also saves the base's own weight of it. Such a copy must equal the base's:
+else the base was changed, and is not the one that is given here.
+
+An adapter with unsupported parts is refused, with their name: without them it would be another adapter.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, RecipeError, one_line
 from shardwise.core.paths import no_folder
 from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.model.lora import A, is_adapter
 from shardwise.recipe.sections import AdapterSpec
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -30,39 +36,79 @@ TASKS = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 FINGERPRINT = "shardwise_base"
 """Header key of the fingerprint of the frozen weights."""
 
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+_READ = (
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "lora_dropout",
+    "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "task_type", "use_dora", "use_rslora",
+)  # fmt: skip
+"""Config keys that are read, or that say nothing about the adapter's function."""
+_INERT = ("loftq_config", "eva_config", "corda_config", "lora_ga_config")
+"""Of the start of training; ``init_lora_weights`` says whether the base was changed."""
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "lora_bias": (False, None),
-    "layers_to_transform": (None,),
-    "layer_replication": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None,),
-    "use_qalora": (False, None),
+    "target_parameters": (None, []),
+    "layer_replication": (None,),
     "alora_invocation_tokens": (None,),
 }
-"""Neutral values of config keys whose other values are not supported."""
+"""Unsupported keys whose neutral values are not empty or false, and others to name."""
 
 _OTHER_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Prefixes of ``init_lora_weights`` values with which PEFT changes the base before it trains."""
 
+_COPY = ".base_layer."
+"""In the names of the base's own tensors of adapted layers."""
+
 
 class AdapterFiles(WeightFiles):
-    """An adapter's folder. Raises CheckpointError, naming the file, if it is missing, damaged or of another kind."""
+    """An adapter's folder. Raises CheckpointError, naming the file, if it is missing, damaged or of another kind.
+
+    Attributes:
+        copies: names of tensors that are the base's own.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.config = _read_config(folder)
         super().__init__(folder, single=TENSORS)
-        self.shapes = {name.removeprefix(PREFIX): shape for name, shape in self.shapes.items()}
-        self.kinds = {name.removeprefix(PREFIX): kind for name, kind in self.kinds.items()}
-        self._files = {name.removeprefix(PREFIX): file for name, file in self._files.items()}
+        self._stored = {stored.removeprefix(PREFIX).replace(_COPY, "."): stored for stored in self.shapes}
+        self.shapes = {name: self.shapes[stored] for name, stored in self._stored.items()}
+        self.kinds = {name: self.kinds[stored] for name, stored in self._stored.items()}
+        self._files = {name: self._files[stored] for name, stored in self._stored.items()}
         for name in self.shapes:
             self.require_floating(name)
+            if ".lora_embedding_" in name:
+                raise CheckpointError(
+                    "the adapter adapts an embedding",
+                    where=str(folder / TENSORS),
+                    why=f"it has {name}, and adapters are on linear layers here",
+                    fix="train the embedding in full instead (modules_to_save), or merge it with PEFT",
+                )
+        self.copies = {name for name in self.shapes if not is_adapter(name) and not self._is_saved(name)}
+        described = self.spec("all")
+        for path in sorted(self.layers):
+            shape, (rank, _) = self.shapes[f"{path}.{A}.weight"], described.strength(path)
+            if shape[:1] != (rank,):
+                why = f"{path}.{A}.weight is {list(shape)}, and {CONFIG} gives it the rank {rank}"
+                raise self._incomplete(why)
 
     def stored_name(self, name: str) -> str:
-        return PREFIX + name
+        return self._stored[name]
+
+    def _is_saved(self, name: str) -> bool:
+        """Whether a tensor belongs to a module to save, by the end of the module's path."""
+        ends = tuple(self.config.get("modules_to_save") or ())
+        parts = name.split(".")
+        return any(".".join(parts[:count]).endswith(ends) for count in range(1, len(parts)))
+
+    @property
+    def layers(self) -> set[str]:
+        """Paths of the layers with an adapter."""
+        return {name.removesuffix(f".{A}.weight") for name in self.shapes if name.endswith(f".{A}.weight")}
+
+    @property
+    def saved(self) -> set[str]:
+        """Names of the tensors of modules that are trained in full."""
+        return {name for name in self.shapes.keys() - self.copies if not is_adapter(name)}
 
     @property
     def fingerprint(self) -> str | None:
@@ -71,26 +117,42 @@ class AdapterFiles(WeightFiles):
 
     def spec(self, targets: str | tuple[str, ...]) -> AdapterSpec:
         """The recipe section that describes this adapter. Raises CheckpointError if no recipe can."""
+        config = self.config
         try:
             return AdapterSpec(
-                name="dora" if self.config.get("use_dora") else "lora",
-                rank=self.config["r"],
-                alpha=float(self.config["lora_alpha"]),
-                rank_stabilized=bool(self.config.get("use_rslora")),
+                name="dora" if config.get("use_dora") else "lora",
+                rank=config["r"],
+                alpha=float(config["lora_alpha"]),
+                rank_pattern=config.get("rank_pattern") or {},
+                alpha_pattern={key: float(v) for key, v in (config.get("alpha_pattern") or {}).items()},
+                rank_stabilized=bool(config.get("use_rslora")),
+                lora_bias=bool(config.get("lora_bias")),
+                modules_to_save=tuple(config.get("modules_to_save") or ()),
                 targets=targets,
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 "the adapter's config cannot be read",
                 where=str(self.folder / CONFIG),
                 why=one_line(str(error)),
             ) from error
 
-    def require(self, spec: AdapterSpec, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise if the adapter differs from the recipe's, or does not fit a model with these tensors."""
+    def require(
+        self,
+        spec: AdapterSpec,
+        expected: Mapping[str, tuple[int, ...]],
+        base: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """Raise if the adapter differs from the recipe's, or does not fit a model.
+
+        Args:
+            expected: shapes of the model's trained tensors. base: of all tensors of its base, if they are known.
+        """
         self._require_config(spec)
+        if base is not None:
+            self.require_base(base)
         where = str(self.folder / TENSORS)
-        for name in sorted(self.shapes.keys() | expected.keys()):
+        for name in sorted((self.shapes.keys() - self.copies) | expected.keys()):
             found, wanted = self.shapes.get(name), expected.get(name)
             if wanted is None:
                 raise CheckpointError(
@@ -107,21 +169,99 @@ class AdapterFiles(WeightFiles):
                     fix="give the model it was trained on, and its targets",
                 )
 
+    def require_base(self, base: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CheckpointError if modules to save are missing, or the base's own tensors have other shapes."""
+        for name in sorted(base):
+            if self._is_saved(name) and name not in self.shapes:
+                raise self._incomplete(f"its config has {name} trained in full, and it has no such tensor")
+        for name in sorted(self.copies):
+            if name not in base:
+                raise self._other_base(f"it has {name}, which this model lacks, and which is not trained")
+            if self.shapes[name] != base[name]:
+                here = list(base[name])
+                raise self._other_base(f"{name} is {list(self.shapes[name])} there, and {here} here")
+
+    def _incomplete(self, why: str) -> CheckpointError:
+        where, fix = str(self.folder / TENSORS), "save or copy it again"
+        return CheckpointError("the adapter is incomplete", where=where, why=why, fix=fix)
+
+    def require_copies(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise CheckpointError if the base's own tensors in the file are not those of this base.
+
+        Args:
+            tensors: of the base by name, plain or DTensors, perhaps of a stage of it. Each is compared in the narrower
+                of the two dtypes.
+        """
+        for name, tensor in tensors:
+            if name in self.copies and (
+                tuple(tensor.shape) != self.shapes[name] or not self._is_copy(tensor, name)
+            ):
+                raise self._other_base(f"its {name} is not the base's, which was resized or trained")
+
+    @torch.no_grad()
+    def _is_copy(self, tensor: Tensor, name: str) -> bool:
+        for part, value in self._matched_pieces(tensor, name):
+            narrow = min(part.dtype, value.dtype, key=lambda dtype: dtype.itemsize)
+            if not torch.equal(part.to(narrow), value.to(part.device, narrow)):
+                return False
+        return True
+
+    def _other_base(self, why: str) -> CheckpointError:
+        fix = "give the base it was trained on, saved with its changes"
+        return CheckpointError(
+            "the adapter is for another base", where=str(self.folder / TENSORS), why=why, fix=fix
+        )
+
     def _require_config(self, spec: AdapterSpec) -> None:
-        compared = {
-            "rank": (self.config.get("r"), spec.rank),
-            "alpha": (self.config.get("lora_alpha"), spec.alpha),
-            "name": ("dora" if self.config.get("use_dora") else "lora", spec.name),
-            "rank_stabilized": (bool(self.config.get("use_rslora")), spec.rank_stabilized),
-        }
-        for key, (there, here) in compared.items():
-            if there != here:
-                raise RecipeError(
-                    f"{key} differs from the adapter to start from",
-                    where=f"adapter.{key}",
-                    why=f"it is {here} here and {there} in {self.folder / CONFIG}",
-                    fix=f"set it to {there}",
-                )
+        there = self.spec(spec.targets)
+        for key in ("name", "rank_stabilized", "lora_bias"):
+            self._require_same(key, getattr(there, key), getattr(spec, key))
+        layers = sorted(self.layers)
+        for index, key in enumerate(("rank", "alpha")):
+            for path in layers:
+                if there.strength(path)[index] != spec.strength(path)[index]:
+                    pattern = getattr(there, f"{key}_pattern") or getattr(spec, f"{key}_pattern")
+                    named = f"{key} of {path}" if pattern else key
+                    self._require_same(named, there.strength(path)[index], spec.strength(path)[index])
+
+    def _require_same(self, key: str, there: object, here: object) -> None:
+        if there != here:
+            raise RecipeError(
+                f"{key} differs from the adapter to start from",
+                where=f"adapter.{key.partition(' ')[0]}",
+                why=f"it is {here} here and {there} in {self.folder / CONFIG}",
+                fix=f"set it to {there}" + (", by a pattern for this layer" if " " in key else ""),
+            )
+
+    def lacks(self, paths: Iterable[str]) -> Iterator[str]:
+        """Those of the model's linear layers that the config targets and the file does not have."""
+        return (path for path in paths if path not in self.layers and targeted_by(self.config, path))
+
+
+def targeted_by(config: Mapping[str, Any], path: str) -> bool:
+    """Whether PEFT adapts the layer at ``path``, as its ``check_target_module_exists`` says."""
+    targets, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
+    if targets == "all-linear" or _named(excluded, path):
+        return False  # all-linear depends on the classes of the model
+    if any(re.match(rf"(^|.*\.){name}($|\..*)", path) for name in config.get("modules_to_save") or ()):
+        return False
+    if not _named(targets, path):
+        return False
+    numbers = config.get("layers_to_transform")
+    if isinstance(targets, str) or numbers in (None, []):
+        return True
+    patterns = config.get("layers_pattern") or []
+    kinds = [patterns] if isinstance(patterns, str) else patterns
+    forms = [rf"(?:^|.*?\.){kind}\.(\d+)\." for kind in kinds] or [r".*?\.[^.]*\.(\d+)\."]
+    match = next((found for form in forms if (found := re.match(form, path))), None)
+    return match is not None and int(match[1]) in ([numbers] if isinstance(numbers, int) else numbers)
+
+
+def _named(names: str | Collection[str], path: str) -> bool:
+    """Whether a regular expression matches a path, or the path ends with one of several names."""
+    if isinstance(names, str):
+        return re.fullmatch(names, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -138,10 +278,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise CheckpointError("not a LoRA adapter", where=str(path), why=f"its peft_type is {kind}")
-    for key, neutral in _NEUTRAL.items():
-        if key in config and config[key] not in neutral:
+    for key, value in config.items():
+        if _changes(key, value):
             raise CheckpointError(
-                "the adapter uses an unsupported option", where=str(path), why=f"{key} is {config[key]}"
+                "the adapter uses an unsupported option", where=str(path), why=f"{key} is {value}"
             )
     if str(initial := config.get("init_lora_weights")).lower().startswith(_OTHER_BASE):
         raise CheckpointError(
@@ -151,6 +291,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
             fix="save it with path_initial_model_for_weight_conversion, as PEFT's documentation says",
         )
     return config
+
+
+def _changes(key: str, value: object) -> bool:
+    """Whether a key asks for something that is not read here: one of newer versions of PEFT, too, if it is on."""
+    if key in _READ or key in _INERT:
+        return False
+    if key in _UNSUPPORTED:
+        return value not in _UNSUPPORTED[key]
+    return value is True or (isinstance(value, dict | list) and bool(value))
 
 
 def write_adapter(
@@ -169,7 +318,8 @@ def write_adapter(
     header = {"format": "pt", **(entries or {})} | ({FINGERPRINT: fingerprint} if fingerprint else {})
     named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, folder / TENSORS, metadata=header)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    text = json.dumps(dict(sorted(config.items())), indent=2)  # the first pattern that matches counts
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def config_of(
@@ -181,7 +331,7 @@ def config_of(
         "task_type": task,
         "base_model_name_or_path": base,
         "r": spec.rank,
-        "lora_alpha": int(spec.alpha) if spec.alpha.is_integer() else spec.alpha,
+        "lora_alpha": _number(spec.alpha),
         "lora_dropout": spec.dropout,
         "target_modules": sorted(targets),
         "bias": "none",
@@ -190,7 +340,12 @@ def config_of(
         "use_dora": spec.name == "dora",
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "lora_bias": spec.lora_bias,
+        "modules_to_save": list(spec.modules_to_save) or None,
+        "rank_pattern": dict(spec.rank_pattern),
+        "alpha_pattern": {key: _number(alpha) for key, alpha in spec.alpha_pattern.items()},
     }
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value.is_integer() else value
