@@ -16,6 +16,7 @@ from shardwise.recipe.data_sections import brings_tokenizer
 from shardwise.recipe.observation import EvaluationSpec as EvaluationSpec
 from shardwise.recipe.observation import ProfileSpec as ProfileSpec
 from shardwise.recipe.section import Arguments, Section, Target, Text, TrackerName, words
+from shardwise.recipe.stability import AdaptiveClipSpec as AdaptiveClipSpec
 from shardwise.recipe.stability import GuardSpec as GuardSpec
 from shardwise.recipe.stability import LossScaleSpec as LossScaleSpec
 
@@ -142,15 +143,6 @@ class ScalingSpec(Section):
     """the batch size for which the optimizer's values were tuned; k = batch_size / from_batch"""
     rule: Literal["linear", "sqrt"]
     """linear (for SGD): learning rate × k; sqrt (for Adam): learning rate × √k, (1 - betas) × k, epsilon / √k"""
-
-
-class AdaptiveClipSpec(Section):
-    """Adaptive gradient clipping."""
-
-    z: Annotated[float, Field(gt=0, le=1e6)]
-    """clip gradient norms above the running mean plus this many standard deviations"""
-    mode: Literal["zclip", "cap"] = "zclip"
-    """zclip (ZClip): the higher the norm, the closer to the mean it is clipped; cap: clip to the threshold itself"""
 
 
 class OptimizerSpec(Section):

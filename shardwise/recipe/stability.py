@@ -1,6 +1,6 @@
-"""The sections `loss_scale:` and `guard:` of a recipe: what a run does about overflows, spikes and bad batches."""
+"""What a run does about overflows, spikes and bad batches: `loss_scale:`, `guard:` and `optimizer.adaptive_clip:`."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -41,3 +41,12 @@ class GuardSpec(Section):
     """maximum number of rewinds; the run fails at the next spike"""
     skips: Count = 5
     """maximum number of consecutive skipped updates; overflows while fp16's loss scale is found do not count"""
+
+
+class AdaptiveClipSpec(Section):
+    """Adaptive gradient clipping."""
+
+    z: Annotated[float, Field(gt=0, le=1e6)]
+    """clip gradient norms above the running mean plus this many standard deviations"""
+    mode: Literal["zclip", "cap"] = "zclip"
+    """zclip (ZClip): the higher the norm, the closer to the mean it is clipped; cap: clip to the threshold itself"""

@@ -112,7 +112,13 @@ EXAMPLES: dict[str, list[Example | None]] = {
         (AXOLOTL | {"sample_packing": True, "sequence_len": 512}, {"data.packing": True, "data.sequence_length": 512}),
         (AXOLOTL | {"train_on_inputs": False}, {"data.train_on": "completion"}),
         (
-            AXOLOTL | {"adapter": "lora", "lora_r": 8, "lora_modules_to_save": ["lm_head"], "peft_layers_to_transform": [1]},
+            AXOLOTL
+            | {
+                "adapter": "lora",
+                "lora_r": 8,
+                "lora_modules_to_save": ["lm_head"],
+                "peft_layers_to_transform": [1],
+            },
             {"adapter.modules_to_save": ["lm_head"], "adapter.layers_to_transform": [1]},
         ),
         (
