@@ -103,7 +103,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "quantize": "nf4",
             "rank": 32,
             "targets": "all",
-            "modules_to_save": ["embed_tokens", "lm_head"],
+            "modules_to_save": ("embed_tokens", "lm_head"),
         },
         "schedule": {"floor": 0.1, "warmup": 10},
         "strategy": {"zero_stage": 3, "offload": "optimizer+parameters"},
