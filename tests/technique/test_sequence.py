@@ -20,6 +20,7 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.plan.timing import collective_seconds, step_time
 from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import OptimizerSpec
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.attention_kernels import _OnCPU, _Products
 from shardwise.runtime.parallel.ring import ring_attention
@@ -221,7 +222,7 @@ def test_keys_and_values_of_two_widths_do_not_go_around_a_ring() -> None:
 @pytest.mark.parametrize(("tensor", "sequence"), [(3, 3), (8, 8), (2, 1), (1, 2), (4, 2)])
 def test_the_model_that_warms_kernels_can_be_divided(tensor: int, sequence: int) -> None:
     strategy = strategy_from({"tensor_parallel": tensor, "sequence_parallel": sequence})
-    length = _tiny(layout_of(strategy, tensor * sequence), 2).data.sequence_length
+    length = _tiny(layout_of(strategy, tensor * sequence), 2, OptimizerSpec()).data.sequence_length
     assert length % (2 * sequence * tensor) == 0
 
 

@@ -150,8 +150,8 @@ def dropped(settings: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     masks: list[Tensor] = []
     dropout = paper_block.F.dropout
 
-    def seen(x: Tensor, p: float) -> Tensor:
-        result = dropout(x, p)
+    def seen(x: Tensor, p: float, **options: bool) -> Tensor:
+        result = dropout(x, p, **options)
         if x.ndim == 3:  # [b, s, h]; attention's weights are [b, a, s, s]
             masks.append(result == 0)
         return result
