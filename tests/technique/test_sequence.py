@@ -20,8 +20,7 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.plan.timing import collective_seconds, step_time
 from shardwise.recipe.load import recipe_of
-from shardwise.recipe.sections import OptimizerSpec
-from shardwise.recipe.sections import Recipe
+from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.attention_kernels import _OnCPU, _Products
 from shardwise.runtime.parallel.ring import ring_attention
 from shardwise.runtime.parallel.sequence import TokenShard
