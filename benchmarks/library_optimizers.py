@@ -23,7 +23,7 @@ from optimizer_ranks import STEPS, plain, trained  # noqa: E402
 
 from tests.harness.pool import Pool  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "library_optimizers.json"
+RESULTS = ROOT / "benchmarks" / "results" / "library-optimizers.json"
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one process": (1, {}),
     "ZeRO 3 x 2": (2, {"zero_stage": 3}),

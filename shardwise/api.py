@@ -96,9 +96,9 @@ def plan(
             raise RecipeError("a recipe needs no arguments of fit", where="plan", fix=fix)
         return make_plan(recipe, other or cluster_of(recipe.cluster), compare=True)
     named = "auto" if other is not None or cluster is None else cluster
-    given = _given(module, loss, dataset, None, {**options, "cluster": named}, "plan")
-    with here(given.objects):
-        return make_plan(given.recipe, other or cluster_of(given.recipe.cluster), compare=True)
+    own = _with_objects(module, loss, dataset, None, {**options, "cluster": named}, "plan")
+    with here(own.objects):
+        return make_plan(own.recipe, other or cluster_of(own.recipe.cluster), compare=True)
 
 
 def train(
@@ -223,12 +223,12 @@ def session(
             yield opened
         return
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        given = _given(module, loss, dataset, Path(folder), options, "session")
-        with here(given.objects), open_session(given.recipe, plan) as opened:
+        own = _with_objects(module, loss, dataset, Path(folder), options, "session")
+        with here(own.objects), open_session(own.recipe, plan) as opened:
             yield opened
 
 
-def _given(
+def _with_objects(
     module: nn.Module | None,
     loss: Callable[..., Any] | None,
     dataset: Any,
@@ -236,7 +236,7 @@ def _given(
     options: Mapping[str, Any],
     where: str,
 ) -> Given:
-    """The recipe of objects and of the other arguments of ``fit``."""
+    """The recipe of a module with its loss and dataset, and of the other arguments of ``fit``."""
     if module is None or loss is None:
         raise RecipeError("there is no model", where=where, fix="give a recipe, or module and loss")
     known = {name: value for name, value in options.items() if name in _OPTIONS}
@@ -263,11 +263,11 @@ def spawn(function: Callable[[], object], ranks: int, *, logs: str | Path | None
         RecipeError: the function cannot be sent.
         RankError: a rank failed, with the reason.
     """
-    place = path_of(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="shardwise-"))
+    folder = path_of(logs) if logs is not None else Path(tempfile.mkdtemp(prefix="shardwise-"))
     with giving({"call": function}) as environment:
-        _run_workers(ranks, ["call", str(place)], place, saves=False, environment=environment, aloud=True)
+        _run_workers(ranks, ["call", str(folder)], folder, saves=False, environment=environment, aloud=True)
     if logs is None:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _trained(

@@ -225,7 +225,7 @@ def _newest_whole(found: list[Path], fix: str, warn: Warn) -> tuple[Path, Manife
     damage: list[Damaged] = []
     for checkpoint in found:
         try:
-            return checkpoint, _verified(checkpoint)
+            return checkpoint, verified(checkpoint)
         except Damaged as fault:
             damage.append(fault)
             if len(damage) < len(found) and _rank() == 0:
@@ -248,7 +248,7 @@ def _set_aside(folder: Path, whole: Path) -> None:
         damaged.rename(damaged.with_name(f"damaged-{damaged.name}-{time.time_ns()}"))
 
 
-def _verified(checkpoint: Path) -> Manifest:
+def verified(checkpoint: Path) -> Manifest:
     """Verify a checkpoint: rank 0 reads the manifest, the ranks divide the files. Raises Damaged on every rank."""
     manifest = on_rank_0(lambda: manifests.read(checkpoint))
     verdict = None

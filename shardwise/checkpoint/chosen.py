@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwise.checkpoint import manifest as manifests
-from shardwise.checkpoint.checkpoint import latest
+from shardwise.checkpoint.checkpoint import latest, verified
 from shardwise.checkpoint.manifest import Damaged
 from shardwise.checkpoint.run_folder import CHECKPOINTS, RECIPE, load_run_recipe
 from shardwise.core.errors import CheckpointError
@@ -23,9 +23,10 @@ def recipe_in(folder: Path) -> Recipe:
 
 
 def chosen_checkpoint(folder: Path, which: Which = "latest") -> Path:
-    """A checkpoint of the run in ``folder``, verified.
+    """The latest or the best checkpoint of the run in ``folder``, verified.
 
-    Raises CheckpointError: there is none, or it is damaged.
+    Raises:
+        CheckpointError: there is none, or it is damaged.
     """
     newest = latest(folder / CHECKPOINTS)
     if newest is None:
@@ -38,14 +39,12 @@ def chosen_checkpoint(folder: Path, which: Which = "latest") -> Path:
         raise CheckpointError(
             "the run has no best checkpoint",
             where=str(folder),
-            why="none was evaluated with checkpoint.best",
+            why="checkpoint.best is not set, or was finite in no evaluation",
             fix="take the latest, or train with checkpoint.best: held_out_loss",
         )
     path = newest.with_name(f"step-{best.step}")
     try:
-        content = manifests.read(path)
-        for name, entry in content.files.items():
-            manifests.verify(path, name, entry)
+        verified(path)
     except (Damaged, OSError) as damage:
         raise CheckpointError(
             "the best checkpoint cannot be read", where=str(path), why=str(damage)

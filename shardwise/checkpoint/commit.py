@@ -5,7 +5,7 @@
     rename to step-<step>         the commit; then the parent folder is synced
     only now                      older checkpoints beyond ``keep`` are renamed to tmp-retired-… and deleted
 
-The best checkpoint (``checkpoint.best``) is kept in addition. While the guard suspects a loss spike, no older
+A run also keeps its best checkpoint (``checkpoint.best``). While the guard suspects a loss spike, no older
 checkpoint is deleted, because a resumed run may rewind to it. (A run that is asked to stop saves even then.)
 
 There is always a complete checkpoint once there was one. A crash leaves folders named tmp-*, which no reader opens. The
@@ -119,11 +119,11 @@ def _retire(folder: Path, state: TrainState, keep: int | None) -> None:
 
     A failure does not affect the new checkpoint.
     """
-    found = manifests.committed(folder)
-    kept = [path for path in found if (manifests.step_of(path) or 0) <= state.step][:keep]
+    committed = manifests.committed(folder)
+    retained = [path for path in committed if (manifests.step_of(path) or 0) <= state.step][:keep]
     if state.best is not None:
-        kept.append(folder / f"step-{state.best.step}")
-    _delete(path for path in found if path not in kept)
+        retained.append(folder / f"step-{state.best.step}")
+    _delete(path for path in committed if path not in retained)
 
 
 def retire_after(folder: Path, step: int) -> None:

@@ -27,7 +27,7 @@ def require_same_settings(before: Recipe, recipe: Recipe, run_folder: Path) -> N
 
     They would be ignored. Steps are not compared: more of them are trained, and fewer are done.
     """
-    was, now = _given_in(before, recipe), _given_in(recipe, recipe)
+    was, now = _values_at_keys_of(recipe, before), _values_at_keys_of(recipe, recipe)
     other = [key for key, value in now.items() if not _is_same(was.get(key), value, key)]
     if other:
         shown = [f"{key} was {was.get(key)}, now {now[key]}" for key in other[:3]]
@@ -58,22 +58,22 @@ def require_same_start(before: Recipe, recipe: Recipe, run_folder: Path) -> None
             )
 
 
-def _given_in(recipe: Recipe, asked: Recipe) -> dict[str, Any]:
-    """The values in ``recipe`` of the keys that ``asked`` gives.
+def _values_at_keys_of(keys: Recipe, recipe: Recipe) -> dict[str, Any]:
+    """The values of ``recipe`` for the keys that are set in ``keys``, by dotted name.
 
-    Not of the length, nor of the tokenizer, whose content is compared (resume_checks.py).
+    Steps and epochs are left out, and the tokenizer, whose content is compared (resume_checks.py).
     """
-    found: dict[str, Any] = {}
-    for name in sorted(asked.model_fields_set - {"steps", "epochs"}):
-        section, given = getattr(recipe, name), getattr(asked, name)
-        if isinstance(given, Section) and isinstance(section, Section):
-            found |= {f"{name}.{key}": getattr(section, key) for key in sorted(given.model_fields_set)}
-        elif isinstance(given, Mapping):
-            found |= {f"{name}.{key}": section.get(key) for key in given}
+    values: dict[str, Any] = {}
+    for name in sorted(keys.model_fields_set - {"steps", "epochs"}):
+        section, set_in = getattr(recipe, name), getattr(keys, name)
+        if isinstance(set_in, Section) and isinstance(section, Section):
+            values |= {f"{name}.{key}": getattr(section, key) for key in sorted(set_in.model_fields_set)}
+        elif isinstance(set_in, Mapping):
+            values |= {f"{name}.{key}": section.get(key) for key in set_in}
         else:
-            found[name] = section
-    found.pop("data.tokenizer", None)
-    return found
+            values[name] = section
+    values.pop("data.tokenizer", None)
+    return values
 
 
 def _is_same(before: Any, now: Any, key: str = "") -> bool:
@@ -106,12 +106,12 @@ def _is_copy(before: Path, now: Path) -> bool:
 def _content(path: Path) -> dict[str, tuple[int, str]]:
     """Size, and a hash of both ends, of a file or of every file of a folder, by name."""
     files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
-    found = {}
+    hashes = {}
     for file in files:
         size = file.stat().st_size
         with file.open("rb") as opened:
             ends = xxhash.xxh3_128(opened.read(_COMPARED))
             opened.seek(max(0, size - _COMPARED))
             ends.update(opened.read(_COMPARED))
-        found["" if path.is_file() else file.name] = size, ends.hexdigest()
-    return found
+        hashes["" if path.is_file() else file.name] = size, ends.hexdigest()
+    return hashes

@@ -69,8 +69,8 @@ def command(
     from shardwise.export.export_run import export_gguf, export_model, export_run
 
     which: Which = "best" if best else "latest"
-    for option, given in {"--base": base, "--best": best}.items():
-        if given and (run / "config.json").is_file():
+    for option, is_set in {"--base": base, "--best": best}.items():
+        if is_set and (run / "config.json").is_file():
             fix = f"leave out {option}"
             raise RecipeError(f"{option} is for runs", where=str(run), why="it is a model", fix=fix)
     if gguf is not None or target.suffix == ".gguf":

@@ -85,6 +85,8 @@ class Session:
     def forward(self, batch: list[Batch]) -> Tensor:
         """Forward and backward pass over one step's micro-batches.
 
+        It seeds the generators of torch, Python and NumPy from the recipe's seed, the step and the rank.
+
         Returns:
             The mean loss over the valid targets of the global batch, a scalar on the device, equal on all ranks.
         """

@@ -64,11 +64,16 @@ def shares(parts: Iterable[tuple[str, int]], whole: int) -> dict[str, float]:
     return {path: numel / max(1, whole) for path, numel in sorted(found.items(), key=lambda item: -item[1])}
 
 
-def in_words(found: dict[str, float], of: str) -> str:
-    """A list of modules with their shares of the weights; ``of`` says of which."""
-    named = [f"{path or 'the model'} ({percent(share)})" for path, share in list(found.items())[:SHOWN]]
+def in_words(shares: dict[str, float], of: str) -> str:
+    """Modules with their shares of weights, as text: ``experts (93.1% of the weights), router (0.1%)``.
+
+    Args:
+        shares: by path of the module, largest first.
+        of: the weights that the shares are taken of.
+    """
+    named = [f"{path or 'the model'} ({percent(share)})" for path, share in list(shares.items())[:SHOWN]]
     named[0] = f"{named[0][:-1]} of {of})"
-    rest = list(found.values())[SHOWN:]
+    rest = list(shares.values())[SHOWN:]
     return ", ".join([*named, *([f"{len(rest)} others ({percent(sum(rest))})"] if rest else [])])
 
 

@@ -1,7 +1,8 @@
-"""Refuses a model of which the walk (walk.py) is not the model: before a pass, two small batches go both ways.
+"""Checks before quantization that a model computes the same block by block (walk.py) as in one forward pass.
 
-The walk takes blocks that are called once each, and pass hidden states [b, s, h] and nothing else. A block may also
-read the embedding, what another block left, or run twice; then the walk fails or has other logits.
+Two small batches are run both ways, and a model whose logits differ is refused. The walk takes blocks that are called
+once each, and pass hidden states [b, s, h] and nothing else. A block may also read the embedding, what another block
+left, or run twice; then the walk fails or has other logits.
 """
 
 from __future__ import annotations

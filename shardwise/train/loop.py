@@ -168,6 +168,8 @@ class Trainer:
             )
             self.saver.wait()
         self.recovery.close()
+        if self.job.recipe.checkpoint.best is not None and self.state.best is None:
+            warn(f"no best checkpoint: {self.job.recipe.checkpoint.best} was finite in no evaluation")
         timed = self.stopwatch.collect(), self.phases.collect()
         self.log.end(self.meter.peak, self.state, *timed, self.gradients.collect())
 

@@ -64,6 +64,16 @@ def contents(run_folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run_folder)): path.read_bytes() for path in files}
 
 
+def refusal(command: list[str], code: int, run_folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of a command that is refused with an exit code and changes no file."""
+    before = contents(run_folder)
+    assert run(command) == code
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert contents(run_folder) == before
+    return told
+
+
 def never(*arguments: Any, **options: Any) -> NoReturn:
     raise AssertionError("ranks were started")
 
@@ -114,11 +124,8 @@ def test_settings_that_a_finished_run_would_ignore_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launching, "launch", never)
-    before = contents(folder / "run")
-    assert run(words(*overrides)) == 2
-    told = capsys.readouterr().err
-    assert "finished, with other settings" in told and says in told and told.count("\n") == 1
-    assert contents(folder / "run") == before
+    told = refusal(words(*overrides), 2, folder / "run", capsys)
+    assert "finished, with other settings" in told and says in told
 
 
 @pytest.mark.parametrize("key", ["checkpoint.start_from", "adapter.start_from"])
@@ -166,11 +173,8 @@ def test_what_is_refused_changes_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launching, "launch", never)
-    before = contents(folder / "run")
-    assert run(words("steps=4", override)) == code
-    told = capsys.readouterr().err
-    assert says in told and told.count("\n") == 1
-    assert contents(folder / "run") == before
+    told = refusal(words("steps=4", override), code, folder / "run", capsys)
+    assert says in told
 
 
 def test_while_more_steps_are_trained_there_is_no_report_of_the_first(

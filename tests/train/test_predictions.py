@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,10 @@ def grade(predictions: Any, batch: Batch) -> dict[str, float]:
     return {"grade": GRADES[(graded - 1) % len(GRADES)]}
 
 
+def undefined(predictions: Any, batch: Batch) -> dict[str, float]:
+    return {"grade": math.nan}
+
+
 def failing(predictions: Any, batch: Batch) -> dict[str, float]:
     return {"x": [1.0][3]}
 
@@ -103,7 +109,8 @@ def trained(job: Job) -> str:
     global graded
     graded = 0 if not (job.folder / "checkpoints").exists() else job.recipe.steps
     try:
-        Trainer(job).train()
+        with (job.folder / "output.txt").open("a") as output, redirect_stdout(output):
+            Trainer(job).train()
     except ShardwiseError as error:
         return error.line()
     return ""
@@ -203,6 +210,16 @@ def test_a_loss_is_saved_when_it_is_least(pool: Pool, tmp_path: Path) -> None:
 def test_a_run_without_a_best_checkpoint_says_so(pool: Pool, tmp_path: Path) -> None:
     assert train(pool, recipe("regression", metrics="grade"), tmp_path) == ["", ""]
     with pytest.raises(CheckpointError, match="the run has no best checkpoint"):
+        load_into(modules.regression()[0], tmp_path, "best")
+
+
+def test_a_metric_that_is_never_finite_keeps_no_best_checkpoint_and_says_so(
+    pool: Pool, tmp_path: Path
+) -> None:
+    spec = {"best": "max:grade"}
+    assert train(pool, recipe("regression", metrics="undefined", checkpoint=spec), tmp_path) == ["", ""]
+    assert (tmp_path / "output.txt").read_text().count("warning: no best checkpoint: max:grade") == 1
+    with pytest.raises(CheckpointError, match="finite in no evaluation"):
         load_into(modules.regression()[0], tmp_path, "best")
 
 
