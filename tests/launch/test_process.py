@@ -283,7 +283,7 @@ def test_launched_ranks_meet_on_loopback_and_a_failure_is_pinned_on_its_rank(
 def asked_by(number: int) -> float:
     stopping = StopRequest(torch.device("cpu"))
     before = float(stopping.agreed(False)[0])
-    signal.raise_signal(number)  # to this thread: another one may run its handler later
+    os.kill(os.getpid(), number)
     flags = stopping.agreed(dist.get_rank() == 0)
     assert flags[1] == 1, "what one rank asks for, all ranks agree on"
     return float(flags[0]) - before
