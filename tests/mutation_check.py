@@ -112,9 +112,9 @@ FAULTS = (
     ),
     Fault(
         "LoRA: the update is scaled twice",
-        "model/lora.py",
-        "self.scale = spec.alpha / (",
-        "self.scale = 2 * spec.alpha / (",
+        "recipe/sections.py",
+        "return alpha / (math.sqrt(rank)",
+        "return 2 * alpha / (math.sqrt(rank)",
         ("tests/model/test_lora.py",),
     ),
 )

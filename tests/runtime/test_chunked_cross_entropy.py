@@ -110,7 +110,7 @@ def test_gradients_taken_ahead_are_used_once() -> None:
 
 def peak_beside_gradients(dtype: torch.dtype, rows: int, width: int, vocab: int) -> tuple[int, int]:
     """(bytes at the peak of a forward and backward pass that are no gradient, bytes of the logits), on fakes."""
-    tracker = Tracker({}, lambda kind, size: 0, lambda name, out: 0, lambda: "")
+    tracker = Tracker({}, lambda kind, size: 0, lambda name, args, out: 0, lambda: "")
     with FakeTensorMode(), torch.device("cpu"):
         hidden = torch.empty(rows, width, dtype=dtype, requires_grad=True)
         weight = torch.empty(vocab, width, dtype=dtype, requires_grad=True)
