@@ -62,13 +62,13 @@ def command(
     from shardwise.scaling.noise import batch_sentences
 
     judged = _law(asked, unique_tokens)
-    measured = noise_of_run(noise) if noise is not None else None
+    measured, targets = (None, 1.0) if noise is None else noise_of_run(noise)
     with working("planning") as progress:
         found = find_budget(asked, cluster, limit, judged, serve_tokens, progress)
     trained = to_train(asked, found)
     values = budget_values(found, judged, trained.steps, trained.batch_size, unique_tokens)
-    step_tokens = found.plan.step.tokens
-    values["batch_size_advice"] = batch_sentences(measured, trained, step_tokens) if measured else []
+    step_targets = targets * found.plan.step.tokens
+    values["batch_size_advice"] = batch_sentences(measured, trained, step_targets) if measured else []
     text = budget_text(values, found.plan, judged, explain)
     print(json.dumps(values, indent=1) if as_json else text)
     if write is not None:

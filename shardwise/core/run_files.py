@@ -21,9 +21,10 @@ class GradientNoise:
     """Squared gradient norms at two batch sizes, from which the gradient noise scale is estimated (scaling/noise.py).
 
     Attributes:
-        micro_batch_tokens: mean number of targets of a micro-batch of all data-parallel ranks.
+        micro_batch_tokens: harmonic mean of the targets of a micro-batch of all data-parallel ranks, of those that
+            have any.
         batch_tokens: of the whole batch.
-        micro_batch_square: mean over the micro-batches.
+        micro_batch_square: mean over these micro-batches.
         batch_square: of the whole batch.
     """
 

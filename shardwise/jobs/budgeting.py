@@ -60,8 +60,8 @@ def of_size(recipe: Recipe, dimensions: Dimensions) -> Recipe:
     return recipe.model_copy(update={"model": ModelSpec(**values)})
 
 
-def noise_of_run(folder: Path) -> NoiseScale:
-    """The gradient noise scale that a run has measured.
+def noise_of_run(folder: Path) -> tuple[NoiseScale, float]:
+    """The gradient noise scale that a run has measured, and how many of the positions of its batches were targets.
 
     It depends on the loss more than on the model's size (McCandlish et al. 2018, section 3), so a small run of the same
     data advises a large one until its loss is reached.
@@ -69,13 +69,14 @@ def noise_of_run(folder: Path) -> NoiseScale:
     Raises:
         DataError: the folder is no run's, or the run has not measured its noise.
     """
-    measured = [step.gradient_noise for step in read_run(folder).steps if step.gradient_noise is not None]
+    run = read_run(folder)
+    measured = [step.gradient_noise for step in run.steps if step.gradient_noise is not None]
     found = noise_scale(measured)
     if found is None:
         why = "noise hides the gradient in its measurements" if measured else "the run has not measured it"
         fix = "train with evaluation.noise_scale=true and evaluation.every"
         raise DataError("no gradient noise scale", where=str(folder), why=why, fix=fix)
-    return found
+    return found, found.batch_tokens / run.plan.step.tokens
 
 
 def to_train(recipe: Recipe, budget: BudgetChoice) -> Recipe:

@@ -155,10 +155,8 @@ def _batch_size(run: RunRecord) -> list[str]:
         recipe = run.settings()
     except ShardwiseError:
         return []
-    if run.plan.step.unit == "samples":
-        targets = sum(each.batch_tokens for each in measured) / len(measured)
-        return batch_sentences(noise, recipe, targets, ("targets", "samples"))
-    return batch_sentences(noise, recipe, run.plan.step.tokens)
+    words = ("targets", "samples") if run.plan.step.unit == "samples" else ("tokens", "sequences")
+    return batch_sentences(noise, recipe, noise.batch_tokens, words)
 
 
 # -- the head -----------------------------------------------------------------------------------------

@@ -38,21 +38,27 @@ class NoiseScale:
         gradient: |G|^2, the square of the gradient without noise.
         variance: S, the trace of the covariance of one token's gradient.
         measurements: how many were averaged.
+        batch_tokens: mean targets of the batches that were measured, fewer than positions where prompts are left out.
     """
 
     tokens: float
     gradient: float
     variance: float
     measurements: int
+    batch_tokens: float
 
 
 def noise_scale(measured: Sequence[GradientNoise]) -> NoiseScale | None:
     """The noise scale of the last half of the measurements; None where noise hides the gradient, or without any."""
     late = list(measured)[int(LATE * len(measured)) :]
-    gradients, variances = [], []
+    gradients, variances, sizes = [], [], []
     for each in late:
         small, big = each.micro_batch_tokens, each.batch_tokens
-        if big > small > 0:
+        overflowed = not math.isfinite(
+            each.micro_batch_square + each.batch_square
+        )  # of scaled fp16 gradients
+        if big > small > 0 and not overflowed:
+            sizes.append(big)
             gradients.append((big * each.batch_square - small * each.micro_batch_square) / (big - small))
             variances.append((each.micro_batch_square - each.batch_square) / (1 / small - 1 / big))
     if not gradients:
@@ -60,7 +66,7 @@ def noise_scale(measured: Sequence[GradientNoise]) -> NoiseScale | None:
     gradient, variance = math.fsum(gradients) / len(gradients), math.fsum(variances) / len(variances)
     if gradient <= 0 or variance <= 0:
         return None
-    return NoiseScale(variance / gradient, gradient, variance, len(gradients))
+    return NoiseScale(variance / gradient, gradient, variance, len(gradients), math.fsum(sizes) / len(sizes))
 
 
 def batch_sentences(
@@ -69,7 +75,7 @@ def batch_sentences(
     """What the noise scale says of the recipe's batch size, and the overrides to change it by.
 
     Args:
-        tokens: of one optimizer step, as the noise scale counts them.
+        tokens: targets of one optimizer step.
         words: the names of those, and of the rows that ``batch_size`` counts.
     """
     counted, rows = words

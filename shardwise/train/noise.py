@@ -8,6 +8,7 @@ memory than a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean, harmonic_mean
 
 import torch.distributed as dist
 
@@ -37,15 +38,19 @@ def refuse_noise(run: Run, micro_batches: int) -> None:
 def gradient_noise(run: Run, batches: Sequence[Batch]) -> GradientNoise:
     """Squared gradient norms of each micro-batch, on average, and of all together. Collective.
 
+    The mean of |G|^2 + S / b over micro-batches of b targets has the mean of 1 / b, so their size is the harmonic mean.
+    Micro-batches without a target are left out: they have no gradient.
+
     Args:
         batches: this rank's micro-batches of one step. A micro-batch is that of all data-parallel ranks together.
     """
-    each = [_gradient(run, [batch]) for batch in batches]
+    measured = [_gradient(run, [batch]) for batch in batches]
+    counted = [(square, tokens) for square, tokens in measured if tokens]
     square, tokens = _gradient(run, batches)
     return GradientNoise(
-        micro_batch_tokens=sum(tokens for _, tokens in each) / len(each),
+        micro_batch_tokens=harmonic_mean(tokens for _, tokens in counted) if counted else 0.0,
         batch_tokens=tokens,
-        micro_batch_square=sum(square for square, _ in each) / len(each),
+        micro_batch_square=fmean(square for square, _ in counted) if counted else 0.0,
         batch_square=square,
     )
 

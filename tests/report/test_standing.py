@@ -89,9 +89,10 @@ def test_a_law_of_subwords_does_not_predict_bytes(gpt_3: Plan) -> None:
     assert "is not that of bytes" in found.warnings[-1]
 
 
-def test_the_noise_of_a_run_advises_the_batch_size(plan: Plan, make_run: MakeRun) -> None:
-    """|G|^2 = 1 and S = 4 steps' tokens. The batch of 8 sequences is a quarter of the noise scale."""
-    tokens, folder = plan.step.tokens, make_run(plan, steps=4)
+@pytest.mark.parametrize("share", [1.0, 0.25], ids=["text", "answers to prompts"])
+def test_the_noise_of_a_run_advises_the_batch_size(share: float, plan: Plan, make_run: MakeRun) -> None:
+    """|G|^2 = 1 and S = 4 steps' targets. The batch of 8 sequences is a quarter of the noise scale."""
+    tokens, folder = int(share * plan.step.tokens), make_run(plan, steps=4)
     with pytest.raises(DataError, match="no gradient noise scale"):
         noise_of_run(folder)
     squares = {"micro_batch_square": 1 + 4 * 2, "batch_square": 1 + 4}
@@ -99,7 +100,8 @@ def test_the_noise_of_a_run_advises_the_batch_size(plan: Plan, make_run: MakeRun
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     text = "".join(json.dumps(line | {"gradient_noise": noise}) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
-    assert noise_of_run(folder).tokens == pytest.approx(4 * tokens)
+    noise, targets = noise_of_run(folder)
+    assert noise.tokens == pytest.approx(4 * tokens) and targets == share
     assert "Batch size" not in render_page(read_run(folder)), "its recipe has no batch size"
     (folder / "recipe.yaml").write_text("model: {preset: tiny}\nsteps: 30\nbatch_size: 8\n", encoding="utf-8")
     page = render_page(read_run(folder))

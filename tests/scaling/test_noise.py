@@ -40,6 +40,7 @@ def test_the_estimate_is_the_ratio_of_noise_and_gradient(variance: float) -> Non
 def test_nothing_is_said_where_noise_hides_the_gradient() -> None:
     assert noise_scale([]) is None
     assert noise_scale([GradientNoise(16, 128, 8.0, 1.0)]) is None  # exactly 1 / B: no gradient at all
+    assert noise_scale([GradientNoise(16, 128, np.inf, 1.0)]) is None  # overflowed in fp16
 
 
 def recipe(batch: int, name: str = "adamw", rate: float = 1e-3, factory: str | None = None) -> Recipe:
@@ -54,7 +55,7 @@ def recipe(batch: int, name: str = "adamw", rate: float = 1e-3, factory: str | N
 
 
 def noise_of(tokens: float) -> NoiseScale:
-    return NoiseScale(tokens, 1.0, tokens, 5)
+    return NoiseScale(tokens, 1.0, tokens, 5, tokens)
 
 
 def test_a_small_batch_is_advised_to_grow_with_the_rule_of_its_optimizer() -> None:
