@@ -158,7 +158,9 @@ def _require_same(
 
 def _model_of(recipe: Recipe) -> dict[str, Any]:
     """The recipe's settings that define the trained function and its optimizer, without the path of its weights."""
-    found = {f"model.{key}": value for key, value in recipe.model.model_dump(exclude={"hf"}).items()}
+    found = {
+        f"model.{key}": value for key, value in recipe.model.model_dump(exclude={"hf", "dropout"}).items()
+    }
     found["optimizer.name"] = recipe.optimizer.name
     found["optimizer.factory"] = without_folder(recipe.optimizer.factory)
     found["model.factory"] = without_folder(recipe.model.factory)

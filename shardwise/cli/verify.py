@@ -11,6 +11,7 @@ from shardwise.cli.common import AsJson, Overrides, RecipeArgument, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import NumericsError
 from shardwise.jobs.request import read
+from shardwise.verify.verdict import Counted
 
 if TYPE_CHECKING:
     from shardwise.verify.verdict import Verdict
@@ -41,13 +42,18 @@ def command(
 def _why(verdict: Verdict) -> str:
     """The comparison that failed; the proof first, because noise does not reach it."""
     failed = verdict if verdict.proof is None or verdict.proof.passed else verdict.proof
-    worst = f"(worst parameter: {failed.worst_parameter})"
     if failed.allowed is None:
+        worst = f"(worst parameter: {failed.worst_parameter})"
         within = f" in {failed.precision}" if failed is verdict.proof else ""
         return f"a relative difference{within} is above {failed.tolerance:g} {worst}"
+    if failed.unskipped:
+        return f"{failed.unskipped} of {failed.steps} steps updated with a gradient that is not finite"
     if failed.skips_on:
         return f"it skipped {failed.skipped[0]} updates, the plain process {failed.skipped[1]}"
-    return f"a relative difference is above what rounding noise explains {worst}"
+    above = [name for name, difference, limit in failed.rows if difference > limit]
+    worst = {"gradients": failed.worst_gradient, "parameters": failed.worst_parameter}.get(above[0], "")
+    where = f" (worst parameter: {worst})" if worst else ""
+    return f"a relative difference of the {above[0]} is above what rounding noise explains{where}"
 
 
 def _table(line: str, verdict: Verdict) -> str:
@@ -72,12 +78,23 @@ def _rows(verdict: Verdict) -> list[str]:
         lines = [f"  {name:<14} {difference:.2e}" for name, difference, _ in verdict.rows]
         lines += [f"  {note}" for note in verdict.notes]
         return [*lines, f"  {said} at a tolerance of {verdict.tolerance:g}"]
+    counted = verdict.counted or Counted(*[(1, 1)] * 4)
     lines = [
-        f"  {name:<14} {difference:.2e}, allowed {limit:.2e}" for name, difference, limit in verdict.rows
+        f"  {name:<14} {_within(difference, limit, *count)}"
+        for (name, difference, limit), count in zip(verdict.rows, vars(counted).values(), strict=True)
     ]
-    if verdict.compared != verdict.steps:
-        lines[-1] = "  parameters     not compared, because another number of updates was skipped"
     if any(verdict.skipped):
         ours, theirs = verdict.skipped
         lines.append(f"  skipped updates: {ours}, of the plain process {theirs}; their norms are left out")
+    lines += [f"  {note}" for note in verdict.notes]
     return [*lines, f"  {said} within the rounding noise of plain processes"]
+
+
+def _within(difference: float, limit: float, compared: int, whole: int) -> str:
+    """A difference and its limit, and in how many steps or parameters noise leaves it comparable."""
+    if not whole:
+        return "not compared"
+    if not compared:
+        return "not compared, because rounding noise would hide an error of 10 %"
+    hidden = f", in {compared} of {whole}; noise hides the others" if compared < whole else ""
+    return f"{difference:.2e}, allowed {limit:.2e}{hidden}"

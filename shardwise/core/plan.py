@@ -203,6 +203,7 @@ class Plan:
         sites: bytes at the peak, by allocation site; () in files of earlier versions.
         blocks: which block runs when in the first micro-batch, and what it keeps.
         trained_parameters: of ``parameters``; None in files of earlier versions.
+        departures: what the model's files ask for and the run leaves out, in sentences.
     """
 
     strategy: StrategyValues
@@ -230,6 +231,7 @@ class Plan:
     sites: tuple[AllocationSite, ...] = ()
     blocks: BlockTimes | None = None
     trained_parameters: Size | None = None
+    departures: tuple[str, ...] = ()
 
     @property
     def parameters_in_words(self) -> str:
@@ -293,6 +295,7 @@ class Plan:
             f"{format_seconds(step.seconds)} per step of {format_count(step.tokens)} {step.unit}, predicted",
             f"{self.parameters_in_words} on {self.cluster}",
             *self.reasons,
+            *self.departures,
         ]
         rows = sorted(((size, row) for row, size in self.ledger.as_dict().items() if size), reverse=True)
         bars = [(row.replace("_", " "), format_bytes(size), size / rows[0][0]) for size, row in rows]

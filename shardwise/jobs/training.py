@@ -124,7 +124,8 @@ def prepare(
     if recipe.profile.steps:
         _write_planned_memory(recipe, cluster, planned, folder)
     found += epoch_sentences(asked, recipe)
-    for sentence in [f"{planned.line}  →  {folder}", *found, *reasons, *sentences(recipe)]:
+    first = f"{planned.line}  →  {folder}"
+    for sentence in [first, *found, *reasons, *sentences(recipe), *planned.departures]:
         say(sentence)
     return planned
 

@@ -68,7 +68,7 @@ class AdaptedModel(Blueprint):
         self.base, self.spec = base, spec
         self.name, self.vocab, self.width = base.name, base.vocab, base.width
         self.origin, self.objective = base.origin, base.objective
-        self.trained_in, self.dataset = base.trained_in, base.dataset
+        self.trained_in, self.dataset, self.departures = base.trained_in, base.dataset, base.departures
         self.casts_inputs, self.counts_in_loss = base.casts_inputs, base.counts_in_loss
         with torch.device("meta"):
             model = base.build()

@@ -66,6 +66,7 @@ class Blueprint(ABC):
         quantized: whether the weights on disk are quantized. Then all of them can be frozen, and none trained.
         casts_inputs: whether its layers cast floating-point inputs themselves (``compute_in``).
         counts_in_loss: whether only ``loss`` knows the number of targets, and there is no ``count``.
+        departures: what its files ask for and training leaves out, in sentences.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Blueprint(ABC):
     quantized: bool = False
     casts_inputs: bool = False
     counts_in_loss: bool = False
+    departures: tuple[str, ...] = ()
 
     @abstractmethod
     def build(self, depth: int | None = None) -> nn.Module:

@@ -3,10 +3,10 @@
 transformers provides the class. The model is built on the meta device, its blocks come from ``_no_split_modules``, and
 weights are read from safetensors by slice. ``from_pretrained`` is not used: it loads before techniques can shard.
 
-Three defaults of transformers are changed, so that a step is the same function on every rank, real or fake. Dropout and
-the router's noise are zero, since they would depend on the sharding. A causal model's pad token and the detection of
-packed sequences are off, since both wait for the device; packed documents get an explicit mask, and a model that would
-ignore it is refused.
+Three defaults of transformers are changed. Dropout is off unless ``model.dropout`` asks for it, and so is the router's
+noise: their draws depend on the sharding. ``departures`` says so where config.json asks for them. A causal model's pad
+token and the detection of packed sequences are off, since both wait for the device; packed documents get an explicit
+mask, and a model that would ignore it is refused.
 
 Quantized weights (files/quantized_files.py) are dequantized when they are read, and can be a frozen base in their
 stored form (``packings``).
@@ -67,6 +67,7 @@ class HuggingFaceModel(Blueprint):
         sequence_length: training sequence length.
         completion_length: that of the decoder under seq2seq.
         objective: causal, masked or seq2seq; None for the one of the class that saved the folder.
+        dropout: train with the dropout that config.json asks for.
 
     Raises RecipeError if it is missing, needs custom code, is quantized in a way that is not read, or has a shorter
     context.
@@ -75,10 +76,17 @@ class HuggingFaceModel(Blueprint):
     objective: str
 
     def __init__(
-        self, source: str, sequence_length: int, objective: str | None = "causal", completion_length: int = 1
+        self,
+        source: str,
+        sequence_length: int,
+        objective: str | None = "causal",
+        completion_length: int = 1,
+        dropout: bool = False,
     ) -> None:
         self.source, self.sequence_length, self.completion_length = source, sequence_length, completion_length
-        self.config, self._quantization = load_config(source, objective)
+        opened = load_config(source, objective, dropout)
+        self.config, self._quantization = opened.config, opened.quantization
+        self.departures = opened.departures
         self.quantized = bool(self._quantization)
         self.objective = objective or stored_objective(self.config)
         text = self.config.get_text_config()

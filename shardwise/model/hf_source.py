@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,10 @@ from shardwise.model.files.quantized_files import formats_of
 from shardwise.model.hf_objective import stored_objective
 
 _NEEDS_CODE = "auto_map"
+_OF_OTHER_HEADS = ("classif", "summary", "qa_")
+"""Words in keys of dropout that only other heads than the language model's have."""
+_BEYOND_DROPOUT = ("layerdrop", "drop_path", "jitter")
+"""Words in keys of other noise: ranks would run different layers, or send tokens to different experts."""
 _LARGEST = {"vocab_size": 100_000_000, "num_hidden_layers": 10_000, "hidden_size": 10_000_000}
 """Sizes that every config has, and the largest that is believed."""
 
@@ -31,11 +37,22 @@ def transformers_library() -> Any:
     return transformers
 
 
-def load_config(source: str, objective: str | None) -> tuple[Any, dict[str, Any] | None]:
-    """The model's config, changed as hf.py says, and the value of ``quantization_config`` if it is quantized.
+@dataclass(frozen=True)
+class OpenedConfig:
+    """A model's config, changed as hf.py says.
 
-    Raises RecipeError.
+    Attributes:
+        quantization: the value of ``quantization_config`` if the model is quantized.
+        departures: what the changes leave out of what config.json asks for, in sentences.
     """
+
+    config: Any
+    quantization: dict[str, Any] | None
+    departures: tuple[str, ...]
+
+
+def load_config(source: str, objective: str | None, dropout: bool = False) -> OpenedConfig:
+    """The model's config; ``dropout`` keeps its dropout. Raises RecipeError."""
     where = f"model.hf: {source}"
     path = folder_of(source, ["config.json"]) / "config.json"
     try:
@@ -58,14 +75,15 @@ def load_config(source: str, objective: str | None) -> tuple[Any, dict[str, Any]
         formats_of(quantization, where)
     try:
         config = transformers_library().AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
-        _make_deterministic(config, keep_padding=(objective or stored_objective(config)) != "causal")
+        _quiet(config, keep_padding=(objective or stored_objective(config)) != "causal")
+        departures = tuple(_without_noise(config, dropout))
         _require_sizes(config.get_text_config())
         if quantization:
             del config.quantization_config
     except Exception as error:  # each model validates its config in its own way
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise RecipeError("config.json is not valid", where=where, why=why) from error
-    return config, quantization
+    return OpenedConfig(config, quantization, departures)
 
 
 def _require_sizes(text: Any) -> None:
@@ -76,18 +94,45 @@ def _require_sizes(text: Any) -> None:
             raise ValueError(f"{key} is {value!r}, not a whole number from 1 to {most:,}")
 
 
-def _make_deterministic(config: Any, keep_padding: bool) -> None:
-    """No dropout, no noise, no cache, and no pad token unless positions depend on it (see the module's docstring)."""
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for key, value in part.to_dict().items():
-            if ("drop" in key or "jitter" in key) and isinstance(value, float):
-                setattr(part, key, 0.0)
+def _parts(config: Any) -> list[Any]:
+    """The config, and that of its language model if it is another one."""
+    return list({id(part): part for part in (config, config.get_text_config())}.values())
+
+
+def _quiet(config: Any, keep_padding: bool) -> None:
+    """No cache, and no pad token unless positions depend on it (see hf.py)."""
+    for part in _parts(config):
         part.use_cache = False
         if not keep_padding:
             with suppress(
                 Exception
             ):  # each config checks in its own way; some must have one, which build_for ignores
                 part.pad_token_id = None
+
+
+def _without_noise(config: Any, dropout: bool) -> Iterator[str]:
+    """Turn off what draws random numbers, but dropout if it is wanted; yield what that leaves out."""
+    dropped: dict[str, float] = {}
+    other: dict[str, float] = {}
+    for part in _parts(config):
+        for key, value in part.to_dict().items():
+            if not (isinstance(value, float) and value and ("drop" in key or "jitter" in key)):
+                continue
+            beyond = any(word in key for word in _BEYOND_DROPOUT)
+            if not any(word in key for word in _OF_OTHER_HEADS):
+                (other if beyond else dropped)[key] = value
+            if beyond or not dropout:
+                setattr(part, key, 0.0)
+    if dropped and not dropout:
+        yield f"config.json asks for {_listed(dropped)}: dropout is off, and model.dropout=true turns it on"
+    if dropout and not dropped:
+        yield "model.dropout is true, and config.json asks for none: there is no dropout"
+    if other:
+        yield f"config.json asks for {_listed(other)}, which is off"
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{key} {value:g}" for key, value in values.items())
 
 
 def folder_of(source: str, files: list[str]) -> Path:

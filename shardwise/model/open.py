@@ -41,7 +41,9 @@ def base_of(recipe: Recipe) -> Blueprint:
     if spec.hf is not None:
         from shardwise.model.hf import HuggingFaceModel
 
-        made = HuggingFaceModel(spec.hf, length, spec.objective, recipe.data.decoder_length)
+        made = HuggingFaceModel(
+            spec.hf, length, spec.objective, recipe.data.decoder_length, dropout=spec.dropout
+        )
         made.require_objective()
         return made
     if spec.factory is not None:

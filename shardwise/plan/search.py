@@ -87,6 +87,7 @@ def _plan(predictor: Predictor, chosen: Prediction) -> Plan:
         sites=chosen.run.sites,
         blocks=chosen.run.blocks,
         trained_parameters=predictor.blueprint.parameter_counts()[0],
+        departures=predictor.blueprint.departures,
     )
 
 

@@ -29,6 +29,7 @@ def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
     """Every contradiction in `recipe`, as a complaint at the key to change."""
     yield from _length(recipe, document)
     yield from _one_name(recipe.model, document)
+    yield from _dropout(recipe.model)
     yield from _arguments(recipe.model)
     yield from _objective(recipe, document)
     yield from _model_and_data(recipe, document)
@@ -98,6 +99,12 @@ def _one_name(model: ModelSpec, document: Document) -> Iterator[Complaint]:
         path = _last_written(document, *(("model", name) for name in dimensions))
         why = f"{ways[0]} has its own dimensions"
         yield Complaint(path, f"{path[-1]} cannot be set here", why, "remove it")
+
+
+def _dropout(model: ModelSpec) -> Iterator[Complaint]:
+    if model.dropout and model.hf is None:
+        why = "only the config.json of a model of hf asks for dropout"
+        yield Complaint(("model", "dropout"), "dropout cannot be set here", why, "remove it")
 
 
 def _arguments(model: ModelSpec) -> Iterator[Complaint]:

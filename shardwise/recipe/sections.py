@@ -108,6 +108,8 @@ class ModelSpec(Section):
     objective: Literal["causal", "masked", "seq2seq"] = "causal"
     """training objective of a model of hf: causal (the next token), masked (BERT: 15 % of the tokens are hidden) or
     seq2seq (T5: a completion, from the prompt in the encoder)"""
+    dropout: bool = False
+    """train a model of hf with the dropout that its config.json asks for; false trains without"""
     factory: Target | None = None
     """package.module:function that returns an nn.Module and its loss"""
     arguments: Mapping[str, Annotated[Scalar, SkipValidation]] = Field(default_factory=dict)

@@ -111,7 +111,7 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "candidates": [
             (c, peak_of(c), seconds(c.step_seconds)) for c in plan.candidates if len(plan.candidates) > 1
         ],
-        "reasons": plan.reasons,
+        "reasons": (*plan.reasons, *plan.departures),
         "standing": _standing(run),
         "batch_size": _batch_size(run),
         "assumptions": [*(run.answer.sources() if run.answer else ()), *plan.assumptions],

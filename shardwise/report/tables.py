@@ -109,8 +109,8 @@ class PlanTable:
             yield from ("", _candidates(plan.candidates[: self.top], width))
             if len(plan.candidates) > self.top:
                 yield Text(f"  and {len(plan.candidates) - self.top} more; --top N shows N", "dim")
-        if plan.reasons:
-            yield from section("Why", "", sentences(plan.reasons, ""))
+        if why := (*plan.reasons, *plan.departures):
+            yield from section("Why", "", sentences(why, ""))
         if self.standing:
             yield from section("By the scaling law", "", sentences(self.standing, ""))
         sources = [*(self.answer.sources() if self.answer else ()), *plan.assumptions]

@@ -2,19 +2,18 @@
 
 It is independent of the engine: no mesh, no FSDP, no fused optimizer, torch's own clipping. It divides the gradients
 once at the end, where the engine divides the loss. It shares only the model, its loss, its initial values and the data.
-It runs in fp32, or in fp64 if the strategy does.
+It runs in fp32, or in fp64 if the strategy does. mixed_precision.py is its like in fewer bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.loss_scale import norm_limit_of
 from shardwise.engine.optim.library import made_by
 from shardwise.engine.schedule import learning_rate
 from shardwise.model.blueprint import Batch, Blueprint
@@ -22,6 +21,8 @@ from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
 from shardwise.runtime.torch_private import TorchDispatchMode, cast_floats, tree_iter
+from shardwise.verify.dropout import drop_nothing
+from shardwise.verify.textbook import SGDW, AdamW8bit, NormLimit
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class ReferenceStep:
 
 
 def reference_model(blueprint: Blueprint, seed: int, dtype: torch.dtype) -> nn.Module:
-    """The unsharded model on the CPU with its initial values."""
+    """The unsharded model on the CPU with its initial values, without dropout."""
     with torch.device("meta"):
         model = blueprint.build()
     aliases = shared_names(model)
@@ -43,6 +44,7 @@ def reference_model(blueprint: Blueprint, seed: int, dtype: torch.dtype) -> nn.M
     share(model, aliases)
     with torch.no_grad():
         blueprint.fill(model, seed)
+    drop_nothing(model)
     return model.train()
 
 
@@ -55,30 +57,33 @@ def train_reference(
 ) -> Iterator[ReferenceStep]:
     """Train ``model`` in place on one list of micro-batches per optimizer step; yield the result of each step."""
     spec = built(recipe)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizers = _optimizers(blueprint, model, spec)
-    ratios = [[group["lr"] for group in each.param_groups] for each in optimizers]
-    limit = norm_limit_of(spec.clip_norm, spec.adaptive_clip, torch.device("cpu"))
+    parameters = {name: p for name, p in named_parameters(model) if p.requires_grad}
+    optimizer = PlainOptimizer(recipe, blueprint, parameters)
+    limit = NormLimit(spec.clip_norm, spec.adaptive_clip)
     for index, batches in enumerate(batches_of):
         total, count = 0.0, 0
         for batch in batches:
             loss, targets = blueprint.loss(model, batch)
             loss.backward()
             total, count = total + loss.item(), count + int(targets)
-        for p in parameters:
+        for p in parameters.values():
             if p.grad is not None:
                 p.grad /= max(1, count)
         scale.watch(model)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads, foreach=False)
-        torch.nn.utils.clip_grads_with_norm_(parameters, float(limit.value(norm)), norm, foreach=False)
-        limit.update(norm, torch.zeros(()))
-        for each, rates in zip(optimizers, ratios, strict=True):
-            for group, rate in zip(each.param_groups, rates, strict=True):
-                group["lr"] = rate * learning_rate(recipe, index)
-            each.step()
-            each.zero_grad()
+        norm = norm_of(parameters.values())
+        clip(parameters.values(), norm, limit)
+        optimizer.step(index)
         yield ReferenceStep(total / max(1, count), float(norm))
+
+
+def norm_of(parameters: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients together."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=False)
+
+
+def clip(parameters: Iterable[Tensor], norm: Tensor, limit: NormLimit) -> None:
+    """Clip gradients of this norm to a limit."""
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit.next(float(norm)), norm, foreach=False)
 
 
 def rounds_to_fp32(blueprint: Blueprint, model: nn.Module, batch: Batch) -> bool:
@@ -103,53 +108,50 @@ class _Narrowing(TorchDispatchMode):
         return out
 
 
-def _groups(blueprint: Blueprint, model: nn.Module, spec: OptimizerSpec) -> list[dict[str, Any]]:
-    """One group per trained parameter. Weight decay applies to matrices, not to vectors."""
+class PlainOptimizer:
+    """torch's plain version of the recipe's optimizer, or what its factory makes, at the rates of the schedule.
+
+    Moments are in the dtype of the parameters. Weight decay applies to matrices, not to vectors.
+    """
+
+    def __init__(self, recipe: Recipe, blueprint: Blueprint, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._recipe, spec = recipe, built(recipe)
+        self._optimizers = (
+            [_optimizer(_groups(blueprint, parameters, spec), spec)]
+            if spec.factory is None
+            else made_by(parameters, spec)
+        )
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._groups = [(group, group.get("lr", spec.learning_rate) / spec.learning_rate) for group in groups]
+
+    def step(self, index: int) -> None:
+        """Update the parameters by their gradients in step ``index``, and drop the gradients."""
+        for group, ratio in self._groups:
+            group["lr"] = ratio * learning_rate(self._recipe, index)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _groups(
+    blueprint: Blueprint, parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec
+) -> list[dict[str, Any]]:
+    """One group per trained parameter."""
     return [
         {
             "params": [parameter],
             "weight_decay": spec.weight_decay if parameter.ndim >= 2 else 0.0,
-            "lr": blueprint.rate_ratio(name),
+            "lr": spec.learning_rate * blueprint.rate_ratio(name),
         }
-        for name, parameter in named_parameters(model)
-        if parameter.requires_grad
+        for name, parameter in parameters.items()
     ]
 
 
-def _optimizers(blueprint: Blueprint, model: nn.Module, spec: OptimizerSpec) -> list[torch.optim.Optimizer]:
-    """The optimizers, with each group's ratio to the learning rate as its rate."""
-    if spec.factory is None:
-        return [_optimizer(_groups(blueprint, model, spec), spec)]
-    made = made_by({name: p for name, p in named_parameters(model) if p.requires_grad}, spec)
-    for each in made:
-        for group in each.param_groups:
-            group["lr"] = group.get("lr", spec.learning_rate) / spec.learning_rate
-    return made
-
-
 def _optimizer(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """torch's plain version of the recipe's optimizer, with moments in the dtype of the weights."""
     if spec.name == "sgd":
-        return _DecoupledSGD(groups, lr=1.0, momentum=spec.momentum, foreach=False, fused=False)
-    return torch.optim.AdamW(groups, lr=1.0, betas=spec.betas, eps=spec.epsilon, foreach=False, fused=False)
-
-
-class _DecoupledSGD(torch.optim.SGD):
-    """torch's SGD with weight decay outside of the momentum, as in its AdamW."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        decays = [group["weight_decay"] for group in self.param_groups]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if (
-                    parameter.grad is not None
-                ):  # as torch's optimizers leave out weights that the loss does not use
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            group["weight_decay"] = 0.0
-        super().step(closure)
-        for group, decay in zip(self.param_groups, decays, strict=True):
-            group["weight_decay"] = decay
+        return SGDW(groups, momentum=spec.momentum, foreach=False, fused=False)
+    kind = AdamW8bit if spec.name == "adamw_8bit" else torch.optim.AdamW
+    return kind(groups, betas=spec.betas, eps=spec.epsilon, foreach=False, fused=False)
 
 
 class GradientScale:

@@ -5,6 +5,8 @@ training amplifies a rounding error with every step. So the limit is measured. T
 weights moved by a rounding error, and its differences from the first plain run are the *rounding noise*. By backward
 error analysis (Higham, "Accuracy and Stability of Numerical Algorithms", section 1.5), that is what a computation in
 this precision may differ by.
+
+A limit that would pass an error of 10 % judges nothing: what noise makes so uncertain is not compared, and counted.
 """
 
 from __future__ import annotations
@@ -12,12 +14,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from shardwise.core.json_file import plain
 
 FACTOR = 4.0
 """Differences above this multiple of the measured rounding noise fail."""
+LOOSEST = 0.09
+"""The largest limit by which anything is judged in fewer bits: 10 % off is 9.1 % of the larger value."""
+JUMPS = 10
+"""One in so many steps may be beyond its limit."""
+LEAST = 1e-3
+"""The smallest limit for a parameter: of many, some agree in all repeats by chance."""
+WHOLE = "all parameters"
+"""The name of all parameters together."""
+
+Products = tuple[float, float, float]
+"""Of a tensor of this run, m, and that of another run, r: <m, r>, <m, m>, <r, r>."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +46,26 @@ class PlainRuns:
     """Results of one plain process in a strategy's precision, trained several times.
 
     Attributes:
-        steps: of the run to compare with.
-        repeats: of runs from weights that a rounding error moved.
-        parameters: per parameter the largest relative difference of the repeats after the last step.
+        first: the first step of the run to compare with, at ``loss_scale``.
+        steps: its steps.
+        firsts: first steps from weights that a rounding error moved.
+        repeats: all steps from such weights.
+        gradients: per parameter the largest misalignment of these first steps' gradients.
+        parameters: per parameter the largest misalignment of what the repeats added to it in all steps.
         unit: half the spacing of numbers in the dtype of compute, relative.
+        targets: over which the first loss is a mean.
+        loss_scale: the largest at which the first gradients do not overflow.
     """
 
+    first: TrainedStep
     steps: tuple[TrainedStep, ...]
+    firsts: tuple[TrainedStep, ...]
     repeats: tuple[tuple[TrainedStep, ...], ...]
+    gradients: Mapping[str, float]
     parameters: Mapping[str, float]
     unit: float
+    targets: int
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +74,22 @@ class Allowed:
 
     loss: float
     gradient_norm: float
+    gradients: float
     parameters: float
+
+
+Count = tuple[int, int]
+"""How many were compared, and of how many: noise would hide an error of 10 % in the others, or made them jump."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What was compared of each quantity: steps with a loss, with a gradient norm, and parameters."""
+
+    loss: Count
+    gradient_norm: Count
+    gradients: Count
+    parameters: Count
 
 
 @dataclass(frozen=True)
@@ -60,13 +97,17 @@ class Verdict:
     """Result of a comparison, as ``shardwise verify --json`` prints it.
 
     Attributes:
+        max_parameter_difference: relative, in L2 norm; in fewer bits than fp32 the misalignment of the updates.
         precision: in which both runs computed.
         tolerance: the largest difference that passes whatever the noise is.
         undetermined: parameters that the loss does not determine; they are not compared.
         allowed: limits by rounding noise, where the precision has fewer bits than fp32.
-        compared: steps that were compared. Fewer than ``steps`` after an update that one of the runs skipped; then
-            the parameters are not compared, and their difference is 0.
+        compared: steps whose losses noise leaves comparable.
+        counted: how much of each quantity it leaves comparable.
+        max_gradient_difference: misalignment of the first gradient of a parameter, in fewer bits than fp32.
+        worst_gradient: the parameter.
         skipped: updates skipped by the strategy, and by the plain process.
+        unskipped: updates by gradients that were not finite.
         notes: settings that this comparison replaced, and what else limits it, in words.
         proof: the same layout in fp64 against a plain process in fp64.
     """
@@ -81,31 +122,46 @@ class Verdict:
     precision: str = "fp32"
     allowed: Allowed | None = None
     compared: int | None = None
+    counted: Counted | None = None
+    max_gradient_difference: float | None = None
+    worst_gradient: str = ""
     skipped: tuple[int, int] = (0, 0)
+    unskipped: int = 0
     notes: tuple[str, ...] = ()
     proof: Verdict | None = None
 
     @property
     def rows(self) -> list[tuple[str, float, float]]:
         """(quantity, difference, limit)."""
-        limits = [self.tolerance] * 3
-        if self.allowed is not None:
-            limits = [self.allowed.loss, self.allowed.gradient_norm, self.allowed.parameters]
-        found = (self.max_loss_difference, self.max_gradient_norm_difference, self.max_parameter_difference)
-        return list(zip(("loss", "gradient norm", "parameters"), found, limits, strict=True))
+        loss, norm, parameters = "loss", "gradient norm", "parameters"
+        if self.allowed is None:
+            found = {
+                loss: self.max_loss_difference,
+                norm: self.max_gradient_norm_difference,
+                parameters: self.max_parameter_difference,
+            }
+            return [(name, difference, self.tolerance) for name, difference in found.items()]
+        return [
+            (loss, self.max_loss_difference, self.allowed.loss),
+            (norm, self.max_gradient_norm_difference, self.allowed.gradient_norm),
+            ("gradients", self.max_gradient_difference or 0.0, self.allowed.gradients),
+            (parameters, self.max_parameter_difference, self.allowed.parameters),
+        ]
 
     @property
     def agrees(self) -> bool:
         """Whether this comparison passed, without its proof."""
-        return all(found <= limit for _, found, limit in self.rows) and not self.skips_on
+        return (
+            all(found <= limit for _, found, limit in self.rows) and not self.skips_on and not self.unskipped
+        )
 
     @property
     def skips_on(self) -> bool:
-        """Whether the strategy skips many more updates than the plain process.
+        """Whether the strategy skips many more updates than the plain process, or many fewer.
 
-        Once one of the two skipped an update alone, the runs go apart, so a few more may overflow.
+        Where it divides products, their parts overflow at other scales than their sum, so a few may differ.
         """
-        return self.skipped[0] > self.skipped[1] + max(1, self.steps // 5)
+        return abs(self.skipped[0] - self.skipped[1]) > max(1, self.steps // 5)
 
     @property
     def passed(self) -> bool:
@@ -122,80 +178,114 @@ def relative(value: float, reference: float) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def _apart(left: float, right: float) -> float:
-    """Difference relative to the larger value, at most 1: two runs hit a jump of the gradient norm unlike."""
-    difference = abs(left - right) / max(abs(left), abs(right), 1e-12)
+def misalignments(products: Mapping[str, Products]) -> dict[str, float]:
+    """How far tensors m are from others r along those: |1 - <m, r> / <r, r>|, of each and of all together.
+
+    0.1 for gradients, or sums of updates, that are 10 % too long.
+    """
+    whole = [math.fsum(column) for column in zip(*products.values(), strict=True)] or [0.0] * 3
+    return {name: _misaligned(*of) for name, of in {**products, WHOLE: tuple(whole)}.items()}
+
+
+def _misaligned(both: float, mine: float, theirs: float) -> float:
+    if theirs == 0:
+        return 0.0 if mine == 0 else math.inf
+    difference = abs(1 - both / theirs)
     return math.inf if math.isnan(difference) else difference
 
 
 def judged(
     steps: Sequence[TrainedStep],
+    gradients: Mapping[str, float],
     parameters: Mapping[str, float],
     runs: PlainRuns,
     precision: str,
     tolerance: float,
 ) -> Verdict:
-    """Compare a strategy's steps and its parameters' relative differences with plain runs in its precision.
+    """Compare a strategy with plain runs in its precision that skipped the same updates.
 
-    A loss is compared until the runs differ in a skipped update, a gradient norm where neither run skipped.
+    Args:
+        gradients, parameters: misalignments of the first gradients, and of what all steps added.
     """
-    floor = max(tolerance, runs.unit)
-    same = _alike(steps, runs.steps)
-    losses = _differences(steps, runs.steps, "loss")
-    norms = _differences(steps, runs.steps, "grad_norm")
-    loss = _worst(losses, _limits(runs, "loss", floor))
-    norm = _worst(norms, _limits(runs, "grad_norm", floor))
-    worst, limit, name = 0.0, floor, ""
-    if same == len(steps):
-        for each, difference in parameters.items():
-            allowed = max(floor, FACTOR * runs.parameters.get(each, 0.0))
-            if not name or difference / allowed > worst / limit:
-                worst, limit, name = difference, allowed, each
+    loss = _worst_step(steps, runs, "loss", runs.unit / math.sqrt(max(1, runs.targets)), tolerance)
+    norm = _worst_step(steps, runs, "grad_norm", runs.unit, tolerance)
+    gradient = _worst_of(gradients, runs.gradients, LEAST)
+    parameter = _worst_of(parameters, runs.parameters, max(LEAST, FACTOR * runs.unit))
     return Verdict(
-        loss[0],
-        norm[0],
-        worst,
-        name,
-        floor,
+        loss.difference,
+        norm.difference,
+        parameter.difference,
+        parameter.name,
+        tolerance,
         len(steps),
         precision=precision,
-        allowed=Allowed(loss[1], norm[1], limit),
-        compared=same,
-        skipped=(sum(s.skipped for s in steps), sum(s.skipped for s in runs.steps)),
+        allowed=Allowed(loss.limit, norm.limit, gradient.limit, parameter.limit),
+        compared=loss.count[0],
+        counted=Counted(loss.count, norm.count, gradient.count, parameter.count),
+        max_gradient_difference=gradient.difference,
+        worst_gradient=gradient.name,
+        skipped=(sum(step.skipped for step in steps), sum(step.skipped for step in runs.steps)),
+        unskipped=sum(not (s.skipped or math.isfinite(s.loss + s.grad_norm)) for s in steps),
     )
 
 
-def _alike(left: Sequence[TrainedStep], right: Sequence[TrainedStep]) -> int:
-    """Steps until one of two runs skipped an update that the other made."""
-    return len(
-        list(takewhile(lambda pair: pair[0].skipped == pair[1].skipped, zip(left, right, strict=True)))
-    )
+@dataclass(frozen=True)
+class _Worst:
+    """The difference that is largest in terms of its limit, that limit, and how many were compared."""
+
+    name: str
+    difference: float
+    limit: float
+    count: Count
 
 
-def _differences(left: Sequence[TrainedStep], right: Sequence[TrainedStep], name: str) -> list[float | None]:
-    """Relative differences by step; None for the norm of a skipped step. The first unlike step still has a loss."""
-    same = _alike(left, right)
-    pairs = list(zip(left, right, strict=True))[: same + (name == "loss")]
-    return [
-        None if name == "grad_norm" and a.skipped else _apart(getattr(a, name), getattr(b, name))
-        for a, b in pairs
+def _worst_step(
+    steps: Sequence[TrainedStep], runs: PlainRuns, name: str, floor: float, tolerance: float
+) -> _Worst:
+    """The worst step by its loss or norm. Norms of skipped updates are not compared.
+
+    The first step, before which nothing has grown, allows the noise of first steps. A later one allows the noise so far
+    and in the step after it, because noise grows; at least ``floor``. Where training is unstable, one run may jump
+    that the repeats do not. An error is in all steps, so one in ``JUMPS`` may be beyond its limit.
+    """
+    first = _known(_difference(step, runs.first, name) for step in runs.firsts)
+    repeats = [
+        [_difference(*pair, name) for pair in zip(repeat, runs.steps, strict=True)] for repeat in runs.repeats
     ]
+    found: dict[str, tuple[float, float]] = {}
+    for index, pair in enumerate(zip(steps, runs.steps, strict=True)):
+        later = _known(difference for repeat in repeats for difference in repeat[: index + 2])
+        noise = max([*first, *(later if index else ())], default=0.0)
+        if (difference := _difference(*pair, name)) is not None:
+            found[str(index)] = difference, max(tolerance, FACTOR * noise, floor if index else 0.0)
+    beyond = [n for n, (difference, limit) in found.items() if limit < difference < math.inf and n != "0"]
+    beyond.sort(key=lambda n: found[n][1] / found[n][0])
+    for jump in beyond[: len(found) // JUMPS]:
+        found[jump] = 0.0, math.inf
+    return _worst(found)
 
 
-def _limits(runs: PlainRuns, name: str, floor: float) -> list[float]:
-    """What each step allows: the noise so far and in the step after, because noise grows."""
-    apart = [_differences(repeat, runs.steps, name) for repeat in runs.repeats]
-    return [
-        max([floor, *(FACTOR * found for each in apart for found in _known(each[: index + 2]))])
-        for index in range(len(runs.steps))
-    ]
+def _worst_of(differences: Mapping[str, float], noise: Mapping[str, float], least: float) -> _Worst:
+    """The worst of some parameters."""
+    return _worst({n: (d, max(least, FACTOR * noise.get(n, 0.0))) for n, d in differences.items()})
+
+
+def _worst(found: Mapping[str, tuple[float, float]]) -> _Worst:
+    """The worst of (difference, limit)."""
+    judged = {name: pair for name, pair in found.items() if pair[1] <= LOOSEST}
+    name = max(judged, key=lambda key: judged[key][0] / judged[key][1], default="")
+    difference, limit = judged.get(name, (0.0, LOOSEST))
+    return _Worst(name, difference, limit, (len(judged.keys() - {WHOLE}), len(found.keys() - {WHOLE})))
+
+
+def _difference(mine: TrainedStep, theirs: TrainedStep, name: str) -> float | None:
+    """Relative to the larger value, at most 1: two runs hit a jump of the gradient norm unlike."""
+    if name == "grad_norm" and (mine.skipped or theirs.skipped):
+        return None
+    left, right = getattr(mine, name), getattr(theirs, name)
+    difference = abs(left - right) / max(abs(left), abs(right), 1e-12)
+    return math.inf if math.isnan(difference) else difference
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
-
-
-def _worst(differences: Sequence[float | None], limits: Sequence[float]) -> tuple[float, float]:
-    """The difference that is largest in terms of its limit, and that limit."""
-    found = [(d, limit) for d, limit in zip(differences, limits, strict=False) if d is not None]
-    return max(found, key=lambda pair: pair[0] / pair[1], default=(0.0, max(limits)))

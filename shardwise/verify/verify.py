@@ -4,8 +4,9 @@ In fp32 and fp64 the plain process is the independent reference (reference.py), 
 first and writes its losses and final weights to a folder. Then the strategy's ranks train on the same data. Differences
 are relative. Parameters that the loss does not determine are listed and not compared (reference.GradientScale).
 
-In fewer bits the plain process computes in these bits too, and its own rounding noise decides (plain_runs.py). Noise
-may hide an error. So the same layout also trains in fp64 and is compared with the reference: that is the proof.
+In fewer bits the plain process computes in these bits too, also without the engine (mixed_precision.py), and its own
+rounding noise decides (plain_runs.py). Noise may hide an error of the layout. So the same layout also trains in fp64
+and is compared with the reference.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from safetensors.torch import save_file
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.json_file import read_json, text_of
 from shardwise.core.strategy import Strategy
-from shardwise.data import open_data
+from shardwise.data import Data, open_data
 from shardwise.engine.build import build
 from shardwise.engine.optim.trial import rounds
+from shardwise.engine.run import Run
+from shardwise.engine.schedule import learning_rate
+from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.section import Arguments
@@ -33,8 +37,9 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique import MICRO_BATCH_SIZE, in_fp64, precision_of
 from shardwise.train.loop import seed_step
-from shardwise.verify.comparison import parameter_differences
-from shardwise.verify.plain_runs import WEIGHTS, read_runs, trained
+from shardwise.verify.comparison import gradient_products, parameter_differences, way_products
+from shardwise.verify.dropout import draws_random_numbers, drop_nothing, without_dropout
+from shardwise.verify.plain_runs import END, GRADIENTS, START, read_runs, run_plain
 from shardwise.verify.reference import (
     GradientScale,
     ReferenceStep,
@@ -43,7 +48,7 @@ from shardwise.verify.reference import (
     rounds_to_fp32,
     train_reference,
 )
-from shardwise.verify.verdict import Verdict, judged, relative
+from shardwise.verify.verdict import TrainedStep, Verdict, judged, misalignments, relative
 
 TOLERANCE: dict[str, float] = {"fp64": 1e-10, "fp32": 1e-5}
 """Largest relative difference from the reference that passes, by the strategy's precision."""
@@ -51,6 +56,8 @@ TOLERANCE: dict[str, float] = {"fp64": 1e-10, "fp32": 1e-5}
 _EXACT = {"adamw_8bit": "adamw"}
 """Optimizers that round their state, and those of the same rule that do not."""
 
+_ROUNDS = "the model's code rounds to fp32, so fp32's tolerance applies"
+_DRAWS = "the model's code draws random numbers, which differ between layouts, and so may the results"
 _WEIGHTS, _STEPS, _VERDICT = "reference.safetensors", "reference.json", "verify.json"
 
 
@@ -111,6 +118,7 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
 
     In fp64 where the strategy computes in fp64, else in fp32.
     """
+    recipe = without_dropout(recipe)
     blueprint = blueprint_of(recipe)
     data = open_data(recipe, blueprint.dataset)
     dtype = torch.float64 if precision_of(strategy) == "fp64" else torch.float32
@@ -123,13 +131,34 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
 
     first = data.micro_batches(0, 0, 1, strategy[MICRO_BATCH_SIZE])[0]
     narrow = dtype == torch.float64 and rounds_to_fp32(blueprint, model, first)
+    random = draws_random_numbers(blueprint, model, first)
     scale = GradientScale()
     seen = list(train_reference(recipe, blueprint, model, batches(), scale))
     digits = torch.float32 if narrow else dtype
     save_file(scale.compared(parameters_of(model), digits), folder / _WEIGHTS)
     undetermined = scale.undetermined(digits)
-    left = {"steps": [vars(s) for s in seen], "undetermined": undetermined, "rounds_to_fp32": narrow}
+    notes = [_ROUNDS] * narrow + [_DRAWS] * random
+    steps = [vars(s) for s in seen]
+    left = {"steps": steps, "undetermined": undetermined, "rounds_to_fp32": narrow, "notes": notes}
     (folder / _STEPS).write_text(json.dumps(left), encoding="utf-8")
+
+
+def trained(run: Run, data: Data, steps: int) -> tuple[TrainedStep, ...]:
+    """Train a run for some steps on its share of the data."""
+    batches = (_batches(run, data, index) for index in range(steps))
+    seen = []
+    for index in range(steps):
+        seed_step(run.recipe.seed, index, run.random_rank)
+        result = step(run, batches, learning_rate(run.recipe, index))
+        seen.append(TrainedStep(float(result.loss), float(result.grad_norm), bool(result.skipped)))
+    return tuple(seen)
+
+
+def _batches(run: Run, data: Data, index: int) -> list[Batch]:
+    """This rank's micro-batches of one step, on its device."""
+    size = run.strategy[MICRO_BATCH_SIZE]
+    batches = data.micro_batches(index, run.data_rank, run.data_degree, size)
+    return [{name: tensor.to(run.device) for name, tensor in batch.items()} for batch in batches]
 
 
 def run_strategy(
@@ -140,9 +169,7 @@ def run_strategy(
     Args:
         tolerance: largest difference that passes; None takes that of the precision.
     """
-    blueprint = blueprint_of(recipe)
-    data = open_data(recipe, blueprint.dataset)
-    run = build(recipe, blueprint, strategy, device)
+    run, data, words = _built(recipe, strategy, device)
     left = json.loads((folder / _STEPS).read_text(encoding="utf-8"))
     expected = [ReferenceStep(**s) for s in left["steps"]]
     seen = trained(run, data, len(expected))
@@ -160,17 +187,60 @@ def run_strategy(
         len(expected),
         ignored,
         precision,
-        notes=("the model's code rounds to fp32, so fp32's tolerance applies",) * inside,
+        notes=(*words, *left["notes"]),
     )
 
 
 def run_near_plain(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> Verdict:
     """Train with the strategy on all ranks and compare with what ``run_plain`` left in ``folder``."""
-    blueprint = blueprint_of(recipe)
-    run = build(recipe, blueprint, strategy, device)
-    seen = trained(run, open_data(recipe, blueprint.dataset), recipe.steps)
-    apart = parameter_differences(run, folder / WEIGHTS)
-    return judged(seen, apart, read_runs(folder), precision_of(strategy), TOLERANCE["fp32"])
+    run, data, words = _built(recipe, strategy, device)
+    runs = read_runs(folder)
+    gradients = _first_gradients(run, data, runs.loss_scale, folder) if run.synchronous else {}
+    seen = trained(run, data, recipe.steps)
+    skips, own = [step.skipped for step in seen], sum(step.skipped for step in runs.steps)
+    if skips != [step.skipped for step in runs.steps]:
+        # From another number of updates on nothing is alike, so the plain process follows the strategy's.
+        if dist.get_rank() == 0:
+            run_plain(recipe, strategy, folder, device, skips)
+        dist.barrier()
+        runs = read_runs(folder)
+    parameters = misalignments(way_products(run, folder / START, folder / END))
+    verdict = judged(seen, gradients, parameters, runs, precision_of(strategy), TOLERANCE["fp32"])
+    return replace(verdict, notes=words, skipped=(verdict.skipped[0], own))
+
+
+def _first_gradients(run: Run, data: Data, loss_scale: float, folder: Path) -> dict[str, float]:
+    """Misalignments of the gradients of the first step, without an update."""
+    seed_step(run.recipe.seed, 0, run.random_rank)
+    scale, before = run.loss_scale.value, run.loss_scale.value.clone()
+    scale.fill_(loss_scale)
+    with run.update.suspended():
+        run.passes.forward_backward(iter([_batches(run, data, 0)]))
+    found = misalignments(gradient_products(run, folder / GRADIENTS))
+    run.optimizer.zero_grad(set_to_none=True)
+    scale.copy_(before)
+    return found
+
+
+def _built(recipe: Recipe, strategy: Strategy, device: torch.device) -> tuple[Run, Data, tuple[str, ...]]:
+    """A run that drops nothing, its data, and what a comparison with one process leaves open, in words."""
+    quiet = without_dropout(recipe)
+    blueprint = blueprint_of(quiet)
+    run = build(quiet, blueprint, strategy, device)
+    words = []
+    if drop_nothing(run.model) or quiet != recipe:
+        words.append("dropout is off in all runs")
+    if not run.synchronous:
+        words.append(
+            "stages update at different times, with gradients of older weights; one process does not"
+        )
+    if recipe.optimizer.factory is not None:
+        words.append(
+            f"not proved: the update itself, which is that of {recipe.optimizer.factory} in all runs"
+        )
+    if blueprint.packings() or (recipe.adapter is not None and recipe.adapter.quantize != "none"):
+        words.append("not proved: the values of the quantized weights, which all runs read alike")
+    return run, open_data(quiet, blueprint.dataset), tuple(words)
 
 
 def run_verification(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> Verdict:
@@ -181,7 +251,8 @@ def run_verification(recipe: Recipe, strategy: Strategy, folder: Path, device: t
         near = run_near_plain(recipe, strategy, folder, device)
         exact, wide, words = exactly(recipe, strategy)
         proof = run_strategy(exact, wide, folder, device)
-        verdict = replace(near, proof=replace(proof, notes=(*words, *proof.notes)))
+        further = [note for note in proof.notes if note not in near.notes]
+        verdict = replace(near, proof=replace(proof, notes=(*words, *further)))
     if dist.get_rank() == 0:
         write_whole(folder / _VERDICT, text_of(verdict).encode())
     return verdict

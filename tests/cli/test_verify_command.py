@@ -15,7 +15,7 @@ from shardwise.core.json_file import text_of
 from shardwise.core.plan import Plan
 from shardwise.jobs import verifying
 from shardwise.launch import launcher as launching
-from shardwise.verify.verdict import Allowed, Verdict
+from shardwise.verify.verdict import Allowed, Counted, Verdict
 from tests.harness.commands import Shell
 
 RECIPE = """
@@ -104,7 +104,21 @@ PROOF = Verdict(
     1e-14, 2e-14, 3e-14, "layers.0.up", 1e-10, 20, precision="fp64", notes=("precision: fp64 for fp16",)
 )
 NEAR = Verdict(
-    1e-3, 2e-2, 3e-3, "layers.0.up", 5e-4, 20, (), "fp16", Allowed(4e-3, 9e-2, 5e-3), 20, (2, 2), (), PROOF
+    1e-3,
+    2e-2,
+    3e-3,
+    "layers.0.up",
+    1e-5,
+    20,
+    precision="fp16",
+    allowed=Allowed(4e-3, 9e-2, 2e-2, 5e-3),
+    compared=20,
+    counted=Counted((20, 20), (12, 18), (38, 39), (0, 39)),
+    max_gradient_difference=1e-2,
+    worst_gradient="layers.1.up",
+    skipped=(2, 2),
+    notes=("dropout is off in all runs",),
+    proof=PROOF,
 )
 
 
@@ -115,9 +129,11 @@ def test_a_run_in_fewer_bits_is_shown_with_its_noise_and_its_proof(
     assert run(["verify", recipe]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "  loss           1.00e-03, allowed 4.00e-03",
-        "  gradient norm  2.00e-02, allowed 9.00e-02",
-        "  parameters     3.00e-03, allowed 5.00e-03",
+        "  gradient norm  2.00e-02, allowed 9.00e-02, in 12 of 18; noise hides the others",
+        "  gradients      1.00e-02, allowed 2.00e-02, in 38 of 39; noise hides the others",
+        "  parameters     not compared, because rounding noise would hide an error of 10 %",
         "  skipped updates: 2, of the plain process 2; their norms are left out",
+        "  dropout is off in all runs",
         "  passed within the rounding noise of plain processes",
         "the same layout in fp64 against one plain process in fp64:",
         "  loss           1.00e-14",
@@ -126,17 +142,25 @@ def test_a_run_in_fewer_bits_is_shown_with_its_noise_and_its_proof(
         "  precision: fp64 for fp16",
         "  passed at a tolerance of 1e-10",
     ]
-    judged(replace(NEAR, compared=3, skipped=(1, 2)))
+    none = Counted((20, 20), (0, 18), (0, 0), (39, 39))
+    judged(replace(NEAR, counted=none))
     assert run(["verify", recipe]) == 0
-    assert "  parameters     not compared, because" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[2:5] == [
+        "  gradient norm  not compared, because rounding noise would hide an error of 10 %",
+        "  gradients      not compared",
+        "  parameters     3.00e-03, allowed 5.00e-03",
+    ]
 
 
 @pytest.mark.parametrize(
     ("verdict", "why"),
     [
         (replace(NEAR, proof=replace(PROOF, max_loss_difference=1e-6)), "in fp64 is above 1e-10"),
-        (replace(NEAR, max_loss_difference=1e-2), "above what rounding noise explains"),
+        (replace(NEAR, max_loss_difference=1e-2), "of the loss is above what rounding noise explains;"),
+        (replace(NEAR, max_gradient_difference=0.1), "explains (worst parameter: layers.1.up)"),
+        (replace(NEAR, max_parameter_difference=0.1), "explains (worst parameter: layers.0.up)"),
         (replace(NEAR, skipped=(19, 2)), "it skipped 19 updates, the plain process 2"),
+        (replace(NEAR, unskipped=1), "1 of 20 steps updated with a gradient that is not finite"),
     ],
 )
 def test_what_failed_in_fewer_bits_is_named(

@@ -46,7 +46,7 @@ def verdict_of(pool: Pool, jobs: list[Any], world: int = 2, verify: Any = verifi
 def one_percent_off(jobs: list[Any]) -> list[Verdict]:
     """On every rank one gradient is 1 % too large."""
     from shardwise.engine.step import step
-    from shardwise.verify import plain_runs
+    from shardwise.verify import verify
 
     def wrong(run: Any, batches: Any, rate: float) -> Any:
         run.options.micro_batch_hooks.clear()
@@ -55,7 +55,7 @@ def one_percent_off(jobs: list[Any]) -> list[Verdict]:
             parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1.01))
         return step(run, batches, rate)
 
-    plain_runs.step = wrong
+    verify.step = wrong
     return verified_rank(jobs)
 
 

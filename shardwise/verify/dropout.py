@@ -1,0 +1,42 @@
+"""Runs without dropout, for comparisons: what it drops depends on the rank and on the order of layers.
+
+The recipe turns off that of adapters and of transformers' models, and modules of PyTorch have it as an attribute.
+Random numbers that a user's code draws itself remain; ``draws_random_numbers`` tells.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from shardwise.model.blueprint import Batch, Blueprint
+from shardwise.recipe.sections import Recipe
+
+
+def without_dropout(recipe: Recipe) -> Recipe:
+    """The recipe with a model and adapters that drop nothing."""
+    model = recipe.model.model_copy(update={"dropout": False})
+    adapter = recipe.adapter and recipe.adapter.model_copy(update={"dropout": 0.0})
+    return recipe.model_copy(update={"model": model, "adapter": adapter})
+
+
+def drop_nothing(model: nn.Module) -> bool:
+    """Set the dropout of PyTorch's modules to 0; whether one of them had any."""
+    found = False
+    for module in model.modules():
+        key = "p" if isinstance(module, _DropoutNd) else "dropout"
+        if key == "p" or isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            found |= bool(getattr(module, key))
+            setattr(module, key, 0.0)
+    return found
+
+
+@torch.no_grad()
+def draws_random_numbers(blueprint: Blueprint, model: nn.Module, batch: Batch) -> bool:
+    """Whether the loss of a batch depends on the state of the random number generator."""
+    losses = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        losses.append(blueprint.loss(model, batch)[0].item())
+    return len(set(losses)) > 1
