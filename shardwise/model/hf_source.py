@@ -43,7 +43,7 @@ class OpenedConfig:
 
     Attributes:
         quantization: the value of ``quantization_config`` if the model is quantized.
-        departures: what the changes leave out of what config.json asks for, in sentences.
+        departures: settings of config.json that the changes leave out, in sentences.
     """
 
     config: Any

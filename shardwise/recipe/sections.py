@@ -154,8 +154,7 @@ class OptimizerSpec(Section):
     """update rule; adamw_8bit stores its moments in 8 bits, sgd has momentum"""
     factory: Target | None = None
     """package.module:Class of any torch.optim.Optimizer instead, such as torch.optim:Adafactor, or a function of
-    (name, parameter) pairs that returns one or several; learning_rate becomes its lr, weight decay and the like are
-    arguments"""
+    (name, parameter) pairs that returns one or several; learning_rate becomes its lr, weight_decay etc. arguments"""
     arguments: Annotated[Mapping[str, Any], AfterValidator(Arguments)] = Field(default_factory=Arguments)
     """keyword arguments of the factory"""
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 3e-4
@@ -182,8 +181,7 @@ class ScheduleSpec(Section):
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """shape after the warmup; wsd is warmup, stable, decay"""
     factory: Target | None = None
-    """package.module:function of the step (from 0) and the number of steps that returns the fraction of the peak,
-    instead of name, warmup, floor and decay"""
+    """package.module:function of (step from 0, steps) to a fraction of the peak; replaces name, warmup, floor, decay"""
     warmup: Annotated[int | float, BeforeValidator(_share)] = 0.03
     """warmup from 0: steps (a whole number) or a fraction of all steps (below 1)"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.1

@@ -26,6 +26,8 @@ from shardwise.technique.base import Technique as Technique
 from shardwise.technique.checkpointing import Checkpointing
 from shardwise.technique.chunked_loss import ChunkedLoss
 from shardwise.technique.compiling import Compile
+from shardwise.technique.digits import Digits as Digits
+from shardwise.technique.digits import digits_of as digits_of
 from shardwise.technique.fit_advice import REMEDIES as REMEDIES
 from shardwise.technique.fit_advice import UNSHARDED as UNSHARDED
 from shardwise.technique.float8 import Float8

@@ -59,7 +59,7 @@ BUFFER_DTYPE: Setting[str] = Setting(
     doc="dtype of floating-point buffers, such as RoPE tables: fp32, or the compute dtype",
     choices=("fp32", "compute"),
 )
-_HALF = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+HALF = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """The 16-bit dtype of compute, of precisions that have one."""
 
 RULES: tuple[Rule, ...] = (
@@ -67,24 +67,20 @@ RULES: tuple[Rule, ...] = (
         key="master_weights",
         reason="only bf16 weights can be stored alone: fp16 loses their updates, wider dtypes are their own masters",
         broken=lambda case: (
-            not case.strategy[MASTER_WEIGHTS] and _HALF.get(case.strategy[PRECISION]) != "bf16"
+            not case.strategy[MASTER_WEIGHTS] and HALF.get(case.strategy[PRECISION]) != "bf16"
         ),
         nearest=lambda case: {"master_weights": True},
     ),
     Rule(
         key="reduce_dtype",
         reason="there is nothing to narrow: compute is no narrower than fp32",
-        broken=lambda case: (
-            case.strategy[REDUCE_DTYPE] == "compute" and case.strategy[PRECISION] not in _HALF
-        ),
+        broken=lambda case: case.strategy[REDUCE_DTYPE] == "compute" and case.strategy[PRECISION] not in HALF,
         nearest=lambda case: {"reduce_dtype": "fp32"},
     ),
     Rule(
         key="buffer_dtype",
         reason="there is nothing to narrow: compute is no narrower than fp32",
-        broken=lambda case: (
-            case.strategy[BUFFER_DTYPE] == "compute" and case.strategy[PRECISION] not in _HALF
-        ),
+        broken=lambda case: case.strategy[BUFFER_DTYPE] == "compute" and case.strategy[PRECISION] not in HALF,
         nearest=lambda case: {"buffer_dtype": "fp32"},
     ),
 )
@@ -92,7 +88,7 @@ RULES: tuple[Rule, ...] = (
 
 def casts_weights(strategy: Strategy) -> bool:
     """Whether trained weights are stored in another dtype than they are computed in."""
-    return strategy[MASTER_WEIGHTS] and strategy[PRECISION] in _HALF
+    return strategy[MASTER_WEIGHTS] and strategy[PRECISION] in HALF
 
 
 class Precision(Wrapping):
@@ -117,12 +113,12 @@ class Precision(Wrapping):
         words = [strategy[PRECISION]]
         if not strategy[MASTER_WEIGHTS]:
             words.append(
-                "weights alone" if _HALF[strategy[PRECISION]] == strategy[PRECISION] else "bf16 weights"
+                "weights alone" if HALF[strategy[PRECISION]] == strategy[PRECISION] else "bf16 weights"
             )
         if strategy[REDUCE_DTYPE] == "compute":
-            words.append(f"{_HALF[strategy[PRECISION]]} reduction")
+            words.append(f"{HALF[strategy[PRECISION]]} reduction")
         if strategy[BUFFER_DTYPE] == "compute":
-            words.append(f"{_HALF[strategy[PRECISION]]} buffers")
+            words.append(f"{HALF[strategy[PRECISION]]} buffers")
         return " ".join(words)
 
     def apply(self, site: Site) -> None:

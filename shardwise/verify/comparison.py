@@ -4,7 +4,7 @@ In fp32 and fp64 a parameter's difference is taken in L2 norm, relative to the l
 norm of a parameter of its size at the model's root mean square (a bias that just left zero consists only of updates).
 Elements that are NaN in the file are not compared: the loss does not determine them.
 
-In fewer bits two correct runs differ by a tenth of what they learned, in directions that rounding chose. Along the
+In fewer bits two correct runs differ by a tenth of their updates, in directions that rounding chose. Along the
 way of the other run they differ by a hundredth. So inner products are compared: of gradients, and of the ways that
 parameters went from their initial values.
 """

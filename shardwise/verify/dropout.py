@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.recipe.sections import Recipe
+
+_DROPPING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def without_dropout(recipe: Recipe) -> Recipe:
@@ -25,7 +26,7 @@ def drop_nothing(model: nn.Module) -> bool:
     """Set the dropout of PyTorch's modules to 0; whether one of them had any."""
     found = False
     for module in model.modules():
-        key = "p" if isinstance(module, _DropoutNd) else "dropout"
+        key = "p" if isinstance(module, _DROPPING) else "dropout"
         if key == "p" or isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             found |= bool(getattr(module, key))
             setattr(module, key, 0.0)

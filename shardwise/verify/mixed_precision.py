@@ -1,7 +1,7 @@
 """A plain process in 16 or 8 bits: mixed precision as its papers and PyTorch define it, in a textbook training loop.
 
 It shares with the engine the model, its loss, its initial values, the data and the schedule; of the strategy it reads
-the settings that name dtypes (technique/precision.py, technique/float8.py). In a step
+the dtypes (technique/digits.py). In a step
 
     weights     fp32 master weights are rounded to the dtype of compute, and so are floating-point inputs of the model
                 and of its blocks (FSDP2's ``MixedPrecisionPolicy``); norms and losses are the model's
@@ -30,10 +30,9 @@ from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.torch_private import tree_map_only
-from shardwise.technique.float8 import FP8_LAYERS, FP8_SCALING, can_run, gains
-from shardwise.technique.precision import BUFFER_DTYPE, MASTER_WEIGHTS, PRECISION
+from shardwise.technique import Digits, digits_of
 from shardwise.verify.reference import PlainOptimizer, clip, norm_of, reference_model
-from shardwise.verify.textbook import LossScale, NormLimit
+from shardwise.verify.textbook import PlainLossScale, PlainNormLimit
 from shardwise.verify.verdict import TrainedStep
 
 COMPUTE = {
@@ -41,9 +40,7 @@ COMPUTE = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "fp8": torch.bfloat16,
 }
-"""The dtype of compute by precision."""
 
 
 @dataclass(frozen=True)
@@ -76,23 +73,24 @@ class MixedPrecision:
         self, recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torch.device, moved: int = 0
     ) -> None:
         self._blueprint, self._device = blueprint, device
-        self.compute = COMPUTE[strategy[PRECISION]]
+        digits = digits_of(strategy)
+        self.compute = COMPUTE[digits.compute]
         self._wide = torch.promote_types(self.compute, torch.float32)
         self._model = reference_model(blueprint, recipe.seed, self._wide).to(device)
         if moved:
             _move(self._model, torch.finfo(self.compute).eps / 2, moved)
-        self._alone, self._bits = not strategy[MASTER_WEIGHTS], torch.Generator(device).manual_seed(moved)
+        self._alone, self._bits = not digits.master_weights, torch.Generator(device).manual_seed(moved)
         self._weights = {name: p for name, p in named_parameters(self._model) if p.requires_grad}
         rounded = self.compute if self._alone else self._wide
         self._masters = {
             n: nn.Parameter(p.detach().to(rounded).to(self._wide)) for n, p in self._weights.items()
         }
-        self._narrow(strategy)
+        self._narrow(digits)
         self._autocast = torch.autocast(device.type, self.compute, enabled=blueprint.casts_inputs)
         spec = built(recipe)
         self._optimizer = PlainOptimizer(recipe, blueprint, self._masters)
-        self._limit = NormLimit(spec.clip_norm, spec.adaptive_clip)
-        self._scale = LossScale(recipe.loss_scale) if self.compute == torch.float16 else None
+        self._limit = PlainNormLimit(spec.clip_norm, spec.adaptive_clip)
+        self._scale = PlainLossScale(recipe.loss_scale) if self.compute == torch.float16 else None
 
     def step(self, index: int, batches: Sequence[Batch], skip: bool | None = None) -> TrainedStep:
         """One optimizer step on the micro-batches of step ``index``.
@@ -106,7 +104,7 @@ class MixedPrecision:
             loss, norm, *_ = self._finite_gradients(batches, self.loss_scale)
         skipped = not _finite(loss, norm) if skip is None else skip
         if not skipped:
-            clip(self._masters.values(), norm, self._limit)
+            clip(self._masters.values(), norm, self._limit.next(float(norm)))
             self._optimizer.step(index)
             self._store()
         self._forget()
@@ -180,14 +178,14 @@ class MixedPrecision:
         """A copy of the trained parameters on the CPU, in fp32 (fp64 for fp64)."""
         return {name: master.detach().cpu().clone() for name, master in self._masters.items()}
 
-    def _narrow(self, strategy: Strategy) -> None:
+    def _narrow(self, digits: Digits) -> None:
         """Let the model compute in its dtype: weights, inputs, and what the strategy asks for."""
         autocast = self._blueprint.casts_inputs
         for parameter in self._model.parameters():
             if parameter.is_floating_point():
                 rounded = parameter.data.to(self.compute)
                 parameter.data = rounded.to(self._wide) if autocast else rounded
-        if strategy[BUFFER_DTYPE] == "compute":
+        if digits.narrow_buffers:
             for module in self._model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     if buffer.is_floating_point():
@@ -196,8 +194,8 @@ class MixedPrecision:
         if self.compute != self._wide and not autocast:
             for module in (self._model, *blocks):
                 module.register_forward_pre_hook(self._cast, with_kwargs=True)
-        if strategy[PRECISION] == "fp8":
-            _use_torchao(blocks, strategy, emulated=self._device.type == "cpu")
+        if digits.fp8_scaling is not None:
+            _use_torchao(blocks, digits, emulated=self._device.type == "cpu")
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(
@@ -215,17 +213,16 @@ def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
     return ((value.detach().view(torch.int32) + bits) & -(2**16)).view(torch.float32)
 
 
-def _use_torchao(blocks: Sequence[nn.Module], strategy: Strategy, emulated: bool) -> None:
+def _use_torchao(blocks: Sequence[nn.Module], digits: Digits, emulated: bool) -> None:
     """torchao's 8-bit layers in the place of the blocks' linear layers that the strategy runs in 8 bits."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    scaling, every = strategy[FP8_SCALING], strategy[FP8_LAYERS] == "all"
-    config = Float8LinearConfig.from_recipe_name({"tensor": "tensorwise", "row": "rowwise"}[scaling])
+    names = {"tensor": "tensorwise", "row": "rowwise"}
+    config = Float8LinearConfig.from_recipe_name(names[str(digits.fp8_scaling)])
     config = replace(config, emulate=emulated, pad_inner_dim=not emulated)
     for parent, name, linear in list(_linear_layers(blocks)):
-        rows, columns = linear.weight.shape
-        if can_run(rows, columns) if every else gains(rows, columns, scaling):
+        if digits.in_fp8(*linear.weight.shape):
             setattr(parent, name, Float8Linear.from_float(linear, config))
 
 

@@ -28,7 +28,7 @@ from shardwise.core.strategy import Strategy
 from shardwise.data import open_data
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, precision_of
+from shardwise.technique import MICRO_BATCH_SIZE, digits_of
 from shardwise.train.loop import seed_step
 from shardwise.verify.comparison import inner_products
 from shardwise.verify.dropout import without_dropout
@@ -91,7 +91,7 @@ def run_plain(
         tuple(repeats),
         gradients,
         parameters,
-        torch.finfo(COMPUTE[precision_of(strategy)]).eps / 2,
+        torch.finfo(COMPUTE[digits_of(strategy).compute]).eps / 2,
         plain.first.targets,
         plain.first.loss_scale,
     )

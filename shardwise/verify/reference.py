@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.loss_scale import norm_limit_of
 from shardwise.engine.optim.library import made_by
 from shardwise.engine.schedule import learning_rate
 from shardwise.model.blueprint import Batch, Blueprint
@@ -22,7 +23,7 @@ from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
 from shardwise.runtime.torch_private import TorchDispatchMode, cast_floats, tree_iter
 from shardwise.verify.dropout import drop_nothing
-from shardwise.verify.textbook import SGDW, AdamW8bit, NormLimit
+from shardwise.verify.textbook import SGDW, AdamW8bit
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def train_reference(
     spec = built(recipe)
     parameters = {name: p for name, p in named_parameters(model) if p.requires_grad}
     optimizer = PlainOptimizer(recipe, blueprint, parameters)
-    limit = NormLimit(spec.clip_norm, spec.adaptive_clip)
+    limit = norm_limit_of(spec.clip_norm, spec.adaptive_clip, torch.device("cpu"))
     for index, batches in enumerate(batches_of):
         total, count = 0.0, 0
         for batch in batches:
@@ -71,7 +72,8 @@ def train_reference(
                 p.grad /= max(1, count)
         scale.watch(model)
         norm = norm_of(parameters.values())
-        clip(parameters.values(), norm, limit)
+        clip(parameters.values(), norm, float(limit.value(norm)))
+        limit.update(norm, torch.zeros(()))
         optimizer.step(index)
         yield ReferenceStep(total / max(1, count), float(norm))
 
@@ -81,9 +83,9 @@ def norm_of(parameters: Iterable[Tensor]) -> Tensor:
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=False)
 
 
-def clip(parameters: Iterable[Tensor], norm: Tensor, limit: NormLimit) -> None:
+def clip(parameters: Iterable[Tensor], norm: Tensor, limit: float) -> None:
     """Clip gradients of this norm to a limit."""
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit.next(float(norm)), norm, foreach=False)
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=False)
 
 
 def rounds_to_fp32(blueprint: Blueprint, model: nn.Module, batch: Batch) -> bool:

@@ -17,7 +17,7 @@ _WATCHED, _DECAY, _BLOCK = 25, 0.97, 128
 """Norms before ZClip clips, the decay of its statistics, and values that share a scale in 8 bits."""
 
 
-class LossScale:
+class PlainLossScale:
     """The loss scale of Megatron-LM's ``DynamicGradScaler``; with a hysteresis of 1 that of ``torch.amp.GradScaler``.
 
     Attributes:
@@ -43,7 +43,7 @@ class LossScale:
                 self._clean, self._overflows_left = 0, self._spec.hysteresis
 
 
-class NormLimit:
+class PlainNormLimit:
     """The norm to clip to: a constant, and ZClip's (Kumar et al. 2025, arXiv 2504.02507, algorithm 1)."""
 
     def __init__(self, constant: float | None, spec: AdaptiveClipSpec | None) -> None:

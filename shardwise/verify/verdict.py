@@ -22,7 +22,7 @@ FACTOR = 4.0
 LOOSEST = 0.09
 """The largest limit by which anything is judged in fewer bits: 10 % off is 9.1 % of the larger value."""
 JUMPS = 10
-"""One in so many steps may be beyond its limit."""
+"""One of 10 steps may be beyond its limit."""
 LEAST = 1e-3
 """The smallest limit for a parameter: of many, some agree in all repeats by chance."""
 WHOLE = "all parameters"
@@ -51,7 +51,7 @@ class PlainRuns:
         firsts: first steps from weights that a rounding error moved.
         repeats: all steps from such weights.
         gradients: per parameter the largest misalignment of these first steps' gradients.
-        parameters: per parameter the largest misalignment of what the repeats added to it in all steps.
+        parameters: per parameter the largest misalignment of its updates by all steps of the repeats.
         unit: half the spacing of numbers in the dtype of compute, relative.
         targets: over which the first loss is a mean.
         loss_scale: the largest at which the first gradients do not overflow.
@@ -84,7 +84,7 @@ Count = tuple[int, int]
 
 @dataclass(frozen=True)
 class Counted:
-    """What was compared of each quantity: steps with a loss, with a gradient norm, and parameters."""
+    """How much of each quantity was compared: steps with a loss, with a gradient norm, and parameters."""
 
     loss: Count
     gradient_norm: Count
@@ -205,7 +205,7 @@ def judged(
     """Compare a strategy with plain runs in its precision that skipped the same updates.
 
     Args:
-        gradients, parameters: misalignments of the first gradients, and of what all steps added.
+        gradients, parameters: misalignments of the first gradients, and of the updates of all steps together.
     """
     loss = _worst_step(steps, runs, "loss", runs.unit / math.sqrt(max(1, runs.targets)), tolerance)
     norm = _worst_step(steps, runs, "grad_norm", runs.unit, tolerance)

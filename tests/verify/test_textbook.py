@@ -12,7 +12,7 @@ from shardwise.engine.loss_scale import loss_scale_of, norm_limit_of
 from shardwise.engine.optim.moment_storage import EightBit
 from shardwise.recipe.sections import AdaptiveClipSpec, LossScaleSpec
 from shardwise.verify.mixed_precision import stochastically_rounded
-from shardwise.verify.textbook import LossScale, NormLimit, in_8_bits
+from shardwise.verify.textbook import PlainLossScale, PlainNormLimit, in_8_bits
 
 CPU = torch.device("cpu")
 OVERFLOWS = [random.Random(step).random() < 0.3 for step in range(200)]
@@ -21,7 +21,7 @@ OVERFLOWS = [random.Random(step).random() < 0.3 for step in range(200)]
 def test_the_loss_scale_is_that_of_grad_scaler() -> None:
     """torch's has no hysteresis."""
     spec = LossScaleSpec(initial=2.0**12, growth_interval=3, growth=4.0, hysteresis=1, floor=2.0**-40)
-    ours = LossScale(spec)
+    ours = PlainLossScale(spec)
     theirs = torch.amp.GradScaler("cpu", init_scale=spec.initial, growth_factor=4.0, growth_interval=3)
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
@@ -42,7 +42,7 @@ def test_the_loss_scale_is_that_of_the_engine(hysteresis: int, dynamic: bool) ->
     spec = LossScaleSpec(
         initial=2.0**12, growth_interval=3, hysteresis=hysteresis, dynamic=dynamic, floor=4.0
     )
-    ours, theirs = LossScale(spec), loss_scale_of(spec, CPU)
+    ours, theirs = PlainLossScale(spec), loss_scale_of(spec, CPU)
     for overflows in OVERFLOWS:
         assert ours.value == theirs.value.item()
         ours.update(overflows)
@@ -53,7 +53,7 @@ def test_the_loss_scale_is_that_of_the_engine(hysteresis: int, dynamic: bool) ->
 @pytest.mark.parametrize("constant", [None, 1.3])
 def test_the_limit_of_the_norm_is_that_of_the_engine(mode: str, constant: float | None) -> None:
     spec = AdaptiveClipSpec.model_validate({"z": 2.5, "mode": mode})
-    ours, theirs = NormLimit(constant, spec), norm_limit_of(constant, spec, CPU)
+    ours, theirs = PlainNormLimit(constant, spec), norm_limit_of(constant, spec, CPU)
     chance = random.Random(0)
     for step in range(120):
         norm = chance.uniform(0.8, 1.2) * (5 if step % 17 == 16 else 1)
@@ -63,8 +63,8 @@ def test_the_limit_of_the_norm_is_that_of_the_engine(mode: str, constant: float 
 
 
 def test_a_constant_limit_is_torch_s() -> None:
-    assert NormLimit(0.3, None).next(5.0) == torch.tensor(0.3).item()
-    assert NormLimit(None, None).next(5.0) == float("inf")
+    assert PlainNormLimit(0.3, None).next(5.0) == torch.tensor(0.3).item()
+    assert PlainNormLimit(None, None).next(5.0) == float("inf")
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])

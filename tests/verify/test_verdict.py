@@ -92,7 +92,7 @@ def test_what_noise_does_not_explain_fails(
 
 
 def test_the_first_step_is_judged_by_the_noise_of_first_steps() -> None:
-    """All runs start alike, so a small difference there is not excused by what steps made of it."""
+    """All runs start alike, so a small difference there is not excused by its growth in later steps."""
     off = steps((4.0, 3.05), (4.0, inf), (3.0, 2.0), (2.0, 1.0))
     later = steps((4.0, 3.0), (4.0, inf), (3.0, 2.033), (2.0, 1.0))
     assert not verdict(off).passed and verdict(later).passed
@@ -110,7 +110,7 @@ def test_a_norm_that_noise_makes_jump_is_not_judged() -> None:
 
 @pytest.mark.parametrize(("jumps", "passes"), [(0, True), (2, True), (3, False)])
 def test_a_tenth_of_the_steps_may_jump(jumps: int, passes: bool) -> None:
-    """Not the first, and not to what is no number."""
+    """Not the first, and not to NaN or infinity."""
     plain = steps(*[(4.0, 2.0)] * 20)
     runs = replace(RUNS, first=plain[0], steps=plain, firsts=plain[:2], repeats=(plain,))
     seen = steps(*[(4.0, 2.0)] * (20 - jumps), *[(4.0, 3.0)] * jumps)

@@ -170,7 +170,7 @@ def test_a_difference_fails_and_nan_is_infinitely_far() -> None:
 def corrupted(recipe: Recipe, settings: dict[str, Any], folder: Path) -> Verdict:
     """Every rank scales one gradient before the norm is taken: a wrong strategy, as a person would write it."""
     from shardwise.engine.step import step
-    from shardwise.verify import plain_runs
+    from shardwise.verify import verify
 
     def wrong(run: Any, batches: Any, rate: float) -> Any:
         run.options.micro_batch_hooks.clear()
@@ -179,7 +179,7 @@ def corrupted(recipe: Recipe, settings: dict[str, Any], folder: Path) -> Verdict
             parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1.01))
         return step(run, batches, rate)
 
-    plain_runs.step = wrong
+    verify.step = wrong
     return strategy_rank([(recipe, settings, folder)])[0]
 
 
