@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from shardwise.data import open_data
 from shardwise.model.open import blueprint_of
@@ -219,6 +220,18 @@ def products_of_8_bits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(float8, "product", lambda *arguments: plain(*arguments) * 1.1)
 
 
+def inputs_of_layers(patch: pytest.MonkeyPatch) -> None:
+    """Of a user's module; the plain process computes it under autocast."""
+    from shardwise.runtime import layer_inputs
+
+    plain = layer_inputs._cast_all
+
+    def wrong(values: Any, dtype: torch.dtype) -> Any:
+        return layer_inputs.apply_to_tensors(lambda tensor: tensor * 1.1, plain(values, dtype))
+
+    patch.setattr(layer_inputs, "_cast_all", wrong)
+
+
 # -- runs --------------------------------------------------------------------------------------------
 
 MODEL = {"layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "ffn": 48, "vocab": 256}
@@ -227,6 +240,7 @@ BF16, FP16, FP8 = {"precision": "bf16"}, {"precision": "fp16"}, {"precision": "f
 ALONE = BF16 | {"master_weights": False}
 SGD = {"optimizer": {"name": "sgd", "momentum": 0.9, "learning_rate": 3e-2}}
 STEADY, STATIC = {"initial": 1024.0}, {"initial": 256.0, "dynamic": False}
+OWN = {"model": {"factory": "tests.verify.test_mutations:images"}, "data": {}, "loss_scale": STEADY}
 FAULTS: dict[str, tuple[Patch, dict[str, Any], dict[str, Any]]] = {
     "gradients in bf16": (gradients, BF16, {}),
     "gradients in fp16": (gradients, FP16, {"loss_scale": STEADY}),
@@ -248,7 +262,33 @@ FAULTS: dict[str, tuple[Patch, dict[str, Any], dict[str, Any]]] = {
     "rounding": (rounding, ALONE, {"optimizer": {"learning_rate": 3e-5}}),
     "moments of 8 bits": (moments_of_8_bits, {"precision": "fp32"}, {"optimizer": {"name": "adamw_8bit"}}),
     "products of 8 bits": (products_of_8_bits, FP8, {}),
+    "inputs of layers in bf16": (inputs_of_layers, BF16, OWN),
+    "inputs of layers in fp16": (inputs_of_layers, FP16, OWN),
+    "gradients of an own module": (gradients, BF16, OWN),
 }
+
+
+class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        chance = torch.Generator().manual_seed(index)
+        return {"x": torch.randn(3, 8, 8, generator=chance), "y": torch.tensor(index % 10)}
+
+
+def images() -> tuple[nn.Module, Any, Any]:
+    """The loss counts its targets itself, and micro-batches have unequal numbers of them."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.GroupNorm(4, 64), nn.ReLU(), nn.Flatten(), nn.Linear(2304, 10)
+    )
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        counted = batch["y"] != 3
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return (losses * counted).sum(), counted.sum()
+
+    return net, loss, Samples()
 
 
 def plain_rank(job: Job) -> None:
