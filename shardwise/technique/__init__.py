@@ -175,12 +175,6 @@ def precision_of(strategy: Strategy) -> str:
     return strategy[PRECISION]
 
 
-def undivided(strategy: Strategy) -> Strategy:
-    """One process that computes in the digits of ``strategy``, with its micro-batches."""
-    kept = [MICRO_BATCH_SIZE, *_ROUNDING]
-    return strategy_from({setting.key: strategy[setting] for setting in kept})
-
-
 def in_fp64(strategy: Strategy) -> Strategy:
     """The same division of the step, computed in fp64."""
     values = {setting.key: setting.default for setting in _ROUNDING}
