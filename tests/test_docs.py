@@ -524,6 +524,12 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in _anchors(path), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    for name, target in re.findall(r"\[(test_\w+)\]\(([^)\s]+)\)", prose(page)):
+        assert f"def {name}(" in (page.parent / target).read_text(encoding="utf-8"), name
+
+
 def test_pages_of_the_site_link_inside_the_site_alone() -> None:
     """A link to a file of the repository becomes its path; a picture of a benchmark is taken along."""
     spec = importlib.util.spec_from_file_location("site_links", ROOT / "docs" / "site_links.py")

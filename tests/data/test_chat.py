@@ -12,6 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from shardwise.core.errors import DataError
@@ -146,6 +147,28 @@ def test_answers_of_every_kind_of_template(
     whole = [{**m, "content": m["content"] or ""} for m in messages]
     assert text == theirs(folder, {**record, "messages": whole})
     assert encoded(folder, record, train_on="all") == (text, [text])
+
+
+@pytest.mark.parametrize("template", [templates.CHATML, templates.THINKING, templates.CHANNELS])
+def test_a_chat_of_any_length_is_rendered_as_often(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the cost is linear in its turns."""
+    folder, counts = folder_of(tmp_path / "t", template), list[int]()
+    plain = jinja2.Template.render
+
+    def counted(self: jinja2.Template, *args: Any, **kwargs: Any) -> str:
+        counts[-1] += 1
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(jinja2.Template, "render", counted)
+    for pairs in (2, 4, 40):
+        counts.append(0)
+        turns = [
+            {"role": role, "content": f"{role}{i}"} for i in range(pairs) for role in ("user", "assistant")
+        ]
+        assert len(encoded(folder, {"messages": turns})[1]) == pairs
+    assert counts[0] == counts[1] == counts[2] > 0
 
 
 def test_single_turns_train_as_several(tmp_path: Path) -> None:
