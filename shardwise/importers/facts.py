@@ -211,6 +211,8 @@ def _adapter(draft: Draft) -> None:
     if isinstance(listed := draft.values.get("adapter.targets"), str):
         several = [name.strip() for name in listed.split(",")] if re.fullmatch(r"[\w, ]+", listed) else []
         draft.values["adapter.targets"] = several if len(several) > 1 else listed.replace("all-linear", "all")
+    if isinstance(listed := draft.values.get("adapter.modules_to_save"), str):
+        draft.values["adapter.modules_to_save"] = [name.strip() for name in listed.split(",")]
     draft.put("adapter.name", "dora" if facts.get("dora") else "lora", "dora", "enables:adapter")
     if "adapter.alpha" not in draft.values and "alpha_per_rank" in facts:
         alpha = facts["alpha_per_rank"] * (draft.number("adapter.rank") or 0)

@@ -63,6 +63,10 @@ EXAMPLES: dict[str, list[Example | None]] = {
             {"adapter.name": "dora", "adapter.rank_stabilized": True, "adapter.learning_rate_ratio": 16},
         ),
         (LORA | {"quantization_bit": 4}, {"adapter.quantize": "nf4"}),
+        (
+            LORA | {"additional_target": "embed_tokens, lm_head"},
+            {"adapter.modules_to_save": ["embed_tokens", "lm_head"]},
+        ),
         (LORA | {"adapter_name_or_path": "saves/a"}, {"adapter.start_from": "saves/a"}),
         (
             FACTORY | {"dataset": "one", "dataset_dir": "d"},
