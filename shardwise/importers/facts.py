@@ -331,6 +331,21 @@ def _pauses(draft: Draft) -> None:
         draft.put("evaluation.sequences", sequences, "evaluation_batches", "validation_batch")
 
 
+def _best(draft: Draft) -> None:
+    """The checkpoint that the Trainer loads at the end: that of the least loss, unless it names another metric."""
+    facts, values = draft.facts, draft.values
+    losses = [*values.get("evaluation.sets", {}), *["held_out_loss"] * (values.get("data.held_out") != 0)]
+    if not facts.get("best"):
+        draft.lose("best_metric", "no checkpoint is chosen by it: load_best_model_at_end is not set")
+    elif str(facts.get("best_metric") or "loss") not in ("loss", "eval_loss"):
+        for fact in ("best", "best_metric"):
+            draft.lose(fact, "write evaluation.metrics, and checkpoint.best as max:NAME or min:NAME")
+    elif "evaluation.every" not in values or not losses:
+        draft.lose("best", "checkpoint.best needs evaluation.every, and something to evaluate")
+    else:
+        draft.put("checkpoint.best", losses[0], "best", "best_metric")
+
+
 def _trackers(draft: Draft) -> None:
     """Trackers by name, as Shardwise has them; those that it does not have are lost."""
     facts, known = draft.facts, get_args(TrackerName)
@@ -374,5 +389,6 @@ _STEPS: tuple[Callable[[Draft], None], ...] = (
     _length,
     _schedule,
     _pauses,
+    _best,
     _trackers,
 )

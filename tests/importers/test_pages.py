@@ -48,7 +48,10 @@ EXAMPLES: dict[str, list[Example | None]] = {
         (TRAINER | {"validation_file": "held.jsonl"}, {"evaluation.sets": {"held": "held.jsonl"}}),
         None,
         (TRAINER | {"report_to": "wandb"}, {"trackers": ["wandb"]}),
-        (TRAINER | {"load_best_model_at_end": True}, {"load_best_model_at_end": LOST}),
+        (
+            TRAINER | {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 50},
+            {"checkpoint.best": "held_out_loss", "evaluation.every": 50},
+        ),
         (TRAINER | {"resume_from_checkpoint": True}, {"resume_from_checkpoint": NOT_NEEDED}),
         None,
     ],
