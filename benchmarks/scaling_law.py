@@ -7,7 +7,7 @@ and only after that the run is trained. Every loss is the held-out one, of the s
 
 The sweep is resumable: the same command leaves finished runs as they are and goes on from the newest checkpoint. It
 goes through the engine and the checkpoints that ``shardwise train`` uses, in one process, as benchmarks/wsd.py does.
-Sizes are of one family (shardwise/scaling/family.py). The peak learning rate falls with the square root of the width;
+Sizes are of one family (scaling/family.py). The peak learning rate falls with the square root of the width;
 the batch is the same for all. ``--sweep full`` trains 0.1M to 2.7M parameters and predicts 5.8M: about an hour on two
 free cores. ``--sweep small`` has fewer steps of 0.07M to 0.65M and predicts 1.6M: about 10 minutes on one core.
 ``--sweep miniature`` checks that the benchmark works, in seconds. Writes benchmarks/results/scaling-law.json and its
@@ -31,17 +31,17 @@ from shardwise.checkpoint.checkpoint import save
 from shardwise.checkpoint.manifest import committed
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.units import format_count
-from shardwise.jobs.budgeting import of_size
+from shardwise.extras.scaling.budgeting import of_size
+from shardwise.extras.scaling.family import sized
+from shardwise.extras.scaling.files import law_text
+from shardwise.extras.scaling.fit import Fit, TrainedPoint, fit
+from shardwise.extras.scaling.isoflop import envelope, exponent, isoflops
+from shardwise.extras.scaling.report.pictures import scaling_picture
 from shardwise.launch.process import World, join
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.presets import Dimensions, dimensions_of
 from shardwise.recipe.sections import Recipe
 from shardwise.report.pictures import png
-from shardwise.report.scaling_pictures import scaling_picture
-from shardwise.scaling.family import sized
-from shardwise.scaling.files import law_text
-from shardwise.scaling.fit import Fit, TrainedPoint, fit
-from shardwise.scaling.isoflop import envelope, exponent, isoflops
 from shardwise.technique import SETTINGS
 
 RESULTS = Path(__file__).parent / "results" / "scaling-law.json"

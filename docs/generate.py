@@ -30,30 +30,8 @@ from typing import Any
 from pydantic import BaseModel
 
 import shardwise
-import shardwise.api
 from benchmarks import gpu_page, house
-from shardwise.cli import (
-    budget,
-    chat,
-    data,
-    doctor,
-    explain,
-    export,
-    finetune,
-    fit,
-    from_,
-    generate,
-    init,
-    launch,
-    merge,
-    plan,
-    quantize,
-    report,
-    schema,
-    train,
-    verify,
-)
-from shardwise.cli import eval as eval_verb
+from shardwise.cli.main import VERBS
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.fit_advice import Remedy
 from shardwise.core.ledger import Ledger
@@ -75,29 +53,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN_RECIPE = "recipes/llama-3-8b-8xh100.yaml"
 SHOWN_WIDTH = 96
 SHOWN_ROWS = 5
-VERBS = (
-    finetune,
-    init,
-    plan,
-    data,
-    train,
-    launch,
-    verify,
-    generate,
-    chat,
-    export,
-    merge,
-    quantize,
-    report,
-    budget,
-    fit,
-    from_,
-    explain,
-    doctor,
-    eval_verb,
-    schema,
-)
-
 _BLOCK = re.compile(r"(<!-- ([a-z0-9_-]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL)
 
 
@@ -255,44 +210,44 @@ def _placeholder(kind: Any) -> str:
     return f"{word} …" if repeated else word
 
 
-def verb_of(module: Any) -> str:
-    return str(module.__name__.rpartition(".")[2].rstrip("_"))
-
-
-def usage_of(module: Any) -> str:
-    parts = []
+def usage_of(verb: str) -> str:
+    parts, module = [], VERBS[verb]
     for written, _, _ in parameters_of(module.command):
-        required = written[0] not in "-[" or (module is train and written.startswith("--out"))
+        required = written[0] not in "-[" or (verb == "train" and written.startswith("--out"))
         parts.append(written if required or written[0] == "[" else f"[{written}]")
-    return " ".join(["shardwise", verb_of(module), *parts])
+    return " ".join(["shardwise", verb, *parts])
 
 
-def short_usage(module: Any) -> str:
+def short_usage(verb: str) -> str:
     """Without the options, where these are many."""
+    module = VERBS[verb]
     arguments = [written for written, _, _ in parameters_of(module.command) if not written.startswith("-")]
     if len(list(parameters_of(module.command))) - len(arguments) <= MANY_OPTIONS:
-        return usage_of(module)
-    return " ".join(["shardwise", verb_of(module), *arguments, "[OPTION …]"])
+        return usage_of(verb)
+    return " ".join(["shardwise", verb, *arguments, "[OPTION …]"])
 
 
 def verbs() -> str:
-    rows = ((code(short_usage(m)), str(inspect.getdoc(m.command)).splitlines()[0].rstrip(".")) for m in VERBS)
+    rows = (
+        (code(short_usage(verb)), str(inspect.getdoc(module.command)).splitlines()[0].rstrip("."))
+        for verb, module in VERBS.items()
+    )
     return table(("command", "does"), rows)
 
 
 def commands() -> str:
     """A section per verb."""
 
-    def section(module: Any) -> str:
+    def section(verb: str, module: Any) -> str:
         def rows() -> Iterator[Sequence[object]]:
             for written, text, default in parameters_of(module.command):
                 shown = "" if default is None or default is False or default == "" else code(default)
                 yield code(written.strip("[]")), shown, text
 
-        title = f"## {verb_of(module)}\n\n```text\n{usage_of(module)}\n```\n\n{inspect.getdoc(module.command)}\n\n"
+        title = f"## {verb}\n\n```text\n{usage_of(verb)}\n```\n\n{inspect.getdoc(module.command)}\n\n"
         return title + table(("argument or option", "default", "meaning"), rows())
 
-    return "\n\n".join(section(module) for module in VERBS)
+    return "\n\n".join(section(*verb) for verb in VERBS.items())
 
 
 def exit_codes() -> str:
@@ -670,7 +625,7 @@ def further_rules() -> str:
 def public_names() -> str:
     """Every public name with its signature and its docstring."""
     return "\n\n".join(
-        _public(name, getattr(shardwise.api, name)) for name in sorted(shardwise.__all__, key=str.lower)
+        _public(name, getattr(shardwise, name)) for name in sorted(shardwise.__all__, key=str.lower)
     )
 
 

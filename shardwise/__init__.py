@@ -25,6 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.api import *
+    from shardwise.extras.quantize.api import quantize as quantize
+    from shardwise.extras.serve.evaluating import Perplexity as Perplexity
+    from shardwise.extras.serve.evaluating import evaluate as evaluate
+    from shardwise.extras.serve.evaluating import evaluate_tasks as evaluate_tasks
+    from shardwise.extras.serve.requests import Request as Request
+    from shardwise.extras.serve.sampling import Sampling as Sampling
+    from shardwise.extras.serve.serving import Piece as Piece
+    from shardwise.extras.serve.serving import ServedModel as ServedModel
+    from shardwise.extras.serve.serving import load_model as load_model
 
 __all__ = [
     "Callback",
@@ -58,8 +67,10 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> object:
     if name in __all__:
         from shardwise import api
+        from shardwise.core.extras import PUBLIC, require_extra
 
-        return getattr(api, name)
+        module = require_extra(PUBLIC[name], f"shardwise.{name}") if name in PUBLIC else api
+        return getattr(module, name)
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 

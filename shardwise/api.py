@@ -26,10 +26,7 @@ from shardwise.export.export_run import export_run
 from shardwise.export.module_weights import load_into as load_into
 from shardwise.hardware.cluster import Cluster as Cluster
 from shardwise.hardware.cluster import cluster_of
-from shardwise.jobs import quantizing, training, verifying
-from shardwise.jobs.evaluating import Perplexity as Perplexity
-from shardwise.jobs.evaluating import evaluate as evaluate
-from shardwise.jobs.evaluating import evaluate_tasks as evaluate_tasks
+from shardwise.jobs import training, verifying
 from shardwise.jobs.live_bar import live_bar
 from shardwise.jobs.objects import Given, recipe_from, with_callbacks
 from shardwise.jobs.planning import make_plan
@@ -37,15 +34,8 @@ from shardwise.jobs.session import Session as Session
 from shardwise.jobs.session import open_session
 from shardwise.jobs.trained_run import TrainedRun, trained_run
 from shardwise.launch.launcher import preloaded, run_ranks
-from shardwise.quantize.report import Quantized
-from shardwise.quantize.settings import Settings
 from shardwise.recipe.load import load_recipe
 from shardwise.recipe.sections import Recipe as Recipe
-from shardwise.serve.requests import Request as Request
-from shardwise.serve.sampling import Sampling as Sampling
-from shardwise.serve.serving import Piece as Piece
-from shardwise.serve.serving import ServedModel as ServedModel
-from shardwise.serve.serving import load_model as load_model
 from shardwise.technique import SETTINGS
 from shardwise.train.hooks import Callback as Callback
 from shardwise.verify.verdict import Verdict
@@ -319,46 +309,6 @@ def merge(
     if undo:
         return unmerge(str(base), path_of(adapter), path_of(out), dtype).folder
     return merge(str(base), path_of(adapter), path_of(out), dtype)[0].folder
-
-
-def quantize(
-    model: str | Path,
-    out: str | Path,
-    *,
-    scheme: str = "w4a16-g128",
-    method: str = "gptq",
-    rotate: str | None = None,
-    calibrate: str | None = None,
-    evaluate: str | None = None,
-    sequences: int = 128,
-    sequence_length: int | None = None,
-    tokenizer: str | None = None,
-    max_kl: float | None = None,
-) -> Quantized:
-    """Quantize the linear layers of a model in this process, block by block, and write a folder.
-
-    A result above ``max_kl`` is returned too, but not written: its ``folder`` is None then. The same call goes on with
-    the finished blocks of an interrupted one.
-
-    Args:
-        model: the folder of a run or of a model, or a hub id.
-        scheme: w8a16, w8a8, w4a16-g128, w4a16-channel (2 to 8 bits), fp8 or nf4.
-        method: rtn, hqq, gptq, awq or kashin.
-        rotate: hadamard folds a rotation into the weights first.
-        calibrate, evaluate: stdlib, files or a hub id; None for the run's data, or stdlib, and for its held-out part.
-        sequences: number of calibration sequences.
-        sequence_length: their tokens; None for the run's, or the context up to 2048.
-        tokenizer: bytes, a folder or a hub id; None for the model's.
-        max_kl: the largest KL divergence from the model, in nats per token.
-
-    Raises:
-        RecipeError: a wrong name, a folder that exists, or other settings than those of the interrupted call.
-        DataError: the text cannot be read.
-        CheckpointError: the model cannot be read.
-        ResourceError: the pass does not fit this machine, or the folder cannot be written.
-    """
-    texts = (calibrate, evaluate, tokenizer, sequences, sequence_length)
-    return quantizing.quantize(Settings(str(model), path_of(out), scheme, method, *texts, max_kl, rotate))
 
 
 def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from shardwise import api
 from shardwise.core.errors import RankError
 from shardwise.recipe.sections import AdapterSpec
-from tests.quantize.stubs import unpredicted
+from tests.extras.quantize.stubs import unpredicted
 
 
 def test_functions_win_over_subpackages_of_the_same_name() -> None:
     code = (
-        "import shardwise, shardwise.plan.search, shardwise.quantize.settings, shardwise.train.loop\n"
+        "import shardwise, shardwise.plan.search, shardwise.extras.quantize.settings, shardwise.train.loop\n"
         "from shardwise.plan.search import plan_for\n"
         "assert callable(shardwise.plan) and callable(shardwise.train) and callable(plan_for)\n"
         "assert callable(shardwise.export) and callable(shardwise.merge) and callable(shardwise.quantize)\n"

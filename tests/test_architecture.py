@@ -21,8 +21,6 @@ LAYERS = (
         "core",
         "hardware",
         "recipe",
-        "importers",
-        "scaling",
         "runtime",
         "model",
         "technique",
@@ -37,19 +35,18 @@ LAYERS = (
         "plan",
         "verify",
         "export",
-        "quantize",
-        "serve",
         "report",
         "doctor",
         "worker",
         "jobs",
         "api",
         "cli",
+        "extras",
     ),
 )
 # Siblings: neither may import the other.
 FORBIDDEN = {
-    *((room, "dryrun") for room in ("data", "launch", "checkpoint", "train", "serve", "export", "report")),
+    *((room, "dryrun") for room in ("data", "launch", "checkpoint", "train", "export", "report")),
     *(("plan", room) for room in ("data", "launch", "checkpoint", "train")),
     *(("report", room) for room in LAYERS[LAYERS.index("data") : LAYERS.index("report")]),
 }

@@ -42,7 +42,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 TECHNIQUE_PAGE = ROOT / "docs" / "how-to" / "add-a-technique.md"
 
 SERVING_PAGE = ROOT / "docs" / "how-to" / "serve-adapters.md"
-"""Its blocks are run by tests/serve/test_serving.py, which makes the runs that it names."""
+"""Its blocks are run by tests/extras/serve/test_serving.py, which makes the runs that it names."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -162,7 +162,7 @@ def test_command_lines_parse(page: Path, line: str, tmp_path: Path) -> None:
     if context.params.get("serve"):
         values = {"model": {"preset": "tiny"}, "steps": 1, "batch_size": 1}
         recipe_of(values, SETTINGS, context.params["overrides"] or ())
-    elif context.params.get("model") is not None:  # a file of another trainer: tests/importers
+    elif context.params.get("model") is not None:  # a file of another trainer: tests/extras/importers
         return
     elif (named := context.params.get("recipe")) is not None:
         feasible(_recipe_named(str(named), page, tmp_path), context.params["overrides"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,10 +13,8 @@ from shardwise.cli.common import Overrides, next_lines, path_option, run_workers
 from shardwise.cli.init import DataArgument, DeviceOption, Epochs, MethodOption, ModelArgument
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
+from shardwise.core.extras import extra
 from shardwise.recipe.fine_tuning import Method
-
-if TYPE_CHECKING:
-    from shardwise.serve.samples import AnswerSample
 
 INDENT, WIDTH, LINES = 10, 100, 3
 """Of a sample: columns before its texts, the longest line, and most lines of a text."""
@@ -99,14 +97,15 @@ def _finish(out: Path, accelerated: bool) -> None:
         typer.echo(line)
 
 
-def _answers(out: Path, device: str) -> list[AnswerSample]:
+def _answers(out: Path, device: str) -> list[Any]:
     """Answers to records of the run; none of a model that does not fit on one device."""
     from torch import OutOfMemoryError
 
-    from shardwise.serve.samples import answers
-
+    samples = extra("serve.samples")
+    if samples is None:
+        return []
     try:
-        return answers(out, device)
+        return list(samples.answers(out, device))
     except OutOfMemoryError:
         typer.echo("no samples: the model does not fit on one device")
         return []

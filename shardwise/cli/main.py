@@ -9,38 +9,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from shardwise import __version__
-from shardwise.cli import (
-    budget,
-    chat,
-    data,
-    doctor,
-    eval,
-    explain,
-    export,
-    finetune,
-    fit,
-    from_,
-    generate,
-    init,
-    launch,
-    merge,
-    plan,
-    quantize,
-    report,
-    schema,
-    train,
-    verify,
-    watch,
-)
 from shardwise.cli.failure import guarded
 from shardwise.cli.terminal_output import dropped_output, keep_writing
 from shardwise.core.errors import RecipeError, ResourceError
+from shardwise.core.extras import VERBS as EXTRA_VERBS
+from shardwise.core.extras import extra
 from shardwise.core.quiet_torchao import quiet_torchao
 
 app = typer.Typer(
@@ -48,30 +29,23 @@ app = typer.Typer(
     help="Plans a strategy that fits, says why, and trains exactly that plan.",
     pretty_exceptions_enable=False,
 )
-for verb in (
-    finetune,
-    init,
-    plan,
-    data,
-    train,
-    launch,
-    verify,
-    generate,
-    chat,
-    export,
-    merge,
-    quantize,
-    report,
-    watch,
-    budget,
-    fit,
-    from_,
-    explain,
-    doctor,
-    eval,
-    schema,
-):
-    app.command(name=verb.__name__.rpartition(".")[2].rstrip("_"))(verb.command)
+_ORDER = (
+    "finetune init plan data train launch verify generate chat export merge quantize report watch budget fit from"
+    " explain doctor eval schema"
+)
+
+
+def _verbs() -> Iterator[tuple[str, ModuleType]]:
+    """The modules of the verbs in the order of the help, without those of extras that are not installed."""
+    for name in _ORDER.split():
+        module = extra(EXTRA_VERBS[name]) if name in EXTRA_VERBS else import_module(f"shardwise.cli.{name}")
+        if module is not None:
+            yield name, module
+
+
+VERBS = dict(_verbs())
+for name, module in VERBS.items():
+    app.command(name=name)(module.command)
 
 
 def _print_version(asked: bool) -> None:

@@ -6,19 +6,17 @@ import json
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from shardwise.cli.common import AsJson, Overrides, path_option, recipe_file
 from shardwise.cli.export import Dtype
-from shardwise.cli.from_ import ModelOption, WorldOption
 from shardwise.cli.spinner import planning
 from shardwise.core.answer import DeviceTry
 from shardwise.core.errors import RecipeError
+from shardwise.core.extras import extra, require_extra
 from shardwise.hardware.cluster import Cluster
-from shardwise.importers.convert import imported
-from shardwise.jobs.importing import is_foreign, read_imported
 from shardwise.jobs.request import read
 from shardwise.recipe.sections import Recipe
 
@@ -37,6 +35,14 @@ ForOption = Annotated[
         "--for",
         help="make small: seconds of a step, or memory of a device (plan.objective), or the number of devices",
     ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(help="preset, folder or Hub id of the model, instead of the file's", metavar="MODEL"),
+]
+WorldOption = Annotated[
+    str | None,
+    typer.Option(help="devices, instead of the file's: 8, or 8xH100-80GB", metavar="N|CLUSTER"),
 ]
 WithinOption = Annotated[
     float | None,
@@ -109,7 +115,8 @@ def command(
     Trainer, TRL, LLaMA-Factory, Axolotl, LitGPT or torchtitan is planned as the recipe that shardwise from makes of it.
     """
     if serve:
-        _serve(recipe, overrides or [], (precision.value, context, prompt, batch), as_json)
+        serving = require_extra("serve.commands.plan", "--serve")
+        serving.show(recipe, overrides or [], (precision.value, context, prompt, batch), as_json)
         return
     if context is not None or prompt is not None:
         raise RecipeError(
@@ -127,14 +134,12 @@ def command(
 
 def _read(recipe: Path, overrides: list[str], model: str | None, world: str | None) -> tuple[Recipe, Cluster]:
     """A recipe, or the one that another trainer's file becomes."""
-    if is_foreign(recipe):
-        found = imported(recipe, model=model, world=world, overrides=overrides)
-        typer.echo(f"{found.sentence()}; shardwise from shows all", err=True)
-        for pin in found.costly_pins:
-            typer.echo(
-                f"the file pins {pin}, which costs time; {pin}=null leaves it to the planner", err=True
-            )
-        return read_imported(found)
+    importers = extra("importers.checked")
+    if importers is not None and importers.is_foreign(recipe):
+        found, sentences = importers.read_for_plan(recipe, overrides, model, world)
+        for sentence in sentences:
+            typer.echo(sentence, err=True)
+        return cast("tuple[Recipe, Cluster]", found)
     if model is not None or world is not None:
         fix = "shardwise plan RECIPE model.preset=... cluster.preset=..."
         why = "this is a recipe, or no file of a known trainer"
@@ -162,14 +167,14 @@ def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
             progress("what would fit")
             advice = advise(asked, cluster)
     from shardwise.plan.answer import answer_of
-    from shardwise.report.standing import standing_of, standing_values
 
     answer = replace(answer_of(asked, cluster, plan), devices=tried)
-    stands = standing_of(asked, plan)
+    laws = extra("scaling.report.standing")
+    stands = laws.standing_of(asked, plan) if laws is not None else None
     if options.as_json:
         added = answer.as_dict()
         added |= {"ladder": advice.as_dict()} if advice else {}
-        added |= {"standing": standing_values(stands)} if stands else {}
+        added |= {"standing": laws.standing_values(stands)} if laws is not None and stands else {}
         print(json.dumps(plan.as_dict() | added, indent=1))
     else:
         from rich.console import Console
@@ -191,22 +196,3 @@ def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
 
         write_whole(options.snapshot, planned_snapshot(asked, cluster, plan))
     refuse_unfit(plan, advice)
-
-
-def _serve(
-    path: Path, overrides: list[str], sizes: tuple[str, int | None, int | None, int], as_json: bool
-) -> None:
-    from shardwise.jobs.serving import plan_serving, refuse_unfit_serving, served_recipe
-
-    recipe, cluster = served_recipe(path, overrides)
-    precision, context, prompt, batch = sizes
-    plan = plan_serving(recipe, cluster, precision=precision, context=context, prompt=prompt, batch=batch)
-    if as_json:
-        print(json.dumps(plan.as_dict(), indent=1))
-    else:
-        from rich.console import Console
-
-        from shardwise.cli.serving_table import serving_table
-
-        Console().print(serving_table(plan))
-    refuse_unfit_serving(plan)

@@ -12,6 +12,7 @@ from shardwise.checkpoint.run_folder import claim, lacks_page, with_date, write_
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory, RecipeError
+from shardwise.core.extras import extra
 from shardwise.core.identity import Start, append
 from shardwise.core.plan import Plan
 from shardwise.core.progress import Progress, silent
@@ -160,8 +161,8 @@ def finish(folder: Path, progress: Progress = silent) -> Path:
     """Add a sample to the report of a trained run and draw its page; returns the page's path."""
     progress("sampling from the trained model")
     from shardwise.report.run import write_report
-    from shardwise.serve.samples import record_sample
 
-    record_sample(folder)
+    if (samples := extra("serve.samples")) is not None:
+        samples.record_sample(folder)
     progress("drawing the page")
     return write_report(folder)

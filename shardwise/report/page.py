@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.extras import extra
 from shardwise.core.identity import starts
 from shardwise.core.plan import Plan, Unit
 from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
+from shardwise.recipe.noise_scale import batch_sentences, noise_scale
 from shardwise.report.answer_page import answer_values, run_card
 from shardwise.report.blocks import blocks_through_time
 from shardwise.report.charts import series_charts, timeline_chart
@@ -40,11 +42,9 @@ from shardwise.report.pictures import ledger_bar, loss_curve, memory_timeline, p
 from shardwise.report.pipeline.pictures import section
 from shardwise.report.record import RunRecord
 from shardwise.report.series import MOST_MARKS, marks, series_picture
-from shardwise.report.standing import standing_of, standing_sentences
 from shardwise.report.step_times import calibration_offer, phase_times, step_sentences, time_by_rank
 from shardwise.report.tables import peak_of
 from shardwise.report.template import rendered
-from shardwise.scaling.noise import batch_sentences, noise_scale
 
 SHOWN_SITES = 12
 """Allocation sites that are shown; the others are in a list that opens."""
@@ -137,12 +137,15 @@ def head_values(run: RunRecord) -> dict[str, Any]:
 
 def _standing(run: RunRecord) -> list[str]:
     """The run against its scaling law; nothing where the recipe or the law cannot be read."""
+    laws = extra("scaling.report.standing")
+    if laws is None:
+        return []
     try:
         recipe = run.settings()
-        found = standing_of(recipe, run.plan)
+        found = laws.standing_of(recipe, run.plan)
     except ShardwiseError:
         return []
-    return standing_sentences(found, run.outcome) if found else []
+    return list(laws.standing_sentences(found, run.outcome)) if found else []
 
 
 def _batch_size(run: RunRecord) -> list[str]:

@@ -55,7 +55,7 @@ from shardwise.train.phase_stopwatch import PhaseStopwatch
 from shardwise.train.predictions import Predictions
 from shardwise.train.profiling import Profiling
 from shardwise.train.run_log import RunLog, say, trained_sentence, warn
-from shardwise.train.trackers import Tracking
+from shardwise.train.tracking import Tracking
 from shardwise.train.warm_up import warm_kernels
 
 

@@ -17,9 +17,9 @@ from shardwise.cli import data, planner
 from shardwise.cli.main import run
 from shardwise.core.errors import ResourceError
 from shardwise.core.plan import Plan
+from shardwise.extras.serve import serving
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
-from shardwise.serve import serving
 from tests.harness.families import save_tiny
 
 

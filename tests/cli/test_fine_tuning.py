@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.commands import Done, Shell
-from tests.quantize.stubs import saved_model
+from tests.extras.quantize.stubs import saved_model
 
 BASE = """
 model: {preset: tiny}

@@ -15,9 +15,9 @@ from shardwise.data import open_data
 from shardwise.data.encoding import Encoder
 from shardwise.data.readers import Record
 from shardwise.data.tokenizer import open_tokenizer
+from shardwise.extras.serve.serving import _prompted
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.sections import DataSpec, Recipe
-from shardwise.serve.serving import _prompted
 from shardwise.technique import SETTINGS
 from tests.data.test_examples import tokenizer_folder
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from shardwise.cli.main import run
 from shardwise.core.errors import CheckpointError, RecipeError
+from shardwise.extras.serve.serving import load_model
 from shardwise.model.files.peft import AdapterFiles, write_adapter
 from shardwise.model.initial import fill_uniform
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.runtime.parallel.shard_slices import named_parameters
-from shardwise.serve.serving import load_model
 from shardwise.technique import SETTINGS
 from tests.cli.test_finetune import write_chats
 from tests.harness.commands import Shell

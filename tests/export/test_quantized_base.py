@@ -19,14 +19,14 @@ from shardwise.engine.build import build
 from shardwise.engine.train_state import TrainState
 from shardwise.export.export_run import export_run
 from shardwise.export.merge import merge
+from shardwise.extras.serve.requests import Request
+from shardwise.extras.serve.sampling import Sampling
+from shardwise.extras.serve.serving import load_model
 from shardwise.model.lora import is_adapter
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
-from shardwise.serve.requests import Request
-from shardwise.serve.sampling import Sampling
-from shardwise.serve.serving import load_model
 from shardwise.technique import SETTINGS, strategy_from
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool

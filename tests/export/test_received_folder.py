@@ -12,8 +12,8 @@ import pytest
 from shardwise.core.errors import RecipeError, ShardwiseError
 from shardwise.export.export_run import export_run
 from shardwise.export.merge import merge
+from shardwise.extras.serve.serving import load_model
 from shardwise.report.run import write_report
-from shardwise.serve.serving import load_model
 
 RECIPE = "model: {factory: 'planted:make'}\nsteps: 1\nbatch_size: 1\n"
 PLANTED = "open('ran', 'w').close()\ndef make(): pass\n"

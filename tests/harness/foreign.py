@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.importers.collect import Row
-from shardwise.importers.convert import Imported, imported
+from shardwise.extras.importers.collect import Row
+from shardwise.extras.importers.convert import Imported, imported
 
 
 def written(folder: Path, files: Mapping[str, Any]) -> Path:

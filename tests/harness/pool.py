@@ -56,7 +56,7 @@ _PRELOADED = (
     "shardwise.model.native",
     "shardwise.plan.search",
     "shardwise.report.run",
-    "shardwise.serve.samples",
+    "shardwise.extras.serve.samples",
     "shardwise.checkpoint.checkpoint",
     "shardwise.worker",
     "torch._dynamo",

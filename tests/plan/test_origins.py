@@ -14,6 +14,7 @@ from shardwise.core.answer import Answer, DeviceTry, FigureOrigin
 from shardwise.core.ledger import CATEGORIES, Ledger
 from shardwise.core.plan import DiskSpace, HostMemory, Plan, TimelinePoint
 from shardwise.core.timetable import Timetable
+from shardwise.extras.scaling.report.standing import standing_of, standing_values
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.hardware.profiles import PROFILES
 from shardwise.plan.answer import answer_of
@@ -21,7 +22,6 @@ from shardwise.plan.explain import assumptions
 from shardwise.plan.predictor import RESERVE
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
-from shardwise.report.standing import standing_of, standing_values
 from shardwise.technique import SETTINGS
 from tests.plan.test_answer import candidate, plan
 

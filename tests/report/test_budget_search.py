@@ -10,12 +10,12 @@ import pytest
 
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.plan import Plan, StepEstimate
+from shardwise.extras.scaling.budget import BudgetChoice, BudgetSearch, Limit, six_nd
+from shardwise.extras.scaling.family import sized, sizes
+from shardwise.extras.scaling.files import read_law
+from shardwise.extras.scaling.law import ParametricLaw
+from shardwise.extras.scaling.repetition import DataConstrained
 from shardwise.recipe.presets import PRESETS, Dimensions
-from shardwise.scaling.budget import BudgetChoice, BudgetSearch, Limit, six_nd
-from shardwise.scaling.family import sized, sizes
-from shardwise.scaling.files import read_law
-from shardwise.scaling.law import ParametricLaw
-from shardwise.scaling.repetition import DataConstrained
 
 FAMILY = sizes(PRESETS["llama-3-8b"])
 TOKENS = 2**22

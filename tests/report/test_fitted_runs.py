@@ -11,8 +11,8 @@ import pytest
 from shardwise.cli.main import run as run_command
 from shardwise.core.errors import DataError
 from shardwise.core.plan import Plan
-from shardwise.jobs.fitting import points_of
-from shardwise.scaling.files import read_law
+from shardwise.extras.scaling.files import read_law
+from shardwise.extras.scaling.fitting import points_of
 from tests.report.conftest import MakeRun
 
 RECIPE = "model: {preset: tiny}\nsteps: 30\nbatch_size: 8\n"

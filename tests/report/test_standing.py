@@ -10,12 +10,12 @@ import pytest
 
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.core.plan import Plan, StepEstimate
-from shardwise.jobs.budgeting import noise_of_run
+from shardwise.extras.scaling.budgeting import noise_of_run
+from shardwise.extras.scaling.report.standing import standing_of, standing_values
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.report.page import render_page
 from shardwise.report.record import RunRecord, read_run
-from shardwise.report.standing import standing_of, standing_values
 from shardwise.report.tables import plan_text
 from shardwise.technique import SETTINGS
 from tests.report.conftest import MakeRun
@@ -53,7 +53,7 @@ def test_gpt_3_is_undertrained_in_the_plan_and_on_the_page(gpt_3: Plan) -> None:
     values = standing_values(found)
     assert values["verdict"] == "undertrained"
     assert values["tokens_per_parameter"] == pytest.approx(1.7, abs=0.05)
-    # A brute-force search of 100,000 sizes gives 1.99228 at 53 billion parameters (tests/scaling/test_law.py).
+    # A brute-force search of 100,000 sizes gives 1.99228 at 53 billion parameters (tests/extras/scaling/test_law.py).
     assert values["best"]["loss"] == pytest.approx(1.99228, abs=1e-4)
     assert values["best"]["parameters"] == pytest.approx(53e9, rel=0.01)
     sentence, extrapolated = found.sentences()

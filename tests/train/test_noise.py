@@ -17,9 +17,9 @@ from shardwise.data import open_data
 from shardwise.engine.build import build
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
+from shardwise.recipe.noise_scale import noise_scale
 from shardwise.recipe.sections import Recipe
 from shardwise.report.record import read_run
-from shardwise.scaling.noise import noise_scale
 from shardwise.technique import SETTINGS, strategy_from
 from shardwise.train.loop import Job, Trainer
 from shardwise.train.noise import gradient_noise

@@ -1,0 +1,1 @@
+"""Scaling laws in words and pictures."""

@@ -1,0 +1,35 @@
+"""The memory of serving as a table: the output of ``shardwise plan --serve``."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from shardwise.core.units import format_bytes
+from shardwise.extras.serve.planning import ServingPlan
+
+
+def serving_table(plan: ServingPlan) -> Table:
+    """One row per kind of memory, and the sum."""
+    table = Table(
+        title=f"{plan.batch} requests of {plan.context:,} tokens on {plan.device}, {plan.precision}",
+        title_justify="left",
+        box=None,
+        show_header=False,
+    )
+    rows = {
+        "weights, as stored": plan.weights,
+        "key-value cache": plan.cache,
+        f"activations, at most {_WHEN[plan.when].format(prompt=plan.prompt)}": plan.activations,
+        "overhead of the device": plan.overhead,
+        "together": plan.peak_bytes,
+        "capacity": plan.capacity_bytes,
+    }
+    for name, size in rows.items():
+        table.add_row(name, format_bytes(size), style="bold" if name == "together" else None)
+    return table
+
+
+_WHEN = {
+    "prompt": "while prompts of {prompt:,} tokens are read",
+    "token": "while the last token is made",
+}

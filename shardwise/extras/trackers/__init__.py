@@ -1,0 +1,1 @@
+"""Trackers of experiments, each through its own library. ``train/tracking.py`` calls them."""
