@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import shardwise
 from shardwise import api
 from shardwise.core.errors import RankError
 from shardwise.recipe.sections import AdapterSpec
@@ -101,9 +102,9 @@ def test_a_run_is_trained_exported_merged_and_quantized_in_silence(
 
     named: dict[str, Any] = {"scheme": "w4a16-g16", "method": "rtn", "sequences": 0}
     with unpredicted():
-        above = api.quantize(run, tmp_path / "small", **named, max_kl=0.0)
+        above = shardwise.quantize(run, tmp_path / "small", **named, max_kl=0.0)
         assert above.folder is None and above.lost.kl > 0 and not (tmp_path / "small").exists()
-        below = api.quantize(run, tmp_path / "small", **named)
+        below = shardwise.quantize(run, tmp_path / "small", **named)
     assert below.folder == tmp_path / "small" and (below.lost, below.layers) == (above.lost, above.layers)
     assert any(name.endswith("weight_packed") for name in load_file(below.folder / "model.safetensors"))
     assert capfd.readouterr().out == ""

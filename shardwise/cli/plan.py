@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, cast
 
 import typer
@@ -115,8 +116,7 @@ def command(
     Trainer, TRL, LLaMA-Factory, Axolotl, LitGPT or torchtitan is planned as the recipe that shardwise from makes of it.
     """
     if serve:
-        serving = require_extra("serve.commands.plan", "--serve")
-        serving.show(recipe, overrides or [], (precision.value, context, prompt, batch), as_json)
+        _serving().show(recipe, overrides or [], (precision.value, context, prompt, batch), as_json)
         return
     if context is not None or prompt is not None:
         raise RecipeError(
@@ -130,6 +130,10 @@ def command(
         overrides = [*(overrides or ()), f"plan.objective={objective.value}"]
     asked, cluster = _read(recipe, overrides or [], model, world)
     _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, html, snapshot))
+
+
+def _serving() -> ModuleType:
+    return require_extra("serve.commands.plan", "--serve")
 
 
 def _read(recipe: Path, overrides: list[str], model: str | None, world: str | None) -> tuple[Recipe, Cluster]:

@@ -16,7 +16,7 @@ from shardwise.extras.importers.formats import NAMES, Mapped, Unmapped, format_n
 from shardwise.recipe.load import SECTIONS
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
-from tests.harness.foreign import convert
+from tests.extras.importers.foreign import convert
 
 KEYS = {setting.key for setting in SETTINGS}
 

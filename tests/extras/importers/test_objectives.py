@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cli.main import run
 from shardwise.core.errors import RecipeError
-from tests.harness.foreign import convert, row, value, written
+from tests.extras.importers.foreign import convert, row, value, written
 
 LLAMA_FACTORY: dict[str, Any] = {
     "model_name_or_path": "m",

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.cli.main import run
 from shardwise.jobs.request import read
-from tests.harness.foreign import written
+from tests.extras.importers.foreign import written
 
 FILES = Path(__file__).parent / "files"
 GROUPS = ("no equivalent: ", " mapped\n", " left out, so ", " not needed\n", " assumed; give KEY=VALUE")

@@ -10,9 +10,9 @@ import pytest
 
 from shardwise.core.errors import RecipeError
 from shardwise.extras.importers.formats import Mapped, format_named
-from tests.harness.foreign import convert, row, value
+from tests.extras.importers.foreign import convert, row, value
 
-PAGES = Path(__file__).parent.parent.parent / "docs" / "how-to"
+PAGES = Path(__file__).parents[3] / "docs" / "how-to"
 NOT_NEEDED, LOST = "not needed", "no equivalent"
 
 TRAINER: dict[str, Any] = {"per_device_train_batch_size": 2, "num_train_epochs": 1}

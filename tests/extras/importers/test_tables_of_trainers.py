@@ -11,7 +11,7 @@ import pytest
 from shardwise.core.errors import RecipeError
 from shardwise.engine.schedule import learning_rate
 from shardwise.extras.importers.checked import read_imported
-from tests.harness.foreign import convert, row, value
+from tests.extras.importers.foreign import convert, row, value
 
 LLAMA_FACTORY: dict[str, Any] = {
     "stage": "sft",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardwise.core.errors import RecipeError
-from tests.harness.foreign import convert, row, value
+from tests.extras.importers.foreign import convert, row, value
 
 ARGUMENTS: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 100, "deepspeed": "ds.json"}
 TRAINER = {

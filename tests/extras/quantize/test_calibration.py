@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.extras.quantize.stubs import saved_model
 from torch import Tensor, nn
 
 from shardwise.extras.quantize.calibration import Texts, open_batches
@@ -16,6 +15,7 @@ from shardwise.extras.quantize.source import open_source
 from shardwise.extras.quantize.statistics import InputSums, input_sums
 from shardwise.extras.quantize.walk import Walk
 from shardwise.model.hf import HuggingFaceModel
+from tests.extras.quantize.stubs import saved_model
 
 pytest.importorskip("transformers")
 torch.set_num_threads(1)

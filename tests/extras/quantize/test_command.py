@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.extras.quantize.stubs import PREDICTED, KillPoint, saved_model, unpredicted
 
 from shardwise.cli.main import run
 from shardwise.core.cache_folder import default_root
 from shardwise.model.hf import HuggingFaceModel
 from tests.export.test_export_run import LLAMA, leave_run
+from tests.extras.quantize.stubs import PREDICTED, KillPoint, saved_model, unpredicted
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_words
 from tests.harness.pool import LostRank, Pool

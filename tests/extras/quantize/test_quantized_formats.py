@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.extras.quantize.stubs import saved_model
 
 from shardwise.cli.main import run
 from shardwise.extras.serve.serving import load_model
+from tests.extras.quantize.stubs import saved_model
 from tests.harness.corpora import write_words
 
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.extras.quantize.stubs import saved_model, unpredicted
 from torch import Tensor
 
 from shardwise.core.errors import RecipeError
@@ -22,6 +21,7 @@ from shardwise.extras.quantize.settings import Settings
 from shardwise.extras.quantize.source import open_source
 from shardwise.extras.quantize.stream import Batches
 from shardwise.model.hf import HuggingFaceModel
+from tests.extras.quantize.stubs import saved_model, unpredicted
 from tests.harness.corpora import write_words
 from tests.harness.families import causal_families
 
@@ -29,7 +29,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 torch.set_num_threads(1)
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 LENGTH = 12
 IDS = torch.arange(24).view(2, 12) % 50 + 3
 SCHEMES = ("w4a16-g16", "w8a8", "fp8")

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tests.extras.quantize.stubs import saved_model, unpredicted
 from torch import Tensor, nn
 
 from shardwise.core.scheme import METHODS
@@ -22,6 +21,7 @@ from shardwise.extras.quantize.run import run_pass
 from shardwise.extras.quantize.settings import Settings
 from shardwise.extras.quantize.source import open_source
 from shardwise.model.hf import HuggingFaceModel
+from tests.extras.quantize.stubs import saved_model, unpredicted
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_words
 from tests.harness.pool import Pool

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.extras.quantize.stubs import KillPoint, ToMultiples, saved_model
 from torch import Tensor, nn
 
 from shardwise.core.errors import CheckpointError, RecipeError
@@ -24,6 +23,7 @@ from shardwise.extras.quantize.stream import Batches, Quantizer, quantize_blocks
 from shardwise.extras.quantize.walk import Walk
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.runtime.quantization.stored import weight_of
+from tests.extras.quantize.stubs import KillPoint, ToMultiples, saved_model
 from tests.harness.pool import LostRank, Pool
 
 transformers = pytest.importorskip("transformers")

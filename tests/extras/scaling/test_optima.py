@@ -1,4 +1,4 @@
-"""Optima where data is repeated; those of models that serve are in tests/report/test_budget_search.py."""
+"""Optima where data is repeated; those of models that serve are in tests/extras/scaling/test_budget_search.py."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_runs_of_every_sweep_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,7 @@ def test_accelerators_as_skypilot_calls_them(
 
 def test_the_dockerfile_copies_what_there_is() -> None:
     """docker is not there in tests: what can be checked without it. The image has what the wheel is built from."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     lines = [
         line for line in (root / "Dockerfile").read_text(encoding="utf-8").splitlines() if line[:1].isupper()
     ]
@@ -324,7 +324,7 @@ def test_two_nodes_lose_one_and_go_on_as_one(tmp_path: Path, monkeypatch: pytest
         *_, job = yaml.safe_load_all((tmp_path / "r.k8s.yaml").read_text(encoding="utf-8"))
         script = job["spec"]["template"]["spec"]["containers"][0]["command"][2]
         env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "MASTER_ADDR": "127.0.0.1"}
-        env |= {"MASTER_PORT": str(29611 + nodes), "PYTHONPATH": str(Path(__file__).parents[2])}
+        env |= {"MASTER_PORT": str(29611 + nodes), "PYTHONPATH": str(Path(__file__).parents[3])}
         script = script.replace("/recipe/recipe.yaml", str(tmp_path / "r.yaml"))
         command = ["bash", "-c", script]
         return [

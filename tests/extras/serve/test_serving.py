@@ -400,7 +400,7 @@ def test_the_page_runs(
     run_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What docs/how-to/serve-adapters.md shows: its Python, and its file of requests."""
-    page = Path(__file__).parents[2] / "docs" / "how-to" / "serve-adapters.md"
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "serve-adapters.md"
     blocks = dict(re.findall(r"^```(python|json)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S))
     places = {
         "runs/base": run_folder("page-base", None)[0],

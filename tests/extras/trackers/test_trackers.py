@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.extras.trackers import csv_tracker as csv_module
 from shardwise.train.tracking import Tracking, described, series
-from shardwise.train.tracking import csv_tracker as csv_module
 
 RUN = {
     "recipe": {"steps": 3, "optimizer": {"name": "adamw", "learning_rate": 0.5}, "adapter": None},

@@ -41,7 +41,7 @@ def test_modules_of_the_working_directory_are_not_imported(tmp_path: Path) -> No
     for name in ("typer", "xxhash", "numpy", "filelock", "jinja2"):
         (tmp_path / f"{name}.py").write_text(PLANTED)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    here = str(Path(__file__).parents[2])
+    here = str(Path(__file__).parents[3])
     command = [sys.executable, "-m", "shardwise", "report", "."]
     done = subprocess.run(
         command,
