@@ -32,8 +32,8 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.train.meter import MemoryMeter, return_large_frees
-from shardwise.train.warm_up import warm_kernels
+from shardwise.trainer.meter import MemoryMeter, return_large_frees
+from shardwise.trainer.warm_up import warm_kernels
 
 RESULTS = Path(__file__).parent / "results" / "activation-memory-cpu.json"
 ROUNDS = 3

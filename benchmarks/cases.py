@@ -15,7 +15,7 @@ from published import Published, read
 from shardwise.core.strategy import Layout
 from shardwise.core.timetable import Timetable
 from shardwise.hardware.cluster import Cluster
-from shardwise.plan.timing import step_time
+from shardwise.planner.timing import step_time
 
 STALE, PASSES = 1.5, 8
 """A run is dropped if its source has another with the same settings that is so many times as fast."""

@@ -38,7 +38,7 @@ from machine import described  # noqa: E402
 from shardwise.core.errors import ShardwiseError  # noqa: E402
 from shardwise.recipe.load import recipe_of  # noqa: E402
 from shardwise.technique import SETTINGS  # noqa: E402
-from shardwise.verify.verify import TOLERANCE  # noqa: E402
+from shardwise.verifier.verify import TOLERANCE  # noqa: E402
 from tests.harness.corpora import EVEN  # noqa: E402
 from tests.harness.families import causal_families, save_tiny  # noqa: E402
 from tests.harness.parity import Parity, Trial  # noqa: E402

@@ -9,11 +9,11 @@ import torch
 from shardwise.dryrun.run import dry_run
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.predict import predict
+from shardwise.planner.predict import predict
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.verify.reference import reference_model
+from shardwise.verifier.reference import reference_model
 
 LENGTH = 256
 STRATEGY = {"precision": "bf16", "zero_stage": 3, "micro_batch_size": 1, "activation_checkpointing": "full"}

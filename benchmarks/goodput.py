@@ -24,7 +24,7 @@ from typing import Any
 
 from machine import described
 
-from shardwise.plan.checkpoint_interval import best_interval, effective_share
+from shardwise.planner.checkpoint_interval import best_interval, effective_share
 
 RESULTS = Path(__file__).parent / "results"
 BETWEEN = 186 * 60.0

@@ -16,10 +16,10 @@ from shardwise.launch.process import join
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import ORDER, SETTINGS, broken_rules, strategy_from
-from shardwise.train.meter import MemoryMeter
-from shardwise.train.warm_up import warm_kernels
-from shardwise.verify.plain_runs import run_plain
-from shardwise.verify.verify import exactly, rounds_more, run_reference, run_verification
+from shardwise.trainer.meter import MemoryMeter
+from shardwise.trainer.warm_up import warm_kernels
+from shardwise.verifier.plain_runs import run_plain
+from shardwise.verifier.verify import exactly, rounds_more, run_reference, run_verification
 
 STEPS = 20
 SMALL = {"layers": 4, "width": 128, "heads": 4, "kv_heads": 2, "ffn": 256, "vocab": 256, "context": 128}

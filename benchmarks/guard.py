@@ -27,7 +27,7 @@ from shardwise.model.blueprint import Batch
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
-from shardwise.train.loop import Job, Trainer
+from shardwise.trainer.loop import Job, Trainer
 
 RESULTS = Path(__file__).parent / "results" / "guard.json"
 SEEDS, STEPS, FAULT, LATER = 20, 500, 250, 50

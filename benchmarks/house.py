@@ -24,7 +24,7 @@ PACKAGE = "shardwise"
 PIPELINE_ROOMS = ("technique/pipeline", "engine/pipeline", "core/pipeline", "report/pipeline", "report/gantt")
 
 STEP = {
-    "train/loop.py": "Trainer._steps Trainer._issue seed_step",
+    "trainer/loop.py": "Trainer._steps Trainer._issue seed_step",
     "engine/schedule.py": "learning_rate multiplier",
     "engine/step.py": "step end_step",
     "engine/forward_backward.py": "Sequential.forward_backward",
@@ -41,18 +41,18 @@ STEP = {
 }
 """The functions of the engine and of the loop that run in a step of the default strategy, by file.
 
-Not in the list: MONITORS, the model and the data. tests/train/test_loop.py traces a step to check it.
+Not in the list: MONITORS, the model and the data. tests/trainer/test_loop.py traces a step to check it.
 """
 
 MONITORS = {
-    "train/loop.py": "Trainer._monitored Trainer._agreed",
-    "train/hooks.py": "Hooks.asked",
-    "train/run_log.py": "RunLog.lap",
-    "train/pass_stopwatch.py": "Stopwatch.over",
-    "train/phase_stopwatch.py": "PhaseStopwatch.over",
-    "train/gradient_histogram.py": "GradientWatch.over",
-    "train/profiling.py": "Profiling.over",
-    "train/batches.py": "RankBatches.at RankBatches._on_device",
+    "trainer/loop.py": "Trainer._monitored Trainer._agreed",
+    "trainer/hooks.py": "Hooks.asked",
+    "trainer/run_log.py": "RunLog.lap",
+    "trainer/pass_stopwatch.py": "Stopwatch.over",
+    "trainer/phase_stopwatch.py": "PhaseStopwatch.over",
+    "trainer/gradient_histogram.py": "GradientWatch.over",
+    "trainer/profiling.py": "Profiling.over",
+    "trainer/batches.py": "RankBatches.at RankBatches._on_device",
     "engine/train_state.py": "TrainState.position",
     "engine/run.py": "LiveModel.synchronous",
     "engine/phase.py": "phase micro_batch",
@@ -60,7 +60,7 @@ MONITORS = {
 """Other functions of the engine and of the loop in a step: they read batches, note what runs, or listen for a stop."""
 
 STEP_66C17CB = {
-    "train/loop.py": "Trainer._steps seed_step Trainer._asked_to_stop",
+    "trainer/loop.py": "Trainer._steps seed_step Trainer._asked_to_stop",
     "engine/schedule.py": "learning_rate multiplier",
     "engine/step.py": "step forward_backward",
     "engine/passes.py": "Sequential.forward_backward Passes.reads counted",

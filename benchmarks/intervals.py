@@ -1,4 +1,4 @@
-"""Writes shardwise/plan/accuracy.toml, the spread of runs around their predictions: ``python benchmarks/intervals.py``.
+"""Writes planner/accuracy.toml, the spread of runs around their predictions: ``python benchmarks/intervals.py``.
 
 The figures are quantiles of measured over predicted in the committed results of other benchmarks:
 

@@ -28,7 +28,7 @@ from machine import described
 from shardwise.core.units import format_bytes, format_count
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.predict import predict
+from shardwise.planner.predict import predict
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, strategy_from
 

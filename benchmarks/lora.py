@@ -37,7 +37,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, strategy_from
-from shardwise.train.evaluation import evaluate
+from shardwise.trainer.evaluation import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "lora.json"
 BASE_STEPS, BASE_BATCH, SEEDS = 5000, 8, 3

@@ -39,7 +39,7 @@ from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.train.evaluation import evaluate
+from shardwise.trainer.evaluation import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "lora-full-rank.json"
 WIDTH, LENGTH, BATCH, SEEDS = 64, 128, 8, 3

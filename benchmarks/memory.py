@@ -45,7 +45,7 @@ from shardwise.core.ledger import Ledger
 from shardwise.core.units import GiB
 from shardwise.hardware.allocator_options import VARIABLES
 from shardwise.model.open import blueprint_of
-from shardwise.plan.predictor import Predictor
+from shardwise.planner.predictor import Predictor
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, strategy_from
 

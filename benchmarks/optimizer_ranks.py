@@ -19,7 +19,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import strategy_from
-from shardwise.verify.reference import reference_model
+from shardwise.verifier.reference import reference_model
 
 STEPS, WARMUP, BATCH, LENGTH, VOCABULARY = 60, 5, 4, 16, 61  # token ids that occur
 MODEL = {"layers": 2, "width": 16, "heads": 2, "kv_heads": 2, "ffn": 24, "vocab": 256}

@@ -25,7 +25,7 @@ from shardwise.launch.process import join
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.train.evaluation import evaluate
+from shardwise.trainer.evaluation import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "optimizers.json"
 STEPS, SIZE, SEEDS = 240, 16, (0, 1, 2)

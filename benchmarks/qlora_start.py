@@ -46,7 +46,7 @@ from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.quantized import Packing
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.train.evaluation import evaluate
+from shardwise.trainer.evaluation import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "qlora-start.json"
 STEPS, BATCH, LENGTH, RANK, SEEDS = 30, 4, 128, 16, 3

@@ -21,7 +21,7 @@ from machine import described
 
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.predict import predict
+from shardwise.planner.predict import predict
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from

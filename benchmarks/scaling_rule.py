@@ -42,7 +42,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.train.evaluation import evaluate
+from shardwise.trainer.evaluation import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "scaling-rule.json"
 BATCH = 4

@@ -2,7 +2,7 @@
 
 One matrix of 11.5 million weights, as AdamW's rules update it: torch's fused kernel in fp32, and the rules that go
 through it in chunks, for weights in bf16 alone and for 8-bit moments. Each with freed memory kept for reuse, as most of
-a run goes, and returned to the system at once, as in the first steps, where the peak is measured (train/meter.py).
+a run goes, and returned to the system at once, as in the first steps, where the peak is measured (trainer/meter.py).
 Also, the search among the codes' borders that the table of 8-bit moments stands for. Side by side, interleaved,
 medians. A minute on two cores. Writes benchmarks/results/updates-<device>.json.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise.engine.optim import build_optimizer
 from shardwise.engine.optim.moment_storage import DynamicCode, code_values
 from shardwise.recipe.sections import OptimizerSpec
-from shardwise.train.meter import return_large_frees
+from shardwise.trainer.meter import return_large_frees
 
 RESULTS = Path(__file__).parent / "results"
 SHAPE, ROUNDS = (5632, 2048), 7

@@ -34,7 +34,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS, strategy_from
-from shardwise.train.evaluation import evaluate
+from shardwise.trainer.evaluation import evaluate
 
 RESULTS = Path(__file__).parent / "results" / "wsd.json"
 BUDGETS = (120, 240, 360, 480, 600)

@@ -344,7 +344,7 @@ def essential_functions() -> dict[str, Callable[..., Any]]:
     from shardwise.engine.forward_backward import Sequential
     from shardwise.engine.optimizer_step import AfterBackward
     from shardwise.engine.step import step
-    from shardwise.train.loop import Trainer
+    from shardwise.trainer.loop import Trainer
 
     return {
         "issue": Trainer._issue,
@@ -519,7 +519,7 @@ def recomputation(kinds: Sequence[str] = ACTIVATION_CHECKPOINTING.examples) -> s
     """What values of ``activation_checkpointing`` hold and cost, for the recipe that the README shows."""
     from shardwise.jobs.request import read
     from shardwise.model.open import blueprint_of
-    from shardwise.plan.predict import predict
+    from shardwise.planner.predict import predict
 
     asked, cluster = read(ROOT / SHOWN_RECIPE, [])
     blueprint = blueprint_of(asked)
@@ -550,8 +550,8 @@ def activation_offload() -> str:
     """What moving activations to host memory holds and costs, for the recipe that the README shows."""
     from shardwise.jobs.request import read
     from shardwise.model.open import blueprint_of
-    from shardwise.plan.predict import predict
-    from shardwise.plan.timing import offload_phases
+    from shardwise.planner.predict import predict
+    from shardwise.planner.timing import offload_phases
 
     asked, cluster = read(ROOT / SHOWN_RECIPE, [])
     blueprint = blueprint_of(asked)

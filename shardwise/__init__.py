@@ -18,14 +18,12 @@ The public interface is small. Names are loaded when first used, so that ``impor
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.api import *
     from shardwise.extras.quantize.api import quantize as quantize
+    from shardwise.extras.quantize.report import Quantized as Quantized
     from shardwise.extras.serve.evaluating import Perplexity as Perplexity
     from shardwise.extras.serve.evaluating import evaluate as evaluate
     from shardwise.extras.serve.evaluating import evaluate_tasks as evaluate_tasks
@@ -37,15 +35,27 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Callback",
+    "CheckpointError",
     "Cluster",
+    "DataError",
+    "NumericsError",
     "Perplexity",
     "Piece",
     "Plan",
+    "Preempted",
+    "Quantized",
+    "RankError",
     "Recipe",
+    "RecipeError",
     "Request",
+    "ResourceError",
+    "RunRecord",
     "Sampling",
     "ServedModel",
     "Session",
+    "ShardwiseError",
+    "TrainedRun",
+    "Verdict",
     "evaluate",
     "evaluate_tasks",
     "export",
@@ -74,51 +84,5 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 
-# ``plan``, ``train``, ``verify``, ``export`` and ``quantize`` are subpackages and public functions. When Python imports
-# a subpackage it sets the module as an attribute of this package, which would hide the function. So these modules are
-# callable.
-
-
-class _ByName(ModuleType):
-    """A module that is pickled by its name, as plain modules are by cloudpickle: a user's function refers to it."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return import_module, (self.__name__,)
-
-
-class _CallableModule(_ByName):
-    """A subpackage that calls the public function of its name: ``shardwise.plan(recipe)``.
-
-    ``help()`` and the tooltips of notebooks show that function.
-    """
-
-    @property
-    def __doc__(self) -> str:  # type: ignore[override]
-        import inspect
-
-        function, name = self._function(), self.__name__.rpartition(".")[2]
-        return f"{name}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
-
-    @property
-    def __signature__(self) -> object:
-        import inspect
-
-        return inspect.signature(self._function())
-
-    def _function(self) -> Any:
-        return __getattr__(self.__name__.rpartition(".")[2])
-
-    def __call__(self, *arguments: object, **options: object) -> object:
-        return self._function()(*arguments, **options)
-
-
-class _Package(_ByName):
-    """Makes a subpackage with the name of a public function callable when it is imported."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in __all__ and isinstance(value, ModuleType):
-            value.__class__ = _CallableModule
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -17,13 +17,20 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.core.errors import Preempted, RankError, RecipeError
+from shardwise.core.errors import CheckpointError as CheckpointError
+from shardwise.core.errors import DataError as DataError
+from shardwise.core.errors import NumericsError as NumericsError
+from shardwise.core.errors import Preempted as Preempted
+from shardwise.core.errors import RankError as RankError
+from shardwise.core.errors import RecipeError as RecipeError
+from shardwise.core.errors import ResourceError as ResourceError
+from shardwise.core.errors import ShardwiseError as ShardwiseError
 from shardwise.core.paths import path_of
 from shardwise.core.plan import Plan as Plan
 from shardwise.core.run_files import Which
 from shardwise.core.user_objects import giving, here
-from shardwise.export.export_run import export_run
-from shardwise.export.module_weights import load_into as load_into
+from shardwise.exporter.export_run import export_run
+from shardwise.exporter.module_weights import load_into as load_into
 from shardwise.hardware.cluster import Cluster as Cluster
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs import training, verifying
@@ -32,13 +39,15 @@ from shardwise.jobs.objects import Given, recipe_from, with_callbacks
 from shardwise.jobs.planning import make_plan
 from shardwise.jobs.session import Session as Session
 from shardwise.jobs.session import open_session
-from shardwise.jobs.trained_run import TrainedRun, trained_run
+from shardwise.jobs.trained_run import TrainedRun as TrainedRun
+from shardwise.jobs.trained_run import trained_run
 from shardwise.launch.launcher import preloaded, run_ranks
 from shardwise.recipe.load import load_recipe
 from shardwise.recipe.sections import Recipe as Recipe
+from shardwise.report.record import RunRecord as RunRecord
 from shardwise.technique import SETTINGS
-from shardwise.train.hooks import Callback as Callback
-from shardwise.verify.verdict import Verdict
+from shardwise.trainer.hooks import Callback as Callback
+from shardwise.verifier.verdict import Verdict as Verdict
 
 _OPTIONS = ("steps", "batch_size", "optimizer", "schedule", "cluster", "callbacks", "compute_metrics")
 
@@ -304,7 +313,7 @@ def merge(
         dtype: fp32, bf16 or fp16; None keeps the dtype of the base.
         undo: take the adapter out of a merged model instead.
     """
-    from shardwise.export.merge import merge, unmerge  # transformers takes seconds
+    from shardwise.exporter.merge import merge, unmerge  # transformers takes seconds
 
     if undo:
         return unmerge(str(base), path_of(adapter), path_of(out), dtype).folder

@@ -27,10 +27,10 @@ from shardwise.launch.failure import rank_failure
 from shardwise.launch.preload import WAIT, become
 from shardwise.launch.process import World, join
 from shardwise.launch.waiting import DUMP_SIGNAL
-from shardwise.train.faults.oom_record import resource_error
-from shardwise.train.loop import Job, Trainer
-from shardwise.verify.plain_runs import run_plain
-from shardwise.verify.verify import exactly, rounds_more, run_reference, run_verification
+from shardwise.trainer.faults.oom_record import resource_error
+from shardwise.trainer.loop import Job, Trainer
+from shardwise.verifier.plain_runs import run_plain
+from shardwise.verifier.verify import exactly, rounds_more, run_reference, run_verification
 
 Prepare = Callable[[], int]
 

@@ -19,10 +19,15 @@ from shardwise.recipe.sections import AdapterSpec
 from tests.extras.quantize.stubs import unpredicted
 
 
-def test_functions_win_over_subpackages_of_the_same_name() -> None:
+def test_public_names_are_listed_and_are_functions_and_classes() -> None:
+    assert set(shardwise.__all__) < set(dir(shardwise)) and "ModuleType" not in dir(shardwise)
+    assert all(callable(getattr(shardwise, name)) for name in shardwise.__all__)
+
+
+def test_an_import_of_a_room_hides_no_function() -> None:
     code = (
-        "import shardwise, shardwise.plan.search, shardwise.extras.quantize.settings, shardwise.train.loop\n"
-        "from shardwise.plan.search import plan_for\n"
+        "import shardwise, shardwise.planner.search, shardwise.extras.quantize.settings, shardwise.trainer.loop\n"
+        "from shardwise.planner.search import plan_for\n"
         "assert callable(shardwise.plan) and callable(shardwise.train) and callable(plan_for)\n"
         "assert callable(shardwise.export) and callable(shardwise.merge) and callable(shardwise.quantize)\n"
         "from shardwise import api\n"

@@ -240,7 +240,7 @@ def test_what_plain_and_full_recomputation_hold_and_cost_is_todays() -> None:
 
 def test_keys_of_files_are_those_of_the_code() -> None:
     from shardwise.core.run_files import Outcome, StepRecord
-    from shardwise.train.faults.oom_record import OomRecord
+    from shardwise.trainer.faults.oom_record import OomRecord
 
     page = ROOT / "docs" / "reference" / "files.md"
     assert _keys_under(page, "`metrics.jsonl`") == {field.name for field in dataclasses.fields(StepRecord)}
@@ -262,7 +262,7 @@ def _keys_under(page: Path, title: str) -> set[str]:
 
 
 def test_tolerances_are_those_of_the_code() -> None:
-    from shardwise.verify.verify import TOLERANCE
+    from shardwise.verifier.verify import TOLERANCE
 
     text = (ROOT / "docs" / "how-to" / "verify-a-strategy.md").read_text(encoding="utf-8")
     assert {

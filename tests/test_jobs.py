@@ -18,11 +18,11 @@ from shardwise.core.units import GiB
 from shardwise.jobs import planning, training, verifying
 from shardwise.jobs.request import read
 from shardwise.launch import launcher as launching
-from shardwise.plan import oom_advice as nearest
+from shardwise.planner import oom_advice as nearest
 from shardwise.recipe import load as recipes
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, strategy_from
-from shardwise.train.faults.oom_record import OomRecord, write_record
+from shardwise.trainer.faults.oom_record import OomRecord, write_record
 from tests.harness.plans import small_plan
 
 RECIPE = """

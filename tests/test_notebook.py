@@ -100,7 +100,7 @@ def test_a_script_has_no_bar_unless_it_asks(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_module_that_is_a_function_has_its_signature_and_its_help() -> None:
-    import shardwise.train.loop
+    import shardwise.trainer.loop
 
     assert list(inspect.signature(shardwise.train).parameters)[:3] == ["recipe", "plan", "out"]
     said = pydoc.plain(pydoc.render_doc(shardwise.train))
@@ -110,7 +110,7 @@ def test_a_module_that_is_a_function_has_its_signature_and_its_help() -> None:
 def test_functions_of_a_cell_may_name_the_package() -> None:
     import cloudpickle
 
-    import shardwise.plan.search
+    import shardwise.planner.search
 
     for module in (shardwise, shardwise.plan):
         assert pickle.loads(cloudpickle.dumps(module)) is module  # noqa: S301 - made in this line

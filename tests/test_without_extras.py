@@ -26,7 +26,7 @@ strategy: {zero_stage: 3, micro_batch_size: 2}
 
 CUSTOMIZE = """
 import sys
-# An editable install looks for what the copy lacks in the repository.
+# An editable install finds the modules that the copy lacks in the repository.
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
 """
 

@@ -40,7 +40,7 @@ from shardwise.engine.run_state import OPTIMIZER, tensors_of, tensors_to_load
 from shardwise.engine.train_state import TrainState
 from shardwise.recipe.load import dump_recipe
 from shardwise.technique import precision_of, strategy_from
-from shardwise.train.faults.oom_record import is_oom
+from shardwise.trainer.faults.oom_record import is_oom
 
 T = TypeVar("T")
 Warn = Callable[[str], None]

@@ -13,8 +13,8 @@ from shardwise.cli.spinner import working
 
 if TYPE_CHECKING:
     from shardwise.core.run_files import Which
-    from shardwise.export.export_run import Merge
-    from shardwise.export.hf_writer import Written
+    from shardwise.exporter.export_run import Merge
+    from shardwise.exporter.hf_writer import Written
 
 
 class Dtype(StrEnum):
@@ -66,7 +66,7 @@ def command(
 
     if (out is not None and to is not None) or (target := out or to) is None:
         raise RecipeError("give one folder to write", where="command line", fix="shardwise export RUN OUT")
-    from shardwise.export.export_run import export_gguf, export_model, export_run
+    from shardwise.exporter.export_run import export_gguf, export_model, export_run
 
     which: Which = "best" if best else "latest"
     for option, is_set in {"--base": base, "--best": best}.items():

@@ -25,7 +25,7 @@ def guarded(action: Callable[[], int]) -> int:
         if _interrupted(error):
             print("error: interrupted", file=sys.stderr)
             return INTERRUPTED
-        from shardwise.train.faults.oom_record import resource_error
+        from shardwise.trainer.faults.oom_record import resource_error
 
         fix = "ask for less at once, or take a device with more memory"
         return _reported(resource_error(error, "this process", fix) or _unexpected(error))

@@ -78,7 +78,7 @@ def command(
 def _finish(out: Path, accelerated: bool) -> None:
     """Write card and tokenizer, show samples, and say which commands are next."""
     from shardwise.checkpoint.run_folder import read_job
-    from shardwise.export.model_card import finish_adapter, finish_model
+    from shardwise.exporter.model_card import finish_adapter, finish_model
     from shardwise.jobs.finetuning import result_folder
     from shardwise.jobs.next_commands import next_commands
     from shardwise.report.record import read_run

@@ -24,7 +24,7 @@ def command(
     undo: Annotated[bool, typer.Option("--undo", help="unmerge: take the adapter out again")] = False,
 ) -> None:
     """Merge an adapter into its base, layer by layer, and write the model as a Hugging Face folder."""
-    from shardwise.export.merge import merge, unmerge
+    from shardwise.exporter.merge import merge, unmerge
 
     kind = dtype.value if dtype else None
     if undo:

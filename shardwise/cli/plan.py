@@ -165,12 +165,12 @@ def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
         plan = make_plan(asked, cluster, compare=True, progress=progress)
     advice = None
     if options.explain or not plan.fits:
-        from shardwise.plan.fit_advice import advise  # loads torch
+        from shardwise.planner.fit_advice import advise  # loads torch
 
         with planning() as progress:
             progress("what would fit")
             advice = advise(asked, cluster)
-    from shardwise.plan.answer import answer_of
+    from shardwise.planner.answer import answer_of
 
     answer = replace(answer_of(asked, cluster, plan), devices=tried)
     laws = extra("scaling.report.standing")

@@ -14,7 +14,7 @@ from shardwise.core.errors import OutOfMemory, Preempted, ResourceError
 from shardwise.jobs.training import finish
 from shardwise.launch.failure import rank_failure
 from shardwise.launch.verdict import signal_name
-from shardwise.train.faults.oom_record import read_record, written_at
+from shardwise.trainer.faults.oom_record import read_record, written_at
 
 
 def train_as_rank(

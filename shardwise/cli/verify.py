@@ -11,10 +11,10 @@ from shardwise.cli.common import AsJson, Overrides, RecipeArgument, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import NumericsError
 from shardwise.jobs.request import read
-from shardwise.verify.verdict import Counted
+from shardwise.verifier.verdict import Counted
 
 if TYPE_CHECKING:
-    from shardwise.verify.verdict import Verdict
+    from shardwise.verifier.verdict import Verdict
 
 
 def command(

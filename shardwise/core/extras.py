@@ -2,7 +2,7 @@
 
 The core calls an extra only through ``extra``, and does without it where its package is removed.
 
-Besides names, extras add to what the core does:
+Extras also add to the work of the core:
 
     importers   ``shardwise plan`` reads files of other trainers
     scaling     a plan and a report compare the run with scaling laws
@@ -32,6 +32,7 @@ VERBS: dict[str, str] = {
 PUBLIC: dict[str, str] = {
     "Perplexity": "serve.evaluating",
     "Piece": "serve.serving",
+    "Quantized": "quantize.report",
     "Request": "serve.requests",
     "Sampling": "serve.sampling",
     "ServedModel": "serve.serving",

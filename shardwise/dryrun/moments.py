@@ -3,7 +3,7 @@
 A moment is right after an allocation, or after the last free before the next one. It is named by the phase, the module
 (its block numbered from the first or, in the second half, from the last) and the operation of the allocation, and how
 often that operation ran there before. Dry runs with other depths, micro-batches or shards have moments of the same
-names, so their memory can be compared moment by moment (plan/compose.py). In the clip and
+names, so their memory can be compared moment by moment (planner/compose.py). In the clip and
 the optimizer phase an operation is counted from the last one, because a list of all parameters holds most at its end.
 """
 

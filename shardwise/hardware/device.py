@@ -9,7 +9,7 @@ Conventions, the same for every device:
   efficiency    the fraction of each peak that a large operation reaches in practice.
 
 Peaks and efficiencies are separate figures: MFU needs the peak, the time model needs both. An efficiency is that of
-large operations; effects of a shape belong to the time model (plan/kernel_time.py), whose figures are here too.
+large operations; effects of a shape belong to the time model (planner/kernel_time.py), whose figures are here too.
 """
 
 from __future__ import annotations

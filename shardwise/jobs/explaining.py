@@ -62,7 +62,7 @@ def counted(
     """
     from shardwise.hardware.cluster import cluster_of
     from shardwise.model.open import blueprint_of
-    from shardwise.plan.predict import predict
+    from shardwise.planner.predict import predict
     from shardwise.recipe.sections import ClusterSpec
     from shardwise.technique import strategy_from
 

@@ -16,7 +16,7 @@ from shardwise.core.errors import DataError
 from shardwise.core.plan import Unit
 from shardwise.core.run_files import StepRecord
 from shardwise.report.record import StepLines, read_run
-from shardwise.train.progress import Progressing, described
+from shardwise.trainer.progress import Progressing, described
 
 SECONDS = 0.5
 """Between two looks at the run's metrics."""

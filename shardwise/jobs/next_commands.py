@@ -11,10 +11,10 @@ from shardwise.checkpoint.run_folder import load_run_recipe
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import ShardwiseError
 from shardwise.data.text import open_tokens, tokenizer_of
-from shardwise.export.export_run import open_run
-from shardwise.export.gguf_families import Architecture
-from shardwise.export.gguf_file import stored_names
-from shardwise.export.gguf_tokenizer import kind_of_tokenizer
+from shardwise.exporter.export_run import open_run
+from shardwise.exporter.gguf_families import Architecture
+from shardwise.exporter.gguf_file import stored_names
+from shardwise.exporter.gguf_tokenizer import kind_of_tokenizer
 from shardwise.recipe.sections import Recipe
 
 MODEL, GGUF = "model", "model.gguf"

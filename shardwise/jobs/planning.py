@@ -26,7 +26,7 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.hardware.profiles import PROFILES
 from shardwise.jobs.plan_cache import remembered
 from shardwise.recipe.sections import Recipe
-from shardwise.train.faults.oom_record import read_record
+from shardwise.trainer.faults.oom_record import read_record
 
 if TYPE_CHECKING:
     from shardwise.core.fit_advice import FitAdvice
@@ -52,7 +52,7 @@ def make_plan(
     def make() -> Plan:
         with paused():
             from shardwise.model.open import blueprint_of
-            from shardwise.plan.search import plan_for
+            from shardwise.planner.search import plan_for
 
         return plan_for(recipe, blueprint_of(recipe), cluster, compare=compare, progress=progress)
 
@@ -168,7 +168,7 @@ def _with_micro_batch(recipe: Recipe, cluster: Cluster, strategy: Strategy, size
 def advised_error(recipe: Recipe, cluster: Cluster, folder: Path) -> ResourceError:
     """The error of a run that ran out of memory with a micro-batch of 1; it names the nearest plan that fits."""
     from shardwise.model.open import blueprint_of
-    from shardwise.plan.oom_advice import nearest_in_words
+    from shardwise.planner.oom_advice import nearest_in_words
 
     record = read_record(folder)
     if record is None:

@@ -30,11 +30,11 @@ from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import gather, named_parameters
-from shardwise.train.batches import RankBatches, require_vocabulary
-from shardwise.train.evaluation import evaluate
-from shardwise.train.loop import seed_step
-from shardwise.train.predictions import Predictions
-from shardwise.train.run_log import say, warn
+from shardwise.trainer.batches import RankBatches, require_vocabulary
+from shardwise.trainer.evaluation import evaluate
+from shardwise.trainer.loop import seed_step
+from shardwise.trainer.predictions import Predictions
+from shardwise.trainer.run_log import say, warn
 
 
 class Session:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from shardwise.core.run_files import Which
-from shardwise.export.module_weights import load_into
+from shardwise.exporter.module_weights import load_into
 from shardwise.report.record import RunRecord
 from shardwise.report.run import read_run
 

@@ -15,7 +15,7 @@ from shardwise.jobs.request import RunWorkers
 from shardwise.recipe.sections import Recipe
 
 if TYPE_CHECKING:
-    from shardwise.verify.verdict import Verdict
+    from shardwise.verifier.verdict import Verdict
 
 
 def verify(
@@ -46,7 +46,7 @@ def verify(
     progress("planning")
     plan = plan or make_plan(recipe, cluster, progress=lambda line: progress(f"planning: {line}"))
     refuse_unfit(plan)
-    from shardwise.verify.verify import read_verdict, shortened  # loads torch
+    from shardwise.verifier.verify import read_verdict, shortened  # loads torch
 
     with scratch("shardwise-verify-") as folder:
         write_job(folder, shortened(recipe, steps), plan)

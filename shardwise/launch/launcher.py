@@ -186,7 +186,7 @@ def _process_environment(world_size: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         "NCCL_SOCKET_IFNAME": LOOPBACK,
         # glibc >= 2.35: huge pages for large blocks, 15 times fewer page faults. It keeps returning large frees at
-        # once while memory is measured (train/meter.py), which tcmalloc and jemalloc do not.
+        # once while memory is measured (trainer/meter.py), which tcmalloc and jemalloc do not.
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
     return given | {name: os.environ.get(name, value) for name, value in defaults.items()}

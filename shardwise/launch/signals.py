@@ -1,6 +1,6 @@
 """Stopping on request: a signal to any rank makes all ranks save after the same step and exit with 75.
 
-Each step all-reduces a few flags: this one, and what callbacks ask for (train/hooks.py). The host reads them one step
+Each step all-reduces a few flags: this one, and what callbacks ask for (trainer/hooks.py). The host reads them one step
 late, like the step's results, so it does not wait. A second signal is the launcher's business (``stops.py``).
 """
 

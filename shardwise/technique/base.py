@@ -42,7 +42,7 @@ MOST_RANKS = MOST_DEVICES
 STATES, KEPT, LOSS_PART = "states", "activations", "loss"
 PARTS: tuple[str, ...] = (STATES, KEPT, LOSS_PART)
 """Parts of a step: where weights, gradients and optimizer state are; what a block keeps for the backward pass; the
-loss. What techniques of two parts change adds up, so the planner counts each part alone (plan/compose.py)."""
+loss. What techniques of two parts change adds up, so the planner counts each part alone (planner/compose.py)."""
 OF_BLOCKS: tuple[str, ...] = (STATES, KEPT)
 """Parts that each block has. A model of few blocks shows all that the others change."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cli.main import run
 from shardwise.core.model_state import RANKS, SIZES, paper_bytes
-from tests.plan.test_zero_paper import CELLS, bytes_per_parameter
+from tests.planner.test_zero_paper import CELLS, bytes_per_parameter
 
 
 def test_the_54_cells(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from shardwise.cli.main import run
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
-from shardwise.export.model_card import card
+from shardwise.exporter.model_card import card
 from shardwise.jobs import finetuning
 from shardwise.jobs.finetuning import choose, draft, hardware_here, shape_of, with_overrides
 from shardwise.recipe.fine_tuning import METHODS, FineTuning, Hardware, Method

@@ -19,7 +19,7 @@ from shardwise.cli.planner import FINISHED
 from shardwise.extras.serve import samples
 from shardwise.report import run as reports
 from shardwise.technique import strategy_from
-from shardwise.train.faults.oom_record import OomRecord, write_record
+from shardwise.trainer.faults.oom_record import OomRecord, write_record
 
 RECORD = OomRecord(dict(strategy_from({"micro_batch_size": 4}).values), 2, 2, 1, 17, 1 << 30, 2 << 30)
 

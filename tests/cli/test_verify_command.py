@@ -15,7 +15,7 @@ from shardwise.core.json_file import text_of
 from shardwise.core.plan import Plan
 from shardwise.jobs import verifying
 from shardwise.launch import launcher as launching
-from shardwise.verify.verdict import Allowed, Counted, Verdict
+from shardwise.verifier.verdict import Allowed, Counted, Verdict
 from tests.harness.commands import Shell
 
 RECIPE = """

@@ -37,8 +37,8 @@ from shardwise.hardware import this_machine as machine
 from shardwise.hardware.cluster import cluster_of
 from shardwise.hardware.measured import IN_PLACE, NEW, Grid, MeasuredSpeeds
 from shardwise.hardware.profiles import PROFILES
-from shardwise.plan.explain import seconds_from
-from shardwise.plan.kernel_time import kernel_seconds
+from shardwise.planner.explain import seconds_from
+from shardwise.planner.kernel_time import kernel_seconds
 from shardwise.recipe.sections import ClusterSpec
 from shardwise.runtime.torch_private import TorchDispatchMode
 

@@ -13,7 +13,7 @@ from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.dryrun.tracker import Tracker
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.timing import offload_phases
+from shardwise.planner.timing import offload_phases
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import ClusterSpec
 from shardwise.runtime.offload.host import host_empty_like, separate_host_memory

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from shardwise.dryrun.model_flops import model_flops
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.predict import predict
-from shardwise.plan.timing import step_time
-from shardwise.plan.worst_rank import predict_worst
+from shardwise.planner.predict import predict
+from shardwise.planner.timing import step_time
+from shardwise.planner.worst_rank import predict_worst
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.flops import FlopCounter

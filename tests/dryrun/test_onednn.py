@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shardwise.dryrun.onednn import with_workspaces
 from shardwise.runtime.torch_private import TorchDispatchMode, tree_iter
 from shardwise.runtime.torch_private_onednn import onednn_compiles
-from shardwise.train.meter import MemoryMeter, return_large_frees
-from shardwise.train.warm_up import _convolve
+from shardwise.trainer.meter import MemoryMeter, return_large_frees
+from shardwise.trainer.warm_up import _convolve
 from tests.harness.pool import Pool
 
 MIB = 2**20

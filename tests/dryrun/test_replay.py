@@ -16,9 +16,9 @@ from shardwise.hardware.allocator_options import AllocatorOptions
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.jobs.planning import refuse_unfit
 from shardwise.model.open import blueprint_of
-from shardwise.plan.predict import EXPANDABLE, predict
-from shardwise.plan.predictor import RESERVE
-from shardwise.plan.search import plan_for
+from shardwise.planner.predict import EXPANDABLE, predict
+from shardwise.planner.predictor import RESERVE
+from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from

@@ -21,7 +21,7 @@ from shardwise.engine.guard import LONGEST, Burst, GuardAction, GuardState, Guar
 from shardwise.engine.train_state import TrainState, merged
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import GuardSpec
-from shardwise.train.faults.recovery import ObservedStep, Recovery
+from shardwise.trainer.faults.recovery import ObservedStep, Recovery
 
 SPEC = GuardSpec(window=16)
 NAN = math.nan

@@ -30,7 +30,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.verify.reference import reference_model
+from shardwise.verifier.reference import reference_model
 from tests.harness import optimizers as own
 from tests.harness.pool import Pool
 from tests.harness.tiny_run import VOCAB, batch

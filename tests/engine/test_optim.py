@@ -24,7 +24,7 @@ from shardwise.recipe.sections import OptimizerSpec
 from shardwise.runtime.parallel.shard_slices import local_slices
 from shardwise.technique import strategy_from
 from shardwise.technique.site import StateOffload
-from shardwise.train.loop import seed_step
+from shardwise.trainer.loop import seed_step
 from tests.harness.pool import Pool
 from tests.harness.tiny_run import batch, equal, full, make_run, train, whole
 

@@ -31,8 +31,8 @@ from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices, named_parameters
 from shardwise.technique import SETTINGS, refuse_broken, strategy_from
-from shardwise.train.evaluation import evaluate
-from shardwise.verify.reference import reference_model
+from shardwise.trainer.evaluation import evaluate
+from shardwise.verifier.reference import reference_model
 from tests.harness.pool import Pool
 from tests.harness.ranks import allowed
 

@@ -18,7 +18,7 @@ from shardwise.dryrun.run import DryRun
 from shardwise.hardware.allocator_options import VARIABLES
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
-from shardwise.plan import predict
+from shardwise.planner import predict
 from shardwise.recipe.load import Recipe
 
 _made: dict[tuple[Any, ...], DryRun] = {}

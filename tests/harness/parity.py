@@ -21,8 +21,8 @@ from typing import Any
 
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import MICRO_BATCH_SIZE, precision_of, strategy_from
-from shardwise.verify.verdict import Verdict
-from shardwise.verify.verify import rounds_more, shortened
+from shardwise.verifier.verdict import Verdict
+from shardwise.verifier.verify import rounds_more, shortened
 from tests.harness.corpora import EVEN, FEW_LETTERS, WORDS, write_words
 from tests.harness.pool import Pool
 from tests.harness.ranks import Job, plain_rank, reference_rank, strategy_rank, verified_rank

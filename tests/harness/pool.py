@@ -54,7 +54,7 @@ _PRELOADED = (
     "rich.console",
     "shardwise.cli.main",
     "shardwise.model.native",
-    "shardwise.plan.search",
+    "shardwise.planner.search",
     "shardwise.report.run",
     "shardwise.extras.serve.samples",
     "shardwise.checkpoint.checkpoint",

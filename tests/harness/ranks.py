@@ -26,11 +26,11 @@ from shardwise.runtime.offload.copy_stream import CopyStream
 from shardwise.runtime.offload.host import separate_host_memory
 from shardwise.technique import MICRO_BATCH_SIZE, micro_batches, precision_of, strategy_from
 from shardwise.technique.offload import parts
-from shardwise.train.meter import MemoryMeter
-from shardwise.train.warm_up import warm_kernels
-from shardwise.verify.plain_runs import run_plain
-from shardwise.verify.verdict import Verdict
-from shardwise.verify.verify import (
+from shardwise.trainer.meter import MemoryMeter
+from shardwise.trainer.warm_up import warm_kernels
+from shardwise.verifier.plain_runs import run_plain
+from shardwise.verifier.verdict import Verdict
+from shardwise.verifier.verify import (
     TOLERANCE,
     exactly,
     rounds_more,

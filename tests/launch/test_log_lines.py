@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shardwise.core.run_files import StepRecord
 from shardwise.launch.log_lines import EVERY, LogLines
-from shardwise.train.progress import Progressing
+from shardwise.trainer.progress import Progressing
 
 
 def test_plain_output_passes_as_it_comes() -> None:

@@ -19,7 +19,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
-from shardwise.train.loop import seed_step
+from shardwise.trainer.loop import seed_step
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_tokenizer, write_words
 from tests.harness.pool import Pool

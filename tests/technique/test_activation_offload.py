@@ -15,8 +15,8 @@ from shardwise.engine.build import build
 from shardwise.engine.optim.norm import local
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.explain import offload_in_words
-from shardwise.plan.predict import predict
+from shardwise.planner.explain import offload_in_words
+from shardwise.planner.predict import predict
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload.activations import SMALLEST, OffloadedBlocks

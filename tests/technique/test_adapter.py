@@ -21,7 +21,7 @@ from shardwise.model.adapted import AdaptedModel
 from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles
 from shardwise.model.lora import is_adapter
 from shardwise.model.open import blueprint_of
-from shardwise.plan.predict import predict
+from shardwise.planner.predict import predict
 from shardwise.recipe.load import recipe_of
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique import SETTINGS, broken_rules, strategy_from

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.predict import predict
-from shardwise.plan.predictor import RESERVE
-from shardwise.plan.search import plan_for
+from shardwise.planner.predict import predict
+from shardwise.planner.predictor import RESERVE
+from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.recompute.selective import is_kept

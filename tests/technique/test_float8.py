@@ -18,8 +18,8 @@ from shardwise.dryrun.run import dry_run
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.hardware.profiles import PROFILES
 from shardwise.model.open import blueprint_of
-from shardwise.plan.predict import predict
-from shardwise.plan.search import plan_for
+from shardwise.planner.predict import predict
+from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime import float8

@@ -25,15 +25,15 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.model.balance import Costs, blocks_per_stage
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
-from shardwise.plan.search import plan_for
-from shardwise.plan.worst_rank import predict_worst
+from shardwise.planner.search import plan_for
+from shardwise.planner.worst_rank import predict_worst
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part
 from shardwise.technique import SETTINGS, broken_rules, refuse_broken, strategy_from
 from shardwise.technique.place import Reduced
-from shardwise.train.evaluation import evaluate
-from shardwise.train.faults.find_non_finite import first_non_finite
+from shardwise.trainer.evaluation import evaluate
+from shardwise.trainer.faults.find_non_finite import first_non_finite
 from tests.harness.corpora import FEW_LETTERS
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool

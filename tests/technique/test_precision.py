@@ -15,7 +15,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.search import plan_for
+from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, refuse_broken, strategy_from

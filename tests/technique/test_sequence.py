@@ -18,7 +18,7 @@ from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.timing import collective_seconds, step_time
+from shardwise.planner.timing import collective_seconds, step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.attention_kernels import _OnCPU, _Products
@@ -29,9 +29,9 @@ from shardwise.runtime.parallel.ulysses import ulysses_attention
 from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
 from shardwise.technique.rules import Case
-from shardwise.train.evaluation import evaluate
-from shardwise.train.faults.find_non_finite import first_non_finite
-from shardwise.train.warm_up import _tiny
+from shardwise.trainer.evaluation import evaluate
+from shardwise.trainer.faults.find_non_finite import first_non_finite
+from shardwise.trainer.warm_up import _tiny
 from tests.harness.corpora import WORDS
 from tests.harness.parity import Parity, Trial
 from tests.harness.pool import Pool

@@ -22,8 +22,8 @@ from shardwise.engine.run_state import OPTIMIZER, parameters_of, tensors_of
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.explain import offload_in_words
-from shardwise.plan.predict import Prediction, predict
+from shardwise.planner.explain import offload_in_words
+from shardwise.planner.predict import Prediction, predict
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import ClusterSpec
 from shardwise.runtime.offload import disk

@@ -25,13 +25,13 @@ from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.hf_tensor_plan import tensor_plan_of
 from shardwise.model.open import blueprint_of
-from shardwise.plan.timing import collective_seconds, step_time
+from shardwise.planner.timing import collective_seconds, step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 from shardwise.runtime.parallel.tp_collectives import TPGroup
 from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
-from shardwise.train.loop import seed_step
+from shardwise.trainer.loop import seed_step
 from tests.harness import paper_block
 from tests.harness.corpora import EVEN
 from tests.harness.parity import Parity, Trial

@@ -27,7 +27,7 @@ from shardwise.model.hf import HuggingFaceModel
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import DataSpec
 from shardwise.report.record import read_run
-from shardwise.train.metrics import MetricsFile
+from shardwise.trainer.metrics import MetricsFile
 from tests.harness.plans import small_plan
 from tests.torture.bitflips import checkpoints
 from tests.torture.cases import Case, damaged_bytes, damaged_json, main

@@ -31,7 +31,7 @@ from shardwise.doctor.calibration.steps import (
     timed_step,
 )
 from shardwise.hardware.measured import Grid, MeasuredSpeeds
-from shardwise.train.meter import return_large_frees
+from shardwise.trainer.meter import return_large_frees
 
 TASK, FOUND = "task.json", "found.json"
 _WHOLE = "world"

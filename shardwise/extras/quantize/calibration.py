@@ -16,7 +16,7 @@ from shardwise.extras.quantize.source import SourceModel
 from shardwise.extras.quantize.stream import Batches
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import EvaluationSpec, Recipe
-from shardwise.train.batches import require_vocabulary
+from shardwise.trainer.batches import require_vocabulary
 
 HELD_OUT = 32
 """Held-out sequences that the gate reads."""

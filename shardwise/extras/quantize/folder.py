@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.export.hf_writer import Contents, Written, write_model
+from shardwise.exporter.hf_writer import Contents, Written, write_model
 from shardwise.extras.quantize.state import KEPT, LayerRow, PassState, form_of
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.files.compressed_tensors import METHOD

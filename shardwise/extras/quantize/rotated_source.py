@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from shardwise.core.errors import RecipeError
-from shardwise.export.hf_writer import Contents
+from shardwise.exporter.hf_writer import Contents
 from shardwise.extras.quantize.rotation import Rotated
 from shardwise.extras.quantize.source import SourceModel, rounded
 from shardwise.model.merging import Read

@@ -38,7 +38,7 @@ from shardwise.model.unreached import percent
 from shardwise.recipe.presets import dimensions_of
 from shardwise.recipe.sections import ModelSpec
 from shardwise.runtime.quantization.weights import ZERO
-from shardwise.train.meter import MemoryMeter, frees_returned
+from shardwise.trainer.meter import MemoryMeter, frees_returned
 
 COMPUTE = torch.float32
 """Dtype of activations and of the weights while they are used."""
@@ -143,7 +143,7 @@ def _require_fit(predicted: int) -> None:
 
 @torch.no_grad()
 def _warm(quantizer: Quantizer) -> None:
-    """Run every kind of kernel once, before the level from which the peak is measured (train/warm_up.py)."""
+    """Run every kind of kernel once, before the level from which the peak is measured (trainer/warm_up.py)."""
     torch.ones(1024, 1024) @ torch.ones(1024, 2048)
     spec = ModelSpec(layers=1, width=64, heads=2, ffn=128, vocab=256)
     tiny = NativeModel(dimensions_of(spec))

@@ -13,8 +13,8 @@ from shardwise.checkpoint.run_folder import RECIPE
 from shardwise.checkpoint.shards import DTYPES_BY_NAME
 from shardwise.core.errors import RecipeError
 from shardwise.core.paths import path_of
-from shardwise.export.export_run import contents_of, open_run
-from shardwise.export.hf_writer import Contents
+from shardwise.exporter.export_run import contents_of, open_run
+from shardwise.exporter.hf_writer import Contents
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.merging import Merged, Read

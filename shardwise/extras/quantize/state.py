@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.checkpoint.shards import DTYPES, DTYPES_BY_NAME
 from shardwise.core.atomic_file import make_folder, more_room, sync_folder, write_whole
 from shardwise.core.errors import CheckpointError, RecipeError, ResourceError
-from shardwise.export.hf_writer import write_tensors
+from shardwise.exporter.hf_writer import write_tensors
 from shardwise.model.files.safetensors_reader import WeightFiles
 
 SETTINGS = "settings.json"

@@ -20,7 +20,7 @@ from shardwise.core.errors import CheckpointError, DataError, RecipeError
 from shardwise.core.paths import no_folder
 from shardwise.data.ends import GENERATION, ends_of_model
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
-from shardwise.export.export_run import checkpoint_of
+from shardwise.exporter.export_run import checkpoint_of
 from shardwise.extras.serve.adapters import ServedAdapter, adapter_of
 from shardwise.model.adapted import shapes_of
 from shardwise.model.blueprint import Blueprint

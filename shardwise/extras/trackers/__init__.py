@@ -1,1 +1,1 @@
-"""Trackers of experiments, each through its own library. ``train/tracking.py`` calls them."""
+"""Trackers of experiments, each through its own library. ``trainer/tracking.py`` calls them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.atomic_file import write_whole
-from shardwise.train.tracking import RunTracker
+from shardwise.trainer.tracking import RunTracker
 
 COLUMNS = (
     "loss", "held_out_loss", "grad_norm", "learning_rate", "tokens", "seconds", "tokens_per_second",

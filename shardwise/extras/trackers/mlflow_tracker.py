@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.extras.trackers.base import flat, name_of, project
-from shardwise.train.tracking import RunTracker
+from shardwise.trainer.tracking import RunTracker
 
 _LONGEST = 500
 """Characters of a parameter's value or of a tag that every store takes."""

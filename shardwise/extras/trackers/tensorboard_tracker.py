@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.extras.trackers.base import flat
-from shardwise.train.tracking import RunTracker
+from shardwise.trainer.tracking import RunTracker
 
 
 class TensorboardTracker(RunTracker):

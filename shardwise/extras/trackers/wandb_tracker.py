@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.extras.trackers.base import first_name, name_of, project
-from shardwise.train.tracking import RunTracker
+from shardwise.trainer.tracking import RunTracker
 
 
 class WandbTracker(RunTracker):

@@ -1,6 +1,6 @@
 """The form of a model as a Hugging Face folder: its config, and how its tensors become tensors on disk.
 
-A blueprint describes the folder as data, and export/hf_writer.py writes it. A group holds tensors that must be in
+A blueprint describes the folder as data, and exporter/hf_writer.py writes it. A group holds tensors that must be in
 memory together, such as the three parts of a fused projection. So writing needs the memory of the largest group.
 """
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shardwise.cli.main import run
 from shardwise.core.cache_folder import default_root
 from shardwise.model.hf import HuggingFaceModel
-from tests.export.test_export_run import LLAMA, leave_run
+from tests.exporter.test_export_run import LLAMA, leave_run
 from tests.extras.quantize.stubs import PREDICTED, KillPoint, saved_model, unpredicted
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_words
@@ -262,7 +262,7 @@ LAYERS, TENSORS = 7, 3
 """Linear layers of a block, and stored tensors of each."""
 POINTS = {
     KillPoint("shardwise.extras.quantize.methods.gptq:GPTQ.quantize", 1 + LAYERS + 4): 1,
-    KillPoint("shardwise.export.hf_writer:_content", 3 * LAYERS * TENSORS + 5): 3,
+    KillPoint("shardwise.exporter.hf_writer:_content", 3 * LAYERS * TENSORS + 5): 3,
 }
 """In the second block, after a first call that warms up; while the folder is written. The blocks that are finished."""
 

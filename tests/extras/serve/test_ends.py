@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.export.export_run import export_gguf, export_run
+from shardwise.exporter.export_run import export_gguf, export_run
 from shardwise.extras.serve.requests import Request
 from shardwise.extras.serve.sampling import Sampling
 from shardwise.extras.serve.serving import END, load_model
 from tests.data import chat_templates as templates
 from tests.data.test_chat import folder_of
-from tests.export.test_export_run import leave_run
+from tests.exporter.test_export_run import leave_run
 from tests.harness.pool import Pool
 
 transformers = pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ from shardwise.extras.serve.serving import load_model
 from shardwise.hardware.cluster import cluster_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.presets import Dimensions
-from shardwise.train.meter import MemoryMeter, return_large_frees
+from shardwise.trainer.meter import MemoryMeter, return_large_frees
 from tests.harness.pool import Pool
 from tests.harness.quantized import write_quantized_folder
 

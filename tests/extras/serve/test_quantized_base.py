@@ -17,8 +17,8 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import scheme_of
 from shardwise.engine.build import build
 from shardwise.engine.train_state import TrainState
-from shardwise.export.export_run import export_run
-from shardwise.export.merge import merge
+from shardwise.exporter.export_run import export_run
+from shardwise.exporter.merge import merge
 from shardwise.extras.serve.requests import Request
 from shardwise.extras.serve.sampling import Sampling
 from shardwise.extras.serve.serving import load_model

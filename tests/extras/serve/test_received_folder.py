@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.core.errors import RecipeError, ShardwiseError
-from shardwise.export.export_run import export_run
-from shardwise.export.merge import merge
+from shardwise.exporter.export_run import export_run
+from shardwise.exporter.merge import merge
 from shardwise.extras.serve.serving import load_model
 from shardwise.report.run import write_report
 

@@ -34,7 +34,7 @@ from shardwise.recipe.presets import Dimensions
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
-from shardwise.verify.reference import reference_model
+from shardwise.verifier.reference import reference_model
 
 torch.set_num_threads(1)
 

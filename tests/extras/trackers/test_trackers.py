@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwise.extras.trackers import csv_tracker as csv_module
-from shardwise.train.tracking import Tracking, described, series
+from shardwise.trainer.tracking import Tracking, described, series
 
 RUN = {
     "recipe": {"steps": 3, "optimizer": {"name": "adamw", "learning_rate": 0.5}, "adapter": None},
@@ -197,7 +197,7 @@ def test_one_that_hangs_does_not_hold_the_run(tmp_path: Path, monkeypatch: pytes
             time.sleep(30)
 
     monkeypatch.setattr(csv_module, "CsvTracker", Hanging)
-    monkeypatch.setattr("shardwise.train.tracking.CLOSING_SECONDS", 0.1)
+    monkeypatch.setattr("shardwise.trainer.tracking.CLOSING_SECONDS", 0.1)
     began = time.monotonic()
     warnings, _ = tracked(["csv"], tmp_path)
     assert time.monotonic() - began < 10

@@ -1,0 +1,91 @@
+"""The model card of a fine-tuned model (README.md, with the metadata that the Hub reads), and its tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from shardwise.checkpoint import manifest
+from shardwise.core.atomic_file import write_whole
+from shardwise.core.plan import Plan
+from shardwise.exporter.export_run import checkpoint_of, export_run, tokenizer_files
+from shardwise.model.hf_objective import CLASSES
+from shardwise.recipe.sections import Recipe
+from shardwise.recipe.yaml_source import written
+
+NAME = "README.md"
+_TASKS = {"causal": "text-generation", "masked": "fill-mask", "seq2seq": "text2text-generation"}
+"""The Hub's names of tasks, by the objective."""
+
+
+def finish_adapter(folder: Path, recipe: Recipe, plan: Plan, loss: float | None) -> None:
+    """Add the tokenizer and the card to the folder of an adapter. Raises DataError, ResourceError."""
+    for name, source in tokenizer_files(recipe.data.tokenizer, required=False).items():
+        if isinstance(source, Path):
+            shutil.copyfile(source, folder / name)
+    write_whole(folder / NAME, card(recipe, plan, loss).encode("utf-8"))
+
+
+def finish_model(run: Path, folder: Path, recipe: Recipe, plan: Plan, loss: float | None) -> None:
+    """Export the run's model to ``folder``, if it is not there or older, with its card. Raises ShardwiseError."""
+    checkpoint = checkpoint_of(run)[1]
+    config = folder / "config.json"
+    if config.exists() and config.stat().st_mtime < (checkpoint / manifest.NAME).stat().st_mtime:
+        shutil.rmtree(folder)  # the run has gone on since
+    if not config.exists():
+        export_run(run, folder)
+    write_whole(folder / NAME, card(recipe, plan, loss).encode("utf-8"))
+
+
+def card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
+    """The text of a card."""
+    base, adapter = recipe.model.hf or "", recipe.adapter
+    kind = "all weights" if adapter is None else f"{adapter.name} of rank {adapter.rank}"
+    if adapter is not None and adapter.quantize != "none":
+        kind += f" on a base in {adapter.quantize}"
+    head = {
+        "base_model": base,
+        "library_name": "transformers" if adapter is None else "peft",
+        "tags": ["shardwise", _TASKS[recipe.model.objective], *([] if adapter is None else [adapter.name])],
+    }
+    rows = {
+        "base model": base,
+        "trained": kind,
+        "data": ", ".join(part.source for part in recipe.data.parts),
+        "steps": f"{recipe.steps:,} of {recipe.batch_size} sequences of {recipe.data.sequence_length:,} tokens",
+        "learning rate": f"{recipe.optimizer.learning_rate:g}, {recipe.schedule.name}",
+        "strategy": f"{plan.line} on {plan.world_size} x {plan.device}",
+        "validation loss": "not measured" if loss is None else f"{loss:.4f} nats per token",
+    }
+    lines = ["---", *(f"{key}: {written(value)}" for key, value in head.items()), "---", ""]
+    lines += [f"# {Path(base).name}, fine-tuned", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in rows.items()]
+    return "\n".join([*lines, "", "## Use", "", "```python", *_usage(recipe), "```", ""])
+
+
+def _usage(recipe: Recipe) -> list[str]:
+    auto = CLASSES[recipe.model.objective]
+    tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
+    if recipe.adapter is None:
+        return [
+            f"from transformers import {auto}, AutoTokenizer",
+            "",
+            f'model = {auto}.from_pretrained("THIS_FOLDER")',
+            tokenizer,
+        ]
+    if recipe.model.objective == "causal":
+        return [
+            "from peft import AutoPeftModelForCausalLM",
+            "from transformers import AutoTokenizer",
+            "",
+            'model = AutoPeftModelForCausalLM.from_pretrained("THIS_FOLDER")',
+            tokenizer,
+        ]
+    return [
+        "from peft import PeftModel",
+        f"from transformers import {auto}, AutoTokenizer",
+        "",
+        f'base = {auto}.from_pretrained("{recipe.model.hf}")',
+        'model = PeftModel.from_pretrained(base, "THIS_FOLDER")',
+        tokenizer,
+    ]

@@ -1,0 +1,151 @@
+"""The strategies that the planner may choose for a recipe on a cluster, as the techniques declare them.
+
+Techniques are asked in the order in which they are applied, so each sees what those before it chose: a schedule has
+candidates only where ranks hold different blocks, stages of ZeRO only where ranks share the weights. Settings that the
+recipe pins stay. A combination that breaks a rule is left out.
+
+The space has two levels. An *origin* has values for the settings that change what all parts of a step hold (mesh axes,
+precision). Its *completions* choose the others, which act on one part each (planner/compose.py): where the states are,
+which activations are recomputed or offloaded, the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from shardwise.core.strategy import Setting, Strategy
+from shardwise.hardware.cluster import Cluster
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import (
+    AXES,
+    MICRO_BATCH_SIZE,
+    ORDER,
+    Technique,
+    broken_rules,
+    case_of,
+    layout_of,
+    native,
+    strategy_from,
+    within,
+)
+
+Mesh = tuple[int, ...]
+"""Degrees of the axes that do not divide the data."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """All strategies without their micro-batch sizes.
+
+    Attributes:
+        last_resort: also values that are tried only where nothing else fits.
+    """
+
+    recipe: Recipe
+    cluster: Cluster
+    last_resort: bool = False
+
+    def meshes(self) -> Mapping[Mesh, Sequence[Strategy]]:
+        """Origins by mesh, in the order of their settings' candidates."""
+        found: dict[Mesh, list[Strategy]] = {}
+        for origin in self._extended(strategy_from(self.recipe.strategy), of_parts=False):
+            found.setdefault(self.mesh_of(origin), []).append(origin)
+        return found
+
+    def completions(self, origin: Strategy) -> Iterator[Strategy]:
+        """Strategies with the origin's mesh that break no rule, plainest first."""
+        for strategy in self._extended(origin, of_parts=True):
+            if not any(broken_rules(strategy, self.cluster.world_size, self.recipe)):
+                yield strategy
+
+    def origin_of(self, strategy: Strategy) -> Strategy:
+        """The strategy with the settings of parts at their defaults, but for those that the recipe pins."""
+        return strategy.with_values(
+            **{s.key: s.default for s in (*self._free(of_parts=True), MICRO_BATCH_SIZE)}
+        )
+
+    def mesh_of(self, strategy: Strategy) -> Mesh:
+        layout = layout_of(strategy, self.cluster.world_size)
+        return tuple(layout.degree(axis.name) for axis in AXES if not axis.samples)
+
+    def moved(self, strategy: Strategy, origin: Strategy) -> Strategy:
+        """The completion of an origin with the values of another origin's completion."""
+        return origin.with_values(**{s.key: strategy[s] for s in self._free(of_parts=True)})
+
+    def plainer(self, one: Strategy, other: Strategy) -> bool:
+        """Whether no ordered setting of ``one`` has a later candidate, and all other free ones are equal."""
+        for setting in self._free(of_parts=True):
+            values = self._listed(setting)
+            mine, theirs = one[setting], other[setting]
+            if mine != theirs and not (
+                setting.ordered and {mine, theirs} <= {*values} and values.index(mine) <= values.index(theirs)
+            ):
+                return False
+        return True
+
+    def _extended(self, start: Strategy, of_parts: bool) -> Iterator[Strategy]:
+        """Every choice of the settings of parts, or of the others."""
+        partial = [start]
+        for technique in ORDER:
+            for setting in technique.settings:
+                if setting in self._free(of_parts):
+                    partial = [each for one in partial for each in self._choices(technique, setting, one)]
+        yield from partial
+
+    def _choices(self, technique: Technique, setting: Setting[Any], strategy: Strategy) -> Iterator[Strategy]:
+        case = case_of(strategy, self.cluster.world_size, self.recipe, self.cluster.devices_per_node)
+        values = list(technique.candidates(setting, case)) or [strategy[setting]]
+        if self.last_resort:
+            values += setting.last_resort
+        for value in dict.fromkeys(values):
+            chosen = strategy.with_values(**{setting.key: value})
+            if native(chosen, self.cluster.device, self.recipe.strategy) and self._allowed(setting, chosen):
+                yield chosen
+
+    def _allowed(self, setting: Setting[Any], strategy: Strategy) -> bool:
+        """Whether no rule that names this setting is broken; rules of others may be mended by later ones."""
+        size = self.cluster.world_size
+        return not any(broken.rule.key == setting.key for broken in broken_rules(strategy, size, self.recipe))
+
+    def _free(self, of_parts: bool) -> Sequence[Setting[Any]]:
+        return self._free_settings[of_parts]
+
+    @cached_property
+    def _free_settings(self) -> Mapping[bool, Sequence[Setting[Any]]]:
+        """Settings that the recipe does not pin: those of parts, and the others."""
+        found: dict[bool, list[Setting[Any]]] = {True: [], False: []}
+        for technique in ORDER:
+            for setting in technique.settings:
+                if setting.key not in self.recipe.strategy and setting is not MICRO_BATCH_SIZE:
+                    found[_of_a_part(technique, setting)].append(setting)
+        return found
+
+    def _listed(self, setting: Setting[Any]) -> Sequence[object]:
+        return tuple(dict.fromkeys((setting.default, *setting.candidates, *setting.last_resort)))
+
+
+def _of_a_part(technique: Technique, setting: Setting[Any]) -> bool:
+    """Whether a setting is at its default in every origin."""
+    other = next((v for v in setting.examples if v != setting.default), None)
+    if other is None:
+        return bool(technique.part)
+    strategy = strategy_from({setting.key: other})
+    return within(strategy, None)[setting] == setting.default
+
+
+def children(mesh: Mesh, meshes: Mapping[Mesh, object]) -> Iterator[Mesh]:
+    """Meshes with one larger degree, by the smallest factor that there is."""
+    for axis, degree in enumerate(mesh):
+        larger = [
+            other
+            for other in meshes
+            if other[:axis] + other[axis + 1 :] == mesh[:axis] + mesh[axis + 1 :]
+            and other[axis] > degree
+            and other[axis] % degree == 0
+        ]
+        if larger:
+            yield min(larger, key=math.prod)

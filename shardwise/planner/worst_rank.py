@@ -1,0 +1,134 @@
+"""A strategy's prediction: the memory of its worst rank, and the time of all ranks together.
+
+Ranks that hold different blocks differ in memory. Their place (``technique/place.py``) says which of them to look at,
+and how their times combine. In small worlds a rank of every stage is dry-run, and the worst is shown. In large worlds
+all kinds of ranks get a quick prediction, and the worst of them a full one. A quick prediction ends with the first rank
+if that needs too much: the others change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from shardwise.core.plan import StepEstimate
+from shardwise.core.strategy import Layout, Strategy
+from shardwise.dryrun.run import place_of
+from shardwise.hardware.cluster import Cluster
+from shardwise.model.blueprint import Blueprint
+from shardwise.planner.compose import CountComposer
+from shardwise.planner.predict import Prediction, predict
+from shardwise.planner.read_ahead import ReadAhead
+from shardwise.planner.timing import PASSES, step_time
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import has_stages, layout_of, micro_batches
+from shardwise.technique.place import RankTime, WholeStep
+
+EVERY_RANK = 8
+"""Worlds up to this size are dry-run on every stage, and where shards are uneven on every rank; of larger ones only the
+first rank of each kind, which holds most: shards are cut from the front."""
+
+
+def predict_worst(
+    recipe: Recipe,
+    blueprint: Blueprint,
+    strategy: Strategy,
+    cluster: Cluster,
+    *,
+    quick: bool = False,
+    budget: int | None = None,
+    ranks: Sequence[int] | None = None,
+    seen: dict[tuple[Strategy, int], Prediction] | None = None,
+    composer: CountComposer | None = None,
+) -> Prediction:
+    """The prediction of the rank that needs most.
+
+    Args:
+        ranks: the only ones to look at, where they are given.
+        seen: quick predictions that have been made, and are not made again; new ones are added.
+        composer: composes quick predictions where it can.
+    """
+    layout = layout_of(strategy, cluster.world_size)
+    small, staged = cluster.world_size <= EVERY_RANK, has_stages(layout)
+    looks = _Looks(
+        partial(predict, recipe, blueprint, strategy, cluster, budget=budget, composer=composer),
+        strategy,
+        {} if seen is None else seen,
+    )
+    wanted, look = list(ranks or (0,)), quick or (not small and staged)
+    start = place_of(recipe, blueprint, strategy, cluster, rank=0) if staged and ranks is None else None
+    if start is not None:
+        numbers = start.ranks_to_probe(every=small and not quick)
+        wanted = [number * layout.stride(start.axis) for number in numbers]
+    known = looks.at(wanted, look, enough=budget if quick else None)
+    if (place := known[wanted[0]].run.place) is None:
+        return known[wanted[0]]
+    # Fragmentation is compared only where all ranks have theirs.
+    replayed = all(found.whole for found in known.values())
+    worst = max(known, key=lambda rank: known[rank].peak.bytes if replayed else known[rank].sum_bytes)
+    if look and not quick:
+        known |= looks.at([worst], quick=False)
+    stride, count = layout.stride(place.axis), micro_batches(strategy, layout, recipe.batch_size)
+    probed = {rank // stride: found for rank, found in known.items()}
+    every = [probed[place.stand_in(number, probed)] for number in range(place.ranks)]
+    times = [_time(found, layout, cluster) for found in every]
+    whole = place.combined(times, count, worst // stride, known[worst].run.pass_bytes)
+    return replace(
+        known[worst],
+        # Which rank takes most of the host or of a disk need not be the one that takes most of its device.
+        host=max((found.host for found in known.values()), key=lambda host: host.total),
+        disk_bytes=max(found.disk_bytes for found in known.values()),
+        step=_step(known[worst].step, every, whole),
+        timetable=whole.timetable,
+        parameters=blueprint.parameter_count(),
+        allocated_by_rank={rank: found.allocated_bytes for rank, found in known.items()},
+    )
+
+
+@dataclass(frozen=True)
+class _Looks:
+    """Predictions of single ranks of a strategy.
+
+    Attributes:
+        predict: predicts one rank.
+        seen: quick predictions by strategy and rank.
+    """
+
+    predict: Callable[..., Prediction]
+    strategy: Strategy
+    seen: dict[tuple[Strategy, int], Prediction]
+
+    def at(self, ranks: Sequence[int], quick: bool, enough: int | None = None) -> dict[int, Prediction]:
+        """Predictions of these ranks, on all cores; only of the first one if it needs more than ``enough`` bytes."""
+        missing = [rank for rank in ranks if self._known(rank, quick) is None]
+        found: dict[int, Prediction] = {}
+        with ReadAhead(lambda rank: self.predict(rank=rank, quick=quick), missing) as ahead:
+            for rank in ranks:
+                found[rank] = self._known(rank, quick) or ahead.get(missing.index(rank))
+                if quick:
+                    self.seen[self.strategy, rank] = found[rank]
+                if enough is not None and found[ranks[0]].sum_bytes > enough:
+                    break
+        return found
+
+    def _known(self, rank: int, quick: bool) -> Prediction | None:
+        known = self.seen.get((self.strategy, rank))
+        return known if known is not None and (quick or known.whole) else None
+
+
+def _time(found: Prediction, layout: Layout, cluster: Cluster) -> RankTime:
+    time = step_time(found.cost, layout, cluster)
+    forward, backward = (time.passes.get(phase, 0.0) for phase in PASSES)
+    return RankTime(time.seconds, forward, backward, time.sending)
+
+
+def _step(step: StepEstimate, every: Sequence[Prediction], whole: WholeStep) -> StepEstimate:
+    """One step of all ranks together."""
+    slowest = max(every, key=lambda found: found.step.seconds).step
+    return replace(
+        step,
+        seconds=whole.seconds,
+        mfu=step.mfu * step.seconds / whole.seconds,
+        split={**slowest.split, whole.waiting: max(0.0, whole.seconds - slowest.seconds)},
+    )

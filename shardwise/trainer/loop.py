@@ -1,0 +1,396 @@
+"""The training loop: build, restore, then step until done. It names no technique.
+
+A step's results are read one step late, so the device never waits for the host to print. The guard (recovery.py)
+judges them; it may raise to rewind the run, and the loop continues from the restored state. After an OOM this rank
+stops, and the launcher starts all ranks again with half the micro-batch (oom_restart.py).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.checkpoint.adapter import leave
+from shardwise.checkpoint.checkpoint import on_rank_0, restore_or_start
+from shardwise.checkpoint.resume_checks import left_to_write
+from shardwise.checkpoint.run_folder import ADAPTER, CHECKPOINTS, REPORT
+from shardwise.checkpoint.saver import Saver
+from shardwise.core import heartbeat
+from shardwise.core.errors import Preempted, RecipeError
+from shardwise.core.json_file import plain
+from shardwise.core.plan import Plan
+from shardwise.core.run_files import GradientNoise, StepRecord
+from shardwise.data import Data, open_data
+from shardwise.engine.build import build
+from shardwise.engine.phase import listening
+from shardwise.engine.run import Steps
+from shardwise.engine.schedule import learning_rate
+from shardwise.engine.step import StepResult, step
+from shardwise.engine.train_state import TrainState
+from shardwise.launch.alarm import watch
+from shardwise.launch.signals import StopRequest
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.sections import Recipe
+from shardwise.trainer.batches import RankBatches, require_vocabulary
+from shardwise.trainer.evaluation import best_of, evaluate
+from shardwise.trainer.faults.oom_restart import followed_oom, stop_on_oom
+from shardwise.trainer.faults.recovery import ObservedStep, Recovery, Rewound
+from shardwise.trainer.gradient_histogram import GradientWatch
+from shardwise.trainer.hooks import ASKS, EVALUATE, PREEMPT, SAVE, SKIP, STOP, Hooks, open_callbacks, read
+from shardwise.trainer.meter import MemoryMeter
+from shardwise.trainer.noise import gradient_noise, refuse_noise
+from shardwise.trainer.pass_stopwatch import Stopwatch
+from shardwise.trainer.pauses import Pauses
+from shardwise.trainer.phase_stopwatch import PhaseStopwatch
+from shardwise.trainer.predictions import Predictions
+from shardwise.trainer.profiling import Profiling
+from shardwise.trainer.run_log import RunLog, say, trained_sentence, warn
+from shardwise.trainer.tracking import Tracking
+from shardwise.trainer.warm_up import warm_kernels
+
+
+@dataclass
+class Job:
+    """One training job, as one rank sees it."""
+
+    recipe: Recipe
+    plan: Plan
+    folder: Path
+    device: torch.device
+    exact_memory: bool = False
+
+
+@dataclass
+class _Pending:
+    """A step that the host has issued and whose results it has not read.
+
+    ``index`` counts steps from 0. ``seconds`` are those of the step without ``compiling`` kernels.
+    """
+
+    index: int
+    result: StepResult
+    flags: Tensor
+    seconds: float
+    compiling: float
+
+
+class Trainer:
+    """Trains one job to its end, on one rank. All ranks run the same steps together.
+
+    Attributes:
+        state: progress of the run, up to the last step whose results were read.
+        index: the step that runs, from 0.
+    """
+
+    def __init__(self, job: Job) -> None:
+        recipe, strategy = job.recipe, job.plan.strategy
+        self.job = job
+        self.stopping = StopRequest(job.device)
+        self.blueprint: Blueprint = blueprint_of(recipe)
+        self.data: Data = open_data(recipe, self.blueprint.dataset)
+        require_vocabulary(self.blueprint, self.data)
+        callbacks = open_callbacks(recipe.callbacks)
+        named = recipe.trackers if dist.get_rank() == 0 else ()
+        tracking = Tracking(named, job.folder, warn) if named else None
+        own = recipe.optimizer if recipe.optimizer.factory else None
+        warm_kernels(job.device, strategy, own, convolves=self.blueprint.objective is None)
+        # This imports the model's code before the level of memory is taken.
+        self._trained, self._frozen = self.blueprint.parameter_counts()
+        self.meter = MemoryMeter(job.device, job.exact_memory)
+        self.run = build(recipe, self.blueprint, strategy, job.device)
+        self.state = self._restored()
+        self.index = self.state.step
+        self.batches = RankBatches(self.data, self.run)
+        self.predictions = Predictions(self.run) if recipe.evaluation.metrics is not None else None
+        self.saver = Saver(self.run, job.folder, self.data.fingerprint)
+        self.hooks = Hooks(callbacks, dist.get_rank(), [] if tracking is None else [("trackers", tracking)])
+        heard = (lambda event: self.hooks.call("on_event", event)) if self.hooks.listening else None
+        self.recovery = Recovery(
+            self.run, self.data, job.folder, self.batches.at, self.saver.wait, warn, heard
+        )
+        self.pauses = Pauses(recipe)
+        self.stopwatch = Stopwatch(self.run, self.state.step)
+        self.phases = PhaseStopwatch(self.run, self.state.step)
+        self.gradients = GradientWatch(self.run, self.state.step)
+        self.profiling = Profiling(recipe.profile, job.folder, job.device, warn)
+        self.log = RunLog(job.folder, job.plan, recipe.steps, self.state.step)
+        self._pending: _Pending | None = None
+        self._watched = self._ended = False
+        self._skip: Tensor | None = None
+        if recipe.evaluation.noise_scale:
+            refuse_noise(self.run, job.plan.micro_batches)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.job.folder / CHECKPOINTS
+
+    def _restored(self) -> TrainState:
+        """Load the newest checkpoint if there is one."""
+        state = restore_or_start(self.run, self._checkpoints, self.data.fingerprint, say, warn)
+        if state is None:
+            return TrainState()
+        self.data.begin_at(state.cursor)
+        self.meter.forget()
+        return state
+
+    def train(self) -> None:
+        """Train all remaining steps and write the report.
+
+        Raises:
+            NumericsError: the guard gives up.
+            Preempted: a rank was asked to stop, and the run is saved.
+            OutOfMemory: this rank ran out of memory; ``oom.json`` is written.
+        """
+        job, steps = self.job, self.job.recipe.steps
+        if self.state.step >= steps:
+            self._end_again()
+            return
+        if self._frozen:
+            say(trained_sentence(self._trained, self._frozen))
+            for note in self.blueprint.notes(8 * self.run.options.dtypes.compute.itemsize):
+                say(note)
+        self.log.begin(self._trained)
+        self.recovery.begin(self.state, followed_oom(job.folder, job.plan))
+        with listening(lambda phase: heartbeat.mark()), self._telling():
+            self._rehearse()
+            stop_on_oom(
+                self._train, job.folder, job.plan, lambda: (self.index + 1, self.meter.reached().allocated)
+            )
+            self.saver.wait()
+        self.recovery.close()
+        if self.job.recipe.checkpoint.best is not None and self.state.best is None:
+            warn(f"no best checkpoint: {self.job.recipe.checkpoint.best} was finite in no evaluation")
+        timed = self.stopwatch.collect(), self.phases.collect()
+        self.log.end(self.meter.peak, self.state, *timed, self.gradients.collect())
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the callbacks of the start and of the end of the block."""
+        job, before = self.job, self.state.step
+        about = {"folder": str(job.folder), "recipe": job.recipe.model_dump(mode="json")}
+        where = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        plan = job.plan.as_dict() if self.hooks.listening else {}
+        self.hooks.call(
+            "on_start", {**about, **where, "plan": plan, "step": before, "steps": job.recipe.steps}
+        )
+        try:
+            yield
+        except BaseException as error:
+            reason = "preempted" if isinstance(error, Preempted) else "failed"
+            with suppress(RecipeError):  # the first error is the one to report
+                self._tell_end(reason, str(error))
+            raise
+        self._tell_end("stopped" if self._ended else "finished")
+
+    def _tell_end(self, reason: str, error: str = "") -> None:
+        end = {"step": self.state.step, "tokens": self.state.tokens, "reason": reason, "error": error}
+        self.hooks.call("on_end", end)
+
+    def _rehearse(self) -> None:
+        """Evaluate one micro-batch of a user's own model before the first step; all of them for its metrics.
+
+        The dry run runs the loss in training mode only, so a fault in evaluation would be found after the last step.
+        """
+        if self.blueprint.objective is None and self.state.step == 0:
+            batches = self.batches.validation()
+            if not batches and (self.predictions or self.job.recipe.checkpoint.best == "held_out_loss"):
+                why = "the dataset has too few items, or data.held_out is 0"
+                raise RecipeError("there is nothing to evaluate", where="data.held_out", why=why)
+            losses = {"": evaluate(self.run, batches if self.predictions else batches[:1], self.predictions)}
+            best_of(self.job.recipe, None, 0, self._by_name(losses, self._metrics()) if batches else {})
+            self.meter.forget()
+
+    def _metrics(self) -> dict[str, float]:
+        """Of the evaluation before."""
+        return {} if self.predictions is None else self.predictions.values()
+
+    @staticmethod
+    def _by_name(losses: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+        """Every value of an evaluation; the loss of the run's own held-out data is ``held_out_loss``."""
+        return {**{name or "held_out_loss": loss for name, loss in losses.items()}, **metrics}
+
+    def _end_again(self) -> None:
+        """All steps are done: write what an earlier process was killed before it wrote."""
+        folder, recipe = self.job.folder, self.job.recipe
+        checkpoint = self._checkpoints / f"step-{self.state.step}"
+        left = on_rank_0(lambda: left_to_write(recipe, folder, checkpoint))
+        say(
+            f"{self.state.step} of {recipe.steps} steps are done"
+            + (f"; writing {' and '.join(left)}" if left else "")
+        )
+        if ADAPTER in left:
+            leave(self.run, folder, checkpoint)
+        if REPORT in left:
+            self.log.end(self.meter.peak, self.state, None)
+
+    def _train(self) -> None:
+        """Step to the end of the run; after a rewind, again from the restored state."""
+        while self.state.step < self.job.recipe.steps and not self._ended:
+            try:
+                self._steps()
+            except Rewound as rewound:
+                self.state, self._pending = rewound.state, None
+                self.pauses.rewind()
+                self.log.lap()
+
+    def _steps(self) -> None:
+        steps = range(self.state.step, self.job.recipe.steps)
+        batches = (self.batches.at(self.state.position(index)) for index in steps)
+        for index in steps:
+            before, self._pending = self._pending, self._issue(index, batches)
+            asked = frozenset[str]() if before is None else self._finish(before)
+            self.meter.after_step()
+            if asked - {SKIP} or self.pauses.after(index):
+                self._pause(self._pending, asked)
+            if self._ended:
+                return
+
+    def _issue(self, index: int, batches: Steps) -> _Pending:
+        """Run a step without waiting for the device."""
+        recipe, run = self.job.recipe, self.run
+        seed_step(recipe.seed, index, run.random_rank)
+        with self._monitored(index):
+            result = step(run, batches, learning_rate(recipe, index), self._skip)
+        flags = self._agreed(index)
+        self._skip = flags[-1] if self.hooks.may_ask and run.synchronous else None
+        return _Pending(index, result, flags, *self.log.lap())
+
+    @contextmanager
+    def _monitored(self, index: int) -> Iterator[None]:
+        """Tell the OOM record and the watchdog which step runs, and time it if it is the one to time."""
+        self.index = index
+        heartbeat.own.at_step(index + 1)
+        with ExitStack() as stack:
+            for each in (self.stopwatch, self.phases, self.gradients, self.profiling):
+                stack.enter_context(each.over(index))
+            yield
+
+    def _agreed(self, index: int) -> Tensor:
+        """What any rank was asked for, on all ranks, without waiting for the device: PREEMPT, then ASKS."""
+        # Ranks that are not in the same step can agree only where the run pauses.
+        if self.run.synchronous or self.pauses.after(index):
+            return self.stopping.agreed(*self.hooks.asked())
+        return torch.zeros(1 + len(ASKS))
+
+    def _finish(
+        self,
+        pending: _Pending,
+        losses: Mapping[str, float] = {},
+        metrics: Mapping[str, float] = {},
+        noise: GradientNoise | None = None,
+    ) -> frozenset[str]:
+        """Read, log and judge the results of a step. Returns the flags that are set.
+
+        Args:
+            losses: of the validation sets by name; "" is the run's own.
+            metrics: of a user's module.
+
+        Raises Rewound or NumericsError.
+        """
+        result, seconds = pending.result, pending.seconds
+        loss, norm, tokens = float(result.loss), float(result.grad_norm), int(result.tokens)
+        skipped, rewinds, scale = bool(result.skipped), self.state.rewinds or None, float(result.loss_scale)
+        self.state = replace(self.state, step=pending.index + 1, tokens=self.state.tokens + tokens)
+        record = StepRecord(
+            step=self.state.step,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=learning_rate(self.job.recipe, pending.index),
+            tokens=tokens,
+            seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            processed_per_second=self.job.plan.step.tokens / seconds,
+            loss_scale=scale if self.run.loss_scale.active else None,
+            peak_bytes=self.meter.peak.allocated,
+            skipped=skipped,
+            held_out_loss=losses.get(""),
+            held_out_losses={name: loss for name, loss in losses.items() if name} or None,
+            metrics=metrics or None,
+            rewinds=rewinds,
+            gradient_noise=noise,
+            compile_seconds=pending.compiling or None,
+        )
+        self.log.step(record)
+        if self.hooks.listening:
+            self.hooks.step(plain(record))
+        if losses:
+            found = {"held_out_loss": record.held_out_loss, "held_out_losses": record.held_out_losses or {}}
+            self.hooks.call("on_evaluate", {"step": self.state.step, **found, "metrics": dict(metrics)})
+        faulty = skipped and not (math.isfinite(loss) and math.isfinite(norm))  # else a callback asked for it
+        observed = ObservedStep(pending.index, loss, norm, faulty, scale)
+        self.state = self.recovery.see(self.state, observed)
+        if not self._watched:
+            watch(self.job.recipe.watchdog)
+            self._watched = True
+        return read(pending.flags)
+
+    def _pause(self, pending: _Pending, asked: frozenset[str]) -> None:
+        """Between two steps: evaluate, save, and stop if asked to. The time of a step does not include it."""
+        index, recipe, noise = pending.index, self.job.recipe, None
+        losses, metrics = dict[str, float](), dict[str, float]()
+        float(pending.result.loss)  # waits for the device
+        pending.seconds += self.log.lap()[0]
+        asked |= read(pending.flags)
+        stop, last = PREEMPT in asked, STOP in asked
+        evaluates = (self.pauses.evaluates(index) or last or EVALUATE in asked) and not stop
+        if evaluates:
+            for name in self.batches.validation_sets:
+                own = None if name else self.predictions
+                losses[name] = evaluate(self.run, self.batches.validation(name), own)
+            metrics = self._metrics()
+        if evaluates and recipe.evaluation.noise_scale:
+            noise = gradient_noise(self.run, self.batches.at(self.state.position(index + 1)))
+        self._finish(pending, losses, metrics, noise)
+        self._pending = None
+        suspicious = self.state.guard.burst is not None
+        improved = False if suspicious else self._improved(self._by_name(losses, metrics))
+        if self.pauses.saves(index, stop or last, suspicious) or SAVE in asked or improved:
+            self._save()
+        if last and not stop:
+            say(f"a callback ended the run after step {index + 1}")
+            self._ended = True
+        if stop and index + 1 < recipe.steps:
+            self.saver.wait()
+            again = "run the same command to go on"
+            say(f"stopped on request: saved step {index + 1}; {again}")
+            raise Preempted("stopped on request", where=f"step {index + 1}", why="saved", fix=again)
+        if self.pauses.snapshots(index):
+            self.recovery.snapshot(self.state)
+        self.meter.forget()
+        self.log.lap()
+
+    def _improved(self, values: Mapping[str, float]) -> bool:
+        """Whether an evaluation is the best so far by ``checkpoint.best``; notes it."""
+        before, step = self.state.best, self.state.step
+        best = best_of(self.job.recipe, before, step, values)
+        self.state = replace(self.state, best=best)
+        return best != before
+
+    def _save(self) -> None:
+        self.log.sync()
+        cursor = self.data.cursor(self.state.position(self.state.step))
+        self.saver.save(replace(self.state, cursor=cursor))
+        path = self._checkpoints / f"step-{self.state.step}"
+        committed = not self.job.recipe.checkpoint.background
+        self.hooks.call("on_save", {"step": self.state.step, "path": str(path), "committed": committed})
+
+
+def seed_step(seed: int, index: int, rank: int) -> None:
+    """Seed every generator from (seed, step, rank), so a checkpoint stores no generator state.
+
+    Dropout draws from torch's, and optimizers of libraries from those of Python and NumPy, too.
+    """
+    value = ((seed * 1_000_003 + index) * 65_537 + rank) % 2**63
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value % 2**32)

@@ -1,0 +1,147 @@
+"""What a run writes while it trains: ``metrics.jsonl``, the progress line, and ``report.json`` at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwise.checkpoint.run_folder import forget_report, write_outcome
+from shardwise.core.attempts import Attempts
+from shardwise.core.plan import Plan
+from shardwise.core.run_files import (
+    GradientHistogram,
+    Outcome,
+    PassesRecord,
+    PhasesRecord,
+    RankMemory,
+    StepRecord,
+)
+from shardwise.core.units import format_count
+from shardwise.engine.train_state import TrainState
+from shardwise.runtime.compiled import seconds_compiling
+from shardwise.trainer.meter import EXACT_STEPS, Measured
+from shardwise.trainer.metrics import MetricsFile, typical_seconds
+from shardwise.trainer.progress import Progressing
+
+
+class RunLog:
+    """The log of one run. Only rank 0 writes, so it calls ``begin``, ``step`` and ``end`` like all ranks.
+
+    Args:
+        resumed: steps that were done before.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, steps: int, resumed: int) -> None:
+        self._folder, self._plan, self._resumed = folder, plan, resumed
+        self._writes = dist.get_rank() == 0
+        self._started = time.perf_counter()
+        self._lap_began = self._started, seconds_compiling()
+        self.validation_loss: float | None = None
+        self._set_losses: Mapping[str, float] = {}
+        self._values: Mapping[str, float] = {}
+        self._trained: int | None = None
+        if self._writes:
+            self._metrics = MetricsFile(folder / "metrics.jsonl", resumed, warn)
+            losses = [record.held_out_loss for record in self._metrics.before]
+            self.validation_loss = next((loss for loss in reversed(losses) if loss is not None), None)
+            named = (record.held_out_losses for record in reversed(self._metrics.before))
+            self._set_losses = next(filter(None, named), {})
+            values = (record.metrics for record in reversed(self._metrics.before))
+            self._values = next(filter(None, values), {})
+            self._progress = Progressing(steps, resumed, unit=plan.step.unit)
+
+    def begin(self, trained: int) -> None:
+        """Training of ``trained`` parameters begins: delete the report of an earlier training."""
+        self._trained = trained
+        if self._writes:
+            forget_report(self._folder)
+            Attempts(self._folder).training(self._resumed)
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds since the last call, without those of compiling kernels, and of compiling."""
+        began, compiled = self._lap_began
+        now, compiling = self._lap_began = time.perf_counter(), seconds_compiling()
+        return now - began - (compiling - compiled), compiling - compiled
+
+    def step(self, record: StepRecord) -> None:
+        """Log a step."""
+        if record.held_out_loss is not None:
+            self.validation_loss = record.held_out_loss
+        self._set_losses = record.held_out_losses or self._set_losses
+        self._values = record.metrics or self._values
+        if self._writes:
+            self._metrics.write(record)
+            self._progress.show(record)
+
+    def sync(self) -> None:
+        """A checkpoint will be saved: write the steps before it to the disk."""
+        if self._writes:
+            self._metrics.sync()
+
+    def end(
+        self,
+        peak: Measured,
+        state: TrainState,
+        passes: PassesRecord | None,
+        phases: PhasesRecord | None = None,
+        gradients: GradientHistogram | None = None,
+    ) -> None:
+        """Write ``report.json``. All ranks call it together.
+
+        Args:
+            peak: of this rank; 0 if it made no step, because an earlier process made all of them.
+            state: at the end.
+            passes: the timed passes of ranks that hold different blocks.
+            phases: the timed phases of a step.
+            gradients: their sizes in a step.
+        """
+        peaks = [peak] * dist.get_world_size()
+        dist.all_gather_object(peaks, peak)
+        if not self._writes:
+            return
+        self._progress.close()
+        self._metrics.close()
+        plan = self._plan
+        seconds = self._metrics.seconds or [record.seconds for record in self._metrics.before]
+        outcome = Outcome(
+            ranks=tuple(
+                RankMemory(rank, plan.predicted_allocated(rank), each.allocated, each.reserved)
+                for rank, each in enumerate(peaks)
+            ),
+            predicted_step_seconds=plan.step.seconds,
+            measured_step_seconds=typical_seconds(seconds, EXACT_STEPS) if seconds else None,
+            ledger=plan.ledger,
+            held_out_loss=self.validation_loss,
+            parameters=plan.parameters,
+            trained_parameters=self._trained,
+            tokens=state.tokens,
+            seconds=time.perf_counter() - self._started,
+            device=plan.device,
+            world_size=plan.world_size,
+            passes=passes,
+            phases=phases,
+            held_out_losses=self._set_losses,
+            gradients=gradients,
+            metrics=self._values,
+            best_step=None if state.best is None else state.best.step,
+        )
+        write_outcome(self._folder, outcome)
+
+
+def trained_sentence(trained: int, frozen: int) -> str:
+    """How many of the parameters are trained."""
+    whole = trained + frozen
+    return f"training {format_count(trained)} of {format_count(whole)} parameters ({trained / whole:.2%})"
+
+
+def say(text: str) -> None:
+    """Print a line on rank 0, whose standard output reaches the user."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    say(f"warning: {text}")

@@ -1,0 +1,127 @@
+"""Plain runs in a precision of fewer bits than fp32, and the rounding noise between them.
+
+They train in one process, by a loop of their own (mixed_precision.py). The comparison in fp64 with the reference
+(reference.py) shows that the layout is right; the comparison with these shows that its 16- or 8-bit arithmetic is.
+
+A repeat starts from weights of which each is multiplied by 1 + u·r, with u half the spacing of numbers of the compute
+dtype and r uniform in [-1, 1]. Every sum then rounds otherwise. Refused: only another order of the samples. It leaves
+the forward pass unchanged, so it misses the noise of ranks that split a product; and another micro-batch size overflows
+fp16 in other steps.
+
+At the first weights all runs are alike but for rounding, so gradients there are the sharpest comparison. Most repeats
+compute only those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardwise.core.atomic_file import write_whole
+from shardwise.core.json_file import read_json, text_of
+from shardwise.core.strategy import Strategy
+from shardwise.data import open_data
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import MICRO_BATCH_SIZE, digits_of
+from shardwise.trainer.loop import seed_step
+from shardwise.verifier.comparison import inner_products
+from shardwise.verifier.dropout import without_dropout
+from shardwise.verifier.mixed_precision import COMPUTE, FirstGradients, MixedPrecision
+from shardwise.verifier.verdict import FACTOR, PlainRuns, TrainedStep, misalignments
+
+START, END, GRADIENTS = "start.safetensors", "end.safetensors", "gradients.safetensors"
+"""Files of the plain run's trained parameters before and after its steps, and of the gradients of the first step."""
+_RUNS = "plain.json"
+_REPEATS, _REPEATS_OF_FEW_BITS, _GRADIENTS = 2, 5, 8
+"""Repeats; those of optimizers whose codes of few bits flip in some repeats only; and those of the first gradients."""
+
+
+def run_plain(
+    recipe: Recipe,
+    strategy: Strategy,
+    folder: Path,
+    device: torch.device,
+    skips: Sequence[bool] | None = None,
+) -> None:
+    """Train in one process in the digits of ``strategy``, then the repeats; write the results to ``folder``.
+
+    Args:
+        skips: of every step whether its update is left out; None leaves out what overflows.
+    """
+    recipe = without_dropout(recipe)
+    blueprint = blueprint_of(recipe)
+    data = open_data(recipe, blueprint.dataset)
+
+    def trained(number: int, steps: int, scale: float | None = None) -> _PlainRun:
+        run, seen = MixedPrecision(recipe, blueprint, strategy, device, number), []
+        start = run.weights()
+        for index in range(-1, steps):
+            seed_step(recipe.seed, max(0, index), 0)
+            batches = data.micro_batches(max(0, index), 0, 1, strategy[MICRO_BATCH_SIZE])
+            if index < 0:
+                first = run.gradients(batches, scale or run.loss_scale)
+            else:
+                seen.append(run.step(index, batches, None if skips is None else skips[index]))
+        return _PlainRun(first, tuple(seen), start, run.weights())
+
+    plain = trained(0, recipe.steps)
+    few_bits = recipe.optimizer.name == "adamw_8bit" or recipe.optimizer.factory is not None
+    firsts, repeats = [], []
+    gradients = dict[str, float]()
+    # Adam moves all elements equally far at first. Where rounding decides the sign of a gradient, one of n moves the
+    # other way, in few runs only. That is a misalignment of 2 / n, which the limit allows.
+    parameters = {name: 2 / (FACTOR * tensor.numel()) for name, tensor in plain.end.items()}
+    for number in range(1, 1 + _GRADIENTS):
+        whole = number <= (_REPEATS_OF_FEW_BITS if few_bits else _REPEATS)
+        repeat = trained(number, recipe.steps if whole else 0, plain.first.loss_scale)
+        firsts.append(repeat.first.step)
+        _raise(gradients, repeat.first.gradients, plain.first.gradients)
+        if whole:
+            repeats.append(repeat.steps)
+            _raise(parameters, repeat.ways, plain.ways)
+    for name, tensors in ((START, plain.start), (END, plain.end), (GRADIENTS, plain.first.gradients)):
+        save_file(dict(tensors), folder / name)
+    runs = PlainRuns(
+        plain.first.step,
+        plain.steps,
+        tuple(firsts),
+        tuple(repeats),
+        gradients,
+        parameters,
+        torch.finfo(COMPUTE[digits_of(strategy).compute]).eps / 2,
+        plain.first.targets,
+        plain.first.loss_scale,
+    )
+    write_whole(folder / _RUNS, text_of(runs).encode())
+
+
+@dataclass(frozen=True)
+class _PlainRun:
+    """Gradients of the first step, all steps, and the trained parameters before and after them."""
+
+    first: FirstGradients
+    steps: tuple[TrainedStep, ...]
+    start: Mapping[str, Tensor]
+    end: Mapping[str, Tensor]
+
+    @property
+    def ways(self) -> dict[str, Tensor]:
+        return {name: end - self.start[name] for name, end in self.end.items()}
+
+
+def _raise(noise: dict[str, float], mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    """Raise the noise of every parameter to its misalignment in a repeat."""
+    pairs = {name: inner_products(mine[name], tensor) for name, tensor in theirs.items() if name in mine}
+    for name, difference in misalignments(pairs).items():
+        noise[name] = max(noise.get(name, 0.0), difference)
+
+
+def read_runs(folder: Path) -> PlainRuns:
+    """The results that ``run_plain`` wrote. Raises DataError."""
+    return read_json(folder / _RUNS, PlainRuns)

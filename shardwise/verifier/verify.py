@@ -1,0 +1,263 @@
+"""Compare a strategy with one plain process: loss and gradient norm at every step, weights at the end.
+
+In fp32 and fp64 the plain process is the independent reference (reference.py), and a fixed tolerance decides. It trains
+first and writes its losses and final weights to a folder. Then the strategy's ranks train on the same data. Differences
+are relative. Parameters that the loss does not determine are listed and not compared (reference.GradientScale).
+
+In fewer bits the plain process computes in these bits too, also without the engine (mixed_precision.py), and its own
+rounding noise decides (plain_runs.py). Noise may hide an error of the layout. So the same layout also trains in fp64
+and is compared with the reference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from shardwise.core.atomic_file import write_whole
+from shardwise.core.json_file import read_json, text_of
+from shardwise.core.strategy import Strategy
+from shardwise.data import Data, open_data
+from shardwise.engine.build import build
+from shardwise.engine.optim.trial import rounds
+from shardwise.engine.run import Run
+from shardwise.engine.schedule import learning_rate
+from shardwise.engine.step import step
+from shardwise.model.blueprint import Batch
+from shardwise.model.open import blueprint_of
+from shardwise.recipe.section import Arguments
+from shardwise.recipe.sections import Recipe
+from shardwise.runtime.parallel.shard_slices import named_parameters
+from shardwise.technique import MICRO_BATCH_SIZE, in_fp64, precision_of
+from shardwise.trainer.loop import seed_step
+from shardwise.verifier.comparison import gradient_products, parameter_differences, way_products
+from shardwise.verifier.dropout import draws_random_numbers, drop_nothing, without_dropout
+from shardwise.verifier.plain_runs import END, GRADIENTS, START, read_runs, run_plain
+from shardwise.verifier.reference import (
+    GradientScale,
+    ReferenceStep,
+    parameters_of,
+    reference_model,
+    rounds_to_fp32,
+    train_reference,
+)
+from shardwise.verifier.verdict import TrainedStep, Verdict, judged, misalignments, relative
+
+TOLERANCE: dict[str, float] = {"fp64": 1e-10, "fp32": 1e-5}
+"""Largest relative difference from the reference that passes, by the strategy's precision."""
+
+_EXACT = {"adamw_8bit": "adamw"}
+"""Optimizers that round their state, and those of the same rule that do not."""
+
+_ROUNDS = "the model's code rounds to fp32, so fp32's tolerance applies"
+_DRAWS = "the model's code draws random numbers, which differ between layouts, and so may the results"
+_WEIGHTS, _STEPS, _VERDICT = "reference.safetensors", "reference.json", "verify.json"
+
+
+def shortened(recipe: Recipe, steps: int) -> Recipe:
+    """The recipe shortened to ``steps`` steps, from new weights. Warmup and decay keep their share of the run.
+
+    Rounding never makes warmup and decay together longer than the run if they were not before.
+    """
+    schedule = recipe.schedule
+    warmup = -(-schedule.warmup_steps(recipe.steps) * steps // recipe.steps)
+    parts = {"warmup": min(warmup, max(1, steps - 1))}
+    if schedule.name == "wsd":
+        parts["decay"] = schedule.decay_steps(recipe.steps) * steps // recipe.steps
+    changed = {
+        "steps": steps,
+        "schedule": schedule.model_copy(update=parts),
+        "checkpoint": recipe.checkpoint.model_copy(update={"start_from": None}),
+    }
+    return recipe.model_copy(update=changed)
+
+
+def rounds_more(recipe: Recipe, strategy: Strategy) -> bool:
+    """Whether a run keeps fewer digits than fp32, so that only its own noise can judge it."""
+    return (
+        precision_of(strategy) not in TOLERANCE
+        or recipe.optimizer.name in _EXACT
+        or _optimizer_rounds(recipe)
+    )
+
+
+def _optimizer_rounds(recipe: Recipe) -> bool:
+    """Whether an optimizer of a library computes in 16 bits, such as Muon."""
+    if recipe.optimizer.factory is None:
+        return False
+    with torch.device("meta"):
+        model = blueprint_of(recipe).build()
+    return rounds({name: p for name, p in named_parameters(model) if p.requires_grad}, recipe.optimizer)
+
+
+def exactly(recipe: Recipe, strategy: Strategy) -> tuple[Recipe, Strategy, tuple[str, ...]]:
+    """The same layout in fp64, and the settings that it replaces, in words.
+
+    An optimizer of a library that rounds has no exact form: AdamW is in its place.
+    """
+    wide, name, factory = in_fp64(strategy), recipe.optimizer.name, recipe.optimizer.factory
+    replaced: dict[str, Any] = {"name": _EXACT.get(name, name)}
+    if _optimizer_rounds(recipe):
+        replaced = {"name": "adamw", "factory": None, "arguments": Arguments()}
+    words = [f"{key}: {there} for {here}" for key, (here, there) in strategy.differences(wide).items()]
+    if replaced["name"] != name or "factory" in replaced:
+        words.append(f"optimizer: {replaced['name']} for {factory or name}")
+    optimizer = recipe.optimizer.model_copy(update=replaced)
+    return recipe.model_copy(update={"optimizer": optimizer}), wide, tuple(words)
+
+
+def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
+    """Train the reference for ``recipe.steps`` and write its results to ``folder``.
+
+    In fp64 where the strategy computes in fp64, else in fp32.
+    """
+    recipe = without_dropout(recipe)
+    blueprint = blueprint_of(recipe)
+    data = open_data(recipe, blueprint.dataset)
+    dtype = torch.float64 if precision_of(strategy) == "fp64" else torch.float32
+    model = reference_model(blueprint, recipe.seed, dtype)
+
+    def batches() -> Iterator[list[Batch]]:
+        for index in range(recipe.steps):
+            seed_step(recipe.seed, index, 0)
+            yield data.micro_batches(index, 0, 1, strategy[MICRO_BATCH_SIZE])
+
+    first = data.micro_batches(0, 0, 1, strategy[MICRO_BATCH_SIZE])[0]
+    narrow = dtype == torch.float64 and rounds_to_fp32(blueprint, model, first)
+    random = draws_random_numbers(blueprint, model, first)
+    scale = GradientScale()
+    seen = list(train_reference(recipe, blueprint, model, batches(), scale))
+    digits = torch.float32 if narrow else dtype
+    save_file(scale.compared(parameters_of(model), digits), folder / _WEIGHTS)
+    undetermined = scale.undetermined(digits)
+    notes = [_ROUNDS] * narrow + [_DRAWS] * random
+    steps = [vars(s) for s in seen]
+    left = {"steps": steps, "undetermined": undetermined, "rounds_to_fp32": narrow, "notes": notes}
+    (folder / _STEPS).write_text(json.dumps(left), encoding="utf-8")
+
+
+def trained(run: Run, data: Data, steps: int) -> tuple[TrainedStep, ...]:
+    """Train a run for some steps on its share of the data."""
+    batches = (_batches(run, data, index) for index in range(steps))
+    seen = []
+    for index in range(steps):
+        seed_step(run.recipe.seed, index, run.random_rank)
+        result = step(run, batches, learning_rate(run.recipe, index))
+        seen.append(TrainedStep(float(result.loss), float(result.grad_norm), bool(result.skipped)))
+    return tuple(seen)
+
+
+def _batches(run: Run, data: Data, index: int) -> list[Batch]:
+    """This rank's micro-batches of one step, on its device."""
+    size = run.strategy[MICRO_BATCH_SIZE]
+    batches = data.micro_batches(index, run.data_rank, run.data_degree, size)
+    return [{name: tensor.to(run.device) for name, tensor in batch.items()} for batch in batches]
+
+
+def run_strategy(
+    recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device, tolerance: float | None = None
+) -> Verdict:
+    """Train with the strategy on all ranks and compare with what ``run_reference`` left in ``folder``.
+
+    Args:
+        tolerance: largest difference that passes; None takes that of the precision.
+    """
+    run, data, words = _built(recipe, strategy, device)
+    left = json.loads((folder / _STEPS).read_text(encoding="utf-8"))
+    expected = [ReferenceStep(**s) for s in left["steps"]]
+    seen = trained(run, data, len(expected))
+    pairs = list(zip(seen, expected, strict=True))
+    ignored = tuple(left["undetermined"])
+    apart = {n: d for n, d in parameter_differences(run, folder / _WEIGHTS).items() if n not in ignored}
+    worst = max(apart, key=lambda name: apart[name], default="")
+    precision, inside = precision_of(strategy), bool(left["rounds_to_fp32"])
+    return Verdict(
+        max(relative(ours.loss, theirs.loss) for ours, theirs in pairs),
+        max(relative(ours.grad_norm, theirs.grad_norm) for ours, theirs in pairs),
+        apart.get(worst, 0.0),
+        worst,
+        tolerance or TOLERANCE["fp32" if inside else precision],
+        len(expected),
+        ignored,
+        precision,
+        notes=(*words, *left["notes"]),
+    )
+
+
+def run_near_plain(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> Verdict:
+    """Train with the strategy on all ranks and compare with what ``run_plain`` left in ``folder``."""
+    run, data, words = _built(recipe, strategy, device)
+    runs = read_runs(folder)
+    gradients = _first_gradients(run, data, runs.loss_scale, folder) if run.synchronous else {}
+    seen = trained(run, data, recipe.steps)
+    skips, own = [step.skipped for step in seen], sum(step.skipped for step in runs.steps)
+    if skips != [step.skipped for step in runs.steps]:
+        # From another number of updates on nothing is alike, so the plain process follows the strategy's.
+        if dist.get_rank() == 0:
+            run_plain(recipe, strategy, folder, device, skips)
+        dist.barrier()
+        runs = read_runs(folder)
+    parameters = misalignments(way_products(run, folder / START, folder / END))
+    verdict = judged(seen, gradients, parameters, runs, precision_of(strategy), TOLERANCE["fp32"])
+    return replace(verdict, notes=words, skipped=(verdict.skipped[0], own))
+
+
+def _first_gradients(run: Run, data: Data, loss_scale: float, folder: Path) -> dict[str, float]:
+    """Misalignments of the gradients of the first step, without an update."""
+    seed_step(run.recipe.seed, 0, run.random_rank)
+    scale, before = run.loss_scale.value, run.loss_scale.value.clone()
+    scale.fill_(loss_scale)
+    with run.update.suspended():
+        run.passes.forward_backward(iter([_batches(run, data, 0)]))
+    found = misalignments(gradient_products(run, folder / GRADIENTS))
+    run.optimizer.zero_grad(set_to_none=True)
+    scale.copy_(before)
+    return found
+
+
+def _built(recipe: Recipe, strategy: Strategy, device: torch.device) -> tuple[Run, Data, tuple[str, ...]]:
+    """A run that drops nothing, its data, and what a comparison with one process leaves open, in words."""
+    quiet = without_dropout(recipe)
+    blueprint = blueprint_of(quiet)
+    run = build(quiet, blueprint, strategy, device)
+    words = []
+    if drop_nothing(run.model) or quiet != recipe:
+        words.append("dropout is off in all runs")
+    if not run.synchronous:
+        words.append(
+            "stages update at different times, with gradients of older weights; one process does not"
+        )
+    if recipe.optimizer.factory is not None:
+        words.append(
+            f"not proved: the update itself, which is that of {recipe.optimizer.factory} in all runs"
+        )
+    if blueprint.packings() or (recipe.adapter is not None and recipe.adapter.quantize != "none"):
+        words.append("not proved: the values of the quantized weights, which all runs read alike")
+    return run, open_data(quiet, blueprint.dataset), tuple(words)
+
+
+def run_verification(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> Verdict:
+    """All comparisons of a strategy, on all its ranks; rank 0 writes the verdict."""
+    if not rounds_more(recipe, strategy):
+        verdict = run_strategy(recipe, strategy, folder, device)
+    else:
+        near = run_near_plain(recipe, strategy, folder, device)
+        exact, wide, words = exactly(recipe, strategy)
+        proof = run_strategy(exact, wide, folder, device)
+        further = [note for note in proof.notes if note not in near.notes]
+        verdict = replace(near, proof=replace(proof, notes=(*words, *further)))
+    if dist.get_rank() == 0:
+        write_whole(folder / _VERDICT, text_of(verdict).encode())
+    return verdict
+
+
+def read_verdict(folder: Path) -> Verdict:
+    """The verdict that ``run_verification`` wrote to ``folder``. Raises DataError."""
+    return read_json(folder / _VERDICT, Verdict)

@@ -1,0 +1,192 @@
+"""The space that techniques declare, and the choice in it: the fastest that fits, or the smallest where asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.core.strategy import Strategy
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.planner.choose import TELLS, _Visit, choose
+from shardwise.planner.predictor import RESERVE, Predictor
+from shardwise.planner.quick import Quick
+from shardwise.planner.space import Space, children
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import Recipe
+from shardwise.technique import SETTINGS, layout_of, strategy_from
+
+MODEL = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 256, "context": 64}
+
+
+def recipe(
+    preset: str = "4xA100-80GB", nodes: int = 1, memory_mib: float | None = None, **more: Any
+) -> Recipe:
+    cluster: dict[str, Any] = {"preset": preset, "nodes": nodes}
+    if memory_mib is not None:
+        cluster["memory_gib"] = memory_mib / 1024 / (1 - RESERVE["cuda"])
+    values = {
+        "model": MODEL,
+        "data": {"sequence_length": 64},
+        "steps": 2,
+        "batch_size": 64,
+        "cluster": cluster,
+        **more,
+    }
+    return recipe_of(values, SETTINGS)
+
+
+def space(asked: Recipe, last_resort: bool = False) -> Space:
+    return Space(asked, cluster_of(asked.cluster), last_resort)
+
+
+def every(of: Space) -> list[Strategy]:
+    return [each for origins in of.meshes().values() for origin in origins for each in of.completions(origin)]
+
+
+def test_every_axis_and_every_part_is_in_the_space() -> None:
+    found = every(space(recipe(strategy={"precision": "bf16"})))
+    varied = {key for each in found for key in each.differences(found[0])}
+    assert varied >= {
+        *(
+            "zero_stage",
+            "tensor_parallel",
+            "tensor_sequence_parallel",
+            "sequence_parallel",
+            "sequence_method",
+        ),
+        *("pipeline_parallel", "activation_checkpointing", "loss"),
+    }
+    assert len(found) == len(set(found)), "none twice"
+    lines = {layout_of(each, 4).degrees for each in found}
+    assert all(max(degrees) <= 4 for degrees in lines) and len(lines) > 8
+
+
+def test_tensor_ranks_and_shards_of_copies_stay_within_a_node() -> None:
+    found = every(space(recipe("4xA100-80GB", nodes=4, strategy={"precision": "bf16"})))
+    assert {each.values["tensor_parallel"] for each in found} == {1, 2}, "of 2 key/value heads"
+    hybrid = [layout_of(each, 16) for each in found if each.values["replicate"] != 1]
+    assert hybrid and {
+        each.degree("shard") * each.degree("tensor") * each.degree("sequence") for each in hybrid
+    } <= {4}
+
+
+def test_what_changes_the_mathematics_needs_leave() -> None:
+    """8-bit products and stale weights; what a recipe pins stays."""
+    clips = {"clip_norm": None, "adaptive_clip": None}
+    asked = {"optimizer": clips, "guard": {"rewinds": 0}}
+    plain = every(space(recipe("4xH100-80GB", **asked)))
+    assert {each.values["precision"] for each in plain} == {"fp32"}
+    assert "pipedream" not in {each.values["pipeline_schedule"] for each in plain}
+    free = every(space(recipe("4xH100-80GB", **asked, plan={"allow": ["fp8", "pipedream"]})))
+    assert {each.values["precision"] for each in free} == {"fp32", "fp8"}
+    assert "pipedream" in {each.values["pipeline_schedule"] for each in free}
+    pinned = recipe("4xH100-80GB", plan={"allow": ["fp8"]}, strategy={"precision": "bf16"})
+    assert {each.values["precision"] for each in every(space(pinned))} == {"bf16"}
+
+
+WIDE = {"layers": 6, "width": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096, "vocab": 256, "context": 64}
+
+
+def on_one_card(memory_mib: float) -> Predictor:
+    """For a model whose gradients take 385 MiB; they are summed over four micro-batches."""
+    pinned = {
+        "precision": "bf16",
+        "micro_batch_size": 1,
+        "activation_checkpointing": "full",
+        "loss": "logits",
+    }
+    asked = recipe("1xRTX4090-24GB", memory_mib=memory_mib, batch_size=4, model=WIDE, strategy=pinned)
+    return Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+
+
+@pytest.mark.parametrize("memory_mib", [pytest.param(900, marks=pytest.mark.long), 300])
+def test_the_gradients_of_one_card_can_leave_it(memory_mib: float) -> None:
+    """With offloaded parameters ZeRO 3 of one rank sends gradients to the host, too. Without that it takes 1.2 GiB."""
+    predictor = on_one_card(memory_mib)
+    chosen = choose(predictor)
+    assert chosen.strategy.values["zero_stage"] == 3
+    assert chosen.strategy.values["offload"].endswith("optimizer+parameters")
+    assert predictor.fits(chosen) == (memory_mib == 900)
+    assert chosen.peak.bytes < 900 << 20, "where nothing fits, the strategy that needs least is named"
+
+
+@pytest.mark.parametrize(("precision", "stages"), [("fp32", [0]), ("bf16", [1, 0])])
+def test_one_card_has_stages_only_where_weights_are_cast(precision: str, stages: list[int]) -> None:
+    found = every(space(recipe("1xRTX4090-24GB", strategy={"precision": precision})))
+    assert list(dict.fromkeys(each.values["zero_stage"] for each in found)) == stages
+
+
+@pytest.mark.parametrize(("memory_mib", "stage"), [(4096, 1), (2700, 0)])
+def test_one_card_keeps_cast_weights_if_they_fit(memory_mib: float, stage: int) -> None:
+    """They take 193 MiB, and the step needs 2,628 MiB without them."""
+    chosen = choose(on_one_card(memory_mib))
+    assert chosen.strategy.values["zero_stage"] == stage
+
+
+def test_offloading_is_the_last_resort() -> None:
+    asked = recipe(strategy={"precision": "bf16"})
+    assert {each.values["offload"] for each in every(space(asked))} == {"none"}
+    assert len({each.values["offload"] for each in every(space(asked, last_resort=True))}) > 3
+
+
+def test_plainer_compares_ordered_settings_alone() -> None:
+    """Recomputation takes time; stages of ZeRO are not ordered by time."""
+    of, plain = space(recipe()), strategy_from({})
+    full, sharded = (
+        plain.with_values(**v) for v in ({"activation_checkpointing": "full"}, {"zero_stage": 1})
+    )
+    assert of.plainer(plain, plain) and of.plainer(plain, full) and not of.plainer(full, plain)
+    assert not of.plainer(plain, sharded) and not of.plainer(sharded, plain)
+
+
+def test_children_have_one_larger_degree() -> None:
+    meshes = {(1, 1, 1): 0, (1, 2, 1): 0, (1, 4, 1): 0, (1, 2, 2): 0, (3, 1, 1): 0}
+    assert list(children((1, 1, 1), meshes)) == [(3, 1, 1), (1, 2, 1)]
+    assert list(children((1, 2, 1), meshes)) == [(1, 4, 1), (1, 2, 2)]
+
+
+def assert_nothing_is_better(objective: str, **pinned: object) -> None:
+    """Against every completion with every micro-batch, each predicted. Without model axes, which take seconds."""
+    alone = {"tensor_parallel": 1, "sequence_parallel": 1, "pipeline_parallel": 1, "precision": "bf16"}
+    strategy = {**alone, "loss": "logits", "replicate": 1, **pinned}
+    asked = recipe("2xA100-80GB", plan={"objective": objective}, strategy=strategy, batch_size=4)
+    predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+    chosen, others = choose(predictor), []
+    for strategy_ in every(space(asked)):
+        for size in predictor.micro_batch_sizes(strategy_):
+            quick = predictor.worst(strategy_.with_values(micro_batch_size=size), quick=True)
+            others.append(quick.step.seconds if objective == "seconds" else quick.sum_bytes)
+    own = chosen.step.seconds if objective == "seconds" else chosen.sum_bytes
+    assert own <= min(others) * (1 + TELLS)
+
+
+def test_no_stage_of_zero_is_faster() -> None:
+    assert_nothing_is_better("seconds", activation_checkpointing="none")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("objective", ["seconds", "memory"])
+def test_nothing_in_the_space_is_better(objective: str) -> None:
+    assert_nothing_is_better(objective)
+
+
+@pytest.mark.parametrize(("computing", "estimated"), [(0.95, False), (0.5, True)])
+def test_stages_are_estimated_only_where_they_may_be_faster(computing: float, estimated: bool) -> None:
+    """Stages divide the computation as data parallelism does, so its seconds bound both."""
+    alone = {
+        "tensor_parallel": 1,
+        "sequence_parallel": 1,
+        "zero_stage": 0,
+        "precision": "bf16",
+        "loss": "logits",
+    }
+    strategy = {**alone, "activation_checkpointing": "none", "micro_batch_size": 1}
+    asked = recipe("2xA100-80GB", strategy=strategy, model={**MODEL, "layers": 5}, batch_size=8)
+    predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
+    visit = _Visit(predictor, space(asked), lambda _: None)
+    flat = next(iter(visit.walked.values()))[0]
+    visit.found = [Quick(flat, seconds=1.0, bytes=1, fits=True)]
+    visit.reference = computing, visit._sequences(flat)
+    assert bool(visit._estimates()) == estimated

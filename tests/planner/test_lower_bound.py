@@ -1,0 +1,90 @@
+"""The bound that discards strategies is below what they hold, and near it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.dryrun.run import DryRun
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.planner import lower_bound
+from shardwise.planner.lower_bound import _bytes_per_parameter, least_state_bytes
+from shardwise.recipe.load import recipe_of
+from shardwise.technique import SETTINGS, layout_of, strategy_from
+from tests.harness.dry_runs import dry_run
+
+MODEL = {"layers": 3, "width": 256, "heads": 4, "kv_heads": 2, "ffn": 768, "vocab": 512}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("settings", "optimizer", "bytes_per_parameter"),
+    [
+        ({}, "adamw", 12),
+        ({"precision": "bf16"}, "adamw", 12),
+        ({"precision": "bf16", "master_weights": False}, "adamw", 10),
+        ({"precision": "bf16", "master_weights": False}, "adamw_8bit", 4.06),
+        ({}, "sgd", 8),
+    ],
+)
+def test_bound_is_below_what_is_held_and_near_it(
+    stage: int, settings: dict[str, Any], optimizer: str, bytes_per_parameter: float
+) -> None:
+    values = {
+        "model": MODEL,
+        "data": {"sequence_length": 8},
+        "steps": 1,
+        "batch_size": 4,
+        "optimizer": {"name": optimizer},
+        "cluster": {"device": "cpu", "devices_per_node": 4},
+    }
+    recipe, strategy = recipe_of(values, SETTINGS), strategy_from({**settings, "zero_stage": stage})
+    run = dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
+    layout = layout_of(strategy, 4)
+    counts = blueprint_of(recipe).parameter_counts()
+    least = least_state_bytes(counts, strategy, layout, recipe, cluster_of(recipe.cluster))
+    held = min(s.ledger.parameters + s.ledger.master_weights + s.ledger.optimizer_state for s in run.timeline)
+    assert 0.9 * held <= least <= held
+    assert least * layout.degree("shard") / run.parameters == pytest.approx(bytes_per_parameter, rel=0.04)
+
+
+@pytest.mark.parametrize(("quantize", "bytes_per_weight"), [("none", 2), ("int8", 1), ("nf4", 0.516)])
+def test_bound_of_frozen_weights(quantize: str, bytes_per_weight: float) -> None:
+    """Frozen weights are stored in the compute dtype, quantized in blocks, and have no optimizer state."""
+    values = {
+        "model": MODEL | {"layers": 4},
+        "data": {"sequence_length": 8},
+        "steps": 1,
+        "batch_size": 1,
+        "adapter": {"rank": 2, "quantize": quantize},
+    }
+    recipe, strategy = recipe_of(values, SETTINGS), strategy_from({"precision": "bf16"})
+    blueprint, cluster = blueprint_of(recipe), cluster_of(recipe.cluster)
+    run, counts = dry_run(recipe, blueprint, strategy, cluster), blueprint.parameter_counts()
+    least = least_state_bytes(counts, strategy, layout_of(strategy, 1), recipe, cluster)
+    held = min(s.ledger.parameters + s.ledger.master_weights + s.ledger.optimizer_state for s in run.timeline)
+    assert sum(counts) == run.parameters
+    assert 0.85 * held <= least <= held
+    outside = blueprint.parameter_counts(depth=0)[1]
+    frozen = 2 * outside + bytes_per_weight * (counts[1] - outside)
+    assert held - 12 * counts[0] == pytest.approx(frozen, rel=0.04)
+
+
+def test_compiled_blocks_hold_as_much_and_the_bound_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ran = recipe_of({"model": MODEL, "steps": 1, "batch_size": 1}, SETTINGS), []
+
+    def recorded(*arguments: Any) -> DryRun:
+        ran.append(arguments[2].values["compile"])
+        return dry_run(*arguments)
+
+    def least(compile_: str) -> int:
+        _bytes_per_parameter.cache_clear()
+        strategy = strategy_from({"compile": compile_})
+        return least_state_bytes(
+            (1000, 0), strategy, layout_of(strategy, 1), asked, cluster_of(asked.cluster)
+        )
+
+    monkeypatch.setattr(lower_bound, "dry_run", recorded)
+    assert least("block") == least("none") and ran == ["none"] * 2
