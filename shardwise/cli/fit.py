@@ -86,7 +86,7 @@ def _values(found: Fit, budgets: list[float]) -> dict[str, Any]:
 
 
 def _text(values: dict[str, Any], out: Path) -> str:
-    from shardwise.core.units import format_count
+    from shardwise.core.units import format_count, format_percent
 
     lines = [f"L(N, D) = E + A / N^alpha + B / D^beta, fitted to {values['points']} points"]
     for key, value in values["coefficients"].items():
@@ -97,7 +97,7 @@ def _text(values: dict[str, Any], out: Path) -> str:
     for key, name in (("exponent_envelope", "envelope"), ("exponent_isoflop", "IsoFLOP parabolas")):
         if values[key] is not None:
             lines.append(f"  by the {name}: N ~ C^{values[key]:.3f}")
-    lines.append(f"median error of the loss: {values['residual']:.2%}")
+    lines.append(f"median error of the loss: {format_percent(values['residual'], 2)}")
     for each in values["predictions"]:
         least, most = each["parameters_interval"]
         lines.append(

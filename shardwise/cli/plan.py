@@ -59,6 +59,7 @@ class _Options:
     as_json: bool
     top: int | None
     explain: bool
+    full: bool
     html: Path | None
     snapshot: Path | None
 
@@ -78,6 +79,9 @@ def command(
     top: Annotated[int | None, typer.Option(help="show N candidates", min=1)] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="show which remedies fit, from more sharding to LoRA, and why")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="also show alternatives, traffic, reasons and sources")
     ] = False,
     html: Annotated[Path | None, path_option("write the plan as one HTML page")] = None,
     snapshot: Annotated[
@@ -102,11 +106,12 @@ def command(
     model: ModelOption = None,
     world: WorldOption = None,
 ) -> None:
-    """Choose the strategy, or check the pinned one: hours and cost, alternatives, ledger at the peak, time, reasons.
+    """Choose the strategy, or check the pinned one: hours and cost, memory at the peak, time, the first candidates.
 
-    A plan that does not fit is explained without --explain. With --serve, the memory of answering requests is
-    counted: weights as they are stored, key-value cache, activations. A configuration of DeepSpeed, Accelerate,
-    Trainer, TRL, LLaMA-Factory, Axolotl, LitGPT or torchtitan is planned as the recipe that shardwise from makes of it.
+    A plan that does not fit is explained without --explain. --full adds alternatives, reasons and sources. With
+    --serve, the memory of answering requests is counted: weights as they are stored, key-value cache, activations. A
+    configuration of DeepSpeed, Accelerate, Trainer, TRL, LLaMA-Factory, Axolotl, LitGPT or torchtitan is planned as the
+    recipe that shardwise from makes of it.
     """
     if serve:
         _serve(recipe, overrides or [], (precision.value, context, prompt, batch), as_json)
@@ -116,13 +121,19 @@ def command(
             "--context and --prompt need --serve", where="command line", fix="shardwise plan MODEL --serve"
         )
     fewest = objective is Objective.devices
-    if within is not None and not fewest:
+    overrides = [*(overrides or ()), *_objective_of(objective, within)]
+    asked, cluster = _read(recipe, overrides, model, world)
+    _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot))
+
+
+def _objective_of(objective: Objective | None, within: float | None) -> list[str]:
+    """The override of --for; none for the fewest devices, which are searched around the planner."""
+    if objective is Objective.devices:
+        return []
+    if within is not None:
         fix = "--for devices --within HOURS"
         raise RecipeError("--within needs --for devices", where="command line", fix=fix)
-    if objective is not None and not fewest:
-        overrides = [*(overrides or ()), f"plan.objective={objective.value}"]
-    asked, cluster = _read(recipe, overrides or [], model, world)
-    _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, html, snapshot))
+    return [] if objective is None else [f"plan.objective={objective.value}"]
 
 
 def _read(recipe: Path, overrides: list[str], model: str | None, world: str | None) -> tuple[Recipe, Cluster]:
@@ -160,7 +171,7 @@ def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
 
         with planning() as progress:
             progress("what would fit")
-            advice = advise(asked, cluster)
+            advice = advise(asked, cluster, plan)
     from shardwise.plan.answer import answer_of
     from shardwise.report.standing import standing_of, standing_values
 
@@ -177,7 +188,8 @@ def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
         from shardwise.report.fit_advice import advice_table
         from shardwise.report.tables import plan_table
 
-        Console().print(plan_table(plan, options.top, stands.sentences() if stands else (), answer))
+        standing = stands.sentences() if stands else ()
+        Console().print(plan_table(plan, options.top, standing, answer, brief=not options.full))
         if advice is not None:
             Console().print(advice_table(advice))
     if options.html is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.table import Table
 
 from shardwise.core.units import format_bytes
-from shardwise.jobs.serving import ServingPlan
+from shardwise.jobs.serving import MOST_REQUESTS, ServingPlan
 
 
 def serving_table(plan: ServingPlan) -> Table:
-    """One row per kind of memory, and the sum."""
+    """One row per kind of memory, the sum, and the most requests that fit."""
     table = Table(
         title=f"{plan.batch} requests of {plan.context:,} tokens on {plan.device}, {plan.precision}",
         title_justify="left",
@@ -26,6 +26,8 @@ def serving_table(plan: ServingPlan) -> Table:
     }
     for name, size in rows.items():
         table.add_row(name, format_bytes(size), style="bold" if name == "together" else None)
+    most = f"{plan.most_requests:,}{' or more' if plan.most_requests == MOST_REQUESTS else ''}"
+    table.add_row("requests of this context that fit at most", most)
     return table
 
 

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardwise.core.errors import ResourceError
-from shardwise.core.units import GiB, MiB, format_bytes, format_rate, format_seconds
+from shardwise.core.units import GiB, MiB, format_bytes, format_percent, format_rate, format_seconds
 from shardwise.doctor.inspection import OPTIONAL_PACKAGES, Facts, HostAllocator, inspect
 from shardwise.hardware.profiles import PROFILES
 
@@ -296,7 +296,7 @@ def _shortfall(facts: Facts, speed: DeviceSpeed) -> str:
     ratios = {dtype: rate / promised[dtype] for dtype, rate in speed.flops.items() if dtype in promised}
     ratios["copy"] = speed.memory_bandwidth / (profile.memory_bandwidth * profile.efficiency.memory)
     slowest = min(ratios, key=lambda name: ratios[name])
-    return f"{slowest} is {ratios[slowest]:.0%} of the usual" if ratios[slowest] < SLOW else ""
+    return f"{slowest} is {format_percent(ratios[slowest])} of the usual" if ratios[slowest] < SLOW else ""
 
 
 def render(diagnosis: Diagnosis, console: Console) -> None:

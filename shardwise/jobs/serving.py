@@ -7,8 +7,9 @@ decoder are counted by the code that serves them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 _CONFIG = "config.json"
 
+MOST_REQUESTS = 1024
+"""Requests at a time that are counted at most."""
+
 
 @dataclass(frozen=True)
 class ServingPlan:
@@ -39,6 +43,7 @@ class ServingPlan:
         activations: all other tensors at the peak, such as logits and dequantized weights.
         overhead: context and workspaces of the device's profile.
         when: of the peak, prompt or token.
+        most_requests: of this context that fit at a time, up to MOST_REQUESTS; 0 if not even one does.
     """
 
     device: str
@@ -52,6 +57,7 @@ class ServingPlan:
     overhead: int
     when: str
     capacity_bytes: int
+    most_requests: int
 
     @property
     def peak_bytes(self) -> int:
@@ -115,8 +121,17 @@ def plan_serving(
         )
     counted = _Counted(recipe, blueprint, cluster, precision)
     at_prompt, weights, _ = counted.run(prompt, context, batch, follow=False)
-    at_token, _, cache = counted.run(context - 1, context, batch, follow=True)
-    peak, overhead = max(at_prompt, at_token), cluster.device.overhead
+    at_token, _, cached = counted.run(context - 1, context, batch, follow=True)
+    peak, profile = max(at_prompt, at_token), cluster.device.overhead
+    overhead = profile.workspace_bytes + profile.outside_allocator(0)
+
+    @cache
+    def peak_of(requests: int) -> int:
+        if requests == batch:
+            return peak
+        passes = ((prompt, False), (context - 1, True))
+        return max(counted.run(read, context, requests, follow)[0] for read, follow in passes)
+
     return ServingPlan(
         device=cluster.device.name,
         precision=precision,
@@ -124,12 +139,35 @@ def plan_serving(
         context=context,
         prompt=prompt,
         weights=weights,
-        cache=cache,
-        activations=peak - weights - cache,
-        overhead=overhead.workspace_bytes + overhead.outside_allocator(0),
+        cache=cached,
+        activations=peak - weights - cached,
+        overhead=overhead,
         when="prompt" if at_prompt > at_token else "token",
         capacity_bytes=cluster.capacity_bytes,
+        most_requests=_most_requests(peak_of, batch, cluster.capacity_bytes - overhead),
     )
+
+
+def _most_requests(peak_of: Callable[[int], int], asked: int, room: int) -> int:
+    """The most requests whose peak is within ``room`` bytes. Both it and one more are counted.
+
+    Bytes grow with the requests, nearly in proportion. So the line through two counted numbers names the next one.
+
+    Args:
+        asked: requests that were counted already, if ``peak_of`` remembers them.
+    """
+    fitting, too_many, other = 1, MOST_REQUESTS + 1, max(2, asked)
+    if peak_of(1) > room:
+        return 0
+    while too_many - fitting > 1:
+        each = (peak_of(other) - peak_of(fitting)) / (other - fitting) if other != fitting else 0.0
+        guess = fitting + int((room - peak_of(fitting)) / each) if each > 0 else MOST_REQUESTS
+        guess = max(fitting + 1, min(guess, too_many - 1))
+        if peak_of(guess) <= room:
+            fitting, other = guess, fitting
+        else:
+            too_many = other = guess
+    return fitting
 
 
 def refuse_unfit_serving(plan: ServingPlan) -> None:
@@ -139,8 +177,14 @@ def refuse_unfit_serving(plan: ServingPlan) -> None:
             "does not fit",
             where=f"{plan.batch} requests of {plan.context:,} tokens",
             why=f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.capacity_bytes)}",
-            fix="lower --batch or --context, or quantize the model: shardwise quantize",
+            fix=f"{_fewer(plan)}, or quantize the model: shardwise quantize",
         )
+
+
+def _fewer(plan: ServingPlan) -> str:
+    if plan.most_requests == 0:
+        return "lower --context: not even one request of this context fits"
+    return f"--batch {plan.most_requests}: at most so many requests of this context fit"
 
 
 def _context(blueprint: Blueprint, asked: int | None) -> int:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from shardwise.core.block_times import BlockTimes
 from shardwise.core.model_state import PAPER, CountedState, paper_bytes, state_bytes
-from shardwise.core.units import format_bytes, format_count
+from shardwise.core.units import format_bytes, format_count, format_percent
 from shardwise.recipe.presets import Dimensions
 from shardwise.report.layout import columns, section, sentences
 
@@ -113,7 +113,7 @@ def checkpointing_table(depth: int, every: Mapping[str, BlockTimes]) -> Iterator
     table = columns("left", "right", "right", "right", titles=("value", "kept at most", "of none", "forward"))
     whole = every["none"].most_kept
     for name, times in every.items():
-        share = f"{times.most_kept / whole:.1%}"
+        share = f"{format_percent(times.most_kept / whole, 1)}"
         table.add_row(name, format_bytes(times.most_kept), share, f"{times.forward_runs:.2f}×")
     note = f"a decoder of {depth} blocks, one micro-batch, by dry runs"
     yield from section("activation_checkpointing", note, table)

@@ -73,7 +73,7 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "ranks": _rank_rows(outcome) if outcome else [],
         "all_ranks": len(ranks),
         "reserved": any(rank.measured_reserved_bytes for rank in ranks),
-        "place": _place(plan),
+        "place": plan.peak.in_words,
         "total": unit_for(plan.peak.bytes).write(plan.peak.bytes),
         "peak": of_capacity(plan.peak.bytes, plan.capacity_bytes),
         "unseen": _unseen(plan),
@@ -289,11 +289,6 @@ def _rank_rows(outcome: Outcome) -> list[dict[str, str]]:
         }
         for rank in sorted(most, key=lambda rank: rank.rank)
     ]
-
-
-def _place(plan: Plan) -> str:
-    where = f", at {plan.peak.where}" if plan.peak.where else ""
-    return f"in the {plan.peak.phase} phase{where}, on rank {plan.peak.rank}"
 
 
 def _unseen(plan: Plan) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome
+from shardwise.core.units import format_change
 from shardwise.recipe.sections import Recipe
 from shardwise.scaling.files import read_law
 from shardwise.scaling.standing import NO_PREDICTION, RunStanding, standing
@@ -50,6 +51,6 @@ def standing_sentences(found: RunStanding, outcome: Outcome | None) -> list[str]
     if found.orders <= NO_PREDICTION and outcome is not None and outcome.held_out_loss is not None:
         said.append(
             f"measured at the end: a validation loss of {outcome.held_out_loss:.3f},"
-            f" {outcome.held_out_loss / found.loss - 1:+.1%} from the law"
+            f" {format_change(outcome.held_out_loss / found.loss - 1, 1)} from the law"
         )
     return said

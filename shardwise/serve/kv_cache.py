@@ -19,7 +19,8 @@ class Cache:
     def __init__(self, lengths: list[int], capacity: int, blocks: int) -> None:
         self.lengths, self.capacity = lengths, capacity
         self.seen = 0
-        self.padding = [max(lengths) - length for length in lengths]
+        longest = max(lengths)
+        self.padding = [longest - length for length in lengths]
         self.mask: Tensor | None = None
         self.blocks = [BlockCache(self) for _ in range(blocks)]
 

@@ -31,7 +31,7 @@ from shardwise.core.units import (
         (382.1 * MiB, "382.1 MiB"),
         (1010 * MiB, "1010 MiB"),
         (12.594 * GiB, "12.59 GiB"),
-        (-3 * GiB, "-3.00 GiB"),
+        (-3 * GiB, "−3.00 GiB"),
         (2 * TiB, "2.00 TiB"),
         (math.inf, "inf"),
         (math.nan, "nan"),
@@ -77,7 +77,7 @@ def test_format_rate() -> None:
         (15000, "4 h 10 min"),
         (86399, "1 d 00 h"),
         (3e5, "3 d 11 h"),
-        (-2, "-2.00 s"),
+        (-2, "−2.00 s"),
         (math.inf, "inf"),
     ],
 )

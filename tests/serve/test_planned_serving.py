@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from shardwise.cli.main import run as run_cli
+from shardwise.core.errors import ResourceError
 from shardwise.core.scheme import scheme_of
 from shardwise.hardware.cluster import cluster_of
-from shardwise.jobs.serving import plan_serving, served_recipe
+from shardwise.jobs.serving import plan_serving, refuse_unfit_serving, served_recipe
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.presets import Dimensions
 from shardwise.serve.requests import Request
@@ -68,6 +69,32 @@ def test_the_parts_are_counted(tmp_path: Path) -> None:
     )
     assert short.cache == long.cache
     assert short.peak_bytes < long.peak_bytes
+
+
+@pytest.mark.parametrize(("batch", "room"), [(1, 200), (2, 200), (8, 100), (64, 0.01)])
+def test_the_most_requests_that_fit_are_counted(batch: int, room: float) -> None:
+    """One more does not fit, and the advice names the number; whatever number was asked for."""
+    values = {"layers": 3, "width": 512, "heads": 8, "kv_heads": 8, "ffn": 1024, "vocab": 256}
+    cluster = {"device": "h100", "memory_gib": 0.65 + room / 1024}
+    recipe = recipe_of(
+        {"model": values, "data": {"sequence_length": 16}, "steps": 1, "batch_size": 1, "cluster": cluster}
+    )
+    asked = {"precision": "bf16", "context": 256}
+    plan = plan_serving(recipe, cluster_of(recipe.cluster), batch=batch, **asked)  # type: ignore[arg-type]
+    most = plan.most_requests
+    if room < 1:
+        assert most == 0
+        with pytest.raises(ResourceError, match="not even one request of this context fits"):
+            refuse_unfit_serving(plan)
+        return
+    fits = [
+        plan_serving(recipe, cluster_of(recipe.cluster), batch=n, **asked).fits  # type: ignore[arg-type]
+        for n in (most, most + 1)
+    ]
+    assert most > 1 and fits == [True, False]
+    if not plan.fits:
+        with pytest.raises(ResourceError, match=f"--batch {most}: at most so many requests"):
+            refuse_unfit_serving(plan)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
