@@ -20,6 +20,7 @@ from shardwise.plan.predictor import Predictor
 from shardwise.recipe.sections import AdapterSpec, OptimizerSpec, Recipe
 from shardwise.technique import (
     DIGITS,
+    MICRO_BATCH_SIZE,
     ORDER,
     REMEDIES,
     SETTINGS,
@@ -31,6 +32,9 @@ from shardwise.technique import (
 
 MOST_VALUES = 4
 """Values of a dropped pin that are tried, where no remedy sets it."""
+
+CONFIRMED = 3
+"""Micro-batches of a strategy that are dry-run in full, until one fits."""
 
 _TRIES = [values for each in REMEDIES if each.adapter is each.optimizer is None for values in each.tries]
 """What the remedies set that train all weights with the recipe's own optimizer, in their order."""
@@ -207,15 +211,26 @@ def _candidate(predictor: Predictor, strategy: Strategy, quick: bool) -> Candida
         found = _largest_that_fits(predictor, strategy)
         if quick or found.verdict != "fits":
             return found
-        predictor.predict(found.strategy, quick=False)
-        return predictor.candidates[found.strategy]
+        size = found.strategy[MICRO_BATCH_SIZE]
+        smaller = [other for other in predictor.micro_batch_sizes(strategy) if other <= size]
+        for size in smaller[:CONFIRMED]:  # fragmentation may need what the largest leaves
+            found = _in_full(predictor, strategy.with_values(**{MICRO_BATCH_SIZE.key: size}))
+            if found.verdict == "fits":
+                break
+        return found
     except RecipeError as error:
         return Candidate(strategy, "", 0, 0.0, "invalid", error.what)
 
 
+def _in_full(predictor: Predictor, strategy: Strategy) -> Candidate:
+    predictor.predict(strategy, quick=False)
+    return predictor.candidates[strategy]
+
+
 def _largest_that_fits(predictor: Predictor, strategy: Strategy) -> Candidate:
     """The strategy with the largest micro-batch that fits by quick predictions, else with the smallest."""
-    trials = [strategy.with_values(micro_batch_size=size) for size in predictor.micro_batch_sizes(strategy)]
+    key = MICRO_BATCH_SIZE.key
+    trials = [strategy.with_values(**{key: size}) for size in predictor.micro_batch_sizes(strategy)]
     if not predictor.may_fit(trials[-1]):
         return predictor.candidates[trials[-1]]
 
