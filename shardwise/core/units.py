@@ -64,6 +64,11 @@ def format_change(change: float, decimals: int | None = None) -> str:
     return f"{100 * change:+.{decimals}f} %".replace("-", MINUS)
 
 
+def format_difference(difference: float, decimals: int = 4) -> str:
+    """A difference with its sign: `+0.0021`, `−0.3100`."""
+    return f"{difference:+.{decimals}f}".replace("-", MINUS)
+
+
 def format_more_bytes(size: float) -> str:
     """A difference in bytes with its sign: `+1.50 GiB`, `−33 B`."""
     return f"{'+' if size >= 0 else MINUS}{format_bytes(abs(size))}"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import Scheme
+from shardwise.core.units import format_percent
 from shardwise.model.lora import linear_layers
 from shardwise.model.unreached import matrices
 from shardwise.quantize.gate import losses
@@ -268,7 +269,8 @@ def require_same_output(block: str, method: str, before: Tensor, after: Tensor) 
         raise RecipeError(
             f"{method} would change this model before it rounds",
             where=f"--method: {block}",
-            why=f"the scales that it folds into norms and layers move the block's output by {moved / size:.1%}",
+            why="the scales that it folds into norms and layers move the block's output by"
+            f" {format_percent(moved / size, 1)}",
             fix="take a method that leaves norms as they are, such as gptq",
         )
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import RecipeError, ShardwiseError, one_line
+from shardwise.core.units import format_percent
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.streaming import Read, streamed_logits
 from shardwise.quantize.walk import Walk
@@ -44,7 +45,7 @@ def require_walk(blueprint: Blueprint, read: Read, length: int, dtype: torch.dty
         whole = torch.cat([streamed_logits(tried, read, ids, dtype) for ids in batches]).double()
     moved = float((walked - whole).norm() / whole.norm().clamp(min=1e-30))
     if not moved <= TOLERANCE:
-        raise _refused(blueprint, f"so run, its logits differ by {moved:.1%} from the model's")
+        raise _refused(blueprint, f"so run, its logits differ by {format_percent(moved, 1)} from the model's")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from shardwise.core.plan import Plan
-from shardwise.core.units import format_count, format_seconds
+from shardwise.core.units import format_count, format_difference, format_seconds
 from shardwise.report.notation import of_capacity
 from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE, svg
 from shardwise.report.template import printable
@@ -119,7 +119,7 @@ def _neighbour(each: dict[str, Any]) -> str:
     return (
         f"  {mark} {format_count(each['parameters']):>8} parameters   {each['layers']:>3} layers"
         f"   width {each['width']:<6} {format_count(each['tokens']):>8} tokens"
-        f"   loss {each['loss']:.4f}  {each['loss_difference']:+.4f}   {format_seconds(each['seconds'])}"
+        f"   loss {each['loss']:.4f}  {format_difference(each['loss_difference'])}   {format_seconds(each['seconds'])}"
     )
 
 

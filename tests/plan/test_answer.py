@@ -50,7 +50,7 @@ def candidate(peak_gib: float, seconds: float, verdict: str, **changed: Any) -> 
     line = one_line(values, layout_of(values, 8), 64)
     reasons = {
         "does not fit": "3.00 GiB too much in the backward phase at layers.31.mlp",
-        "tight": "+40% step time, -15.00 GiB; the allocator empties its cache once a step to make room",
+        "tight": "+40 % step time, −15.00 GiB; the allocator empties its cache once a step to make room",
     }
     reason = reasons.get(verdict, "")
     return Candidate(values, line, int(peak_gib * GiB), seconds, verdict, reason, "counted", split)
