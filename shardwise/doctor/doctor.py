@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardwise.core.errors import ResourceError
+from shardwise.core.extras import install
 from shardwise.core.units import GiB, MiB, format_bytes, format_percent, format_rate, format_seconds
 from shardwise.doctor.inspection import OPTIONAL_PACKAGES, Facts, HostAllocator, inspect
 from shardwise.hardware.profiles import PROFILES
@@ -152,9 +153,7 @@ def _judge_software(facts: Facts) -> Iterator[Check]:
     missing = [name for name in ("transformers", "datasets") if facts.packages.get(name) is None]
     if missing:
         adds = ", ".join(OPTIONAL_PACKAGES[name] for name in missing)
-        yield Check(
-            "packages", "note", f"{', '.join(missing)} not installed: {adds}", "pip install shardwise[hf]"
-        )
+        yield Check("packages", "note", f"{', '.join(missing)} not installed: {adds}", install("hf"))
 
 
 def _judge_memory(facts: Facts) -> Iterator[Check]:

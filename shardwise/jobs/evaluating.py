@@ -12,6 +12,7 @@ import torch
 
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError, RecipeError, ShardwiseError
+from shardwise.core.extras import install
 from shardwise.core.paths import path_of
 from shardwise.data.opening import samples_of
 from shardwise.data.samples import Batch
@@ -177,9 +178,8 @@ def _harness() -> Any:
         import lm_eval
         import lm_eval.tasks
     except ImportError as error:
-        fix = "pip install 'shardwise[eval]'"
         raise RecipeError(
-            "lm-evaluation-harness is missing", where="--tasks", why=str(error), fix=fix
+            "lm-evaluation-harness is missing", where="--tasks", why=str(error), fix=install("eval")
         ) from error
     return lm_eval
 

@@ -122,8 +122,9 @@ def test_submit_lets_sbatch_check_the_file_first(
         (("slurm", "--out", "runs/x"), 2, "--out"),
         (("slurm", "--time", "a day"), 2, "HH:MM:SS"),
         (("kubernetes",), 2, "--image"),
+        (("skypilot",), 2, "--image"),
         (("slurm", "--file", "r.yaml"), 2, "that is the recipe"),
-        (("skypilot", "--submit"), 7, "there is no sky"),
+        (("skypilot", "--image", "x", "--submit"), 7, "there is no sky"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -181,9 +182,12 @@ def test_kubernetes_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_skypilot_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = yaml.safe_load(
-        written(tmp_path, monkeypatch, "skypilot", "--volume", "bucket").read_text(encoding="utf-8")
+        written(tmp_path, monkeypatch, "skypilot", "--volume", "bucket", "--image", "reg/x:1").read_text(
+            encoding="utf-8"
+        )
     )
-    assert set(task) == {"name", "num_nodes", "resources", "file_mounts", "run", "setup"}
+    assert set(task) == {"name", "num_nodes", "resources", "file_mounts", "run"}
+    assert task["resources"]["image_id"] == "docker:reg/x:1"
     assert task["num_nodes"] == 2 and task["resources"]["accelerators"] == "H100:8"
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 5]
     assert task["file_mounts"]["/shared"]["name"] == "bucket"
@@ -197,7 +201,7 @@ def test_skypilot_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_accelerators_as_skypilot_calls_them(
     device: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tmp_path, monkeypatch, "skypilot", f"cluster.preset=4x{device}")
+    file = written(tmp_path, monkeypatch, "skypilot", "--image", "x", f"cluster.preset=4x{device}")
     assert yaml.safe_load(file.read_text(encoding="utf-8"))["resources"]["accelerators"] == f"{name}:4"
 
 

@@ -34,10 +34,16 @@ assert RankError.exit_code not in FINAL
 
 def job_file(job: ClusterJob) -> str:
     """Three objects as YAML."""
+    image_of(job, "pods run images")
+    return as_yaml(*objects(job))
+
+
+def image_of(job: ClusterJob, why: str) -> str:
+    """The container image. Raises RecipeError where none is asked for, with the reason ``why`` one is needed."""
     if job.image is None:
         fix = "build the Dockerfile of the repository, push it, and give --image REGISTRY/NAME:TAG"
-        raise RecipeError("no container image", where="--image", why="pods run images", fix=fix)
-    return as_yaml(*objects(job))
+        raise RecipeError("no container image", where="--image", why=why, fix=fix)
+    return job.image
 
 
 def objects(job: ClusterJob) -> tuple[dict[str, Any], ...]:

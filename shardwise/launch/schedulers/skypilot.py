@@ -8,7 +8,7 @@ from typing import Any
 from ruamel.yaml.scalarstring import LiteralScalarString
 
 from shardwise.launch.schedulers.job import AGAIN, RESTARTS, ClusterJob, node_script
-from shardwise.launch.schedulers.kubernetes import RECIPE, as_yaml
+from shardwise.launch.schedulers.kubernetes import RECIPE, as_yaml, image_of
 
 SUBMIT = (("sky", "jobs", "launch", "--yes", "--detach-run"),)
 SIZES = {"A100-80GB": "A100-80GB", "V100-32GB": "V100-32GB"}
@@ -17,12 +17,13 @@ SIZES = {"A100-80GB": "A100-80GB", "V100-32GB": "V100-32GB"}
 
 def job_file(job: ClusterJob) -> str:
     """A task as YAML."""
-    resources: dict[str, Any] = {"use_spot": True}
+    resources: dict[str, Any] = {
+        "use_spot": True,
+        "image_id": f"docker:{image_of(job, 'a new node has no Shardwise')}",
+    }
     if job.device is not None:
         name = SIZES.get(job.device) or re.sub(r"-\d+GB$", "", job.device)
         resources["accelerators"] = f"{name}:{job.devices}"
-    if job.image:
-        resources["image_id"] = f"docker:{job.image}"
     resources["job_recovery"] = {
         "max_restarts_on_errors": RESTARTS,
         "recover_on_exit_codes": list(AGAIN),
@@ -38,6 +39,4 @@ def job_file(job: ClusterJob) -> str:
         "file_mounts": {RECIPE: job.recipe, job.shared: {"name": job.volume, "mode": "MOUNT"}},
         "run": LiteralScalarString(script),
     }
-    if not job.image:
-        task["setup"] = "pip install 'shardwise[hf]'"
     return as_yaml(task)
