@@ -296,6 +296,14 @@ class Plan:
     def __repr__(self) -> str:
         return f"<Plan {self.line}: {self.verdict}>"
 
+    @property
+    def calibration_offer(self) -> str:
+        """The line that offers a measurement of this machine; "" for a plan that used one."""
+        if any("measured on" in sentence for sentence in self.assumptions):
+            return ""
+        measure = "run `shardwise doctor --calibrate` to measure this machine"
+        return f"the plan used assumed speeds of {self.device}: {measure}"
+
     def predicted_allocated(self, rank: int) -> int:
         """Predicted peak of ``rank``; one that was not dry-run holds no more than the nearest before it that was."""
         return self.allocated_bytes[max(known for known in self.allocated_bytes if known <= rank)]

@@ -29,8 +29,10 @@ def brief_answer(answer: Answer) -> Iterator[RenderableType]:
     run = answer.run
     said = (
         f"{format_seconds(3600 * run.hours)} for {run.steps:,} step{'s' if run.steps > 1 else ''}"
-        f" of {format_count(run.tokens)} tokens in all"
+        f" of {format_count(run.tokens)} {run.unit} in all"
     )
+    if run.epochs is not None:
+        said += f" (train counts those of {run.epochs:g} epoch{'s' if run.epochs != 1 else ''})"
     if run.likely_hours is not None:
         said += f"; P95 {format_seconds(3600 * run.likely_hours.p95)}"
     if run.cost is not None:

@@ -41,7 +41,7 @@ from shardwise.report.pipeline.pictures import section
 from shardwise.report.record import RunRecord
 from shardwise.report.series import MOST_MARKS, marks, series_picture
 from shardwise.report.standing import standing_of, standing_sentences
-from shardwise.report.step_times import calibration_offer, phase_times, step_sentences, time_by_rank
+from shardwise.report.step_times import phase_times, step_sentences, time_by_rank
 from shardwise.report.tables import peak_of
 from shardwise.report.template import rendered
 from shardwise.scaling.noise import batch_sentences, noise_scale
@@ -253,7 +253,7 @@ def _mfu_card(run: RunRecord) -> Iterator[Card]:
     step, measured = run.plan.step, run.step_seconds
     if not measured:
         yield Card("MFU", share(step.mfu, 1), "predicted")
-    elif run.plan.device != "cpu" or not calibration_offer(run.plan):
+    elif run.plan.device != "cpu" or not run.plan.calibration_offer:
         yield Card("MFU", share(step.mfu * step.seconds / measured, 1), f"predicted {share(step.mfu, 1)}")
 
 

@@ -108,6 +108,8 @@ class PlanTable:
         yield from headline(plan, width, self.answer)
         if self.answer is not None:
             yield from ("", *brief_answer(self.answer))
+            if self.answer.run.likely_hours is None and (offer := plan.calibration_offer):
+                yield Text(offer, "bold yellow")
         device = _memory(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
         yield from section("Memory at the peak", plan.peak.in_words, device)
         if plan.host.bytes:
