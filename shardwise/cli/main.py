@@ -43,12 +43,7 @@ from shardwise.cli.terminal_output import dropped_output, keep_writing
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.quiet_torchao import quiet_torchao
 
-app = typer.Typer(
-    name="shardwise",
-    help="Plans a strategy that fits, says why, and trains exactly that plan.",
-    pretty_exceptions_enable=False,
-)
-for verb in (
+VERBS = (
     finetune,
     init,
     plan,
@@ -70,7 +65,15 @@ for verb in (
     doctor,
     eval,
     schema,
-):
+)
+"""The modules of the verbs, in the order of the help."""
+
+app = typer.Typer(
+    name="shardwise",
+    help="Plans a strategy that fits, says why, and trains exactly that plan.",
+    pretty_exceptions_enable=False,
+)
+for verb in VERBS:
     app.command(name=verb.__name__.rpartition(".")[2].rstrip("_"))(verb.command)
 
 

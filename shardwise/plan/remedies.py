@@ -107,7 +107,7 @@ class Trials:
                     for s in SETTINGS
                     if s.key in shown and (s.key in pins or values[s.key] != s.default)
                 )
-                remedy = Remedy(f"without {', '.join(pins)}", "the recipe pins it", ())
+                remedy = Remedy(f"unpinned {', '.join(pins)}", "the recipe pins it", ())
                 return RemedyOutcome(remedy, overrides, found, pins)
         return None
 

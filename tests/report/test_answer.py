@@ -112,3 +112,35 @@ def test_the_front_is_drawn_with_labels_that_do_not_overlap(plan: Plan, answer: 
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]
     assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
     assert "zero2×8" in svg(figure, "front")
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_many_strategies_are_labelled_once_and_off_the_points(plan: Plan, width: float) -> None:
+    """Close together, some with long names; the chosen one is on the front as an equal object, as from a file."""
+    chosen = plan.candidates[0]
+    near = [
+        replace(
+            chosen,
+            line=f"{'' if number % 3 else 'compiled · selective checkpointing · '}bf16 · zero3×8 · mb{number}×ga2",
+            verdict="fits",
+            peak_bytes=chosen.peak_bytes + (number % 5 - 2) * GiB,
+            step_seconds=chosen.step_seconds * (1 + 0.02 * (number - 6)),
+        )
+        for number in range(1, 14)
+    ]
+    figure = memory_against_time(replace(plan, candidates=(chosen, *near)), (replace(chosen), near[0]), width)
+    figure.canvas.draw()
+    [axes] = figure.axes
+    labels = [text.get_text() for text in axes.texts]
+    assert labels.count("chosen") == 1 and len(labels) >= 3
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
+    points = [
+        axes.transData.transform((each.step_seconds, each.peak_bytes / GiB)) for each in (chosen, *near)
+    ]
+    assert not any(box.contains(*point) for box in boxes for point in points)
+
+
+def test_a_strategy_without_a_technique_reads_as_english() -> None:
+    assert differs("compiled · bf16 · zero3×8", "bf16 · zero3×8") == "not compiled"
+    assert differs("chunked loss · bf16", "bf16") == "no chunked loss"
