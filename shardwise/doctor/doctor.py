@@ -33,6 +33,9 @@ LEAST_DISK = 1 * GiB
 LEAST_SHARED = 256 * MiB
 HUGE_PAGES_SINCE = (2, 35)
 """glibc's tunable glibc.malloc.hugetlb, which the launcher sets for ranks."""
+BUSY = 0.5
+"""Above this load for each core, others take part of the speeds that are measured."""
+
 SLOW = 0.6
 """Below this fraction of its profile's speed, a device is throttled, shared or misconfigured."""
 
@@ -129,6 +132,9 @@ def judge(facts: Facts, speeds: Speeds) -> Iterator[Check]:
     yield from _judge_software(facts)
     yield from _judge_memory(facts)
     yield from _judge_allocator(facts)
+    if facts.load > BUSY:
+        advice = "measured speeds and a calibration come out too low: end other programs, and repeat"
+        yield Check("load", "warn", f"{facts.load:.1f} processes for each core, before this one", advice)
     yield from _judge_communication(facts, speeds)
     yield from _judge_devices(facts)
     for speed in speeds.devices:

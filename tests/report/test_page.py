@@ -193,6 +193,14 @@ def test_a_run_that_trains(plan: Plan, make_run: MakeRun) -> None:
     assert "Predicted and measured" not in text
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_loss_is_above_memory_and_time(finished: bool, plan: Plan, make_run: MakeRun) -> None:
+    """Who follows a run looks at its loss; memory and time are planned, and change no more."""
+    page = render_page(read_run(make_run(plan, finished=finished)))
+    titles = re.findall(r"<h2>([^<]+)</h2>", page)
+    assert titles[:3] == ["Over the steps", "Memory", "Time of a step"]
+
+
 def test_a_run_before_its_first_step(plan: Plan, make_run: MakeRun) -> None:
     text = Reader(render_page(read_run(make_run(plan, finished=False, steps=0)))).text
     assert "before its first step has finished" in text
