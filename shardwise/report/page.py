@@ -323,7 +323,7 @@ def _sites(plan: Plan) -> dict[str, Any]:
     rows = [
         {
             "site": site.module or (site.row and f"outside of modules, {site.phase}") or "smaller sites",
-            "operation": site.operation.removeprefix("aten::"),
+            "operation": _operation_in_words(site.operation),
             "row": label(site.row),
             "tensors": f"{site.tensors:,}",
             "size": unit.write(site.bytes),
@@ -334,6 +334,12 @@ def _sites(plan: Plan) -> dict[str, Any]:
         for site in plan.sites
     ]
     return {"sites": rows[:SHOWN_SITES], "more_sites": rows[SHOWN_SITES:]}
+
+
+def _operation_in_words(operation: str) -> str:
+    """An operation of the dispatcher without its overload; what kernels fill is allocated by kinds of ``empty``."""
+    name = operation.removeprefix("aten::").partition(".")[0]
+    return "outputs of kernels" if name.startswith(("empty", "new_empty")) else name
 
 
 # -- time ---------------------------------------------------------------------------------------------
