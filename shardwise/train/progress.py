@@ -51,17 +51,16 @@ class Progressing:
             self._bar.start()
 
     def show(self, metrics: StepRecord) -> None:
-        self._line.metrics = metrics
+        now = time.monotonic()
+        self._line.update(metrics, now)
         if self._bar is not None:
             return
-        now = time.monotonic()
         evaluated = metrics.held_out_loss is not None or metrics.held_out_losses
         due = now - self._last_line >= self._seconds or evaluated
         if due or metrics.step == self._steps:
             self._last_line = now
-            remaining = (self._steps - metrics.step) * metrics.seconds
             self._console.print(
-                f"step {metrics.step}/{self._steps}  {described(metrics, self._unit)}  {remaining:,.0f} s left",
+                f"step {metrics.step}/{self._steps}  {described(metrics, self._unit)}  {self._line.left:,.0f} s left",
                 soft_wrap=True,
             )
 
@@ -75,11 +74,21 @@ class StepLine:
 
     def __init__(self, steps: int, resumed: int, unit: Unit = "tokens") -> None:
         self._steps, self._resumed, self._unit = steps, resumed, unit
-        self.metrics: StepRecord | None = None
+        self._metrics: StepRecord | None = None
+        self._first = (0, 0.0)
+        self.left = 0.0
+
+    def update(self, metrics: StepRecord, now: float) -> None:
+        """Show this step. The time that is left is that of the mean step since the first one, which is slower."""
+        if self._metrics is None:
+            self._first = metrics.step, now
+        step, began = self._first
+        mean = (now - began) / (metrics.step - step) if metrics.step > step else metrics.seconds
+        self._metrics, self.left = metrics, (self._steps - metrics.step) * mean
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        done = self._resumed if self.metrics is None else self.metrics.step
-        figures = {} if self.metrics is None else dict(self._figures(self.metrics))
+        done = self._resumed if self._metrics is None else self._metrics.step
+        figures = {} if self._metrics is None else dict(self._figures(self._metrics))
         head = f"step {done}/{self._steps}"
         for count in range(len(DROPPED) + 1):
             dropped = DROPPED[:count]
@@ -97,7 +106,8 @@ class StepLine:
 
     def _figures(self, metrics: StepRecord) -> Iterator[tuple[str, str]]:
         yield from figures_of(metrics, self._unit).items()
-        yield "left", f"{format_seconds((self._steps - metrics.step) * metrics.seconds)} left"
+        if metrics.step < self._steps:
+            yield "left", f"{f'{self.left:.0f} s' if self.left < 59.5 else format_seconds(self.left)} left"
 
 
 def figures_of(metrics: StepRecord, unit: Unit = "tokens") -> Mapping[str, str]:

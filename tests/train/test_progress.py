@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -19,7 +20,7 @@ STEP = StepRecord(
 
 def shown(width: int, step: StepRecord = STEP, unit: Unit = "tokens") -> list[str]:
     line = StepLine(19_000, 0, unit)
-    line.metrics = step
+    line.update(step, 0.0)
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     with console.capture() as capture:
         console.print(line)
@@ -77,3 +78,17 @@ def test_a_pipe_gets_plain_lines() -> None:
     assert file.getvalue() == (
         "step 12345/12345  loss 8.0512  validation loss 7.9123  71,712 tokens/s  peak 72.00 GiB  0 s left\n"
     )
+
+
+def test_the_time_left_is_of_the_mean_step_and_ends() -> None:
+    """One slow step of a shared machine is no forecast; the first step, which is slower, is left out."""
+    line = StepLine(10, 0)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    for step, now in ((1, 60.0), (2, 62.0), (3, 66.0)):
+        line.update(replace(STEP, step=step, seconds=4.0 if step > 1 else 60.0), now)
+    assert line.left == pytest.approx(7 * 3.0)
+    console.print(line)
+    line.update(replace(STEP, step=10), 87.0)
+    console.print(line)
+    during, after = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "21 s left" in during and "left" not in after
