@@ -21,6 +21,8 @@ from typing import Any
 import yaml
 from machine import described
 
+from shardwise.core.units import format_change, format_percent
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "ledger-cpu.json"
 TABLE = ROOT / "docs" / "reference" / "ledger-cpu.md"
@@ -149,8 +151,8 @@ def table(results: dict[str, Any]) -> str:
         "",
         "<!-- written by benchmarks/ledger.py -->",
         "",
-        f"{len(rows)} runs; error of the worst rank: median {results['median_error']:.1%},"
-        f" worst {results['worst_error']:.1%}.",
+        f"{len(rows)} runs; error of the worst rank: median {format_percent(results['median_error'], 1)},"
+        f" worst {format_percent(results['worst_error'], 1)}.",
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory']}, torch {machine['torch']},"
         f" Python {machine['python']}, {machine['day']}. Repeat with `make benchmark`.",
         "",
@@ -160,7 +162,9 @@ def table(results: dict[str, Any]) -> str:
     for row in rows:
         predicted = max(r["predicted_peak_bytes"] for r in row["ranks"]) / 2**20
         measured = ", ".join(f"{r['measured_peak_bytes'] / 2**20:,.0f}" for r in row["ranks"])
-        lines.append(f"| {row['case']} | {predicted:,.0f} | {measured} | {row['worst_error']:+.1%} |")
+        lines.append(
+            f"| {row['case']} | {predicted:,.0f} | {measured} | {format_change(row['worst_error'], 1)} |"
+        )
     return "\n".join(lines) + "\n"
 
 

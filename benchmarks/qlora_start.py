@@ -37,11 +37,11 @@ from shardwise.engine.build import build
 from shardwise.engine.run import Run
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
-from shardwise.extras.quantize.methods.rtn import RoundToNearest
 from shardwise.launch.process import join
 from shardwise.model.loftq import loftq, principal
 from shardwise.model.lora import LoraLinear
 from shardwise.model.open import blueprint_of
+from shardwise.plugins.quantize.methods.rtn import RoundToNearest
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.quantized import Packing

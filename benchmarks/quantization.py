@@ -22,8 +22,8 @@ from machine import described
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import check_method, scheme_of
-from shardwise.extras.quantize.job import quantize
-from shardwise.extras.quantize.settings import Settings
+from shardwise.plugins.quantize.job import quantize
+from shardwise.plugins.quantize.settings import Settings
 
 RESULTS = Path(__file__).parent / "results" / "quantization.json"
 SCHEMES = ("w4a16-channel", "w3a16-channel", "w4a16-g64", "w8a16", "nf4")

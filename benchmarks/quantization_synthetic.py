@@ -26,11 +26,11 @@ from machine import described
 from torch import Tensor
 
 from shardwise.core.scheme import scheme_of
-from shardwise.extras.quantize.methods.base import Method, relative_output_error
-from shardwise.extras.quantize.methods.expansion import expand
-from shardwise.extras.quantize.methods.hqq import HalfQuadratic
-from shardwise.extras.quantize.methods.kashin import Kashin
-from shardwise.extras.quantize.methods.rtn import RoundToNearest
+from shardwise.plugins.quantize.methods.base import Method, relative_output_error
+from shardwise.plugins.quantize.methods.expansion import expand
+from shardwise.plugins.quantize.methods.hqq import HalfQuadratic
+from shardwise.plugins.quantize.methods.kashin import Kashin
+from shardwise.plugins.quantize.methods.rtn import RoundToNearest
 from shardwise.runtime.quantization.hadamard import RandomHadamard
 from shardwise.runtime.quantization.orthogonal import Basis, Factor
 from shardwise.runtime.quantization.weights import IntWeight

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from shardwise.core.scheme import scheme_of
-from shardwise.extras.quantize.methods import method_of
-from shardwise.extras.quantize.methods.awq import AWQ, awq_scale
-from shardwise.extras.quantize.methods.base import InputStatistics, relative_output_error
+from shardwise.plugins.quantize.methods import method_of
+from shardwise.plugins.quantize.methods.awq import AWQ, awq_scale
+from shardwise.plugins.quantize.methods.base import InputStatistics, relative_output_error
 
 CASES = (
     *(("rtn", scheme) for scheme in ("w4a16-g128", "w4a16-channel", "w8a16", "fp8", "nf4")),

@@ -31,13 +31,13 @@ from shardwise.checkpoint.checkpoint import save
 from shardwise.checkpoint.manifest import committed
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.units import format_count
-from shardwise.extras.scaling.budgeting import of_size
-from shardwise.extras.scaling.family import sized
-from shardwise.extras.scaling.files import law_text
-from shardwise.extras.scaling.fit import Fit, TrainedPoint, fit
-from shardwise.extras.scaling.isoflop import envelope, exponent, isoflops
-from shardwise.extras.scaling.report.pictures import scaling_picture
 from shardwise.launch.process import World, join
+from shardwise.plugins.scaling.budgeting import of_size
+from shardwise.plugins.scaling.family import sized
+from shardwise.plugins.scaling.files import law_text
+from shardwise.plugins.scaling.fit import Fit, TrainedPoint, fit
+from shardwise.plugins.scaling.isoflop import envelope, exponent, isoflops
+from shardwise.plugins.scaling.report.pictures import scaling_picture
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.presets import Dimensions, dimensions_of
 from shardwise.recipe.sections import Recipe

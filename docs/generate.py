@@ -36,7 +36,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.fit_advice import Remedy
 from shardwise.core.ledger import Ledger
 from shardwise.core.strategy import Setting
-from shardwise.core.units import format_bytes, format_count, format_rate, format_seconds
+from shardwise.core.units import MINUS, format_bytes, format_count, format_rate, format_seconds
 from shardwise.hardware.device import DTYPES
 from shardwise.hardware.profiles import PROFILES
 from shardwise.recipe.load import SECTIONS, recipe_of
@@ -484,13 +484,6 @@ def families() -> str:
     )
 
 
-def plan_block(text: str) -> str:
-    """The plan as the README shows it: the strategy, its memory and time, and the candidates."""
-    sections = text.rstrip("\n").split("\n\n")
-    kept = [sections[0], *(s for s in sections if s.startswith(("Memory at", "Time of", "Considered")))]
-    return f"```console\n$ shardwise plan {SHOWN_RECIPE} --top {SHOWN_ROWS}\n" + "\n\n".join(kept) + "\n```"
-
-
 def ladder() -> str:
     """The remedies as data: what each tries, in order, and what it does and costs."""
 
@@ -507,12 +500,16 @@ def ladder() -> str:
 
 
 def shown_plan() -> str:
+    """The output of ``shardwise plan``, as a terminal of SHOWN_WIDTH columns has it."""
     from shardwise.jobs.planning import make_plan
     from shardwise.jobs.request import read
+    from shardwise.planner.answer import answer_of
     from shardwise.report.tables import plan_text
 
-    shown = make_plan(*read(ROOT / SHOWN_RECIPE, []), compare=True)
-    return plan_block(plan_text(shown, SHOWN_WIDTH, SHOWN_ROWS))
+    asked, cluster = read(ROOT / SHOWN_RECIPE, [])
+    shown = make_plan(asked, cluster, compare=True)
+    text = plan_text(shown, SHOWN_WIDTH, answer=answer_of(asked, cluster, shown), brief=True)
+    return f"```console\n$ shardwise plan {SHOWN_RECIPE}\n{text}```"
 
 
 def recomputation(kinds: Sequence[str] = ACTIVATION_CHECKPOINTING.examples) -> str:
@@ -741,11 +738,17 @@ def blocks_in(text: str) -> list[str]:
     return [match[2] for match in _BLOCK.finditer(text)]
 
 
+def in_style(block: str) -> str:
+    """Percentages and negative numbers as the commands print them: ``62 %``, ``−9 %``; results are stored as before."""
+    spaced = re.sub(r"(?<![\w.])([+-]?\d[\d.,]*)%(?!\w)", r"\1 %", block)
+    return re.sub(r"(?<=[ |(])-(?=\d[\d.,]* ?[%|)])", MINUS, spaced)
+
+
 def filled(text: str, keep: Sequence[str] = ()) -> str:
     """``text`` with every block but those in ``keep`` filled anew. Raises KeyError for an unknown block."""
 
     def fill(match: re.Match[str]) -> str:
-        return match[0] if match[2] in keep else f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}"
+        return match[0] if match[2] in keep else f"{match[1]}{in_style(BLOCKS[match[2]]())}\n{match[3]}"
 
     return _BLOCK.sub(fill, text)
 

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.api import *
-    from shardwise.extras.quantize.api import quantize as quantize
-    from shardwise.extras.quantize.report import Quantized as Quantized
-    from shardwise.extras.serve.evaluating import Perplexity as Perplexity
-    from shardwise.extras.serve.evaluating import evaluate as evaluate
-    from shardwise.extras.serve.evaluating import evaluate_tasks as evaluate_tasks
-    from shardwise.extras.serve.requests import Request as Request
-    from shardwise.extras.serve.sampling import Sampling as Sampling
-    from shardwise.extras.serve.serving import Piece as Piece
-    from shardwise.extras.serve.serving import ServedModel as ServedModel
-    from shardwise.extras.serve.serving import load_model as load_model
+    from shardwise.plugins.quantize.api import quantize as quantize
+    from shardwise.plugins.quantize.report import Quantized as Quantized
+    from shardwise.plugins.serve.evaluating import Perplexity as Perplexity
+    from shardwise.plugins.serve.evaluating import evaluate as evaluate
+    from shardwise.plugins.serve.evaluating import evaluate_tasks as evaluate_tasks
+    from shardwise.plugins.serve.requests import Request as Request
+    from shardwise.plugins.serve.sampling import Sampling as Sampling
+    from shardwise.plugins.serve.serving import Piece as Piece
+    from shardwise.plugins.serve.serving import ServedModel as ServedModel
+    from shardwise.plugins.serve.serving import load_model as load_model
 
 __all__ = [
     "Callback",
@@ -77,9 +77,9 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> object:
     if name in __all__:
         from shardwise import api
-        from shardwise.core.extras import PUBLIC, require_extra
+        from shardwise.core.plugins import PUBLIC, require_plugin
 
-        module = require_extra(PUBLIC[name], f"shardwise.{name}") if name in PUBLIC else api
+        module = require_plugin(PUBLIC[name], f"shardwise.{name}") if name in PUBLIC else api
         return getattr(module, name)
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 

@@ -16,7 +16,7 @@ import shardwise
 from shardwise import api
 from shardwise.core.errors import RankError
 from shardwise.recipe.sections import AdapterSpec
-from tests.extras.quantize.stubs import unpredicted
+from tests.plugins.quantize.stubs import unpredicted
 
 
 def test_public_names_are_listed_and_are_functions_and_classes() -> None:
@@ -26,7 +26,7 @@ def test_public_names_are_listed_and_are_functions_and_classes() -> None:
 
 def test_an_import_of_a_room_hides_no_function() -> None:
     code = (
-        "import shardwise, shardwise.planner.search, shardwise.extras.quantize.settings, shardwise.trainer.loop\n"
+        "import shardwise, shardwise.planner.search, shardwise.plugins.quantize.settings, shardwise.trainer.loop\n"
         "from shardwise.planner.search import plan_for\n"
         "assert callable(shardwise.plan) and callable(shardwise.train) and callable(plan_for)\n"
         "assert callable(shardwise.export) and callable(shardwise.merge) and callable(shardwise.quantize)\n"

@@ -41,7 +41,7 @@ LAYERS = (
         "jobs",
         "api",
         "cli",
-        "extras",
+        "plugins",
     ),
 )
 # Siblings: neither may import the other.

@@ -42,7 +42,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 TECHNIQUE_PAGE = ROOT / "docs" / "how-to" / "add-a-technique.md"
 
 SERVING_PAGE = ROOT / "docs" / "how-to" / "serve-adapters.md"
-"""Its blocks are run by tests/extras/serve/test_serving.py, which makes the runs that it names."""
+"""Its blocks are run by tests/plugins/serve/test_serving.py, which makes the runs that it names."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -143,6 +143,8 @@ def command_lines() -> Iterator[tuple[Path, str]]:
 
 
 LINES = list(command_lines())
+INSTALLING = ("python3 -m venv .venv && source .venv/bin/activate", 'pip install -e ".[hf]"')
+"""Before there is a `shardwise`: run once by hand, in an empty environment."""
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,8 @@ def test_command_lines_parse(page: Path, line: str, tmp_path: Path) -> None:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         assert set(words[1:]) <= set(targets)
         return
+    if line in INSTALLING:
+        return
     assert "shardwise" in words, f"a command line of something else: {line}"
     verb, *arguments = words[words.index("shardwise") + 1 :]
     group: Any = typer.main.get_command(app)
@@ -162,7 +166,7 @@ def test_command_lines_parse(page: Path, line: str, tmp_path: Path) -> None:
     if context.params.get("serve"):
         values = {"model": {"preset": "tiny"}, "steps": 1, "batch_size": 1}
         recipe_of(values, SETTINGS, context.params["overrides"] or ())
-    elif context.params.get("model") is not None:  # a file of another trainer: tests/extras/importers
+    elif context.params.get("model") is not None:  # a file of another trainer: tests/plugins/importers
         return
     elif (named := context.params.get("recipe")) is not None:
         feasible(_recipe_named(str(named), page, tmp_path), context.params["overrides"])
@@ -235,7 +239,8 @@ def test_what_plain_and_full_recomputation_hold_and_cost_is_todays() -> None:
     """Two rows of that table, from dry runs of two and three blocks of the 32."""
     page = ROOT / "docs" / "concepts" / "activation-memory.md"
     table = set(page.read_text(encoding="utf-8").splitlines())
-    assert set(generate.recomputation(("none", "full")).splitlines()) <= table, "run `make docs`"
+    rows = generate.in_style(generate.recomputation(("none", "full"))).splitlines()
+    assert set(rows) <= table, "run `make docs`"
 
 
 def test_keys_of_files_are_those_of_the_code() -> None:
@@ -577,3 +582,65 @@ def test_recipes_resolve_to_the_same_recipe(tmp_path: Path) -> None:
         copy = tmp_path / path.name
         copy.write_text(dump_recipe(recipe), encoding="utf-8")
         assert load_recipe(copy, [], SETTINGS) == recipe
+
+
+# ---- findable ---------------------------------------------------------------------------------------------
+
+LANDING = ROOT / "docs" / "README.md"
+MOST_IN_A_GROUP = 10
+
+
+def groups_of_the_landing_page() -> dict[str, list[str]]:
+    """The pages of each section's list."""
+    sections = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", LANDING.read_text(encoding="utf-8"), re.M | re.S)
+    listed = {title: re.findall(r"^- \[[^\]]+\]\(([^)#]+)\)", text, re.M) for title, text in sections}
+    return {title: pages for title, pages in listed.items() if pages}
+
+
+def test_the_site_has_the_groups_of_the_landing_page_and_every_page_once() -> None:
+    yaml = pytest.importorskip("yaml")
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert nav[0] == {"Shardwise": "README.md"}
+    groups = {
+        title: [path for page in pages for path in page.values()]
+        for group in nav[1:]
+        for title, pages in group.items()
+    }
+    assert groups == groups_of_the_landing_page()
+    assert all(2 < len(pages) <= MOST_IN_A_GROUP for pages in groups.values())
+    listed = [page for pages in groups.values() for page in pages]
+    every = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(set(every) - {"README.md"})
+
+
+def test_lists_of_every_page_are_lists_on_the_site() -> None:
+    """Python-Markdown takes a list without a blank line before it as part of the paragraph."""
+    for page in PAGES:
+        lines = ["", *prose(page).splitlines()]
+        for before, line in itertools.pairwise(lines):
+            if line.startswith("- ") and before and not before.startswith(("- ", " ", "#", "|")):
+                pytest.fail(f"{page.relative_to(ROOT)}: no blank line before {line!r}")
+
+
+def test_the_landing_page_says_what_why_and_how_to_install() -> None:
+    text = LANDING.read_text(encoding="utf-8")
+    head = text[: text.index("\n## Start here")]
+    assert text.startswith("# Shardwise\n\nShardwise trains ") and "**Why.**" in head
+    assert 'pip install -e ".[hf]"' in head and "shardwise finetune" in head
+
+
+def test_every_verb_is_documented() -> None:
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    for command in app.registered_commands:
+        assert f"\n## {command.name}\n" in text and f"| `shardwise {command.name}" in text
+    how_to = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "how-to").glob("*.md"))
+    assert "shardwise watch " in how_to
+
+
+def test_generated_figures_have_the_signs_of_the_commands() -> None:
+    assert generate.in_style("| rtn | +0.34% | -2.13% | w4-g64 | -1 | 2^-9 |") == (
+        "| rtn | +0.34 % | −2.13 % | w4-g64 | −1 | 2^-9 |"
+    )
+    for page in PAGES:
+        if page.name != "CHANGELOG.md":
+            assert not re.findall(r"\| [+-]?[\d.]+% \|", page.read_text(encoding="utf-8")), page

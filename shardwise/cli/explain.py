@@ -42,8 +42,13 @@ def command(
         str | None,
         typer.Option(help="numbers of ranks; default: 1 to 1,024 as in the paper", metavar="N,N,…"),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="tokens of a sequence, for memory", min=1)] = 2048,
-    depth: Annotated[int, typer.Option(help="blocks, for checkpointing", min=2, max=512)] = 16,
+    tokens: Annotated[
+        int, typer.Option(help="tokens of a sequence, for memory and checkpointing", min=1)
+    ] = 2048,
+    depth: Annotated[
+        int | None,
+        typer.Option(help="blocks, for checkpointing; default: the model's, or 16", min=2, max=512),
+    ] = None,
     png: Annotated[
         Path | None,
         path_option("write the picture of blocks over time, for checkpointing"),
@@ -54,10 +59,10 @@ def command(
     from rich.console import Console
 
     if subject is Subject.checkpointing:
-        _checkpointing(depth, png, as_json)
+        _checkpointing(model, depth, tokens, png, as_json)
         return
     from shardwise.core.model_state import SIZES
-    from shardwise.jobs.explaining import counted, parameters_of
+    from shardwise.jobs.explaining import counted, parameters_of, tokens_within
     from shardwise.recipe.presets import PRESETS
     from shardwise.report.explained import memory_table, paper_table, values_of, zero_table
 
@@ -71,8 +76,7 @@ def command(
     if subject is Subject.zero:
         cells = [(0, numbers[-1]), *((stage, number) for stage in (1, 2, 3) for number in numbers)]
         tokens = min(tokens, 128)
-    shape = PRESETS.get(model)
-    tokens = min(tokens, shape.context if shape else tokens)
+    shape, tokens = PRESETS.get(model), tokens_within(model, tokens)
     parameters = parameters_of(model)
     states = _with_progress(counted, model, cells, tokens)
     if as_json:
@@ -85,12 +89,16 @@ def command(
         _show(Console(), memory_table(model, parameters, tokens, states[0], shape))
 
 
-def _checkpointing(depth: int, png: Path | None, as_json: bool) -> None:
-    """Dry runs of one decoder under each value of activation_checkpointing."""
+def _checkpointing(
+    model: str | None, depth: int | None, tokens: int, png: Path | None, as_json: bool
+) -> None:
+    """Dry runs of one model under each value of activation_checkpointing."""
     with working("dry runs") as progress:
-        from shardwise.jobs.explaining import checkpointed
+        from shardwise.jobs.explaining import checkpointed, tokens_within
 
-        found = dict(checkpointed(depth, progress))
+        if model is not None:
+            tokens = tokens_within(model, tokens)
+        found = dict(checkpointed(model, depth, tokens, progress))
     if png is not None:
         from shardwise.core.atomic_file import write_whole
         from shardwise.report.blocks import blocks_through_time
@@ -104,7 +112,7 @@ def _checkpointing(depth: int, png: Path | None, as_json: bool) -> None:
 
     from shardwise.report.explained import checkpointing_table
 
-    _show(Console(), checkpointing_table(depth, found))
+    _show(Console(), checkpointing_table(found, model, tokens))
 
 
 def _numbers(text: str | None) -> list[int]:

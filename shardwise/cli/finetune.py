@@ -13,7 +13,7 @@ from shardwise.cli.common import Overrides, next_lines, path_option, run_workers
 from shardwise.cli.init import DataArgument, DeviceOption, Epochs, MethodOption, ModelArgument
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
-from shardwise.core.extras import extra
+from shardwise.core.plugins import plugin
 from shardwise.recipe.fine_tuning import Method
 
 INDENT, WIDTH, LINES = 10, 100, 3
@@ -101,7 +101,7 @@ def _answers(out: Path, device: str) -> list[Any]:
     """Answers to records of the run; none of a model that does not fit on one device."""
     from torch import OutOfMemoryError
 
-    samples = extra("serve.samples")
+    samples = plugin("serve.samples")
     if samples is None:
         return []
     try:

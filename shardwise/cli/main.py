@@ -20,8 +20,8 @@ from shardwise import __version__
 from shardwise.cli.failure import guarded
 from shardwise.cli.terminal_output import dropped_output, keep_writing
 from shardwise.core.errors import RecipeError, ResourceError
-from shardwise.core.extras import VERBS as EXTRA_VERBS
-from shardwise.core.extras import extra
+from shardwise.core.plugins import VERBS as PLUGIN_VERBS
+from shardwise.core.plugins import plugin
 from shardwise.core.quiet_torchao import quiet_torchao
 
 app = typer.Typer(
@@ -36,9 +36,11 @@ _ORDER = (
 
 
 def _verbs() -> Iterator[tuple[str, ModuleType]]:
-    """The modules of the verbs in the order of the help, without those of extras that are not installed."""
+    """The modules of the verbs in the order of the help, without those of plugins that are not installed."""
     for name in _ORDER.split():
-        module = extra(EXTRA_VERBS[name]) if name in EXTRA_VERBS else import_module(f"shardwise.cli.{name}")
+        module = (
+            plugin(PLUGIN_VERBS[name]) if name in PLUGIN_VERBS else import_module(f"shardwise.cli.{name}")
+        )
         if module is not None:
             yield name, module
 

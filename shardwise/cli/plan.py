@@ -16,7 +16,7 @@ from shardwise.cli.export import Dtype
 from shardwise.cli.spinner import planning
 from shardwise.core.answer import DeviceTry
 from shardwise.core.errors import RecipeError
-from shardwise.core.extras import extra, require_extra
+from shardwise.core.plugins import plugin, require_plugin
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.request import read
 from shardwise.recipe.sections import Recipe
@@ -66,6 +66,7 @@ class _Options:
     as_json: bool
     top: int | None
     explain: bool
+    full: bool
     html: Path | None
     snapshot: Path | None
 
@@ -85,6 +86,9 @@ def command(
     top: Annotated[int | None, typer.Option(help="show N candidates", min=1)] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="show which remedies fit, from more sharding to LoRA, and why")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="also show alternatives, traffic, reasons and sources")
     ] = False,
     html: Annotated[Path | None, path_option("write the plan as one HTML page")] = None,
     snapshot: Annotated[
@@ -109,11 +113,12 @@ def command(
     model: ModelOption = None,
     world: WorldOption = None,
 ) -> None:
-    """Choose the strategy, or check the pinned one: hours and cost, alternatives, ledger at the peak, time, reasons.
+    """Choose the strategy, or check the pinned one: hours and cost, memory at the peak, time, the first candidates.
 
-    A plan that does not fit is explained without --explain. With --serve, the memory of answering requests is
-    counted: weights as they are stored, key-value cache, activations. A configuration of DeepSpeed, Accelerate,
-    Trainer, TRL, LLaMA-Factory, Axolotl, LitGPT or torchtitan is planned as the recipe that shardwise from makes of it.
+    A plan that does not fit is explained without --explain. --full adds alternatives, reasons and sources. With
+    --serve, the memory of answering requests is counted: weights as they are stored, key-value cache, activations. A
+    configuration of DeepSpeed, Accelerate, Trainer, TRL, LLaMA-Factory, Axolotl, LitGPT or torchtitan is planned as the
+    recipe that shardwise from makes of it.
     """
     if serve:
         _serving().show(recipe, overrides or [], (precision.value, context, prompt, batch), as_json)
@@ -123,22 +128,28 @@ def command(
             "--context and --prompt need --serve", where="command line", fix="shardwise plan MODEL --serve"
         )
     fewest = objective is Objective.devices
-    if within is not None and not fewest:
+    overrides = [*(overrides or ()), *_objective_of(objective, within)]
+    asked, cluster = _read(recipe, overrides, model, world)
+    _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot))
+
+
+def _objective_of(objective: Objective | None, within: float | None) -> list[str]:
+    """The override of --for; none for the fewest devices, which are searched around the planner."""
+    if objective is Objective.devices:
+        return []
+    if within is not None:
         fix = "--for devices --within HOURS"
         raise RecipeError("--within needs --for devices", where="command line", fix=fix)
-    if objective is not None and not fewest:
-        overrides = [*(overrides or ()), f"plan.objective={objective.value}"]
-    asked, cluster = _read(recipe, overrides or [], model, world)
-    _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, html, snapshot))
+    return [] if objective is None else [f"plan.objective={objective.value}"]
 
 
 def _serving() -> ModuleType:
-    return require_extra("serve.commands.plan", "--serve")
+    return require_plugin("serve.commands.plan", "--serve")
 
 
 def _read(recipe: Path, overrides: list[str], model: str | None, world: str | None) -> tuple[Recipe, Cluster]:
     """A recipe, or the one that another trainer's file becomes."""
-    importers = extra("importers.checked")
+    importers = plugin("importers.checked")
     if importers is not None and importers.is_foreign(recipe):
         found, sentences = importers.read_for_plan(recipe, overrides, model, world)
         for sentence in sentences:
@@ -169,11 +180,11 @@ def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
 
         with planning() as progress:
             progress("what would fit")
-            advice = advise(asked, cluster)
+            advice = advise(asked, cluster, plan)
     from shardwise.planner.answer import answer_of
 
     answer = replace(answer_of(asked, cluster, plan), devices=tried)
-    laws = extra("scaling.report.standing")
+    laws = plugin("scaling.report.standing")
     stands = laws.standing_of(asked, plan) if laws is not None else None
     if options.as_json:
         added = answer.as_dict()
@@ -186,7 +197,8 @@ def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
         from shardwise.report.fit_advice import advice_table
         from shardwise.report.tables import plan_table
 
-        Console().print(plan_table(plan, options.top, stands.sentences() if stands else (), answer))
+        standing = stands.sentences() if stands else ()
+        Console().print(plan_table(plan, options.top, standing, answer, brief=not options.full))
         if advice is not None:
             Console().print(advice_table(advice))
     if options.html is not None:

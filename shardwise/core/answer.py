@@ -5,17 +5,20 @@ Everything here follows from a plan, its recipe and the committed accuracy of pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.core.json_file import plain
 from shardwise.core.plan import Candidate, Unit
-from shardwise.core.units import format_bytes
+from shardwise.core.units import format_bytes, format_change
 
 SURE = 3.0
 """What costs seconds once is chosen where its predicted saving is so many times the cost: both are uncertain, and a run
 may be stopped early."""
+
+TELLS = 0.03
+"""Relative differences of time that the model does not tell apart: within them, the plainer strategy is chosen."""
 
 SAMPLE_STEPS = 1000
 """Steps whose hours and cost are shown where a recipe gives epochs."""
@@ -101,6 +104,14 @@ class Alternative:
     also: tuple[str, ...] = ()
 
 
+PINNED = "the recipe pins"
+
+
+def pinned_in_words(keys: Iterable[str]) -> str:
+    """That a strategy is not chosen because of pins."""
+    return f"{PINNED} {', '.join(keys)}"
+
+
 @dataclass(frozen=True)
 class MemoryPrice:
     """A faster strategy, and the memory that it lacks.
@@ -118,7 +129,8 @@ class MemoryPrice:
 
     def sentence(self) -> str:
         about = {"counted": "", "estimated": "about ", "at least": "at least "}[self.candidate.peak_is]
-        return f"{about}+{format_bytes(self.bytes)} would allow {self.change}: {percent(self.time)} step time"
+        more = f"needs {about}{format_bytes(self.bytes)} more than the device has"
+        return f"{self.change} {more}: {format_change(self.time)} step time"
 
 
 @dataclass(frozen=True)
@@ -161,6 +173,7 @@ class Answer:
         front: predicted strategies, fitting or not, that no other is better than in both memory and time; by memory.
         devices: numbers of devices that were tried, where the fewest are asked for.
         origins: of every number in ``plan --json``.
+        unpin: pins of the recipe without which the run fits and is faster, a sentence each.
     """
 
     run: RunCost
@@ -171,6 +184,7 @@ class Answer:
     front: tuple[Candidate, ...]
     devices: tuple[DeviceTry, ...] = ()
     origins: tuple[FigureOrigin, ...] = ()
+    unpin: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The objects that ``plan --json`` adds to the plan."""
@@ -189,9 +203,3 @@ class Answer:
         for kind in ("counted", "measured", "assumed"):
             if found := [each.source for each in self.origins if each.kind == kind]:
                 yield f"{kind}: {'; '.join(found)}"
-
-
-def percent(change: float) -> str:
-    """A relative change: ``−9 %``, ``+11 %``; tenths where it is small."""
-    decimals = 0 if abs(change) >= 0.0995 else 1
-    return f"{100 * change:+.{decimals}f} %".replace("-", "−")

@@ -1,80 +1,15 @@
-"""The one table of the extras: what the packages of ``shardwise/extras`` add, by the names that users write.
-
-The core calls an extra only through ``extra``, and does without it where its package is removed.
-
-Extras also add to the work of the core:
-
-    importers   ``shardwise plan`` reads files of other trainers
-    scaling     a plan and a report compare the run with scaling laws
-    serve       samples at the end of a run, and ``shardwise plan --serve``
-"""
+"""How to install an optional dependency: a command that works in the environment that runs Shardwise."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-
-from shardwise.core.errors import RecipeError
-
-VERBS: dict[str, str] = {
-    "budget": "scaling.commands.budget",
-    "chat": "serve.commands.chat",
-    "eval": "serve.commands.eval",
-    "fit": "scaling.commands.fit",
-    "from": "importers.command",
-    "generate": "serve.commands.generate",
-    "launch": "schedulers.command",
-    "quantize": "quantize.command",
-}
-"""Modules of verbs of the command line; each has a function ``command``."""
-
-PUBLIC: dict[str, str] = {
-    "Perplexity": "serve.evaluating",
-    "Piece": "serve.serving",
-    "Quantized": "quantize.report",
-    "Request": "serve.requests",
-    "Sampling": "serve.sampling",
-    "ServedModel": "serve.serving",
-    "evaluate": "serve.evaluating",
-    "evaluate_tasks": "serve.evaluating",
-    "load_model": "serve.serving",
-    "quantize": "quantize.api",
-}
-"""Modules of public names of ``import shardwise``."""
-
-TRACKERS: dict[str, str] = {
-    "csv": "trackers.csv_tracker",
-    "mlflow": "trackers.mlflow_tracker",
-    "tensorboard": "trackers.tensorboard_tracker",
-    "trackio": "trackers.trackio_tracker",
-    "wandb": "trackers.wandb_tracker",
-}
-"""Modules of the recipe's ``trackers``; each has a function ``open_tracker``."""
+import shlex
+import sys
 
 
-def extra(name: str) -> ModuleType | None:
-    """The module ``shardwise.extras.NAME``; None where its package is not installed."""
-    package = f"shardwise.extras.{name.partition('.')[0]}"
-    try:
-        installed = find_spec(package) is not None
-    except ModuleNotFoundError:  # shardwise.extras is not
-        installed = False
-    return import_module(f"shardwise.extras.{name}") if installed else None
+def install(extra: str) -> str:
+    """The command that adds the packages of an extra of pyproject.toml.
 
-
-def require_extra(name: str, where: str) -> ModuleType:
-    """The module ``shardwise.extras.NAME``.
-
-    Args:
-        where: what the user asked for that needs it.
-
-    Raises:
-        RecipeError: its package is not installed.
+    It names this interpreter, because the first pip on the path may be of another environment. There Shardwise is
+    missing, and no index has it. Here it is installed, and pip asks an index for the extra's packages alone.
     """
-    module = extra(name)
-    if module is None:
-        package = name.partition(".")[0]
-        fix = "install shardwise with its extras"
-        raise RecipeError(f"shardwise.extras.{package} is not installed", where=where, fix=fix)
-    return module
+    return f"{shlex.quote(sys.executable)} -m pip install 'shardwise[{extra}]'"

@@ -84,6 +84,16 @@ class StepEstimate:
         return {**fields(self), "tokens_per_second": self.tokens_per_second}
 
 
+def moment(phase: str, where: str) -> str:
+    """A peak's phase and module in words. Outside of modules the loss is named, and no operator.
+
+    The dry run writes ``the loss (aten::sub.Tensor)`` for every tensor outside of modules. Only in the passes is that
+    the loss.
+    """
+    place = where.partition(" (")[0] if phase in ("forward", "backward") or " (" not in where else ""
+    return f"in the {phase} phase" + (f", at {place}" if place else "")
+
+
 PeakIs: TypeAlias = Literal["counted", "estimated", "at least"]
 
 
@@ -158,6 +168,10 @@ class PlannedPeak:
     rank: Size
     phase: str
     where: str
+
+    @property
+    def in_words(self) -> str:
+        return f"{moment(self.phase, self.where)}, on rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -281,6 +295,14 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan {self.line}: {self.verdict}>"
+
+    @property
+    def calibration_offer(self) -> str:
+        """The line that offers a measurement of this machine; "" for a plan that used one."""
+        if any("measured on" in sentence for sentence in self.assumptions):
+            return ""
+        measure = "run `shardwise doctor --calibrate` to measure this machine"
+        return f"the plan used assumed speeds of {self.device}: {measure}"
 
     def predicted_allocated(self, rank: int) -> int:
         """Predicted peak of ``rank``; one that was not dry-run holds no more than the nearest before it that was."""

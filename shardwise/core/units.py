@@ -2,6 +2,7 @@
 
 Memory is binary (1 GiB = 2^30 B), everything else is decimal (1 GB/s = 1e9 B/s, 8B = 8e9 parameters). Parsing accepts
 both prefixes and never reads `16GB` as GiB, which would be an error of 7 %. Formatted numbers have about four digits.
+A negative number has the minus sign `−`, and a percentage a space before its sign.
 
 Quantities are plain numbers in bytes and seconds; names of variables say the unit.
 """
@@ -14,6 +15,7 @@ KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL = ("", "K", "M", "B", "T", "Q")  # thousand, million, billion, trillion, quadrillion
 _SI = ("", "k", "M", "G", "T", "P", "E")
+MINUS = "−"
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([A-Za-zµ]*)\s*")
 
@@ -38,7 +40,7 @@ def format_seconds(seconds: float) -> str:
     if not math.isfinite(seconds):
         return str(seconds)
     if seconds < 0:
-        return "-" + format_seconds(-seconds)
+        return MINUS + format_seconds(-seconds)
     if seconds < 59.995:
         subunits = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
         factor, unit = next((pair for pair in subunits if seconds >= pair[0]), subunits[-1 if seconds else 0])
@@ -48,6 +50,28 @@ def format_seconds(seconds: float) -> str:
         if high < {"min": 60, "h": 24}.get(names[0], math.inf):
             return f"{high} {names[0]} {low:02d} {names[1]}"
     raise AssertionError("unreachable: days have no upper bound")
+
+
+def format_percent(fraction: float, decimals: int = 0) -> str:
+    """A fraction of a whole: `62 %`, `12.7 %`."""
+    return f"{100 * fraction:.{decimals}f} %".replace("-", MINUS)
+
+
+def format_change(change: float, decimals: int | None = None) -> str:
+    """A relative change with its sign: `−9 %`, `+11 %`; tenths where it is small, or so many ``decimals``."""
+    if decimals is None:
+        decimals = 0 if abs(change) >= 0.0995 else 1
+    return f"{100 * change:+.{decimals}f} %".replace("-", MINUS)
+
+
+def format_difference(difference: float, decimals: int = 4) -> str:
+    """A difference with its sign: `+0.0021`, `−0.3100`."""
+    return f"{difference:+.{decimals}f}".replace("-", MINUS)
+
+
+def format_more_bytes(size: float) -> str:
+    """A difference in bytes with its sign: `+1.50 GiB`, `−33 B`."""
+    return f"{'+' if size >= 0 else MINUS}{format_bytes(abs(size))}"
 
 
 def parse_bytes(text: str | int) -> int:
@@ -92,7 +116,7 @@ def _scaled(value: float, base: int, units: tuple[str, ...], gap: str = "") -> s
     ):  # a value that prints as 1024 or 1000 takes the next unit
         size, index = size / base, index + 1
     number = f"{size:.0f}" if index == 0 and size == int(size) else _digits(size)
-    return f"{'-' if value < 0 else ''}{number}{gap}{units[index]}"
+    return f"{MINUS if value < 0 else ''}{number}{gap}{units[index]}"
 
 
 def _split(text: str | float, example: str) -> tuple[float, str]:

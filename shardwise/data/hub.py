@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import DataError
+from shardwise.core.extras import install
 from shardwise.data.readers import Record, TextPiece, checked, missing_key, pieces
 from shardwise.data.source import Place
 from shardwise.data.tables import without_nulls
@@ -198,6 +199,6 @@ def _import(name: str) -> Any:
             "cannot read a Hugging Face dataset",
             where=name,
             why="no local file of this name, and the package datasets is not installed",
-            fix="check data.source, or pip install 'shardwise[hf]'",
+            fix=f"check data.source, or {install('hf')}",
         ) from None
     return datasets

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shardwise.core.errors import DataError
+from shardwise.core.extras import install
 from shardwise.data.readers import Record, TextPiece, is_data_file, read_file, read_records
 from shardwise.data.source import Place, Source, after
 
@@ -127,7 +128,7 @@ def _opened(name: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        why, fix = "the package fsspec is not installed", "pip install 'shardwise[hf]'"
+        why, fix = "the package fsspec is not installed", install("hf")
         raise DataError("cannot read a URL", where=name, why=why, fix=fix) from None
     system, place = url_to_fs(name)
     return system, place

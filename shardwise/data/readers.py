@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from shardwise.core.errors import DataError
+from shardwise.core.extras import install
 from shardwise.data.tables import LARGEST_LIST_BYTES, is_list, rows_of_csv, rows_of_list, without_nulls
 
 PIECE_BYTES = 1 << 20
@@ -352,7 +353,7 @@ def _parquet(path: Path) -> Iterator[_Rows]:
             "cannot read parquet",
             where=str(path),
             why="the package pyarrow is not installed",
-            fix="pip install 'shardwise[hf]'",
+            fix=install("hf"),
         ) from None
     rows: _Rows | None = None
     try:

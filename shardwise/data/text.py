@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError
+from shardwise.core.units import format_percent
 from shardwise.data.cache import TokenCache, open_cache
 from shardwise.data.encoding import Encoder
 from shardwise.data.example_cache import open_example_cache
@@ -141,15 +142,16 @@ class Examples:
         )
         said = [
             f"{spec.source}: format {name} ({how}), {header.documents:,} records, {header.tokens:,} tokens,"
-            f" {divided.share:.1%} of the targets trained on" + (f", found by {found}" if found else ""),
+            f" {format_percent(divided.share, 1)} of the targets trained on"
+            + (f", found by {found}" if found else ""),
             f"{divided.train.sequences:,} sequences of {spec.sequence_length:,} tokens to train on and"
             f" {divided.held_out.sequences:,} held out, {'packed' if spec.packing else 'one record each'}:"
-            f" {filled:.1%} filled",
+            f" {format_percent(filled, 1)} filled",
         ]
         if not spec.packing and filled < MOSTLY_PADDING:
             said.append(
-                f"padding takes {1 - filled:.0%} of the computation: data.packing=true puts several records into a"
-                " sequence, and attention keeps them apart"
+                f"padding takes {format_percent(1 - filled)} of the computation: data.packing=true puts several"
+                " records into a sequence, and attention keeps them apart"
             )
         return said + list(self._losses(spec))
 

@@ -31,6 +31,7 @@ import numpy.typing as npt
 import xxhash
 
 from shardwise.core.errors import DataError, one_line
+from shardwise.core.extras import install
 from shardwise.core.paths import missing, only_a_path, path_of, seen_from
 from shardwise.data.begin_token import added_before, begin_token
 from shardwise.data.chat import ChatTemplate, plain_template
@@ -357,7 +358,7 @@ def _not_installed(package: str) -> DataError:
         "cannot read this tokenizer",
         where="data.tokenizer",
         why=f"the package {package} is not installed",
-        fix="pip install 'shardwise[hf]', or use tokenizer: bytes",
+        fix=f"{install('hf')}, or use tokenizer: bytes",
     )
 
 

@@ -28,6 +28,7 @@ import numpy as np
 import xxhash
 
 from shardwise.core.errors import DataError, ShardwiseError
+from shardwise.core.units import format_percent
 from shardwise.data.cache import (
     DOCUMENT,
     FORMAT,
@@ -191,7 +192,8 @@ class Windows:
             raise DataError(
                 "no held-out sequence in the first window of the stream",
                 where=self._source.name,
-                why=f"{self._held_out:.1%} of its documents are held out, and a sequence is {self.length + 1:,} tokens",
+                why=f"{format_percent(self._held_out, 1)} of its documents are held out,"
+                f" and a sequence is {self.length + 1:,} tokens",
                 fix="raise data.held_out or data.stream_window, or set data.held_out to 0",
             )
 

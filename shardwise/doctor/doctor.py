@@ -19,7 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from shardwise.core.errors import ResourceError
-from shardwise.core.units import GiB, MiB, format_bytes, format_rate, format_seconds
+from shardwise.core.extras import install
+from shardwise.core.units import GiB, MiB, format_bytes, format_percent, format_rate, format_seconds
 from shardwise.doctor.inspection import OPTIONAL_PACKAGES, Facts, HostAllocator, inspect
 from shardwise.hardware.profiles import PROFILES
 
@@ -32,6 +33,9 @@ LEAST_DISK = 1 * GiB
 LEAST_SHARED = 256 * MiB
 HUGE_PAGES_SINCE = (2, 35)
 """glibc's tunable glibc.malloc.hugetlb, which the launcher sets for ranks."""
+BUSY = 0.5
+"""Above this load for each core, others take part of the speeds that are measured."""
+
 SLOW = 0.6
 """Below this fraction of its profile's speed, a device is throttled, shared or misconfigured."""
 
@@ -128,6 +132,9 @@ def judge(facts: Facts, speeds: Speeds) -> Iterator[Check]:
     yield from _judge_software(facts)
     yield from _judge_memory(facts)
     yield from _judge_allocator(facts)
+    if facts.load > BUSY:
+        advice = "measured speeds and a calibration come out too low: end other programs, and repeat"
+        yield Check("load", "warn", f"{facts.load:.1f} processes for each core, before this one", advice)
     yield from _judge_communication(facts, speeds)
     yield from _judge_devices(facts)
     for speed in speeds.devices:
@@ -152,9 +159,7 @@ def _judge_software(facts: Facts) -> Iterator[Check]:
     missing = [name for name in ("transformers", "datasets") if facts.packages.get(name) is None]
     if missing:
         adds = ", ".join(OPTIONAL_PACKAGES[name] for name in missing)
-        yield Check(
-            "packages", "note", f"{', '.join(missing)} not installed: {adds}", "pip install shardwise[hf]"
-        )
+        yield Check("packages", "note", f"{', '.join(missing)} not installed: {adds}", install("hf"))
 
 
 def _judge_memory(facts: Facts) -> Iterator[Check]:
@@ -296,7 +301,7 @@ def _shortfall(facts: Facts, speed: DeviceSpeed) -> str:
     ratios = {dtype: rate / promised[dtype] for dtype, rate in speed.flops.items() if dtype in promised}
     ratios["copy"] = speed.memory_bandwidth / (profile.memory_bandwidth * profile.efficiency.memory)
     slowest = min(ratios, key=lambda name: ratios[name])
-    return f"{slowest} is {ratios[slowest]:.0%} of the usual" if ratios[slowest] < SLOW else ""
+    return f"{slowest} is {format_percent(ratios[slowest])} of the usual" if ratios[slowest] < SLOW else ""
 
 
 def render(diagnosis: Diagnosis, console: Console) -> None:

@@ -131,6 +131,7 @@ class Facts:
 
     ``driver``: the system has an NVIDIA or AMD compute device, for any build of torch.
     ``calibrated``: plans for this processor use measured speeds.
+    ``load``: processes that ran or waited in the last minute, per core of the machine, before anything is measured.
     """
 
     python: str
@@ -145,6 +146,7 @@ class Facts:
     driver: bool
     calibrated: bool
     packages: Mapping[str, str | None] = field(default_factory=dict)
+    load: float = 0.0
 
     def data(self) -> dict[str, Any]:
         """Nested dicts and lists for JSON."""
@@ -169,6 +171,7 @@ def inspect(folder: Path) -> Facts:
         driver=driver_present(),
         calibrated=machine.read_calibration() is not None,
         packages={name: _installed(name) for name in OPTIONAL_PACKAGES},
+        load=os.getloadavg()[0] / (os.cpu_count() or 1),
     )
 
 

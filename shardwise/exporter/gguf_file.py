@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, RecipeError, ResourceError
+from shardwise.core.extras import install
 from shardwise.exporter.gguf_families import Architecture
 from shardwise.exporter.gguf_tokenizer import add_tokenizer
 from shardwise.exporter.hf_writer import Contents
@@ -93,9 +94,7 @@ def _library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise RecipeError(
-            "gguf is not installed", where="OUT.gguf", fix="pip install 'shardwise[gguf]'"
-        ) from error
+        raise RecipeError("gguf is not installed", where="OUT.gguf", fix=install("gguf")) from error
     return gguf
 
 

@@ -20,22 +20,44 @@ CHECKPOINTING = ("none", "selective", "full", "every:2", "sqrt", "recursive:1", 
 """The values of activation_checkpointing that are shown; recursive:1 is the memory-poor extreme."""
 
 
-def checkpointed(depth: int, progress: Progress = silent) -> Iterator[tuple[str, BlockTimes]]:
-    """One micro-batch of a small decoder under each of CHECKPOINTING, by dry runs."""
+SMALL_DEPTH = 16
+
+
+def checkpointed(
+    model: str | None = None, depth: int | None = None, tokens: int = TOKENS, progress: Progress = silent
+) -> Iterator[tuple[str, BlockTimes]]:
+    """One sequence of a model under each of CHECKPOINTING, by dry runs in bf16 on an H100.
+
+    Args:
+        model: as of ``asked_recipe``; None for a small decoder in fp32 on the CPU.
+        depth: its number of blocks instead of its own.
+
+    Raises:
+        RecipeError: there is no such model.
+    """
     from shardwise.dryrun.run import dry_run
     from shardwise.hardware.cluster import cluster_of
     from shardwise.model.open import blueprint_of
+    from shardwise.recipe.sections import ClusterSpec
     from shardwise.technique import strategy_from
 
-    model = {"layers": depth, "width": 64, "heads": 2, "ffn": 176, "vocab": 256}
-    values = {"model": model, "data": {"sequence_length": 64}, "steps": 1, "batch_size": 1}
-    recipe = recipe_of({**values, "cluster": {"devices_per_node": 1}})
+    device, precision = ("cpu", "fp32") if model is None else ("H100-80GB", "bf16")
+    recipe = _small_decoder(depth or SMALL_DEPTH) if model is None else asked_recipe(model, tokens)
+    cluster = cluster_of(ClusterSpec(device=device, devices_per_node=1))
+    blueprint = blueprint_of(recipe)
     for name in CHECKPOINTING:
         progress(f"activation_checkpointing: {name}")
-        strategy = strategy_from({"activation_checkpointing": name, "micro_batch_size": 1})
-        found = dry_run(recipe, blueprint_of(recipe), strategy, cluster_of(recipe.cluster))
+        strategy = strategy_from(
+            {"activation_checkpointing": name, "micro_batch_size": 1, "precision": precision}
+        )
+        found = dry_run(recipe, blueprint, strategy, cluster, depth=None if model is None else depth)
         assert found.blocks is not None
         yield name, found.blocks
+
+
+def _small_decoder(depth: int) -> Recipe:
+    model = {"layers": depth, "width": 64, "heads": 2, "ffn": 176, "vocab": 256}
+    return recipe_of({"model": model, "data": {"sequence_length": 64}, "steps": 1, "batch_size": 1})
 
 
 def asked_recipe(model: str, tokens: int = TOKENS, batch: int = 1) -> Recipe:
@@ -43,6 +65,13 @@ def asked_recipe(model: str, tokens: int = TOKENS, batch: int = 1) -> Recipe:
     named = {"preset": model} if model in PRESETS else {"hf": model}
     values = {"model": named, "data": {"sequence_length": tokens}, "steps": 1, "batch_size": batch}
     return recipe_of(values)
+
+
+def tokens_within(model: str, tokens: int) -> int:
+    """So many tokens, or the model's limit. Raises RecipeError: there is no such model."""
+    from shardwise.model.open import blueprint_of
+
+    return min(tokens, blueprint_of(asked_recipe(model)).context or tokens)
 
 
 def parameters_of(model: str) -> int:

@@ -118,8 +118,7 @@ def _way_out(remedies: FitAdvice | None) -> str:
         return "see what fits: shardwise plan RECIPE --explain"
     if remedies.advised is None:
         return "add devices, shorten data.sequence_length, or unpin strategy settings"
-    overrides = " ".join(remedies.advised.overrides)
-    return f"use {remedies.advised.remedy.name}: {overrides}" if overrides else "unpin strategy settings"
+    return remedies.advised.in_words
 
 
 # ---- runs that ran out of memory --------------------------------------------------------------------------

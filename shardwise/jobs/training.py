@@ -12,9 +12,10 @@ from shardwise.checkpoint.run_folder import claim, lacks_page, with_date, write_
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.attempts import Attempts
 from shardwise.core.errors import OutOfMemory, RecipeError
-from shardwise.core.extras import extra
+from shardwise.core.extras import install
 from shardwise.core.identity import Start, append
 from shardwise.core.plan import Plan
+from shardwise.core.plugins import plugin
 from shardwise.core.progress import Progress, silent
 from shardwise.data import check_data
 from shardwise.data.epochs import epoch_sentences, with_steps
@@ -144,8 +145,7 @@ def require_trackers(recipe: Recipe) -> None:
     for name in recipe.trackers:
         if importlib.util.find_spec(name) is None:
             why = f"the package {name} is not installed"
-            fix = f"pip install 'shardwise[{name}]'"
-            raise RecipeError("cannot track this run", where=f"trackers: {name}", why=why, fix=fix)
+            raise RecipeError("cannot track this run", where=f"trackers: {name}", why=why, fix=install(name))
 
 
 def last_words(folder: Path, page: Path) -> list[str]:
@@ -162,7 +162,7 @@ def finish(folder: Path, progress: Progress = silent) -> Path:
     progress("sampling from the trained model")
     from shardwise.report.run import write_report
 
-    if (samples := extra("serve.samples")) is not None:
+    if (samples := plugin("serve.samples")) is not None:
         samples.record_sample(folder)
     progress("drawing the page")
     return write_report(folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import RecipeError, one_line
+from shardwise.core.extras import install
 from shardwise.core.paths import missing, only_a_path, path_of
 from shardwise.model.files.quantized_files import formats_of
 from shardwise.model.hf_objective import stored_objective
@@ -30,9 +31,7 @@ def transformers_library() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise RecipeError(
-            "transformers is not installed", where="model.hf", fix="pip install 'shardwise[hf]'"
-        ) from error
+        raise RecipeError("transformers is not installed", where="model.hf", fix=install("hf")) from error
     transformers.logging.set_verbosity_error()
     return transformers
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardwise.core.units import format_percent
+
 SHOWN = 4
 """The most modules that a sentence names."""
 
@@ -79,4 +81,4 @@ def in_words(shares: dict[str, float], of: str) -> str:
 
 def percent(share: float) -> str:
     """With one digit, and never 0 for something."""
-    return f"{share:.1%}" if share >= 0.0005 or share == 0 else "<0.1%"
+    return format_percent(share, 1) if share >= 0.0005 or share == 0 else "<0.1 %"

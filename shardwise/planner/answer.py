@@ -12,20 +12,48 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.core.answer import SAMPLE_STEPS, SURE, Alternative, Answer, MemoryPrice, RunCost, percent
+from shardwise.core.answer import (
+    SAMPLE_STEPS,
+    SURE,
+    TELLS,
+    Alternative,
+    Answer,
+    MemoryPrice,
+    RunCost,
+    pinned_in_words,
+)
 from shardwise.core.plan import Candidate, Plan
 from shardwise.core.strategy import Setting, Strategy
-from shardwise.core.units import format_bytes, format_seconds
+from shardwise.core.units import (
+    format_bytes,
+    format_change,
+    format_more_bytes,
+    format_percent,
+    format_seconds,
+)
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner.accuracy import spread_of
 from shardwise.planner.origins import origins
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, ORDER, broken_rules, case_of
+from shardwise.technique import (
+    DIGITS,
+    MICRO_BATCH_SIZE,
+    ORDER,
+    Technique,
+    broken_rules,
+    case_of,
+    data_degree,
+    layout_of,
+)
+from shardwise.technique.base import Dividing
 
 ALIKE = 0.005
 """Relative differences of time that are not worth a price."""
 
 MOST_PRICES = 3
+
+COMPUTING = ("matrix products", "memory-bound")
+"""Parts of a step that a division over devices shares out, and does not hide."""
 
 _FITTING = ("fits", "tight", "does not fit")
 """Verdicts of predicted strategies, the nearest to the chosen one first."""
@@ -56,6 +84,7 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
         run=run,
         peak=None if held is None else held.of(plan.peak.bytes),
         nearest=tuple(_nearest(recipe, cluster, plan)),
+        unpin=tuple(_slower_by_pins(recipe, plan)),
         binding=_binding(plan, bool(prices)),
         prices=prices,
         front=front(plan.candidates),
@@ -77,7 +106,10 @@ def front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _nearest(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alternative]:
-    """One per setting, in the order of techniques; of those that the recipe pins, if that alone was changed."""
+    """One per setting, in the order of techniques.
+
+    Without a pin, the nearest that fits comes first: what gives memory back elsewhere is named after it.
+    """
     others = [each for each in plan.candidates if each.verdict in _FITTING and each.strategy != plan.strategy]
     if not others:
         return
@@ -90,21 +122,47 @@ def _nearest(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alternati
             for each in others
             if each.strategy[setting] != mine
             and each.strategy not in named
-            and not (pinned and len(plan.strategy.differences(each.strategy)) > 1)
+            and (_pins(recipe, plan, each) or [setting.key])[0] == setting.key
+            and pinned == bool(_pins(recipe, plan, each))
         ]
         if not here:
             if not pinned and (reason := _why_none(recipe, plan, setting, values)):
                 yield Alternative(setting.key, _word(mine), "", None, reason)
             continue
-        nearest = min(here, key=lambda each: _distance(plan, each))
+        nearest = min(here, key=lambda each: _distance(plan, each, pinned))
         named.add(nearest.strategy)
         changed = _changes(plan, nearest)
         theirs = nearest.strategy[setting]
         also = tuple(words for key, words in changed.items() if key != setting.key)
-        why = _reason(plan, nearest) + ("; the recipe pins it" if pinned else "")
+        why, pins = _reason(plan, nearest), pinned_in_words(_pins(recipe, plan, nearest))
+        if pinned and pins not in why:
+            why += f"; {pins}"
         if theirs in setting.once:
             why += f"; it costs {format_seconds(setting.once[theirs])} once"
         yield Alternative(setting.key, _word(mine), _word(theirs), nearest, why, also)
+
+
+def _pins(recipe: Recipe, plan: Plan, candidate: Candidate) -> list[str]:
+    """The keys that a candidate changes although the recipe pins them."""
+    return [key for key in plan.strategy.differences(candidate.strategy) if key in recipe.strategy]
+
+
+def _slower_by_pins(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Pins without which the run fits and is surely faster, in words; the most time first.
+
+    None of them changes the digits of the training. A plan for the least memory has none.
+    """
+    best: dict[tuple[str, ...], float] = {}
+    for each in plan.candidates:
+        pins = tuple(_pins(recipe, plan, each))
+        if pins and each.verdict == "fits" and not DIGITS & {*pins}:
+            best[pins] = min(each.step_seconds, best.get(pins, plan.step.seconds))
+    if not plan.fits or recipe.plan.objective == "memory":
+        return
+    for pins, seconds in sorted(best.items(), key=lambda item: item[1]):
+        if seconds < plan.step.seconds * (1 - TELLS):
+            keys = " and ".join(f"strategy.{key}" for key in pins)
+            yield f"drop {keys}: fits, {format_change(seconds / plan.step.seconds - 1)} step time"
 
 
 def _free(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[tuple[Setting[Any], Sequence[object]]]:
@@ -115,13 +173,25 @@ def _free(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[tuple[Settin
             values = dict.fromkeys(
                 (*technique.candidates(setting, case), *setting.last_resort, *setting.compared, *setting.once)
             )
-            if values or setting.key in recipe.strategy:
+            if values or setting.key in recipe.strategy or _divides(technique, setting, plan):
                 yield setting, tuple(values)
     yield MICRO_BATCH_SIZE, ()
 
 
+def _divides(technique: Technique, setting: Setting[Any], plan: Plan) -> bool:
+    """Whether a setting is the degree of an axis that divides the model or the sequence, on several devices."""
+    if not isinstance(technique, Dividing) or any(axis.samples for axis in technique.axes):
+        return False
+    if setting.kind is not int or plan.world_size == 1:
+        return False
+    double, world = plan.strategy.with_values(**{setting.key: 2 * plan.strategy[setting]}), plan.world_size
+    return technique.degrees(double, world) != technique.degrees(plan.strategy, world)
+
+
 def _why_none(recipe: Recipe, plan: Plan, setting: Setting[Any], values: Sequence[object]) -> str:
     """Why no other value of a setting was predicted; "" where there is none, or its strategy is named elsewhere."""
+    if not values and setting is not MICRO_BATCH_SIZE:
+        return f"not tried for this model: strategy.{setting.key}=2 plans it"
     if set(values) <= {plan.strategy[setting], *setting.last_resort}:
         return "others are tried only where nothing else fits" if plan.fits and setting.last_resort else ""
     named = any(each.strategy[setting] != plan.strategy[setting] for each in plan.candidates)
@@ -136,16 +206,36 @@ def _why_none(recipe: Recipe, plan: Plan, setting: Setting[Any], values: Sequenc
             cost = f"the {format_seconds(setting.once[value])} that it costs once"
             return f"{_word(value)} is tried only where the steps surely save {SURE:g} times {cost}"
         if broken is None:
-            return "not predicted: the search left it out by a bound"
+            return _bound(recipe, plan, changed)
         reasons.append(f"{_word(value)} is not possible: {broken.rule.reason}")
     return reasons[0]
 
 
-def _distance(plan: Plan, candidate: Candidate) -> tuple[int, int, float, int]:
-    """Fewer changes first, then what fits, then by time and memory."""
+def _bound(recipe: Recipe, plan: Plan, other: Strategy) -> str:
+    """What another division of the step takes at least: the computation alone, without communication.
+
+    Recomputation is left out of it in proportion to its FLOPs.
+    """
+    split, flops = plan.step.split, plan.world_size * plan.step.flops
+    needed = min(1.0, plan.step.model_flops / flops) if plan.step.model_flops else 1.0
+    share = _sequences(recipe, plan, other) / _sequences(recipe, plan, plan.strategy)
+    least = sum(split.get(part, 0.0) for part in COMPUTING) * needed * share
+    mine = format_seconds(plan.step.seconds)
+    return f"not predicted: even without communication not faster than {format_seconds(least)} (this one: {mine})"
+
+
+def _sequences(recipe: Recipe, plan: Plan, strategy: Strategy) -> float:
+    """Sequences of a step for each device, were each divided over the ranks that compute it."""
+    data = data_degree(layout_of(strategy, plan.world_size))
+    return -(-recipe.batch_size // data) * data / plan.world_size
+
+
+def _distance(plan: Plan, candidate: Candidate, pinned: bool) -> tuple[int, int, float, int]:
+    """Fewer changes first, then what fits, then by time and memory; of pins, what fits first."""
     changes = len(plan.strategy.differences(candidate.strategy))
     verdict = _FITTING.index(candidate.verdict)
-    return changes, verdict, candidate.step_seconds, candidate.peak_bytes
+    nearness = (verdict, changes) if pinned else (changes, verdict)
+    return *nearness, candidate.step_seconds, candidate.peak_bytes
 
 
 def _changes(plan: Plan, candidate: Candidate) -> Mapping[str, str]:
@@ -163,10 +253,10 @@ def _reason(plan: Plan, candidate: Candidate) -> str:
     time = candidate.step_seconds / plan.step.seconds - 1 if candidate.step_seconds else 0.0
     if candidate.verdict == "does not fit":
         lacking = candidate.reason or f"{format_bytes(_excess(plan, candidate))} too much"
-        return f"{lacking}; {percent(time)} step time" if candidate.step_seconds else lacking
+        return f"{lacking}; {format_change(time)} step time" if candidate.step_seconds else lacking
     memory = candidate.peak_bytes - plan.peak.bytes
-    sign, about = "+" if memory >= 0 else "−", "" if candidate.peak_is == "counted" else "about "
-    said = f"{percent(time)} step time, {about}{sign}{format_bytes(abs(memory))}"
+    about = "" if candidate.peak_is == "counted" else "about "
+    said = f"{format_change(time)} step time, {about}{format_more_bytes(memory)}"
     if part := _most_changed(plan, candidate):
         said += f"; {part}"
     noted = candidate.reason.partition("; ")[
@@ -217,8 +307,11 @@ def _binding(plan: Plan, priced: bool) -> str:
             f"memory binds: the smallest predicted strategy needs {format_bytes(plan.peak.bytes)} of a device"
         )
     if priced:
-        return f"memory binds: {format_bytes(free)} of the budget are left, and faster strategies need more"
+        return (
+            "memory binds: faster strategies need more than the device has;"
+            f" this one leaves {format_bytes(free)} free"
+        )
     whole = sum(plan.step.split.values())
     part = max(plan.step.split, key=lambda part: plan.step.split[part], default="")
-    longest = f"; most of a step is {part}, {plan.step.split[part] / whole:.0%}" if whole else ""
+    longest = f"; most of a step is {part}, {format_percent(plan.step.split[part] / whole)}" if whole else ""
     return f"memory does not bind: no predicted strategy that needs more is faster{longest}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from shardwise.core.units import format_bytes, format_seconds
+from shardwise.core.units import format_bytes, format_percent, format_seconds
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner.predict import Prediction
 from shardwise.recipe.sections import Recipe
@@ -58,8 +58,8 @@ def advice(recipe: Recipe, chosen: Prediction, cluster: Cluster) -> Iterator[str
 
     own = spec.every or recipe.steps
     yield (
-        f"checkpoint.every: {every} loses least time, {lost(every):.1%}, with a failure of one of"
+        f"checkpoint.every: {every} loses least time, {format_percent(lost(every), 1)}, with a failure of one of"
         f" {cluster.world_size:,} devices every {format_seconds(failures)}: a save of {format_bytes(saved)} per rank"
         f" stalls training for {format_seconds(stall)}"
-        + (f"; every {own} loses {lost(own):.1%}" if own != every else "")
+        + (f"; every {own} loses {format_percent(lost(own), 1)}" if own != every else "")
     )

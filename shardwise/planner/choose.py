@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
+from shardwise.core.answer import TELLS
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.planner.compose_align import NotComposable
@@ -40,9 +41,6 @@ from shardwise.technique import (
     stages_of,
     without_stages,
 )
-
-TELLS = 0.03
-"""Relative differences of time that the model does not tell apart: within them, the plainer strategy is chosen."""
 
 MOST_MESHES = 24
 """Meshes that are visited."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from shardwise.core.answer import pinned_in_words
 from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Candidate
 from shardwise.core.strategy import Layout, Strategy
-from shardwise.core.units import format_bytes
+from shardwise.core.units import format_bytes, format_change, format_more_bytes
+from shardwise.planner.pins import MOST_TRIALS, without_pins
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import UNKNOWN, Judgement, Predictor
 from shardwise.planner.quick import figures_in_proportion, figures_of
@@ -17,18 +19,25 @@ from shardwise.planner.read_ahead import ReadAhead
 from shardwise.planner.worst_rank import EVERY_RANK
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, case_of, has_stages, layout_of
 
+_FRAGMENTATION = 1.1
+"""Memory with fragmentation, of a quick prediction that has none."""
+
+_Trials = tuple[Strategy, ...]
+_Judged = list[tuple[Strategy, Judgement | None]]
+
 
 @dataclass
 class Neighbours:
-    """Predictions of every strategy that differs from one in one setting; the predictor records them.
+    """Predictions of every strategy that differs from one in one setting, and of some without one of the recipe's pins
+    (planner/pins.py); the predictor records them.
 
     They begin on free cores as soon as a strategy is expected to be chosen.
     """
 
     predictor: Predictor
     _of: Strategy | None = None
-    _listed: Sequence[Strategy] = ()
-    _ahead: ReadAhead[Strategy, Judgement | None] | None = None
+    _listed: Sequence[_Trials] = ()
+    _ahead: ReadAhead[_Trials, _Judged] | None = None
 
     def __enter__(self) -> Neighbours:
         return self
@@ -56,18 +65,26 @@ class Neighbours:
         if chosen.strategy != self._of:
             self._begin(chosen.strategy, None if chosen.run.place is None else chosen)
         assert self._ahead is not None
-        for number, neighbour in enumerate(self._listed):
-            self.predictor.adopt(neighbour, self._ahead.get(number))
+        for number in range(len(self._listed)):
+            for neighbour, judgement in self._ahead.get(number):
+                self.predictor.adopt(neighbour, judgement)
 
     def _begin(self, strategy: Strategy, staged: Prediction | None) -> None:
         self._close()
-        self._of, self._listed = strategy, self._unknown(strategy)
-        run = partial(_predicted, self.predictor, self._layout(strategy), staged)
+        self._of, self._listed = strategy, list(self._trials(strategy))
+        run = partial(_first_that_fits, self.predictor, self._layout(strategy), staged)
         self._ahead = ReadAhead(run, self._listed, self.predictor.quiet)
 
     def _close(self) -> None:
         if self._ahead is not None:
             self._ahead.close()
+
+    def _trials(self, strategy: Strategy) -> Iterator[_Trials]:
+        """Lists of strategies of which the first that fits is wanted: one neighbour, or what a pin leaves out."""
+        dropped = [trials for trials in without_pins(self.predictor, strategy) if trials]
+        known = {trials[0] for trials in dropped}
+        yield from ((each,) for each in self._unknown(strategy) if each not in known)
+        yield from dropped
 
     def _unknown(self, strategy: Strategy) -> list[Strategy]:
         """Neighbours that are possible and have no prediction."""
@@ -89,6 +106,30 @@ class Neighbours:
 
     def _layout(self, strategy: Strategy) -> Layout:
         return layout_of(strategy, self.predictor.cluster.world_size)
+
+
+def _first_that_fits(
+    predictor: Predictor, layout: Layout, staged: Prediction | None, trials: _Trials
+) -> _Judged:
+    """The judgements of strategies up to the first that surely fits, with room for fragmentation.
+
+    MOST_TRIALS at most are predicted; those of a bound do not count.
+    """
+    judged: list[tuple[Strategy, Judgement | None]] = []
+    predicted = 0
+    for trial in trials:
+        judgement = _predicted(predictor, layout, staged, trial)
+        judged.append((trial, judgement))
+        predicted += judgement is None or judgement.replayed is not None
+        if predicted == MOST_TRIALS or (judgement is not None and _surely_fits(predictor, judgement)):
+            break
+    return judged
+
+
+def _surely_fits(predictor: Predictor, judgement: Judgement) -> bool:
+    room = 1.0 if judgement.replayed else _FRAGMENTATION
+    fits = judgement.candidate.verdict == "fits"
+    return fits and judgement.candidate.peak_bytes * room <= predictor.budget_bytes
 
 
 def _predicted(
@@ -126,7 +167,10 @@ def judged(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:
 
 
 def _judged(predictor: Predictor, candidate: Candidate, chosen: Prediction) -> Candidate:
-    """The candidate with its final verdict and with its difference from the chosen one as the reason."""
+    """The candidate with its final verdict and with its difference from the chosen one as the reason.
+
+    A strategy without a pin says which one.
+    """
     if candidate.strategy == chosen.strategy:
         return replace(candidate, verdict="chosen" if predictor.fits(chosen) else "does not fit")
     if candidate.verdict == "fits" and not predictor.replayed(candidate.strategy):
@@ -135,11 +179,13 @@ def _judged(predictor: Predictor, candidate: Candidate, chosen: Prediction) -> C
         return candidate
     time = candidate.step_seconds / chosen.step.seconds - 1
     memory = candidate.peak_bytes - chosen.peak.bytes
-    sign = "+" if memory >= 0 else "-"
     about = "" if candidate.peak_is == "counted" else "about "
-    reason = f"{time:+.0%} step time, {about}{sign}{format_bytes(abs(memory))}"
+    reason = f"{format_change(time)} step time, {about}{format_more_bytes(memory)}"
     if candidate.reason:
         reason += f"; {candidate.reason}"
+    changed = chosen.strategy.differences(candidate.strategy)
+    if pins := [key for key in changed if key in predictor.recipe.strategy]:
+        reason += f"; {pinned_in_words(pins)}"
     return replace(candidate, reason=reason)
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from shardwise.core.answer import TELLS
 from shardwise.core.strategy import Strategy
-from shardwise.core.units import format_bytes, format_seconds
+from shardwise.core.units import format_bytes, format_percent, format_seconds
 from shardwise.hardware.allocator_options import options_in
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner import checkpoint_interval
@@ -16,6 +17,9 @@ from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import UNKNOWN, Predictor
 from shardwise.planner.timing import offload_phases
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS
+
+_NOTHING = 1e-3
+"""Compute of less than this share of the transfers hides none of them."""
 
 LANES: Mapping[str, str] = {
     "to_host": "copies to the host",
@@ -59,7 +63,11 @@ def reasons(predictor: Predictor, chosen: Prediction) -> Iterator[str]:
     if free and chosen.peak.bytes <= predictor.budget_bytes:
         by = {"seconds": "fastest", "memory": "smallest"}[predictor.recipe.plan.objective]
         size = "fastest" if _is_smaller_than_fits(predictor, chosen) else "largest"
-        yield f"chosen by the planner: {', '.join(free)}; the {by} that fits, {size} micro-batch"
+        # On the CPU the first strategy that fits is chosen, the plainest of all.
+        near = (
+            "" if predictor.cluster.device.kind == "cpu" else f"; within {format_percent(TELLS)}, the plainer"
+        )
+        yield f"chosen by the planner: {', '.join(free)}; the {by} that fits, {size} micro-batch{near}"
 
 
 def _is_smaller_than_fits(predictor: Predictor, chosen: Prediction) -> bool:
@@ -81,7 +89,9 @@ def offload_in_words(chosen: Prediction, cluster: Cluster) -> Iterator[str]:
         yield f"on disk: {format_bytes(chosen.disk_bytes)} per rank, {node} per node"
     for phase in offload_phases(chosen.cost, cluster):
         compute = format_seconds(phase.device)
-        if phase.exposed > 0:
+        if phase.device < _NOTHING * phase.longest:
+            end = f"which no compute hides: the device waits {format_seconds(phase.exposed)}"
+        elif phase.exposed > 0:
             end = f"not hidden by {compute} of compute: the device waits {format_seconds(phase.exposed)}"
         else:
             end = f"hidden by {compute} of compute"
@@ -107,7 +117,7 @@ def assumptions(cluster: Cluster, reserve: float) -> Iterator[str]:
         options = options_in(cluster.device.kind)
         yield (
             f"fragmentation comes from replaying CUDA's caching allocator with {options.described() or 'its defaults'};"
-            f" {reserve:.0%} of the capacity is left free for workspaces of kernels; for the"
+            f" {format_percent(reserve)} of the capacity is left free for workspaces of kernels; for the"
             " other strategies, marked ~, fragmentation is assumed in proportion to the chosen one's"
         )
         if options.ignored:

@@ -25,7 +25,7 @@ from functools import partial
 
 from shardwise.core.cost import StepCost
 from shardwise.core.ledger import Ledger, Peak
-from shardwise.core.plan import StepEstimate
+from shardwise.core.plan import StepEstimate, moment
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.timetable import Timetable
 from shardwise.core.units import format_bytes
@@ -105,10 +105,9 @@ class Prediction:
         if failure is None:
             times = "once" if self.retries == 1 else f"{self.retries} times"
             return f"the allocator empties its cache {times} a step to make room" if self.retries else ""
-        where = f" at {failure.where}" if failure.where else ""
         helps = self.expanded is not None and self.expanded.failure is None
         return (
-            f"out of memory by fragmentation in the {failure.phase} phase{where}: {format_bytes(failure.size)}"
+            f"out of memory by fragmentation {moment(failure.phase, failure.where)}: {format_bytes(failure.size)}"
             f" find no room, with {format_bytes(failure.reserved)} reserved and"
             f" {format_bytes(failure.allocated)} of it in use"
             + (f"; with {VARIABLES[0]}={EXPANDABLE.described()} it would fit" if helps else "")

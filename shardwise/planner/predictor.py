@@ -14,7 +14,7 @@ from functools import cached_property
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.errors import one_line as printable
-from shardwise.core.plan import Candidate, PeakIs
+from shardwise.core.plan import Candidate, PeakIs, moment
 from shardwise.core.progress import Progress, silent
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.units import format_bytes, format_seconds
@@ -145,6 +145,10 @@ class Predictor:
         """
         if MICRO_BATCH_SIZE.key in self.recipe.strategy:
             return [strategy[MICRO_BATCH_SIZE]]
+        return self.free_micro_batch_sizes(strategy)
+
+    def free_micro_batch_sizes(self, strategy: Strategy) -> list[int]:
+        """The same, whether or not the recipe pins a size."""
         share = self._share(layout_of(strategy, self.cluster.world_size))
         passes = (2**power for power in range(MOST_PASSES.bit_length()))
         most = MOST_TOKENS // self.recipe.data.sequence_length
@@ -192,9 +196,10 @@ class Predictor:
         over = found.peak.bytes - budget
         verdict, reason = "fits", found.in_words()
         if over > 0:
-            verdict, where = "does not fit", f" at {found.peak.where}" if found.peak.where else ""
+            verdict = "does not fit"
             if found.sum_bytes > budget:
-                reason = f"{format_bytes(found.sum_bytes - budget)} too much in the {found.peak.phase} phase{where}"
+                where = moment(found.peak.phase, found.peak.where)
+                reason = f"{format_bytes(found.sum_bytes - budget)} too much {where}"
         elif (excess := self._host_excess(found)) > 0:
             verdict, reason = "does not fit", f"{format_bytes(excess)} too much in host memory"
         elif found.retries:

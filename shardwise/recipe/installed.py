@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 _SHOWN = 8
+_MODEL = re.compile(rb"^model\s*:", re.MULTILINE)
+"""Every recipe has this section. Other YAML files of a folder are not offered."""
 
 
 def instead_of(path: Path) -> str:
@@ -15,7 +18,8 @@ def instead_of(path: Path) -> str:
     def distance(name: str) -> float:
         return -SequenceMatcher(None, path.stem, Path(name).stem).ratio()
 
-    own = [str(file) for pattern in ("*.yaml", "*.yml") for file in path.parent.glob(pattern)]
+    files = [file for pattern in ("*.yaml", "*.yml") for file in path.parent.glob(pattern)]
+    own = [str(file) for file in files if _MODEL.search(file.read_bytes())]
     installed = [file.stem for file in RECIPES.glob("*.yaml")]
     names = [*sorted(own, key=distance), *sorted(installed, key=distance)]
     stems = {Path(name).stem if name in own else name: name for name in reversed(names)}

@@ -24,6 +24,24 @@ def answer_sections(answer: Answer, width: int) -> Iterator[RenderableType]:
         yield _nearest(answer, width)
 
 
+def brief_answer(answer: Answer) -> Iterator[RenderableType]:
+    """Hours, tokens and cost, with the time that 95 % of such runs took, on one line; the devices that were tried."""
+    run = answer.run
+    said = (
+        f"{format_seconds(3600 * run.hours)} for {run.steps:,} step{'s' if run.steps > 1 else ''}"
+        f" of {format_count(run.tokens)} {run.unit} in all"
+    )
+    if run.epochs is not None:
+        said += f" (train counts those of {run.epochs:g} epoch{'s' if run.epochs != 1 else ''})"
+    if run.likely_hours is not None:
+        said += f"; P95 {format_seconds(3600 * run.likely_hours.p95)}"
+    if run.cost is not None:
+        said += f"; costs {money(run.cost)}"
+    yield Text(said)
+    if answer.devices:
+        yield from section("Devices", "the fewest that are enough", _devices(answer.devices))
+
+
 def run_sentences(answer: Answer) -> Iterator[str]:
     """Hours, tokens and cost; then how sure they and the peak are."""
     run = answer.run

@@ -16,7 +16,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
 from shardwise.core.block_times import BlockTimes
-from shardwise.core.units import format_bytes
+from shardwise.core.units import format_bytes, format_percent
 from shardwise.report.notation import COLOURS
 from shardwise.report.pictures import INK, MUTED, SHADE, STYLE, WIDE
 
@@ -68,7 +68,7 @@ def _title(name: str, times: BlockTimes, until: float, width: float) -> str:
     runs = times.forward_runs
     note = f"{runs:.3g} {'run' if runs == 1 else 'runs'} forward per block · keeps {format_bytes(times.most_kept)}"
     if times.end > until:
-        note += f" · the first {until / times.end:.0%}".replace("%", " %")
+        note += f" · the first {format_percent(until / times.end)}"
     return f"{name}{'   ' if width >= WIDE else chr(10)}{note}"
 
 

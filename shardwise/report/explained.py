@@ -10,12 +10,12 @@ from rich.table import Table
 
 from shardwise.core.block_times import BlockTimes
 from shardwise.core.model_state import PAPER, CountedState, paper_bytes, state_bytes
-from shardwise.core.units import format_bytes, format_count
+from shardwise.core.units import format_bytes, format_count, format_percent
 from shardwise.recipe.presets import Dimensions
 from shardwise.report.layout import columns, section, sentences
 
 GB = 10**9
-"""The paper's unit."""
+"""The paper's unit. Figures of a model are in GiB, as in a plan."""
 
 
 def paper_table(sizes: Sequence[float], ranks: Sequence[int]) -> Iterator[RenderableType]:
@@ -36,15 +36,19 @@ def formula(stage: int) -> str:
 
 
 def zero_table(model: str, parameters: int, states: Sequence[CountedState]) -> Iterator[RenderableType]:
-    """A row per stage and number of ranks: the paper's GB, the counted ones, bytes per parameter."""
+    """A row per stage and number of ranks: the paper's bytes, the counted ones, and those per parameter."""
     titles = ("stage", "ranks", "paper", "counted", "", "at most", "")
     table = columns("left", *["right"] * 6, titles=titles)
     for state in states:
         paper = paper_bytes(state.stage, state.ranks)
         update = state_bytes(state.update)
-        row = (_gb(paper * parameters), _gb(update), _each(update, parameters))
+        row = (format_bytes(paper * parameters), format_bytes(update), _each(update, parameters))
         table.add_row(
-            str(state.stage), f"{state.ranks:,}", *row, _gb(state.most), _each(state.most, parameters)
+            str(state.stage),
+            f"{state.ranks:,}",
+            *row,
+            format_bytes(state.most),
+            _each(state.most, parameters),
         )
     note = f"{format_count(parameters)} parameters (Ψ), bf16 with Adam, one micro-batch"
     yield from section(model, note, table)
@@ -68,10 +72,16 @@ def memory_table(
     for name, rule in PARTS:
         held = getattr(state.update, name)
         table.add_row(
-            name.replace("_", " "), f"{rule}Ψ", _gb(rule * parameters), _gb(held), _each(held, parameters)
+            name.replace("_", " "),
+            f"{rule}Ψ",
+            format_bytes(rule * parameters),
+            format_bytes(held),
+            _each(held, parameters),
         )
     held = state_bytes(state.update)
-    table.add_row("model state", "16Ψ", _gb(16 * parameters), _gb(held), _each(held, parameters))
+    table.add_row(
+        "model state", "16Ψ", format_bytes(16 * parameters), format_bytes(held), _each(held, parameters)
+    )
     _add_activations(table, tokens, state, shape)
     note = f"{format_count(parameters)} parameters (Ψ), bf16 with Adam, one device, one sequence of {tokens:,} tokens"
     yield from section(model, note, table)
@@ -79,14 +89,16 @@ def memory_table(
         "counted before the update; master weights are the only stored weights, bf16 copies are made for use",
         "activations by rule: s·h·L·(34 + 5·a·s/h) bytes, without fused attention (arXiv 2205.05198, equation 1)",
         "counted activations keep no scores where attention is fused, and include the logits of the loss",
-        f"the whole step peaks at {_gb(state.total)}",
+        f"the whole step peaks at {format_bytes(state.total)}",
     )
     yield from section("Differences", "", sentences(reasons, ""))
 
 
 def _add_activations(table: Table, tokens: int, state: CountedState, shape: Dimensions | None) -> None:
-    rule = "" if shape is None else _gb(activation_rule(shape, tokens))
-    table.add_row("activations", "sbh(34 + 5as/h)L" if rule else "", rule, _gb(state.activations), "")
+    rule = "" if shape is None else format_bytes(activation_rule(shape, tokens))
+    table.add_row(
+        "activations", "sbh(34 + 5as/h)L" if rule else "", rule, format_bytes(state.activations), ""
+    )
 
 
 def activation_rule(shape: Dimensions, tokens: int) -> float:
@@ -108,14 +120,24 @@ def values_of(parameters: int, state: CountedState) -> dict[str, Any]:
     }
 
 
-def checkpointing_table(depth: int, every: Mapping[str, BlockTimes]) -> Iterator[RenderableType]:
-    """A row for each value of activation_checkpointing: kept activations of the blocks, and runs forward."""
+def checkpointing_table(
+    every: Mapping[str, BlockTimes], model: str | None = None, tokens: int = 0
+) -> Iterator[RenderableType]:
+    """A row for each value of activation_checkpointing: kept activations of the blocks, and runs forward.
+
+    Args:
+        model: its name; None for a small decoder.
+        tokens: of a sequence.
+    """
     table = columns("left", "right", "right", "right", titles=("value", "kept at most", "of none", "forward"))
     whole = every["none"].most_kept
     for name, times in every.items():
-        share = f"{times.most_kept / whole:.1%}"
+        share = f"{format_percent(times.most_kept / whole, 1)}"
         table.add_row(name, format_bytes(times.most_kept), share, f"{times.forward_runs:.2f}×")
-    note = f"a decoder of {depth} blocks, one micro-batch, by dry runs"
+    blocks = f"{every['none'].blocks} blocks"
+    note = f"a small decoder of {blocks}, one micro-batch, by dry runs"
+    if model is not None:
+        note = f"{model}: {blocks}, one sequence of {tokens:,} tokens in bf16, by dry runs"
     yield from section("activation_checkpointing", note, table)
     reasons = (
         "kept at most: activations that blocks have allocated, at the event with most of them",
@@ -130,12 +152,8 @@ def _titles(first: str, ranks: Sequence[int]) -> tuple[str, ...]:
     return (first, "stage", "bytes", *(f"N = {each:,}" for each in ranks))
 
 
-def _short(gigabytes: float) -> str:
-    return f"{gigabytes:.3g}" if gigabytes < 1000 else f"{gigabytes:,.0f}"
-
-
-def _gb(held: float) -> str:
-    return f"{_short(held / GB)} GB"
+def _short(size: float) -> str:
+    return f"{size:.3g}" if size < 1000 else f"{size:,.0f}"
 
 
 def _each(held: int, parameters: int) -> str:

@@ -7,11 +7,12 @@ long as there is room: a label that would cover another one is left out, and its
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextToPath
 
 from shardwise.core.errors import one_line
 from shardwise.core.plan import Candidate, Plan
@@ -21,8 +22,9 @@ from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE
 FAR = 3.0
 """Strategies with so many times the chosen one's time, or the larger of its memory and the capacity, are left out."""
 
-_LETTER, _LINE, _GAP = 0.068, 0.16, 0.08
-"""Width of a letter, height of a line and distance of a label from its point, in inches."""
+_FONT = FontProperties(size=8)
+_LINE, _GAP, _POINT = 0.16, 0.08, 0.04
+"""Height of a line, distance of a label from its point, and half the width of a point, in inches."""
 
 _COLOURS = {"fits": ACCENT, "chosen": ACCENT, "tight": COLOURS["activations"]}
 
@@ -51,16 +53,14 @@ def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = W
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     axes.set_xlabel("seconds of a step")
     axes.set_ylabel(f"peak of a device, {unit.name}")
-    first = [each for each in (chosen, *on_front) if each is not None]
-    sketch = _Sketch(axes.get_xlim(), axes.get_ylim(), 0.88 * width, 0.82 * height)
+    first = [each for each in (chosen, *(each for each in on_front if each != chosen)) if each is not None]
+    _legend(figure, shown)
+    sketch = _Sketch(figure, axes, [(each.step_seconds, each.peak_bytes / unit.size) for each in shown])
     words = "budget" if plan.reserve_bytes else "capacity"
-    sketch.take(axes, axes.get_xlim()[0], budget, f"{words} {budget:.{unit.decimals}f} {unit.name}", INK)
+    sketch.take(axes.get_xlim()[0], budget, f"{words} {budget:.{unit.decimals}f} {unit.name}", INK)
     for each in [*first, *(each for each in shown if each not in first)]:
         text = "chosen" if each is chosen else differs(plan.line, each.line)
-        sketch.take(
-            axes, each.step_seconds, each.peak_bytes / unit.size, text, INK if each in first else MUTED
-        )
-    _legend(figure, shown)
+        sketch.take(each.step_seconds, each.peak_bytes / unit.size, text, INK if each in first else MUTED)
     return figure
 
 
@@ -70,7 +70,8 @@ def differs(chosen: str, other: str) -> str:
     added = [part for part in theirs if part not in mine]
     removed = [part for part in mine if part not in theirs]
     lost = removed[: max(0, len(removed) - len(added))]
-    return " · ".join([*added, *(f"no {part}" for part in lost)]) or one_line(other)
+    lacks = [f"{'not' if part.endswith('ed') else 'no'} {part}" for part in lost]
+    return " · ".join([*added, *lacks]) or one_line(other)
 
 
 def _shown(plan: Plan) -> Iterator[Candidate]:
@@ -110,41 +111,45 @@ def _mark(words: str, **style: Any) -> Any:
     return matplotlib.lines.Line2D([], [], marker="o", markersize=5, linestyle="", label=words, **style)
 
 
-@dataclass
 class _Sketch:
-    """Where labels may go: data coordinates to inches, and the boxes that are taken."""
+    """The boxes that labels and points take, in inches, once the layout is settled."""
 
-    x: tuple[float, float]
-    y: tuple[float, float]
-    wide: float
-    high: float
+    def __init__(self, figure: Figure, axes: Any, points: Sequence[tuple[float, float]]) -> None:
+        figure.draw_without_rendering()
+        self._axes, self._dpi = axes, figure.dpi
+        inside = axes.get_window_extent()
+        self._wide, self._high = inside.width / self._dpi, inside.height / self._dpi
+        self.boxes = [
+            (x - _POINT, y - _POINT, x + _POINT, y + _POINT) for x, y in (self._inches(*at) for at in points)
+        ]
 
-    def __post_init__(self) -> None:
-        self.boxes: list[tuple[float, float, float, float]] = []
-
-    def take(self, axes: Any, x: float, y: float, text: str, colour: str) -> None:
-        """Write a label next to a point, on the first side where it covers no other; nowhere if there is none."""
-        left = (x - self.x[0]) / (self.x[1] - self.x[0]) * self.wide
-        low = (y - self.y[0]) / (self.y[1] - self.y[0]) * self.high
-        length = _LETTER * len(text)
+    def take(self, x: float, y: float, text: str, colour: str) -> None:
+        """Write a label next to a point, on the first side where it covers nothing; nowhere if there is none."""
+        left, low = self._inches(x, y)
+        length = TextToPath().get_text_width_height_descent(text, _FONT, ismath=False)[0] / 72
         for right in (True, False):
             for above in (_GAP, -_LINE - _GAP, -_LINE / 2):
                 start = left + _GAP if right else left - _GAP - length
                 box = (start, low + above, start + length, low + above + _LINE)
-                inside = box[0] >= 0 and box[2] <= self.wide and box[1] >= 0 and box[3] <= self.high
+                inside = box[0] >= 0 and box[2] <= self._wide and box[1] >= 0 and box[3] <= self._high
                 if inside and not any(_overlap(box, other) for other in self.boxes):
                     self.boxes.append(box)
-                    offset = (72 * (start - left), 72 * (above + 0.04))
-                    axes.annotate(
+                    label = self._axes.annotate(
                         text,
                         (x, y),
-                        offset,
+                        (72 * (start - left), 72 * (above + 0.04)),
                         textcoords="offset points",
                         color=colour,
-                        fontsize=8,
+                        fontsize=_FONT.get_size(),
                         va="bottom",
                     )
+                    label.set_in_layout(False)  # what the layout gives room to would move the points again
                     return
+
+    def _inches(self, x: float, y: float) -> tuple[float, float]:
+        """A point's distance from the lower left corner of the axes."""
+        right, up = self._axes.transData.transform((x, y)) - self._axes.get_window_extent().p0
+        return right / self._dpi, up / self._dpi
 
 
 def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:

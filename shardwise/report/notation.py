@@ -15,7 +15,7 @@ from shardwise.core.figures import share as share
 from shardwise.core.figures import tokens_rate as tokens_rate
 from shardwise.core.figures import unit_for as unit_for
 from shardwise.core.ledger import Ledger
-from shardwise.core.units import format_seconds
+from shardwise.core.units import format_change, format_seconds
 
 COLOURS: Mapping[str, str] = {
     "parameters": "#47639c",
@@ -44,7 +44,7 @@ def by_size(ledger: Ledger) -> list[tuple[str, int]]:
 
 def deviation(predicted: float, measured: float) -> str:
     """Signed error of a prediction: `+1.8 %` means that the prediction was too high."""
-    return f"{100 * (predicted / measured - 1):+.1f} %".replace("-", "−") if measured > 0 else "–"
+    return format_change(predicted / measured - 1, 1) if measured > 0 else "–"
 
 
 def in_words(predicted: float, measured: float) -> str:

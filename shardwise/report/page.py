@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.extras import extra
 from shardwise.core.identity import starts
 from shardwise.core.plan import Plan, Unit
+from shardwise.core.plugins import plugin
 from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
 from shardwise.recipe.noise_scale import batch_sentences, noise_scale
@@ -42,7 +42,7 @@ from shardwise.report.pictures import ledger_bar, loss_curve, memory_timeline, p
 from shardwise.report.pipeline.pictures import section
 from shardwise.report.record import RunRecord
 from shardwise.report.series import MOST_MARKS, marks, series_picture
-from shardwise.report.step_times import calibration_offer, phase_times, step_sentences, time_by_rank
+from shardwise.report.step_times import phase_times, step_sentences, time_by_rank
 from shardwise.report.tables import peak_of
 from shardwise.report.template import rendered
 
@@ -73,7 +73,7 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "ranks": _rank_rows(outcome) if outcome else [],
         "all_ranks": len(ranks),
         "reserved": any(rank.measured_reserved_bytes for rank in ranks),
-        "place": _place(plan),
+        "place": plan.peak.in_words,
         "total": unit_for(plan.peak.bytes).write(plan.peak.bytes),
         "peak": of_capacity(plan.peak.bytes, plan.capacity_bytes),
         "unseen": _unseen(plan),
@@ -137,7 +137,7 @@ def head_values(run: RunRecord) -> dict[str, Any]:
 
 def _standing(run: RunRecord) -> list[str]:
     """The run against its scaling law; nothing where the recipe or the law cannot be read."""
-    laws = extra("scaling.report.standing")
+    laws = plugin("scaling.report.standing")
     if laws is None:
         return []
     try:
@@ -256,7 +256,7 @@ def _mfu_card(run: RunRecord) -> Iterator[Card]:
     step, measured = run.plan.step, run.step_seconds
     if not measured:
         yield Card("MFU", share(step.mfu, 1), "predicted")
-    elif run.plan.device != "cpu" or not calibration_offer(run.plan):
+    elif run.plan.device != "cpu" or not run.plan.calibration_offer:
         yield Card("MFU", share(step.mfu * step.seconds / measured, 1), f"predicted {share(step.mfu, 1)}")
 
 
@@ -294,11 +294,6 @@ def _rank_rows(outcome: Outcome) -> list[dict[str, str]]:
     ]
 
 
-def _place(plan: Plan) -> str:
-    where = f", at {plan.peak.where}" if plan.peak.where else ""
-    return f"in the {plan.peak.phase} phase{where}, on rank {plan.peak.rank}"
-
-
 def _unseen(plan: Plan) -> str | None:
     """The memory that the plan counts and a measurement of allocated memory does not see; None if there is none."""
     lost = plan.ledger.fragmentation
@@ -331,7 +326,7 @@ def _sites(plan: Plan) -> dict[str, Any]:
     rows = [
         {
             "site": site.module or (site.row and f"outside of modules, {site.phase}") or "smaller sites",
-            "operation": site.operation.removeprefix("aten::"),
+            "operation": _operation_in_words(site.operation),
             "row": label(site.row),
             "tensors": f"{site.tensors:,}",
             "size": unit.write(site.bytes),
@@ -342,6 +337,12 @@ def _sites(plan: Plan) -> dict[str, Any]:
         for site in plan.sites
     ]
     return {"sites": rows[:SHOWN_SITES], "more_sites": rows[SHOWN_SITES:]}
+
+
+def _operation_in_words(operation: str) -> str:
+    """An operation of the dispatcher without its overload; what kernels fill is allocated by kinds of ``empty``."""
+    name = operation.removeprefix("aten::").partition(".")[0]
+    return "outputs of kernels" if name.startswith(("empty", "new_empty")) else name
 
 
 # -- time ---------------------------------------------------------------------------------------------

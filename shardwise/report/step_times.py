@@ -101,12 +101,5 @@ def step_sentences(plan: Plan, outcome: Outcome | None) -> Iterator[str]:
         yield "phases, predicted/measured: " + ", ".join(
             f"{each.name} {seconds(each.predicted or 0.0)}/{seconds(each.measured or 0.0)}" for each in phases
         )
-    if abs(planned / spent - 1) > APART and (offer := calibration_offer(plan)):
+    if abs(planned / spent - 1) > APART and (offer := plan.calibration_offer):
         yield offer
-
-
-def calibration_offer(plan: Plan) -> str:
-    """The line that offers a measurement of this machine; "" for a plan that used one."""
-    if any("measured on" in sentence for sentence in plan.assumptions):
-        return ""
-    return f"the plan used assumed speeds of {plan.device}: run `shardwise doctor --calibrate` to measure this machine"

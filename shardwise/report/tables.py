@@ -1,7 +1,7 @@
 """A plan as text, for a terminal or a pipe: the output of `shardwise plan`.
 
 Sections in order: the strategy and its speed, the answer (report/answer.py), memory at the peak, time of a step,
-candidates with reasons, assumptions.
+candidates with reasons, assumptions. The brief form has those that fill a screen, and names the option for the rest.
 There are no lines or frames: columns, blank lines and bars of block characters survive a pipe, a log file and a README.
 Every colour has its name next to it. The layout adapts to the width, up to `WIDEST` columns.
 """
@@ -19,17 +19,18 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.core.answer import Answer
+from shardwise.core.answer import PINNED, TELLS, Answer
 from shardwise.core.errors import one_line
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import Candidate, PeakIs, Plan
-from shardwise.core.units import MiB, format_bytes, format_rate
-from shardwise.report.answer import answer_sections
+from shardwise.core.units import MiB, format_bytes, format_percent, format_rate
+from shardwise.report.answer import answer_sections, brief_answer
 from shardwise.report.layout import STACKED, VERDICT_STYLES, columns, section, sentences
 from shardwise.report.notation import (
     COLOURS,
     by_size,
     label,
+    of_capacity,
     seconds,
     share,
     unit_for,
@@ -38,24 +39,31 @@ from shardwise.report.notation import (
 WIDEST = 100
 """Largest width in columns."""
 
-SHOWN_CANDIDATES = 12
-"""Number of candidates shown by default."""
+SHOWN_CANDIDATES, FEW_CANDIDATES = 12, 5
+"""Number of candidates shown by default, and in the brief form."""
 
 PEAK_SIGNS: Mapping[PeakIs, str] = {"counted": "", "estimated": "~ ", "at least": "≥ "}
 _ASCII = str.maketrans("×·–−…≥•µ░█▉▊▋▌▍▎▏", "x|--~>*u.#####   ")
 
 
 def plan_table(
-    plan: Plan, top: int | None = None, standing: Sequence[str] = (), answer: Answer | None = None
+    plan: Plan,
+    top: int | None = None,
+    standing: Sequence[str] = (),
+    answer: Answer | None = None,
+    *,
+    brief: bool = False,
 ) -> RenderableType:
     """The output of `shardwise plan`.
 
     Args:
-        top: number of candidates to show; None for `SHOWN_CANDIDATES`.
+        top: number of candidates to show; None for `SHOWN_CANDIDATES`, or `FEW_CANDIDATES` of the brief form.
         standing: sentences about the run against a scaling law.
         answer: hours and cost, the nearest alternatives, what binds.
+        brief: the strategy, the hours, memory, time and the first candidates alone.
     """
-    return PlanTable(plan, SHOWN_CANDIDATES if top is None else max(0, top), tuple(standing), answer)
+    shown = FEW_CANDIDATES if brief else SHOWN_CANDIDATES
+    return PlanTable(plan, shown if top is None else max(0, top), tuple(standing), answer, brief)
 
 
 def plan_text(
@@ -64,11 +72,13 @@ def plan_text(
     top: int | None = None,
     standing: Sequence[str] = (),
     answer: Answer | None = None,
+    *,
+    brief: bool = False,
 ) -> str:
     """`plan_table` as plain text without colour, `width` columns at most; for files and documentation."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, _environ={})
     with console.capture() as capture:
-        console.print(plan_table(plan, top, standing, answer))
+        console.print(plan_table(plan, top, standing, answer, brief=brief))
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
@@ -80,23 +90,51 @@ class PlanTable:
     top: int
     standing: tuple[str, ...] = ()
     answer: Answer | None = None
+    brief: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update(width=min(options.max_width, WIDEST))
-        parts = Group(*self._parts(options.max_width))
+        width = options.max_width
+        parts = Group(*(self._brief(width) if self.brief else self._parts(width)))
         for segment in console.render(parts, options):
             if options.ascii_only and not segment.control:
                 text = segment.text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
                 segment = Segment(text, segment.style)
             yield segment
 
+    def _brief(self, width: int) -> Iterator[RenderableType]:
+        """What fills a screen. A plan that does not fit has no time and no candidates worth showing."""
+        plan = self.plan
+        yield from headline(plan, width, self.answer)
+        if self.answer is not None:
+            yield from ("", *brief_answer(self.answer))
+            if self.answer.run.likely_hours is None and (offer := plan.calibration_offer):
+                yield Text(offer, "bold yellow")
+        device = _memory(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
+        yield from section("Memory at the peak", plan.peak.in_words, device)
+        if plan.host.bytes:
+            yield f"  host memory of a rank: {of_capacity(plan.host.bytes, plan.host.capacity_bytes)}"
+        if plan.disk.bytes:
+            yield f"  on the disk: {format_bytes(plan.disk.bytes)} of a rank"
+        if plan.fits:
+            yield from section("Time of a step", seconds(plan.step.seconds), _time(plan, width))
+            if plan.candidates and self.top:
+                yield from ("", _candidates(plan.candidates[: self.top], width))
+                if any(_is_hardly_faster(each, plan) for each in plan.candidates[: self.top]):
+                    yield Text(
+                        f"  within {format_percent(TELLS)} of the fastest, the plainer is chosen", "dim"
+                    )
+        left_out = max(0, len(plan.candidates) - self.top) if plan.fits else len(plan.candidates)
+        others = f"{left_out} other strategies, " if left_out else ""
+        yield from ("", Text(f"--full shows {others}alternatives, reasons and sources", "dim"))
+
     def _parts(self, width: int) -> Iterator[RenderableType]:
         plan = self.plan
-        yield from headline(plan, width)
+        yield from headline(plan, width, self.answer)
         if self.answer is not None:
             yield from answer_sections(self.answer, width)
         device = _memory(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
-        yield from section("Memory at the peak", _place(plan), device)
+        yield from section("Memory at the peak", plan.peak.in_words, device)
         if plan.disk.bytes:
             yield f"On the disk: {format_bytes(plan.disk.bytes)} of a rank"
         if plan.host.bytes:
@@ -121,19 +159,16 @@ class PlanTable:
 # -- the parts --------------------------------------------------------------------------------------
 
 
-def headline(plan: Plan, width: int) -> Iterator[Text]:
-    """The strategy with its memory and speed, on one or two lines; then the verdict."""
+def headline(plan: Plan, width: int, answer: Answer | None = None) -> Iterator[Text]:
+    """The strategy with its memory and speed, on one or two lines; then the verdict, and pins that cost time."""
     strategy = Text(one_line(plan.line), "bold")
     figures = Text("   ").join(map(Text, plan.figures))
     both = Text.assemble(strategy, "   ", figures)
     yield from [both] if both.cell_len <= width else [strategy, figures]
     said = (plan.verdict, "bold green" if plan.fits else "bold red")
     yield Text.assemble(said, (f" · {plan.about}", "dim"))
-
-
-def _place(plan: Plan) -> str:
-    where = f", at {plan.peak.where}" if plan.peak.where else ""
-    return f"in the {plan.peak.phase} phase{where}, on rank {plan.peak.rank}"
+    for sentence in answer.unpin if answer else ():
+        yield Text(one_line(sentence), "bold yellow")
 
 
 def _memory(ledger: Ledger, capacity: int, width: int, reserve: int = 0) -> Table:
@@ -202,6 +237,13 @@ def _candidates(candidates: Sequence[Candidate], width: int) -> RenderableType:
         else:
             shown += [row, Padding(judged, (0, 0, 0, STACKED))]
     return Group(*shown)
+
+
+def _is_hardly_faster(candidate: Candidate, plan: Plan) -> bool:
+    """Whether a strategy fits and is faster, by less than can be told, and no pin forbids it."""
+    least = plan.step.seconds * (1 - TELLS)
+    faster = least <= candidate.step_seconds < plan.step.seconds
+    return faster and candidate.verdict == "fits" and PINNED not in candidate.reason
 
 
 def _verdict_of(candidate: Candidate) -> Text:

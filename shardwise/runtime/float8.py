@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from shardwise.core.errors import RecipeError
+from shardwise.core.extras import install
 from shardwise.core.quiet_torchao import quiet_torchao
 from shardwise.runtime.layer_replacement import take_over
 from shardwise.runtime.torch_private import scaled_product
@@ -65,7 +66,7 @@ def scaling_named(name: str) -> Scaling:
                 "fp8 needs torchao",
                 where="strategy.precision: fp8",
                 why=str(error),
-                fix='pip install "shardwise[fp8]", or precision: bf16',
+                fix=f"{install('fp8')}, or precision: bf16",
             ) from error
     config = Float8LinearConfig.from_recipe_name(name)
     return Scaling(

@@ -89,6 +89,9 @@ RULES: tuple[Rule, ...] = tuple(rule for technique in ORDER for rule in techniqu
 
 _ROUNDING = tuple(setting for technique in ORDER if technique.rounds for setting in technique.settings)
 
+DIGITS = frozenset(setting.key for setting in _ROUNDING)
+"""Keys that decide in which digits a step computes. They change the training, so they are the recipe's to choose."""
+
 
 def strategy_from(pinned: Mapping[str, object]) -> Strategy:
     """The strategy with the pinned settings and the defaults of all others."""

@@ -7,7 +7,7 @@ stores them in the compute dtype, ZeRO gathers them and never reduces them, opti
 
 from __future__ import annotations
 
-from shardwise.core.units import format_count
+from shardwise.core.units import format_count, format_percent
 from shardwise.technique.base import Wrapping
 from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule
@@ -81,6 +81,6 @@ class Adapter(Wrapping):
         whole = f", {', '.join(spec.modules_to_save)} in full," if spec.modules_to_save else ""
         site.hints.note(
             f"{spec.name} of rank {spec.rank}{others} trains {format_count(trained)} weights"
-            f" ({trained / (trained + frozen):.2%}){whole} and {format_count(frozen)} frozen ones",
+            f" ({format_percent(trained / (trained + frozen), 2)}){whole} and {format_count(frozen)} frozen ones",
             *site.context.blueprint.notes(bits),
         )

@@ -17,6 +17,7 @@ trains on stale weights; 16-bit gradients on the way to the host, which change t
 from __future__ import annotations
 
 from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.core.units import format_percent
 from shardwise.technique.base import STATES, Wrapping
 from shardwise.technique.offload import folder, parts
 from shardwise.technique.rules import Case, Rule
@@ -77,7 +78,7 @@ class StateOffloading(Wrapping):
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         moved = parts(strategy) - {"activations"}
-        share = f"{strategy[OFFLOAD_FRACTION]:.0%} of " if strategy[OFFLOAD_FRACTION] < 1 else ""
+        share = f"{format_percent(strategy[OFFLOAD_FRACTION])} of " if strategy[OFFLOAD_FRACTION] < 1 else ""
         words = [f"{share}{'+'.join(sorted(moved - {'nvme'}))} offloaded"] if moved - {"nvme"} else []
         return " · ".join([*words, f"{share}optimizer on disk"] if "nvme" in moved else words)
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from shardwise.core.plan import Unit
 from shardwise.core.run_files import StepRecord
-from shardwise.core.units import format_bytes
+from shardwise.core.units import format_bytes, format_seconds
 
 PLAIN_SECONDS = 5.0
+"""Without a terminal: least time between two lines, except for the last step."""
+
+NARROWEST_BAR, WIDEST_BAR = 10, 40
+
+DROPPED = ("peak", "bar", "rate", "validation", "left")
+"""What a narrow terminal does without, in this order. The step and the loss stay."""
 
 
 class Progressing:
@@ -34,31 +44,24 @@ class Progressing:
         self._console, self._seconds = console or Console(highlight=False), seconds
         self._steps, self._unit = steps, unit
         self._last_line = 0.0
-        self._bar: Progress | None = None
+        self._line = StepLine(steps, resumed, unit)
+        self._bar: Live | None = None
         if self._console.is_terminal:
-            columns: list[ProgressColumn] = [
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-            ]
-            self._bar = Progress(*columns, console=self._console)
-            self._task = self._bar.add_task("", total=steps, completed=resumed)
+            self._bar = Live(self._line, console=self._console, refresh_per_second=10)
             self._bar.start()
 
     def show(self, metrics: StepRecord) -> None:
-        text = described(metrics, self._unit)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=metrics.step, description=text)
-            return
         now = time.monotonic()
+        self._line.update(metrics, now)
+        if self._bar is not None:
+            return
         evaluated = metrics.held_out_loss is not None or metrics.held_out_losses
         due = now - self._last_line >= self._seconds or evaluated
         if due or metrics.step == self._steps:
             self._last_line = now
-            remaining = (self._steps - metrics.step) * metrics.seconds
             self._console.print(
-                f"step {metrics.step}/{self._steps}  {text}  {remaining:,.0f} s left", soft_wrap=True
+                f"step {metrics.step}/{self._steps}  {described(metrics, self._unit)}  {self._line.left:,.0f} s left",
+                soft_wrap=True,
             )
 
     def close(self) -> None:
@@ -66,14 +69,63 @@ class Progressing:
             self._bar.stop()
 
 
+class StepLine:
+    """The last step on one line of a terminal: as much of it as there is room for."""
+
+    def __init__(self, steps: int, resumed: int, unit: Unit = "tokens") -> None:
+        self._steps, self._resumed, self._unit = steps, resumed, unit
+        self._metrics: StepRecord | None = None
+        self._first = (0, 0.0)
+        self.left = 0.0
+
+    def update(self, metrics: StepRecord, now: float) -> None:
+        """Show this step. The time that is left is that of the mean step since the first one, which is slower."""
+        if self._metrics is None:
+            self._first = metrics.step, now
+        step, began = self._first
+        mean = (now - began) / (metrics.step - step) if metrics.step > step else metrics.seconds
+        self._metrics, self.left = metrics, (self._steps - metrics.step) * mean
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        done = self._resumed if self._metrics is None else self._metrics.step
+        figures = {} if self._metrics is None else dict(self._figures(self._metrics))
+        head = f"step {done}/{self._steps}"
+        for count in range(len(DROPPED) + 1):
+            dropped = DROPPED[:count]
+            text = "  ".join(figure for name, figure in figures.items() if name not in dropped)
+            room = options.max_width - 1 - len(head) - len(text) - 3
+            if room >= ("bar" not in dropped) * NARROWEST_BAR:
+                break
+        row = Table.grid(padding=(0, 2, 0, 0))
+        cells: list[Text | ProgressBar] = [Text(head, no_wrap=True)]
+        if "bar" not in dropped:
+            width = min(room, WIDEST_BAR)
+            cells.append(ProgressBar(total=self._steps, completed=done, width=width))
+        row.add_row(*cells, Text(text, no_wrap=True, overflow="ellipsis"))
+        yield row
+
+    def _figures(self, metrics: StepRecord) -> Iterator[tuple[str, str]]:
+        yield from figures_of(metrics, self._unit).items()
+        if metrics.step < self._steps:
+            yield "left", f"{f'{self.left:.0f} s' if self.left < 59.5 else format_seconds(self.left)} left"
+
+
+def figures_of(metrics: StepRecord, unit: Unit = "tokens") -> Mapping[str, str]:
+    """The figures of a step in words: its loss, that of the validation data, the rate, the peak of memory."""
+    losses = [] if metrics.held_out_loss is None else [f"validation loss {metrics.held_out_loss:.4f}"]
+    losses += [f"{name} {loss:.4f}" for name, loss in (metrics.held_out_losses or {}).items()]
+    losses += [f"{name} {value:.4g}" for name, value in (metrics.metrics or {}).items()]
+    figures = {"loss": f"loss {metrics.loss:.4f}"}
+    if losses:
+        figures["validation"] = "  ".join(losses)
+    figures["rate"] = _rates(metrics, unit)
+    figures["peak"] = f"peak {format_bytes(metrics.peak_bytes or 0)}"
+    return figures
+
+
 def described(metrics: StepRecord, unit: Unit = "tokens") -> str:
     """The figures of a step in a line."""
-    held_out = "" if metrics.held_out_loss is None else f"  validation loss {metrics.held_out_loss:.4f}"
-    for name, loss in (metrics.held_out_losses or {}).items():
-        held_out += f"  {name} {loss:.4f}"
-    for name, value in (metrics.metrics or {}).items():
-        held_out += f"  {name} {value:.4g}"
-    return f"loss {metrics.loss:.4f}{held_out}  {_rates(metrics, unit)}  peak {format_bytes(metrics.peak_bytes or 0)}"
+    return "  ".join(figures_of(metrics, unit).values())
 
 
 def _rates(metrics: StepRecord, unit: Unit) -> str:

@@ -19,7 +19,7 @@ from shardwise.core.run_files import (
     RankMemory,
     StepRecord,
 )
-from shardwise.core.units import format_count
+from shardwise.core.units import format_count, format_percent
 from shardwise.engine.train_state import TrainState
 from shardwise.runtime.compiled import seconds_compiling
 from shardwise.trainer.meter import EXACT_STEPS, Measured
@@ -134,7 +134,8 @@ class RunLog:
 def trained_sentence(trained: int, frozen: int) -> str:
     """How many of the parameters are trained."""
     whole = trained + frozen
-    return f"training {format_count(trained)} of {format_count(whole)} parameters ({trained / whole:.2%})"
+    share = format_percent(trained / whole, 2)
+    return f"training {format_count(trained)} of {format_count(whole)} parameters ({share})"
 
 
 def say(text: str) -> None:

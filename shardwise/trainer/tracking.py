@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from shardwise.core.extras import TRACKERS, require_extra
+from shardwise.core.plugins import TRACKERS, require_plugin
 from shardwise.trainer.hooks import Callback, Values
 
 CLOSING_SECONDS = 60.0
@@ -93,7 +93,7 @@ class Tracking(Callback):
                 self._warn(f"trackers have not ended after {CLOSING_SECONDS:.0f} s: {', '.join(self._open)}")
 
     def _imported(self, name: str) -> None:
-        module = require_extra(TRACKERS[name], "trackers")
+        module = require_plugin(TRACKERS[name], "trackers")
         self._kinds[name] = module.open_tracker()
 
     def _begin(self, run: Values) -> None:

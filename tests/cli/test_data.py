@@ -43,10 +43,10 @@ def test_what_is_trained_on_is_marked(tmp_path: Path, capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     # 2+2=4∎ and [b]3+3=6∎ are 6 and 9 tokens, 5 and 8 of which are targets: 4 of 13 are trained on.
     assert lines[0].endswith(
-        "format prompt (detected), 2 records, 15 tokens, 30.8% of the targets trained on"
+        "format prompt (detected), 2 records, 15 tokens, 30.8 % of the targets trained on"
     )
-    assert lines[1] == "2 sequences of 64 tokens to train on and 0 held out, one record each: 10.2% filled"
-    assert lines[2].startswith("padding takes 90% of the computation: data.packing=true puts")
+    assert lines[1] == "2 sequences of 64 tokens to train on and 0 held out, one record each: 10.2 % filled"
+    assert lines[2].startswith("padding takes 90 % of the computation: data.packing=true puts")
     assert lines[3:] == ["", "sample 0", "2+2=[[4<end>]]", "", "sample 1", "[b]3+3=[[6<end>]]"]
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
 from shardwise.cli.main import run
+from shardwise.core.block_times import BlockTimes
 from shardwise.core.model_state import RANKS, SIZES, paper_bytes
+from shardwise.recipe.presets import PRESETS
 from tests.planner.test_zero_paper import CELLS, bytes_per_parameter
 
 
@@ -61,3 +64,37 @@ def test_memory_of_one_device(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_arguments_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", *arguments]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_checkpointing_is_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """A recomputed block keeps its input alone, in bf16 and of the model's width; the rest grows with the tokens."""
+    shape = PRESETS["tiny"]
+    assert run(["explain", "checkpointing", "tiny", "--tokens", "128", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {name: times["blocks"] for name, times in found.items()} == dict.fromkeys(found, shape.layers)
+    # The input of a block that is recomputed is all that it keeps: bf16 and of the width.
+    inputs = 2 * 128 * shape.width * shape.layers
+    kept = {name: BlockTimes(**times).most_kept for name, times in found.items()}
+    assert inputs <= kept["full"] < kept["selective"] < kept["none"]
+    assert run(["explain", "checkpointing", "tiny", "--tokens", "256", "--json"]) == 0
+    longer = BlockTimes(**json.loads(capsys.readouterr().out)["none"]).most_kept
+    assert longer == pytest.approx(2 * kept["none"], rel=0.05)
+    assert run(["explain", "checkpointing", "tiny", "--depth", "3"]) == 0
+    assert "tiny: 3 blocks, one sequence of" in " ".join(capsys.readouterr().out.split())
+
+
+def test_checkpointing_without_a_model_is_of_a_small_decoder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "checkpointing", "--depth", "4"]) == 0
+    assert "a small decoder of 4 blocks" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for subject in ("checkpointing", "memory", "zero"):
+        assert run(["explain", subject, str(tmp_path / "no-model")]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_figures_of_a_model_are_in_the_units_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", "memory", "tiny"]) == 0
+    out = capsys.readouterr().out
+    assert " MiB" in out and " MB" not in out

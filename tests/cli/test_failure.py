@@ -17,7 +17,7 @@ from shardwise.cli import data, planner
 from shardwise.cli.main import run
 from shardwise.core.errors import ResourceError
 from shardwise.core.plan import Plan
-from shardwise.extras.serve import serving
+from shardwise.plugins.serve import serving
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from tests.harness.families import save_tiny

@@ -152,7 +152,8 @@ def test_a_recipe_that_is_not_there(
 ) -> None:
     """The nearest name, else those that are there."""
     monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").touch()
+    Path("mine.yaml").write_text("model: {preset: tiny}\n", encoding="utf-8")
+    Path("site.yml").write_text("site_name: no recipe\n", encoding="utf-8")
     for given, said in (
         ("mime.yaml", "did you mean mine.yaml?"),
         ("quickstrat", "did you mean quickstart?"),
@@ -162,6 +163,7 @@ def test_a_recipe_that_is_not_there(
         told = capsys.readouterr().err
         assert said in told and told.count("\n") == 1
     assert "mine.yaml, " in told and "finetune-chat" in told and len(told) < 302
+    assert "site.yml" not in told
 
 
 @pytest.mark.parametrize("key", ["model.hf", "data.tokenizer", "data.source"])

@@ -16,7 +16,7 @@ from shardwise import worker
 from shardwise.checkpoint.run_folder import PAGE
 from shardwise.cli import under_launcher as joined
 from shardwise.cli.planner import FINISHED
-from shardwise.extras.serve import samples
+from shardwise.plugins.serve import samples
 from shardwise.report import run as reports
 from shardwise.technique import strategy_from
 from shardwise.trainer.faults.oom_record import OomRecord, write_record

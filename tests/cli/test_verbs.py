@@ -34,7 +34,7 @@ def test_a_plan_that_fits(recipe: str, tmp_path: Path, capsys: pytest.CaptureFix
     page = tmp_path / "plan.html"
     assert run(["plan", recipe, "--top", "1", "--html", str(page)]) == 0
     out = capsys.readouterr().out
-    assert "\nfits · " in out and "chosen" in out and "--top N shows N" in out
+    assert "\nfits · " in out and "chosen" in out and "--full shows" in out
     assert "<html" in page.read_text(encoding="utf-8")
 
 

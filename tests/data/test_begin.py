@@ -15,7 +15,7 @@ from shardwise.data import open_data
 from shardwise.data.encoding import Encoder
 from shardwise.data.readers import Record
 from shardwise.data.tokenizer import open_tokenizer
-from shardwise.extras.serve.serving import _prompted
+from shardwise.plugins.serve.serving import _prompted
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.technique import SETTINGS

@@ -106,6 +106,7 @@ SICK: list[tuple[str, str, Mapping[str, object]]] = [
     ("gpu 0", "note", {"torch": replace(GPU_TORCH, devices=(replace(H100, profile=None),))}),
     ("packages", "note", {"packages": {"transformers": None, "datasets": "3"}}),
     ("cpu profile", "note", {"calibrated": False}),
+    ("load", "warn", {"load": 5.0}),
 ]
 
 

@@ -56,7 +56,7 @@ _PRELOADED = (
     "shardwise.model.native",
     "shardwise.planner.search",
     "shardwise.report.run",
-    "shardwise.extras.serve.samples",
+    "shardwise.plugins.serve.samples",
     "shardwise.checkpoint.checkpoint",
     "shardwise.worker",
     "torch._dynamo",

@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.core.scheme import Scheme
-from shardwise.extras.quantize.methods.rtn import RoundToNearest
 from shardwise.model.files.compressed_tensors import quantization_config
 from shardwise.model.lora import linear_layers
 from shardwise.model.native import NativeModel
+from shardwise.plugins.quantize.methods.rtn import RoundToNearest
 from shardwise.recipe.presets import Dimensions
 
 SMALL = Dimensions(2, 64, 2, 1, 128, vocab=257, context=64)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.core.scheme import scheme_of
-from shardwise.extras.quantize.methods.kashin import Kashin
 from shardwise.model.files.compressed_tensors import quantization_config
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
+from shardwise.plugins.quantize.methods.kashin import Kashin
 from shardwise.runtime.quantization.weights import IntWeight
 
 ROWS, COLUMNS, GROUP = 16, 64, 16

@@ -36,7 +36,7 @@ def notes_of(base: Any, **values: Any) -> tuple[str, ...]:
 
 def said(note: str) -> dict[str, float]:
     """The shares in a sentence, by name."""
-    return {name: float(value) for name, value in re.findall(r"(\S+) \(<?([\d.]+)%", note)}
+    return {name: float(value) for name, value in re.findall(r"(\S+) \(<?([\d.]+) %", note)}
 
 
 def saved(folder: Path, family: str) -> tuple[HuggingFaceModel, Any]:
@@ -85,7 +85,7 @@ def test_quantize_says_what_it_packs_and_what_it_leaves(quantize: str, tmp_path:
     left = said(note)
     assert left["model.layers.*.mlp.experts"] == pytest.approx(100 * experts / whole, abs=0.06)
     assert note.endswith(
-        f"stay in 16 bits: {quantize} packs the blocks' linear layers, {100 * packed / whole:.1f}%"
+        f"stay in 16 bits: {quantize} packs the blocks' linear layers, {100 * packed / whole:.1f} %"
     )
     vectors = sum(p.numel() for p in parameters.values() if p.dim() == 1)
     assert sum(left.values()) + 100 * (packed + vectors) / whole == pytest.approx(100, abs=0.3)
@@ -133,6 +133,7 @@ def test_sentences_name_the_largest_and_sum_the_rest() -> None:
     found = shares([*parts, ("tiny", 1)], 10_000)
     assert list(found) == [*(f"blocks.*.{name}" for name in "abcdefg"), "tiny"]
     assert in_words(found, "the weights") == (
-        "blocks.*.a (0.1% of the weights), blocks.*.b (0.1%), blocks.*.c (0.1%), blocks.*.d (0.1%), 4 others (0.1%)"
+        "blocks.*.a (0.1 % of the weights), blocks.*.b (0.1 %), blocks.*.c (0.1 %),"
+        " blocks.*.d (0.1 %), 4 others (0.1 %)"
     )
-    assert percent(1e-6) == "<0.1%" and percent(0.0) == "0.0%"
+    assert percent(1e-6) == "<0.1 %" and percent(0.0) == "0.0 %"

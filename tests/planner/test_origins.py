@@ -14,12 +14,12 @@ from shardwise.core.answer import Answer, DeviceTry, FigureOrigin
 from shardwise.core.ledger import CATEGORIES, Ledger
 from shardwise.core.plan import DiskSpace, HostMemory, Plan, TimelinePoint
 from shardwise.core.timetable import Timetable
-from shardwise.extras.scaling.report.standing import standing_of, standing_values
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.hardware.profiles import PROFILES
 from shardwise.planner.answer import answer_of
 from shardwise.planner.explain import assumptions
 from shardwise.planner.predictor import RESERVE
+from shardwise.plugins.scaling.report.standing import standing_of, standing_values
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS

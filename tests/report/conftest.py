@@ -94,7 +94,7 @@ def example_plan() -> Plan:
                 79 * GiB,
                 1.568,
                 "fits",
-                "-5% step time, about +9.6 GiB",
+                "−5 % step time, about +9.6 GiB",
                 "estimated",
             ),
             Candidate(

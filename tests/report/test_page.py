@@ -15,9 +15,9 @@ import pytest
 
 import shardwise.report.page_parts as parts_module
 from shardwise.core.errors import ResourceError
-from shardwise.core.plan import Plan
+from shardwise.core.plan import AllocationSite, Plan
 from shardwise.core.run_files import PhasesRecord, RankMemory
-from shardwise.core.units import MiB, format_bytes
+from shardwise.core.units import GiB, MiB, format_bytes
 from shardwise.report.notation import COLOURS, by_size, label
 from shardwise.report.page import SHOWN_RANKS, render_page
 from shardwise.report.record import RunRecord, read_run
@@ -191,6 +191,27 @@ def test_a_run_that_trains(plan: Plan, make_run: MakeRun) -> None:
     assert "Throughput 72.8 k tokens/s" in text
     assert "Held-out loss 1.6000" in text
     assert "Predicted and measured" not in text
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_loss_is_above_memory_and_time(finished: bool, plan: Plan, make_run: MakeRun) -> None:
+    """Who follows a run looks at its loss; memory and time are planned, and change no more."""
+    page = render_page(read_run(make_run(plan, finished=finished)))
+    titles = re.findall(r"<h2>([^<]+)</h2>", page)
+    assert titles[:3] == ["Over the steps", "Memory", "Time of a step"]
+
+
+def test_sites_name_operations_without_overloads(run: RunRecord) -> None:
+    """`empty_strided ×384` owned 44 % of a peak: it is how inductor allocates, and says nothing to a reader."""
+    sites = [
+        AllocationSite("activations", "forward", "layers.*", "aten::empty_strided", 384, 32 * GiB),
+        AllocationSite("temporaries", "backward", "", "aten::sub.Tensor", 2, GiB // 2),
+        AllocationSite("activations", "forward", "norm", "shardwise::rms_norm", 2, GiB // 4),
+    ]
+    text = Reader(render_page(replace(run, plan=replace(run.plan, sites=tuple(sites))))).text
+    assert "layers.* outputs of kernels ×384 32.00 GiB" in text
+    assert "outside of modules, backward sub ×2" in text and "shardwise::rms_norm ×2" in text
+    assert "empty" not in text and "sub.Tensor" not in text
 
 
 def test_a_run_before_its_first_step(plan: Plan, make_run: MakeRun) -> None:

@@ -73,7 +73,7 @@ def test_says_where_when_why_and_on_what_it_rests(plan: Plan) -> None:
 
 def test_candidates_with_verdicts_and_reasons(plan: Plan) -> None:
     text = plan_text(plan)
-    assert re.search(r"zero2×8 · mb1×ga2 +~ 79\.00 GiB +1\.57 s +fits: -5% step time, about \+9\.6", text)
+    assert re.search(r"zero2×8 · mb1×ga2 +~ 79\.00 GiB +1\.57 s +fits: −5 % step time, about \+9\.6", text)
     assert re.search(r"zero0×8 · mb1×ga2 +≥ 90\.00 GiB +– +does not fit: weights alone: 90 GiB", text)
     fewer = plan_text(plan, top=2)
     assert "zero2×8" in fewer

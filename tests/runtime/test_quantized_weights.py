@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.core.scheme import scheme_of
-from shardwise.extras.quantize.methods.kashin import Kashin
+from shardwise.plugins.quantize.methods.kashin import Kashin
 from shardwise.runtime.quantization.as_parameter import stored_packing
 from shardwise.runtime.quantization.packing import from_words, pack_bits, to_words, unpack_bits
 from shardwise.runtime.quantization.stored import weight_of

@@ -15,6 +15,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.json_file import parsed
 from shardwise.core.pipeline.schedule import in_flight, orders, play
 from shardwise.core.plan import Plan
+from shardwise.core.units import format_percent
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import build
 from shardwise.engine.pipeline.executor import Pipelined
@@ -442,5 +443,5 @@ def test_fewer_micro_batches_than_ranks_are_allowed_and_said() -> None:
     [note] = [note for note in dry(small(2, pipeline_parallel=4), 0).hints.notes if "do not fill" in note]
     lists = orders("1f1b", 4, 1, 2)
     bubble = play(lists, lambda action: 2.0 if action.kind == "B" else 1.0).bubble
-    assert f"2 micro-batches do not fill 4 ranks: they wait for {bubble:.0%}" in note
+    assert f"2 micro-batches do not fill 4 ranks: they wait for {format_percent(bubble)}" in note
     assert in_flight(lists[0]) == 2

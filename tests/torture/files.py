@@ -19,11 +19,11 @@ from shardwise.checkpoint.saved_weights import load_weights
 from shardwise.core.run_files import Outcome, RankMemory, StepRecord
 from shardwise.data.text import open_tokens
 from shardwise.data.tokenizer import open_tokenizer
-from shardwise.extras.serve.adapters import open_adapter
-from shardwise.extras.serve.requests import read_requests
-from shardwise.extras.serve.sampling import Sampling
 from shardwise.model.files.peft import write_adapter
 from shardwise.model.hf import HuggingFaceModel
+from shardwise.plugins.serve.adapters import open_adapter
+from shardwise.plugins.serve.requests import read_requests
+from shardwise.plugins.serve.sampling import Sampling
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import DataSpec
 from shardwise.report.record import read_run

@@ -20,7 +20,7 @@ from shardwise.core.pipeline.schedule import SCHEDULES, Played
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import PassesRecord
 from shardwise.core.timetable import Timetable
-from shardwise.core.units import format_bytes
+from shardwise.core.units import format_bytes, format_percent
 from shardwise.report.notation import share
 from shardwise.report.pictures import WIDE
 from shardwise.report.pipeline.gantt import Chart, gantt
@@ -91,7 +91,7 @@ def side_by_side(pipeline: Timetable, width: float = WIDE) -> Figure:
         name = f"{schedule}, {each} stages a rank" if each > 1 else schedule
         mine = " · this plan's" if schedule == pipeline.schedule else ""
         played = pipeline.played(schedule, count, STEPS)
-        cut = f" · cut off at {until / played.end:.0%}".replace("%", " %") if played.end > until else ""
+        cut = f" · cut off at {format_percent(until / played.end)}" if played.end > until else ""
         charts.append(Chart(name + mine, played, count, _note(pipeline, schedule) + cut))
     scaled, unit, factor = _in_one_unit(charts)
     of = f" of {pipeline.micro_batches}" if count < pipeline.micro_batches else ""

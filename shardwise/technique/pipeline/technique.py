@@ -394,7 +394,7 @@ def _notes(context: Context, place: Pipeline) -> list[str]:
         lists = orders(place.schedule, place.ranks, place.stages_per_rank, count)
         bubble = play(lists, lambda action: 2.0 if action.kind == "B" else 1.0).bubble
         notes.append(
-            f"{count} micro-batches do not fill {place.ranks} ranks: they wait for {bubble:.0%} of the time;"
-            " a smaller micro_batch_size or a larger batch helps"
+            f"{count} micro-batches do not fill {place.ranks} ranks: they wait for {100 * bubble:.0f} % of the"
+            " time; a smaller micro_batch_size or a larger batch helps"
         )
     return notes

@@ -1,0 +1,80 @@
+"""The one table of the plugins: what the packages of ``shardwise/plugins`` add, by the names that users write.
+
+The core calls a plugin only through ``plugin``, and does without it where its package is removed.
+
+Plugins also add to the work of the core:
+
+    importers   ``shardwise plan`` reads files of other trainers
+    scaling     a plan and a report compare the run with scaling laws
+    serve       samples at the end of a run, and ``shardwise plan --serve``
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+from shardwise.core.errors import RecipeError
+
+VERBS: dict[str, str] = {
+    "budget": "scaling.commands.budget",
+    "chat": "serve.commands.chat",
+    "eval": "serve.commands.eval",
+    "fit": "scaling.commands.fit",
+    "from": "importers.command",
+    "generate": "serve.commands.generate",
+    "launch": "schedulers.command",
+    "quantize": "quantize.command",
+}
+"""Modules of verbs of the command line; each has a function ``command``."""
+
+PUBLIC: dict[str, str] = {
+    "Perplexity": "serve.evaluating",
+    "Piece": "serve.serving",
+    "Quantized": "quantize.report",
+    "Request": "serve.requests",
+    "Sampling": "serve.sampling",
+    "ServedModel": "serve.serving",
+    "evaluate": "serve.evaluating",
+    "evaluate_tasks": "serve.evaluating",
+    "load_model": "serve.serving",
+    "quantize": "quantize.api",
+}
+"""Modules of public names of ``import shardwise``."""
+
+TRACKERS: dict[str, str] = {
+    "csv": "trackers.csv_tracker",
+    "mlflow": "trackers.mlflow_tracker",
+    "tensorboard": "trackers.tensorboard_tracker",
+    "trackio": "trackers.trackio_tracker",
+    "wandb": "trackers.wandb_tracker",
+}
+"""Modules of the recipe's ``trackers``; each has a function ``open_tracker``."""
+
+
+def plugin(name: str) -> ModuleType | None:
+    """The module ``shardwise.plugins.NAME``; None where its package is not installed."""
+    package = f"shardwise.plugins.{name.partition('.')[0]}"
+    try:
+        installed = find_spec(package) is not None
+    except ModuleNotFoundError:  # shardwise.plugins is not
+        installed = False
+    return import_module(f"shardwise.plugins.{name}") if installed else None
+
+
+def require_plugin(name: str, where: str) -> ModuleType:
+    """The module ``shardwise.plugins.NAME``.
+
+    Args:
+        where: what the user asked for that needs it.
+
+    Raises:
+        RecipeError: its package is not installed.
+    """
+    module = plugin(name)
+    if module is None:
+        package = name.partition(".")[0]
+        fix = "install all of shardwise"
+        raise RecipeError(f"shardwise.plugins.{package} is not installed", where=where, fix=fix)
+    return module

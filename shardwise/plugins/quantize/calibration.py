@@ -1,0 +1,147 @@
+"""The calibration and held-out sequences of a pass: from a run's own data, or from text that the caller names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import DataError
+from shardwise.data import Data, open_data
+from shardwise.plugins.quantize.ranks import Ranks
+from shardwise.plugins.quantize.source import SourceModel
+from shardwise.plugins.quantize.stream import Batches
+from shardwise.recipe.load import recipe_of
+from shardwise.recipe.sections import EvaluationSpec, Recipe
+from shardwise.trainer.batches import require_vocabulary
+
+HELD_OUT = 32
+"""Held-out sequences that the gate reads."""
+
+TOKENS = 2048
+"""The most tokens of a batch, if a sequence is shorter."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What to read. None is the default: the run's data, or ``stdlib`` with the model's own tokenizer.
+
+    Attributes:
+        calibrate, evaluate: sources as ``data.source`` names them. sequences: calibration sequences; 0 for none.
+    """
+
+    calibrate: str | None
+    evaluate: str | None
+    tokenizer: str | None
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The batches, and text that is equal for the same tokens."""
+
+    batches: Batches
+    identity: str
+
+    def of(self, ranks: Ranks) -> Batches:
+        """The batches of one rank."""
+        all_of = self.batches
+        return Batches(
+            ranks.part(all_of.calibration),
+            ranks.part(all_of.held_out),
+            ranks.part(all_of.labels),
+            ranks.part(all_of.counted),
+        )
+
+
+def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) -> Chosen:
+    """Open the data and cut it into batches of one shape. Raises DataError, RecipeError."""
+    data = _opened(source, model, texts, texts.calibrate)
+    sequences = min(texts.sequences, data.train_sequences)
+    calibration = [data.micro_batches(step, 0, 1, 1)[0] for step in range(sequences)]
+    filled = [data.filled(step)[0] for step in range(sequences)]
+    identity = data.fingerprint
+    if texts.evaluate is not None:
+        other = _opened(source, model, texts, texts.evaluate)
+        count = min(HELD_OUT, other.train_sequences)
+        held_out = [other.micro_batches(step, 0, 1, 1)[0] for step in range(count)]
+        identity += f" {other.fingerprint}"
+    elif data.held_out_sequences:
+        count = min(HELD_OUT, data.held_out_sequences)
+        held_out = [data.held_out(index, 0, 1, 1)[0] for index in range(count)]
+    else:
+        left = range(sequences, min(sequences + HELD_OUT, data.train_sequences))
+        held_out = [data.micro_batches(step, 0, 1, 1)[0] for step in left]
+    if not held_out:
+        raise DataError(
+            "no text is left to evaluate on",
+            where=texts.calibrate or "the calibration data",
+            why=f"all of its {data.train_sequences} sequences calibrate",
+            fix="give --evaluate, or fewer --sequences",
+        )
+    if ranks > min(len(calibration) or len(held_out), len(held_out)):
+        raise DataError(
+            f"{len(calibration)} calibration and {len(held_out)} held-out sequences for {ranks} ranks",
+            where=texts.calibrate or "the calibration data",
+            fix="give more --sequences, or start fewer ranks",
+        )
+    size = _batch_size(len(calibration), len(held_out), source.length, ranks)
+
+    def joined(found: list[dict[str, Tensor]], name: str) -> list[Tensor]:
+        parts = [each[name] for each in found]
+        return [torch.cat(parts[start : start + size]) for start in range(0, len(parts), size)]
+
+    batches = Batches(
+        joined(calibration, "input_ids"),
+        joined(held_out, "input_ids"),
+        joined(held_out, "labels"),
+        [_counted(filled[at : at + size], source.length) for at in range(0, sequences, size)],
+    )
+    return Chosen(batches, identity)
+
+
+def _counted(filled: list[int | None], length: int) -> Tensor | None:
+    """Bool [b, s], false for the padding that follows the ``filled`` tokens of each row; None without padding."""
+    if all(number is None or number == length for number in filled):
+        return None
+    ends = torch.tensor([length if number is None else number for number in filled])
+    return torch.arange(length) < ends.unsqueeze(1)
+
+
+def _batch_size(calibration: int, held_out: int, length: int, ranks: int) -> int:
+    """Sequences in a batch: a divisor of every rank's counts, of at most TOKENS tokens or one sequence."""
+    both = max(1, math.gcd(calibration, held_out) // ranks)
+    return max(
+        size for size in range(1, both + 1) if both % size == 0 and (size == 1 or size * length <= TOKENS)
+    )
+
+
+def _opened(source: SourceModel, model: str, texts: Texts, text: str | None) -> Data:
+    recipe = _recipe(source, model, texts)
+    changes: dict[str, Any] = {"sequence_length": source.length, "packing": False}
+    if text is not None:
+        changes["source"] = text
+    if texts.tokenizer is not None:
+        changes["tokenizer"] = texts.tokenizer
+    one = {"batch_size": 1, "evaluation": EvaluationSpec(every=None, sequences=1), "adapter": None}
+    recipe = recipe.model_copy(update={**one, "data": recipe.data.model_copy(update=changes)})
+    data = open_data(recipe)
+    fix = "leave out --tokenizer, or give that of the model" if texts.tokenizer else ""
+    require_vocabulary(source.blueprint, data, fix)
+    return data
+
+
+def _recipe(source: SourceModel, model: str, texts: Texts) -> Recipe:
+    if source.recipe is not None:
+        return source.recipe
+    if texts.tokenizer is None and not any(
+        name.startswith("tokenizer") for name in source.contents.extra_files
+    ):
+        raise DataError(
+            "the model's folder has no tokenizer", where=model, fix="name one: --tokenizer bytes, or a folder"
+        )
+    data = {"source": "stdlib", "tokenizer": texts.tokenizer or model}
+    return recipe_of({"model": {"hf": model}, "data": data, "steps": 1, "batch_size": 1})

@@ -1,0 +1,136 @@
+"""``shardwise quantize``: a model in few bits, and what that cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.common import AsJson, path_argument
+from shardwise.core.errors import NumericsError
+from shardwise.core.scheme import scheme_of
+from shardwise.launch.placement import launched_by
+from shardwise.plugins.quantize.job import quantize
+from shardwise.plugins.quantize.settings import Settings
+
+if TYPE_CHECKING:
+    from shardwise.plugins.quantize.report import Quantized
+
+
+def command(
+    model: Annotated[
+        str, typer.Argument(help="folder of a run or of a model, or a Hub id", metavar="MODEL|RUN")
+    ],
+    out: Annotated[Path, path_argument("folder to write", "OUT")],
+    scheme: Annotated[
+        str,
+        typer.Option(help="w8a16, w8a8, w4a16-g128, w4a16-channel (2 to 8 bits), fp8 or nf4", metavar="NAME"),
+    ] = "w4a16-g128",
+    method: Annotated[str, typer.Option(help="rtn, hqq, gptq, awq or kashin", metavar="NAME")] = "gptq",
+    rotate: Annotated[
+        str | None,
+        typer.Option(
+            help="fold a rotation into the weights first, which spreads outliers: hadamard", metavar="NAME"
+        ),
+    ] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            help="calibration text: stdlib, files or a Hub id; default: the run's data, or stdlib",
+            metavar="DATA",
+        ),
+    ] = None,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(help="text to measure the loss on; default: held-out calibration text", metavar="DATA"),
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="number of calibration sequences", min=0)] = 128,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(help="tokens per sequence; default: the run's, or the context up to 2048", min=2),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="tokenizer to use instead of the model's: bytes, a folder or a Hub id")
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            help="write nothing and exit with 6 above this KL divergence, in nats per token", min=0.0
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Quantize the linear layers of a model, block by block, and write a folder in compressed-tensors format."""
+    settings = Settings(
+        model, out, scheme, method, calibrate, evaluate, tokenizer, sequences, sequence_length, max_kl, rotate
+    )
+    _run(settings, as_json)
+
+
+def _run(settings: Settings, as_json: bool) -> None:
+    """Quantize and print the result, on rank 0. Raises NumericsError above the limit."""
+    place = launched_by()
+    if place is not None and place.rank != 0:  # rank 0 speaks for all
+        if quantize(settings).folder is None:
+            raise typer.Exit(NumericsError.exit_code)
+        return
+    found = quantize(settings, say=(lambda _: None) if as_json else typer.echo, watching=_progress)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict()))
+    else:
+        _show(found)
+    if found.folder is None:
+        raise NumericsError(
+            "quantization lost too much",
+            where=settings.model,
+            why=f"the KL divergence is {found.lost.kl:.3g} nats per token, above {settings.max_kl:g}",
+            fix="give more bits, smaller groups or another method; the finished blocks are kept for a higher --max-kl",
+        )
+
+
+@contextmanager
+def _progress(blocks: int, finished: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task("blocks", total=blocks)
+        yield lambda index: bar.update(task, completed=index + 1)
+
+
+def _show(found: Quantized) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from shardwise.core.units import format_bytes
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layer", overflow="fold")
+    for name in ("shape", "method", "error", "bits"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in found.layers:
+        shape = "×".join(map(str, row.shape))
+        if row.why:
+            table.add_row(row.name, shape, f"kept: {row.why}", "", f"{row.bits:.3f}")
+        else:
+            table.add_row(row.name, shape, row.method, f"{row.error:.4f}", f"{row.bits:.3f}")
+    Console(highlight=False).print(table)
+    if found.kept_sentence:
+        typer.echo(found.kept_sentence)
+    perplexity, eight = found.lost.perplexity, scheme_of(found.scheme).activation_bits == 8
+    reader = ", with activations in 8 bits as transformers rounds them" if eight else ""
+    typer.echo(
+        f"{found.bits:.3f} bits per weight; perplexity {perplexity['base']:.4f} → {perplexity['quantized']:.4f},"
+        f" KL {found.lost.kl:.3g} nats per token, on {found.lost.tokens:,} tokens{reader}"
+    )
+    typer.echo(
+        f"peak memory {format_bytes(found.measured_peak_bytes)}, predicted {format_bytes(found.predicted_peak_bytes)}"
+    )
+    if found.folder is not None:
+        typer.echo(f"{found.folder}: {format_bytes(found.stored_bytes)}, read back and compared")

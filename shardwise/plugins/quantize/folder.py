@@ -1,0 +1,146 @@
+"""Writes the quantized model as a Hugging Face folder: packed tensors in place of weights, all else as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import RecipeError
+from shardwise.exporter.hf_writer import Contents, Written, write_model
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.files.compressed_tensors import METHOD
+from shardwise.model.files.hf_folder import TensorGroup, unchanged_tensor
+from shardwise.model.hf import HuggingFaceModel
+from shardwise.model.lora import linear_layers
+from shardwise.model.unreached import matrices
+from shardwise.plugins.quantize.state import KEPT, LayerRow, PassState, form_of
+
+REPORT = "quantization.json"
+"""File of the folder with the report."""
+
+
+def require_packable(blueprint: Blueprint, contents: Contents) -> None:
+    """Raise RecipeError if a linear layer of the blocks is stored transposed, or joined with others."""
+    with torch.device("meta"):
+        model = blueprint.build()
+    stored, blocks = _stored_names(contents), blueprint.blocks(model)
+    if not blocks:
+        raise RecipeError("the blocks of this model are not known", where=f"model: {blueprint.name}")
+    found = list(linear_layers(model, blocks))
+    if not found:
+        raise RecipeError("no linear layers to quantize", where=f"model: {blueprint.name}")
+    for path in found:
+        if path not in stored or not isinstance(model.get_submodule(path), nn.Linear):
+            raise RecipeError(
+                "this model cannot be written with packed weights",
+                where=f"model: {blueprint.name}",
+                why=f"{path}.weight is stored transposed, or joined with other tensors",
+                fix="take a model whose layers are stored one by one, such as the llama family",
+            )
+
+
+def _stored_names(contents: Contents) -> dict[str, str]:
+    """Path on disk of every module whose weight [out, in] is stored as it is, by its path in the model."""
+    found = {}
+    for group in contents.layout.groups:
+        source, names = group.sources[0], list(group.shapes)
+        single = len(group.sources) == len(names) == 1
+        if single and source.endswith(".weight") and names[0].endswith(".weight") and _kept_shape(group):
+            found[source.removesuffix(".weight")] = names[0].removesuffix(".weight")
+    return found
+
+
+def _kept_shape(group: TensorGroup) -> bool:
+    """Whether the tensor on disk is the source itself."""
+    (name,) = group.shapes
+    probe = torch.empty(group.shapes[name], device="meta")
+    return group.make([probe])[name] is probe
+
+
+def ignored(blueprint: Blueprint, contents: Contents, rows: Sequence[LayerRow]) -> list[str]:
+    """Modules that stay as they are: linear layers of every class, and owners of the blocks' other matrices.
+
+    By their paths on disk and, where transformers has others, in the model: it compares a config with the latter.
+    """
+    with torch.device("meta"):
+        model = blueprint.build()
+    quantized, stored = {row.name for row in rows if row.method != KEPT}, _stored_names(contents)
+    linear = [
+        path
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear) and path not in quantized
+    ]
+    owners = [each.owner for each in matrices(model, blueprint.blocks(model), [*quantized, *linear])]
+    own = isinstance(blueprint, HuggingFaceModel)
+    names = [[stored.get(path, path), *([path] if own else [])] for path in [*linear, *owners]]
+    return list(dict.fromkeys(name for each in names for name in each))
+
+
+def write_quantized(
+    target: Path,
+    contents: Contents,
+    state: PassState,
+    config: Mapping[str, Any],
+    report: Mapping[str, Any],
+) -> Written:
+    """Write the folder from the finished blocks of a pass. Raises as ``write_model``.
+
+    Args:
+        config: the value of ``quantization_config``. report: written as ``quantization.json``.
+    """
+    reading = _Reading(contents, state, readable=config["quant_method"] == METHOD)
+    groups = [each for group in contents.layout.groups for each in reading.groups(group)]
+    whole = {**contents.layout.config, "quantization_config": dict(config)}
+    layout = replace(contents.layout, config=whole, groups=groups)
+    text = json.dumps(report, indent=1).encode() + b"\n"
+    extra = {**contents.extra_files, REPORT: lambda: text}
+    return write_model(target, Contents(layout, reading.dtypes, reading.read, extra))
+
+
+class _Reading:
+    """The tensors of the quantized model: packed, changed, or as before. ``readable``: transformers reads them."""
+
+    def __init__(self, contents: Contents, state: PassState, readable: bool) -> None:
+        self._contents, self._state, self._readable = contents, state, readable
+        self._changed = state.changed()
+        self._weights = {f"{row.name}.weight": (row, read) for row, read in state.weights()}
+        self._newest: tuple[str, Mapping[str, Tensor]] = "", {}
+        self.dtypes = dict(contents.dtypes)
+        self._packed: dict[str, tuple[str, str]] = {}
+        for name, (row, _) in self._weights.items():
+            for suffix, stored in row.tensors.items():
+                self.dtypes[f"{row.name}.{suffix}"] = form_of(stored)[0]
+                self._packed[f"{row.name}.{suffix}"] = name, suffix
+
+    def groups(self, group: TensorGroup) -> list[TensorGroup]:
+        """The tensors of the folder. What transformers converts while it loads, it has already converted.
+
+        Its readers of packed weights expect the sources of every conversion to be packed too.
+        """
+        if group.sources[0] not in self._weights:
+            own = group.unconverted.items() if self._readable else ()
+            return [unchanged_tensor(name, name, shape) for name, shape in own] or [group]
+        row, _ = self._weights[group.sources[0]]
+        (stored,) = group.shapes
+        path = stored.removesuffix(".weight")
+        return [
+            unchanged_tensor(f"{row.name}.{suffix}", f"{path}.{suffix}", form_of(form)[1])
+            for suffix, form in row.tensors.items()
+        ]
+
+    def read(self, name: str) -> Tensor:
+        if name in self._packed:
+            layer, suffix = self._packed[name]
+            if self._newest[0] != layer:
+                self._newest = "", {}
+                self._newest = layer, self._weights[layer][1]()
+            return self._newest[1][suffix]
+        if name in self._changed:
+            return self._state.read_changed(self._changed[name], name)
+        return self._contents.read(name)

@@ -1,0 +1,44 @@
+"""Quantizing a model, or the newest checkpoint of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from shardwise.jobs.request import Say
+from shardwise.launch.placement import launched_by
+from shardwise.plugins.quantize.settings import Settings
+
+if TYPE_CHECKING:
+    from shardwise.plugins.quantize.report import Quantized
+
+Watching = Callable[[int, int], AbstractContextManager[Callable[[int], None]]]
+"""Makes the progress of a pass, from (blocks, blocks that are done): a function to call after each block."""
+
+
+def quantize(
+    settings: Settings,
+    say: Say = lambda _: None,
+    watching: Watching = lambda *_: nullcontext(lambda _: None),
+) -> Quantized:
+    """Quantize a model or a run's newest checkpoint, measure the loss, and write the folder.
+
+    Ranks that torchrun or srun started share the work. An interrupted pass goes on at the block it had reached. If the
+    KL divergence exceeds ``max_kl``, nothing is written; the blocks are kept, so the same call with a higher limit ends
+    at once.
+
+    Raises:
+        RecipeError: a wrong name, a folder that exists, other settings than those of an interrupted pass.
+        DataError, CheckpointError: the text or the model cannot be read.
+        ResourceError: the pass does not fit this machine, or the disk is full.
+    """
+    settings.check()
+    from shardwise.plugins.quantize.run import run_pass  # loads torch
+
+    if launched_by() is None:
+        return run_pass(settings, say, watching)
+    from shardwise.launch.process import join
+
+    with join("cpu"):
+        return run_pass(settings, say, watching)

@@ -1,0 +1,99 @@
+"""HQQ: half-quadratic quantization, without data (Badri and Shaji 2023, https://mobiusml.github.io/hqq_blog/).
+
+Minimizes the l_p norm (p = 0.7) of the rounding error E, which lets few outliers go wrong for the sake of all other
+weights. Half-quadratic splitting adds a variable for the error and alternates three steps:
+
+    E    <- shrink(W - Ŵ) = sign(x) max(|x| - |x|^(p-1) / β, 0)      generalized soft thresholding
+    s, z <- least squares of s (Q - z) against W - E                 scale, then zero point
+    β    <- 1.01 β
+
+The published method keeps the scale and moves the zero point, which it stores as a real number. The zero points of
+compressed-tensors are integers, and an integer step moves no level, so the scale is fitted too. β = 10 applies to
+errors in units of the scale; the published code applies it to the errors themselves, and shrinking leaves nothing of
+4-bit errors. The start is the clipped range. Every group keeps the best of its 20 iterates, with a rounded zero point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardwise.core.scheme import Scheme
+from shardwise.plugins.quantize.methods.base import InputStatistics, Method
+from shardwise.plugins.quantize.methods.rounding import (
+    REHEARSED,
+    WHOLE,
+    Levels,
+    Search,
+    clipped,
+    in_groups,
+    in_parts,
+    stored_dtype,
+    stored_scale,
+)
+from shardwise.runtime.quantization.weights import QuantizedWeight
+
+
+@dataclass(frozen=True)
+class HalfQuadratic(Method):
+    """Levels of least l_p error.
+
+    Attributes:
+        norm: p, above 0 and below 1.
+        iterations: alternations.
+        penalty: the first β, for errors in units of the scale.
+        growth: factor of β per alternation.
+        search: of the first range.
+    """
+
+    name = "hqq"
+    norm: float = 0.7
+    iterations: int = 20
+    penalty: float = 10.0
+    growth: float = 1.01
+    search: Search = WHOLE
+
+    def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
+        groups = in_groups(weight, scheme)
+        dtype = stored_dtype(weight)
+
+        def fitted(part: Tensor) -> Levels:
+            return self._fitted(part, clipped(part, scheme.bits, False, dtype, search=self.search))
+
+        levels = in_parts(groups, fitted)
+        return levels.weight(levels.codes(groups), scheme.activation_bits)
+
+    def rehearsal(self) -> Method:
+        return replace(self, iterations=min(self.iterations, 2), search=REHEARSED)
+
+    def _fitted(self, groups: Tensor, start: Levels) -> Levels:
+        """The best levels of every group [out, groups, size], from the given ones on."""
+        assert start.zero is not None
+        half, beta = 1 << start.bits - 1, self.penalty
+        scale, zero = start.scale, start.zero
+        best_scale, best_zero, least = scale, zero, torch.full_like(scale, torch.inf)
+        for _ in range(self.iterations):
+            levels = Levels(stored_scale(scale, start.dtype), zero.round(), start.bits, start.dtype)
+            assert levels.zero is not None
+            steps = levels.codes(groups).sub_(levels.zero.unsqueeze(2))
+            error = groups - steps * levels.scale.unsqueeze(2)
+            norm = error.abs().pow_(self.norm).sum(2)
+            better = norm < least
+            least = torch.where(better, norm, least)
+            best_scale = torch.where(better, levels.scale, best_scale)
+            best_zero = torch.where(better, levels.zero, best_zero)
+            kept = groups - self._shrunken(error, levels.scale.unsqueeze(2), beta)
+            scale = (steps * kept).sum(2) / steps.square().sum(2).clamp(min=1)
+            scale = torch.where(scale > 0, scale, levels.scale)
+            shift = (steps - kept / scale.unsqueeze(2)).mean(2)
+            zero = (levels.zero + shift).clamp(-half, half - 1)
+            beta *= self.growth
+        return Levels(best_scale, best_zero, start.bits, start.dtype)
+
+    def _shrunken(self, error: Tensor, scale: Tensor, beta: float) -> Tensor:
+        """The part of the error that its threshold leaves."""
+        size = (error / scale).abs()
+        threshold = size.clamp(min=1e-6).pow(self.norm - 1).div_(beta)
+        return (size - threshold).clamp_(min=0).mul_(scale).copysign_(error)

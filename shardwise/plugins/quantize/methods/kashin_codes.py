@@ -1,0 +1,115 @@
+"""Codes of Kashin's two factors: nearest sums of peaks, fitted peaks, and the search for good pairs of codes.
+
+``refit`` alternates: U takes the codes nearest to W - Q V, V those nearest to Qᵀ(W - U), with peaks fitted to each. It
+ends in a local optimum. Each correction is a little larger than needed (over-relaxation), which passes many bad ones:
+the error of normal weights falls from 0.116 to 0.107. ``annealed`` begins with uncertain codes instead, as
+deterministic annealing does (Rose 1998): an entry is the mean of its 2^b values under exp(-distance² / 2T), and T falls
+from half of the row's mean square to 1.5 % of it. While T is high, codes of both factors agree on the large part of W;
+with falling T they take sides.
+
+All matrices have rows of mean square 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.plugins.quantize.methods.expansion import Expansion
+from shardwise.runtime.quantization.kashin import table_of, values_of
+
+Map = Callable[[Tensor], Tensor]
+FIRST_TEMPERATURE, LAST_TEMPERATURE, FIRST_INERTIA = 0.5, 0.015, 0.2
+RELAXATION = 0.25
+"""Share of a factor's correction that is added to it, before the first round; it falls to 0 in the last one."""
+LLOYD, RIDGE = 3, 1e-4
+
+
+@dataclass
+class Pair:
+    """Codes [rows, columns] and peaks [rows, b] of U and of V."""
+
+    codes: list[Tensor]
+    peaks: list[Tensor]
+
+    def values(self, side: int) -> Tensor:
+        return values_of(self.codes[side], self.peaks[side])
+
+
+def nearest(values: Tensor, peaks: Tensor) -> Tensor:
+    """The code of the nearest value for each entry [rows, columns], int64."""
+    table, order = table_of(peaks).sort(1)
+    place = torch.zeros_like(values, dtype=torch.int64)
+    for bound in ((table[:, 1:] + table[:, :-1]) / 2).split(1, 1):
+        place += values > bound
+    ascending = torch.arange(table.shape[1], device=order.device)
+    return place if bool((order == ascending).all()) else order.gather(1, place)
+
+
+def fitted(values: Tensor, peaks: Tensor, rounds: int = LLOYD) -> Tensor:
+    """Peaks after some rounds of Lloyd's iteration: nearest codes, then least squares for the peaks of each row."""
+    width, columns = peaks.shape[1], values.shape[1]
+    ridge = RIDGE * columns * torch.eye(width, dtype=peaks.dtype, device=peaks.device)
+    for _ in range(rounds):
+        signs = signs_of(nearest(values, peaks), width)
+        right = signs @ values.unsqueeze(2) + RIDGE * columns * peaks.unsqueeze(2)
+        peaks = torch.linalg.solve(signs @ signs.mT + ridge, right).squeeze(2)
+    return peaks
+
+
+def from_expansion(target: Tensor, basis: Map, expansion: Expansion, widths: tuple[int, int]) -> Pair:
+    """Codes of an expansion: U's nearest to its sums of steps, then V's nearest to the rest of the target.
+
+    The peaks start as the absolute values of the first steps.
+    """
+    peaks = [expansion.u_steps[:, : widths[0]], expansion.v_steps[:, : widths[1]]]
+    peaks[0] = fitted(expansion.u, peaks[0], 4 * LLOYD)
+    codes = nearest(expansion.u, peaks[0])
+    rest = basis(target - values_of(codes, peaks[0]))
+    peaks[1] = fitted(rest, peaks[1], 4 * LLOYD)
+    return Pair([codes, nearest(rest, peaks[1])], peaks)
+
+
+def refit(target: Tensor, basis: Map, pair: Pair, rounds: int) -> Pair:
+    """Take each factor's nearest codes given the other, ``rounds`` times."""
+    for done in range(1, rounds + 1):
+        relaxation = RELAXATION * (1 - done / rounds)
+        for side in (0, 1):
+            rest = target - basis(pair.values(1)) if side == 0 else basis(target - pair.values(0))
+            pair.peaks[side] = fitted(rest, pair.peaks[side])
+            rest += relaxation * (rest - pair.values(side))
+            pair.codes[side] = nearest(rest, pair.peaks[side])
+    return pair
+
+
+def annealed(target: Tensor, basis: Map, peaks: list[Tensor], steps: int) -> Pair:
+    """Codes of both factors by deterministic annealing with fixed peaks; ``refit`` finishes them.
+
+    A share of an entry's mean, its inertia, is added to its next target, falling from 0.2 to 0: both factors would
+    otherwise swing between two halves of the weight.
+    """
+    means = [torch.zeros_like(target), torch.zeros_like(target)]
+    tables = [table_of(each) for each in peaks]
+    for step in range(steps):
+        done = step / max(steps - 1, 1)
+        temperature = FIRST_TEMPERATURE * (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** done
+        inertia = FIRST_INERTIA * (1 - done)
+        means[0] = _mean(target - basis(means[1]) + inertia * means[0], tables[0], temperature)
+        means[1] = _mean(basis(target - means[0]) + inertia * means[1], tables[1], temperature)
+    return Pair([nearest(mean, each) for mean, each in zip(means, peaks, strict=True)], peaks)
+
+
+def _mean(values: Tensor, table: Tensor, temperature: float) -> Tensor:
+    """The mean of each entry's possible values under exp(-(value - entry)² / 2T)."""
+    table = table.T.unsqueeze(2)  # the values in front: softmax over a short last dimension is slow
+    logits = (values * table).sub_(table.square() / 2).div_(temperature)
+    return logits.softmax(0).mul_(table).sum(0)
+
+
+def signs_of(codes: Tensor, width: int) -> Tensor:
+    """Signs [rows, b, columns] of codes, the first peak's first; fp32."""
+    places = torch.arange(width - 1, -1, -1, device=codes.device).view(1, -1, 1)
+    return (codes.unsqueeze(1) >> places & 1).float() * 2 - 1

@@ -1,0 +1,96 @@
+"""The peak memory of a pass, before it runs: the pass itself on fake tensors, which the tracker counts.
+
+Of blocks that are alike, one runs. A fake tensor has no values, so a method that asks for one gets 0, of a
+condition True: errors and residuals are 0, and factorizations succeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.dryrun.reading import peaks
+from shardwise.dryrun.target import TARGETS
+from shardwise.dryrun.tracker import Tracker, asked_device
+from shardwise.hardware.this_machine import cpu_profile
+from shardwise.model.streaming import Read
+from shardwise.plugins.quantize.source import SourceModel
+from shardwise.plugins.quantize.state import QuantizedBlock
+from shardwise.plugins.quantize.stream import Batches, Quantizer, quantize_blocks
+from shardwise.plugins.quantize.walk import Walk
+from shardwise.runtime.torch_private import FakeTensorMode, TorchDispatchMode, reading_a_value
+
+
+class _Unsaved:
+    """The state of a pass that has no file."""
+
+    def __contains__(self, index: int) -> bool:
+        return False
+
+    def load(self, index: int) -> QuantizedBlock:
+        raise KeyError(index)
+
+    def save(self, index: int, block: QuantizedBlock) -> None:
+        pass
+
+
+class _Constants(TorchDispatchMode):
+    """The values that are read from fake tensors."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
+        if func is reading_a_value():
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
+        if func is torch.ops.aten.equal.default:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def predicted_peak(source: SourceModel, quantizer: Quantizer, batches: Batches, dtype: torch.dtype) -> int:
+    """Peak bytes of ``quantize_blocks``, with the device's workspaces, as a plan counts them."""
+    walk = Walk(source.blueprint, source.over(_fake_read(source)), dtype)
+    blocks = None if source.blueprint.depth is None else range(1)
+    rehearsed = replace(quantizer, method=quantizer.method.rehearsal())
+
+    def run() -> None:
+        given = Batches(
+            _like(batches.calibration),
+            _like(batches.held_out),
+            _like(batches.labels),
+            [None if each is None else torch.empty_like(each) for each in batches.counted],
+        )
+        quantize_blocks(walk, rehearsed, given, _Unsaved(), blocks=blocks)
+
+    return counted_peak(run) + cpu_profile(1).overhead.workspace_bytes
+
+
+def counted_peak(run: Callable[[], object]) -> int:
+    """Peak bytes of the tensors that ``run`` makes, which are fake."""
+    target = TARGETS["cpu"]
+    tracker = Tracker({}, target.workspace, target.kept, lambda: "")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, tracker.watching(), target.kernels(1), _Constants():
+        run()
+    return max(peak.bytes for peak in peaks(tracker).values())
+
+
+def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(each) for each in tensors]
+
+
+def _fake_read(source: SourceModel) -> Read:
+    """Reads undefined tensors of the stored shapes and dtypes."""
+
+    def read(name: str) -> Tensor:
+        shape, dtype = source.stored(name)
+        return torch.empty(shape, dtype=dtype)
+
+    return read

@@ -1,0 +1,68 @@
+"""A source whose weights are rotated as they are read (rotation.py), and whose output layer is its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from shardwise.core.errors import RecipeError
+from shardwise.exporter.hf_writer import Contents
+from shardwise.model.merging import Read
+from shardwise.model.streaming import max_logit_difference
+from shardwise.model.untied import untied
+from shardwise.plugins.quantize.rotation import Rotated
+from shardwise.plugins.quantize.source import SourceModel, rounded
+from shardwise.runtime.parallel.shard_slices import shared_names
+
+SEED = 0
+"""Of the random signs. One seed makes a pass repeatable; another one makes no systematic difference."""
+
+TOLERANCE = 1e-2
+"""Of the largest logit. In fp32 a rotation moves logits by about 1e-5."""
+
+
+def rotated_source(source: SourceModel) -> SourceModel:
+    """The source with rotated weights. Raises RecipeError for a model that cannot be rotated, with the reason."""
+    blueprint, plain = untied(source.blueprint), source.blueprint
+    contents = _untied_contents(source)
+
+    def over(read: Read) -> Read:
+        return rounded(Rotated(plain, source.over(read), SEED).read, contents)
+
+    whole = replace(contents, read=over(source.lowest))
+    return replace(source, blueprint=blueprint, contents=whole, over=over)
+
+
+def require_same_logits(source: SourceModel) -> None:
+    """Raise RecipeError if the rotation moves the logits of a batch. ``source``: not rotated."""
+    read = source.over(source.lowest)
+    plain, rotated = (
+        (source.blueprint, read),
+        (untied(source.blueprint), Rotated(source.blueprint, read, SEED).read),
+    )
+    moved, largest = max_logit_difference(plain, rotated, torch.float32)
+    if not moved <= TOLERANCE * largest:
+        raise RecipeError(
+            "this model cannot be rotated",
+            where="--rotate",
+            why=f"its logits would move by {moved:.3g}, before rounding; the largest is {largest:.3g}",
+            fix="leave out --rotate",
+        )
+
+
+def _untied_contents(source: SourceModel) -> Contents:
+    """The contents with the tensors that only the untied model has."""
+    own, contents = untied(source.blueprint), source.contents
+    if own is source.blueprint:
+        return contents
+    with torch.device("meta"):
+        aliases = shared_names(source.blueprint.build())
+    added = [group for group in own.hf_folder().groups if group.sources[0] in aliases]
+    layout = replace(
+        contents.layout,
+        config={**contents.layout.config, "tie_word_embeddings": False},
+        groups=[*contents.layout.groups, *added],
+    )
+    dtypes = {name: contents.dtypes[first] for name, first in aliases.items()}
+    return replace(contents, layout=layout, dtypes={**contents.dtypes, **dtypes})

@@ -1,0 +1,156 @@
+"""One quantization from its settings to the folder: open, predict, pass, gate, write."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise.core.errors import ResourceError
+from shardwise.core.scheme import scheme_of
+from shardwise.core.units import format_bytes
+from shardwise.hardware.this_machine import memory_left, usable_memory
+from shardwise.model.files.compressed_tensors import METHOD, quantization_config
+from shardwise.model.hf import HuggingFaceModel
+from shardwise.model.lora import linear_layers
+from shardwise.model.native import NativeModel
+from shardwise.model.unreached import percent
+from shardwise.plugins.quantize.calibration import Chosen, Texts, open_batches
+from shardwise.plugins.quantize.folder import ignored, require_packable, write_quantized
+from shardwise.plugins.quantize.gate import lost
+from shardwise.plugins.quantize.methods import method_of
+from shardwise.plugins.quantize.methods.base import InputStatistics, NotConverged
+from shardwise.plugins.quantize.prediction import predicted_peak
+from shardwise.plugins.quantize.ranks import Ranks
+from shardwise.plugins.quantize.readers import reading_notes
+from shardwise.plugins.quantize.report import Quantized
+from shardwise.plugins.quantize.rotated_source import require_same_logits, rotated_source
+from shardwise.plugins.quantize.settings import Settings
+from shardwise.plugins.quantize.source import SourceModel, open_source
+from shardwise.plugins.quantize.state import PassState
+from shardwise.plugins.quantize.stream import Quantizer, kept_matrices, quantize_blocks
+from shardwise.plugins.quantize.walk import Walk
+from shardwise.plugins.quantize.walk_check import require_walk, walking
+from shardwise.recipe.presets import dimensions_of
+from shardwise.recipe.sections import ModelSpec
+from shardwise.runtime.quantization.weights import ZERO
+from shardwise.trainer.meter import MemoryMeter, frees_returned
+
+COMPUTE = torch.float32
+"""Dtype of activations and of the weights while they are used."""
+
+Say = Callable[[str], None]
+Watching = Callable[[int, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@frees_returned()
+def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
+    """Quantize and write; see ``jobs.quantizing.quantize``."""
+    source = plain = open_source(settings.model, settings.length)
+    if settings.rotate is not None:
+        source = rotated_source(plain)
+    require_packable(source.blueprint, source.contents)
+    quantizer = Quantizer(method_of(settings.method), scheme_of(settings.scheme), source.contents.dtypes)
+    notes = _notes(source, quantizer)
+    require_walk(plain.blueprint, plain.over(plain.lowest), plain.length, COMPUTE)
+    texts = Texts(settings.calibrate, settings.evaluate, settings.tokenizer, settings.sequences)
+    ranks = Ranks.joined()
+    chosen = open_batches(source, settings.model, texts, ranks.size)
+    batches = chosen.of(ranks)
+    with walking(plain.blueprint):
+        predicted = ranks.largest(predicted_peak(source, quantizer, batches, COMPUTE))
+    say(f"{settings.scheme} by {settings.method}: {format_bytes(predicted)} at the peak, predicted")
+    _require_fit(predicted)
+    for note in notes:
+        say(note)
+    if settings.rotate is not None:
+        require_same_logits(plain)
+    state = PassState(settings.out, _identity(settings, source, chosen))
+    _warm(quantizer)
+    gc.collect()
+    meter = MemoryMeter(torch.device("cpu"), exact=True)
+    walk = Walk(source.blueprint, source.over(source.lowest), COMPUTE)
+    if state.done:
+        say(f"going on after block {state.done} of {walk.depth}")
+    with watching(walk.depth, state.done) as done:
+        sums = quantize_blocks(walk, quantizer, batches, state, done, ranks=ranks)
+    meter.sample()
+    found = Quantized(
+        settings.scheme,
+        settings.method,
+        state.rows(),
+        lost(sums),
+        predicted,
+        ranks.largest(meter.peak.allocated),
+        notes,
+    )
+    if settings.max_kl is not None and not found.lost.kl <= settings.max_kl:
+        return found
+    if ranks.rank != 0:
+        return replace(found, folder=settings.out)
+    kept = ignored(source.blueprint, source.contents, found.layers)
+    symmetric = not any(ZERO in row.tensors for row in found.layers)
+    config = quantization_config(quantizer.scheme, kept, settings.method, symmetric)
+    written = write_quantized(settings.out, source.contents, state, config, found.result())
+    state.remove()
+    return replace(found, folder=settings.out, stored_bytes=written.bytes)
+
+
+def _notes(source: SourceModel, quantizer: Quantizer) -> tuple[str, ...]:
+    """What the command will not reach, and what a reader of its folder has to know. Raises as ``reading_notes``."""
+    blueprint = source.blueprint
+    with torch.device("meta"):
+        model = blueprint.build()
+    blocks = blueprint.blocks(model)
+    linear = list(linear_layers(model, blocks))
+    kept = sum(row.numel for row in kept_matrices(model, blocks, quantizer.dtypes))
+    whole = kept + sum(model.get_submodule(path).get_parameter("weight").numel() for path in linear)
+    said = f"{percent(kept / whole)} of the blocks' weights stay as they are: they are not in linear layers"
+    sentences: tuple[str, ...] = (said,) if kept else ()
+    method = quantization_config(quantizer.scheme, [], quantizer.method.name)["quant_method"]
+    if method == METHOD and isinstance(blueprint, HuggingFaceModel):
+        sentences += reading_notes(model, linear, quantizer.scheme)
+    return sentences
+
+
+def _identity(settings: Settings, source: SourceModel, chosen: Chosen) -> dict[str, Any]:
+    """All that the result depends on, to compare with those of an interrupted pass."""
+    return {
+        "model": source.identity,
+        "scheme": settings.scheme,
+        "method": settings.method,
+        "rotate": settings.rotate,
+        "data": chosen.identity,
+        "sequences": settings.sequences,
+        "sequence_length": source.length,
+    }
+
+
+def _require_fit(predicted: int) -> None:
+    """Raise ResourceError if the pass needs more memory than this machine has left."""
+    room = min(usable_memory(), memory_left() or usable_memory())
+    if predicted > room:
+        raise ResourceError(
+            "the pass does not fit this machine",
+            why=f"{format_bytes(predicted)} needed, {format_bytes(room)} free",
+            fix="give fewer --sequences or a smaller --sequence-length",
+        )
+
+
+@torch.no_grad()
+def _warm(quantizer: Quantizer) -> None:
+    """Run every kind of kernel once, before the level from which the peak is measured (trainer/warm_up.py)."""
+    torch.ones(1024, 1024) @ torch.ones(1024, 2048)
+    spec = ModelSpec(layers=1, width=64, heads=2, ffn=128, vocab=256)
+    tiny = NativeModel(dimensions_of(spec))
+    model = tiny.build()
+    tiny.fill(model, 0)
+    tiny.logits(model, torch.zeros((1, 64), dtype=torch.int64))
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    statistics = InputStatistics(torch.eye(256), torch.ones(256), 256)
+    with suppress(NotConverged):
+        quantizer.method.quantize(weight, quantizer.scheme, statistics).dequantize()

@@ -1,0 +1,108 @@
+"""Collects what calibrated methods read: the sums over the inputs of every linear layer of a block.
+
+Layers that read the same tensor (queries, keys and values; gate and up) share one Hessian. The first batch shows which
+do. Sums are in fp32. Padding is not counted, except by layers that read some of the tokens only, such as experts: their
+rows do not tell which tokens they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.plugins.quantize.methods.base import InputStatistics
+
+
+@dataclass(eq=False)
+class InputSums:
+    """Sums over the tokens that some layers read.
+
+    Attributes:
+        layers: names of the layers.
+        hessian: [in, in], the sum of x xᵀ. magnitude: [in], the sum of |x|.
+    """
+
+    layers: list[str] = field(default_factory=list)
+    hessian: Tensor | None = None
+    magnitude: Tensor | None = None
+    tokens: int = 0
+
+    def add(self, given: Tensor, counted: Tensor | None) -> None:
+        """Add the rows of an input; those of padding count as zero if there is one row for each token."""
+        x = given.reshape(-1, given.shape[-1]).float()
+        tokens = x.shape[0]
+        if counted is not None and counted.numel() == tokens:
+            x = x * counted.reshape(-1, 1)
+            tokens = int(counted.sum())
+        if self.hessian is None or self.magnitude is None:
+            self.hessian = x.new_zeros(x.shape[1], x.shape[1])
+            self.magnitude = x.new_zeros(x.shape[1])
+        self.hessian.addmm_(x.t(), x)
+        self.magnitude += x.abs().sum(0)
+        self.tokens += tokens
+
+    def mean(self) -> InputStatistics:
+        """The means, in the memory of the sums, which are used up."""
+        assert self.hessian is not None and self.magnitude is not None
+        hessian, magnitude = self.hessian, self.magnitude
+        self.hessian = self.magnitude = None
+        tokens = max(1, self.tokens)
+        return InputStatistics(hessian.div_(tokens), magnitude.div_(tokens), self.tokens)
+
+
+@torch.no_grad()
+def input_sums(
+    layers: dict[str, nn.Module],
+    run: Callable[[Tensor], Tensor],
+    batches: Sequence[Tensor],
+    counted: Sequence[Tensor | None],
+) -> list[InputSums]:
+    """The sums of every distinct input of ``layers``, over calls of ``run`` with each batch.
+
+    A layer that no batch reaches, such as an expert without tokens, is in no group.
+
+    Args:
+        batches: [b, s, h]. counted: of each batch, bool [b, s], false for padding; None without padding.
+    """
+    found: list[InputSums] = []
+    for batch, real in zip(batches, counted, strict=True):
+        with _observed(layers, found, real):
+            run(batch)
+    return found
+
+
+@contextmanager
+def _observed(layers: dict[str, nn.Module], found: list[InputSums], counted: Tensor | None) -> Iterator[None]:
+    """Add the inputs of one forward pass to the sums."""
+    seen: list[tuple[weakref.ref[Tensor], InputSums]] = []
+    groups = {name: sums for sums in found for name in sums.layers}
+
+    def observe(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            given: Tensor = args[0]
+            if name in groups:
+                if groups[name].layers[0] == name:
+                    groups[name].add(given, counted)
+                return
+            sums = next((sums for reference, sums in seen if reference() is given), None)
+            if sums is None:
+                sums = InputSums()
+                sums.add(given, counted)
+                found.append(sums)
+                seen.append((weakref.ref(given), sums))
+            sums.layers.append(name)
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(observe(name)) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()

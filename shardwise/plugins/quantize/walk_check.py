@@ -1,0 +1,78 @@
+"""Checks before quantization that a model computes the same block by block (walk.py) as in one forward pass.
+
+Two small batches are run both ways, and a model whose logits differ is refused. The walk takes blocks that are called
+once each, and pass hidden states [b, s, h] and nothing else. A block may also read the embedding, what another block
+left, or run twice; then the walk fails or has other logits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import RecipeError, ShardwiseError, one_line
+from shardwise.core.units import format_percent
+from shardwise.model.blueprint import Blueprint
+from shardwise.model.streaming import Read, streamed_logits
+from shardwise.plugins.quantize.walk import Walk
+
+TOLERANCE = 1e-3
+"""Of the logits' norm. The two are the same operations on the same values."""
+BLOCKS, LENGTH = 2, 8
+"""Blocks that stand for all others if all are alike, and tokens of a sequence."""
+
+
+@torch.no_grad()
+def require_walk(blueprint: Blueprint, read: Read, length: int, dtype: torch.dtype) -> None:
+    """Raise RecipeError if the blocks of a model cannot be run one by one.
+
+    Args:
+        read: reads the tensors by canonical name. length: the most tokens of a sequence.
+    """
+    tried = blueprint
+    if blueprint.depth is not None and blueprint.depth > BLOCKS:
+        tried = copy.copy(blueprint)
+        tried.build = partial(blueprint.build, BLOCKS)  # type: ignore[method-assign]
+    vocab, draw = blueprint.vocab or 1, torch.Generator().manual_seed(0)
+    batches = [torch.randint(vocab, (1, min(LENGTH, length)), generator=draw) for _ in range(2)]
+    with walking(blueprint):
+        walked = torch.cat(_walked(Walk(tried, read, dtype), batches)).double()
+        whole = torch.cat([streamed_logits(tried, read, ids, dtype) for ids in batches]).double()
+    moved = float((walked - whole).norm() / whole.norm().clamp(min=1e-30))
+    if not moved <= TOLERANCE:
+        raise _refused(blueprint, f"so run, its logits differ by {format_percent(moved, 1)} from the model's")
+
+
+@contextmanager
+def walking(blueprint: Blueprint) -> Iterator[None]:
+    """Raise RecipeError for any error of the model's own code within the block."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise _refused(blueprint, f"{type(error).__name__}: {one_line(str(error))}") from error
+
+
+def _walked(walk: Walk, batches: list[Tensor]) -> list[Tensor]:
+    """The logits of each batch by the walk."""
+    states = list(walk.embedded(batches))
+    for index in range(walk.depth):
+        with walk.loaded(index, states[0]) as run:
+            states = [run(hidden) for hidden in states]
+    with walk.head() as head:
+        return [head(hidden) for hidden in states]
+
+
+def _refused(blueprint: Blueprint, why: str) -> RecipeError:
+    return RecipeError(
+        "the blocks of this model cannot be run one by one",
+        where=f"model: {blueprint.name}",
+        why=why,
+        fix="take a model whose blocks pass hidden states and nothing else",
+    )

@@ -1,0 +1,103 @@
+"""``shardwise budget``: which model to train on how many tokens for FLOPs, hours or tokens, and how."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.common import AsJson, Overrides, RecipeArgument, path_option
+from shardwise.cli.spinner import working
+from shardwise.core.errors import RecipeError
+from shardwise.jobs.request import read
+
+if TYPE_CHECKING:
+    from shardwise.plugins.scaling.budget import Limit
+    from shardwise.plugins.scaling.law import Law
+    from shardwise.recipe.sections import Recipe
+
+
+def command(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    flops: Annotated[float | None, typer.Option(help="training FLOPs of the model", min=1)] = None,
+    hours: Annotated[float | None, typer.Option(help="hours of the recipe's cluster", min=1e-6)] = None,
+    tokens: Annotated[float | None, typer.Option(help="tokens to train on", min=1)] = None,
+    law: Annotated[
+        str | None,
+        typer.Option(
+            help="a published law, or a file of shardwise fit; default: the recipe's", metavar="NAME|FILE"
+        ),
+    ] = None,
+    unique_tokens: Annotated[
+        float | None,
+        typer.Option(help="tokens of the data, which are repeated where more are trained on", min=1),
+    ] = None,
+    serve_tokens: Annotated[
+        float,
+        typer.Option(help="tokens to serve later: train a smaller model longer, to the same loss", min=0),
+    ] = 0.0,
+    noise: Annotated[
+        Path | None,
+        path_option("a run with evaluation.noise_scale, which advises the batch size", "RUN"),
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="show the planned sizes")] = False,
+    as_json: AsJson = False,
+    html: Annotated[Path | None, path_option("write one HTML page")] = None,
+    write: Annotated[Path | None, path_option("write the recipe to train")] = None,
+) -> None:
+    """Choose model size, tokens and strategy for a budget, with the loss that a scaling law predicts.
+
+    The recipe gives the family of models, data, batch size, cluster and precision. Its model's size and its steps are
+    replaced.
+    """
+    limit = _limit(flops, hours, tokens)
+    asked, cluster = read(recipe, [*(overrides or []), *([f"law={law}"] if law else [])])
+    from shardwise.core.atomic_file import write_whole
+    from shardwise.plugins.scaling.budgeting import find_budget, noise_of_run, to_train
+    from shardwise.plugins.scaling.report.budget import budget_page, budget_text, budget_values
+    from shardwise.recipe.load import dump_recipe
+    from shardwise.recipe.noise_scale import batch_sentences
+
+    judged = _law(asked, unique_tokens)
+    measured, targets = (None, 1.0) if noise is None else noise_of_run(noise)
+    with working("planning") as progress:
+        found = find_budget(asked, cluster, limit, judged, serve_tokens, progress)
+    trained = to_train(asked, found)
+    values = budget_values(found, judged, trained.steps, trained.batch_size, unique_tokens)
+    step_targets = targets * found.plan.step.tokens
+    values["batch_size_advice"] = batch_sentences(measured, trained, step_targets) if measured else []
+    text = budget_text(values, found.plan, judged, explain)
+    print(json.dumps(values, indent=1) if as_json else text)
+    if write is not None:
+        write_whole(write, dump_recipe(trained).encode("utf-8"))
+    if html is not None:
+        write_whole(html, budget_page(found, text, dump_recipe(trained)).encode("utf-8"))
+
+
+def _law(recipe: Recipe, unique_tokens: float | None) -> Law:
+    """The recipe's law, on data that is repeated beyond ``unique_tokens``."""
+    from shardwise.plugins.scaling.files import read_law
+    from shardwise.plugins.scaling.repetition import DataConstrained
+
+    law = read_law(recipe.law)
+    return law if unique_tokens is None else DataConstrained(law, unique_tokens)
+
+
+def _limit(flops: float | None, hours: float | None, tokens: float | None) -> Limit:
+    """The one budget of the three. Raises RecipeError for none or several."""
+    from shardwise.plugins.scaling.budget import Limit
+
+    given = {
+        kind: amount
+        for kind, amount in (("flops", flops), ("seconds", hours and 3600 * hours), ("tokens", tokens))
+        if amount is not None
+    }
+    if len(given) != 1:
+        why = f"{len(given) or 'none'} of --flops, --hours and --tokens {'is' if len(given) < 2 else 'are'} given"
+        fix = "shardwise budget RECIPE --hours 24"
+        raise RecipeError("give one budget", where="command line", why=why, fix=fix)
+    ((kind, amount),) = given.items()
+    return Limit(kind, amount)  # type: ignore[arg-type]

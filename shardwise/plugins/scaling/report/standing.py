@@ -1,0 +1,56 @@
+"""Where a plan or a run stands by the recipe's scaling law: tokens per parameter, predicted loss, better sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.core.plan import Plan
+from shardwise.core.run_files import Outcome
+from shardwise.core.units import format_change
+from shardwise.plugins.scaling.files import read_law
+from shardwise.plugins.scaling.standing import NO_PREDICTION, RunStanding, standing
+from shardwise.recipe.sections import Recipe
+
+
+def standing_of(recipe: Recipe, plan: Plan) -> RunStanding | None:
+    """The end of the recipe's run against its law.
+
+    None for a model that starts from trained weights, or adapts them: a law is of training from the start. None for
+    samples of a user's dataset, which are no tokens.
+
+    Raises:
+        RecipeError: the recipe's law cannot be read.
+    """
+    tokens = recipe.steps * plan.step.tokens
+    trained = recipe.adapter is not None or recipe.model.hf is not None
+    if trained or plan.step.unit != "tokens" or not (plan.parameters and tokens):
+        return None
+    return standing(read_law(recipe.law), plan.parameters, tokens, recipe.model.vocab)
+
+
+def standing_values(found: RunStanding) -> dict[str, Any]:
+    """The object of ``plan --json``."""
+    return {
+        "law": found.law,
+        "tokens": found.run.tokens,
+        "tokens_per_parameter": found.run.tokens_per_parameter,
+        "verdict": found.verdict,
+        "loss": found.loss,
+        "best": {
+            "parameters": found.best.parameters,
+            "tokens": found.best.tokens,
+            "loss": found.best_loss,
+        },
+        "warnings": list(found.warnings),
+    }
+
+
+def standing_sentences(found: RunStanding, outcome: Outcome | None) -> list[str]:
+    """The sentences of a report: the standing, and the loss that was measured at the end."""
+    said = found.sentences()
+    if found.orders <= NO_PREDICTION and outcome is not None and outcome.held_out_loss is not None:
+        said.append(
+            f"measured at the end: a validation loss of {outcome.held_out_loss:.3f},"
+            f" {format_change(outcome.held_out_loss / found.loss - 1, 1)} from the law"
+        )
+    return said

@@ -1,0 +1,110 @@
+"""``shardwise eval``: the perplexity of a model on any data, and tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.common import AsJson, ModelFolder, path_option
+from shardwise.cli.spinner import working
+from shardwise.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from shardwise.plugins.serve.evaluating import EvaluationOptions
+
+
+TasksOption = Annotated[
+    str | None, typer.Option(help="instead of DATA: tasks of lm-evaluation-harness", metavar="NAME,NAME,…")
+]
+TaskFolderOption = Annotated[Path | None, path_option("folder of further tasks' YAML files", "DIR")]
+ShotsOption = Annotated[
+    int | None, typer.Option(help="examples in a task's prompt; default: the task's", min=0)
+]
+LimitOption = Annotated[int | None, typer.Option(help="examples of each task; default: all", min=1)]
+ChatOption = Annotated[bool, typer.Option("--chat", help="render a task's prompts as chats")]
+
+
+def command(
+    model: ModelFolder,
+    data: Annotated[
+        str | None,
+        typer.Argument(help="stdlib, files, a folder or the id of a dataset, as data.source", metavar="DATA"),
+    ] = None,
+    tasks: TasksOption = None,
+    task_folder: TaskFolderOption = None,
+    shots: ShotsOption = None,
+    limit: LimitOption = None,
+    chat: ChatOption = False,
+    adapter: Annotated[
+        Path | None,
+        path_option("folder of an adapter to evaluate the model with", "DIR"),
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="leave out the adapter that the run trained")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="tokenizer to use instead of the model's: bytes, a folder or a Hub id")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="most tokens of a sequence; default: the model's, at most 1024", min=1)
+    ] = None,
+    sequences: Annotated[int | None, typer.Option(help="number of sequences; default: all", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="sequences at a time", min=1)] = 8,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16")] = "fp32",
+    device: Annotated[str, typer.Option(help="such as cpu, cuda or cuda:1")] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Print the loss and the perplexity of a model on any data, or its results on tasks."""
+    from shardwise.plugins.serve.evaluating import EvaluationOptions
+
+    if (data is None) == (tasks is None):
+        fix = "shardwise eval DIR DATA, or shardwise eval DIR --tasks NAME"
+        raise RecipeError("give either data or tasks", where="command line", fix=fix)
+    named = "adapter" if adapter is not None else "base" if base else None
+    folders = (("adapter", adapter),) if adapter is not None else ()
+    options = EvaluationOptions(
+        named, folders, tokenizer, sequence_length, sequences, batch, precision, device
+    )
+    if data is not None:
+        _perplexity(model, data, options, as_json)
+        return
+    names = [name.strip() for name in str(tasks).split(",") if name.strip()]
+    _tasks(model, names, options, (task_folder, shots, limit, chat), as_json)
+
+
+def _tasks(
+    model: Path,
+    names: list[str],
+    options: EvaluationOptions,
+    how: tuple[Path | None, int | None, int | None, bool],
+    as_json: bool,
+) -> None:
+    with working(f"reading {model}"):
+        from shardwise.plugins.serve.evaluating import TaskOptions, task_results
+    found = task_results(model, names, options, TaskOptions(*how))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for task, metrics in found.items():
+        for metric, value in metrics.items():
+            name, _, rest = metric.partition(" ")
+            error = metrics.get(f"{name}_stderr {rest}".rstrip())
+            if not name.endswith("_stderr"):
+                typer.echo(f"{task}  {metric} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
+
+
+def _perplexity(model: Path, data: str, options: EvaluationOptions, as_json: bool) -> None:
+    with working(f"reading {model}") as progress:
+        from shardwise.plugins.serve.evaluating import perplexity
+
+        found = perplexity(
+            model, data, options, lambda done, whole: progress(f"{done:,} of {whole:,} sequences")
+        )
+    if as_json:
+        typer.echo(json.dumps({**vars(found), "perplexity": found.perplexity}))
+        return
+    equal = found.tokens == found.sequences * found.sequence_length
+    length = f"{'' if equal else 'up to '}{found.sequence_length:,} tokens"
+    read = f"{found.targets:,} targets in {found.sequences:,} sequences of {length}"
+    typer.echo(f"loss {found.loss:.4f} nats per target, perplexity {found.perplexity:.4g}, of {read}")

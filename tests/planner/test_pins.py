@@ -1,0 +1,140 @@
+"""The cost of a recipe's pins: a plan says first which pin to drop, and dropping it saves that time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.core.answer import TELLS, Answer
+from shardwise.core.plan import Plan
+from shardwise.core.units import GiB, format_change
+from shardwise.hardware.cluster import cluster_of
+from shardwise.model.open import blueprint_of
+from shardwise.planner.answer import answer_of
+from shardwise.planner.search import plan_for
+from shardwise.recipe.load import recipe_of
+from shardwise.report.tables import plan_text
+from shardwise.technique import SETTINGS
+
+MODEL = {"layers": 6, "width": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096, "vocab": 4096, "context": 1024}
+
+
+def planned(devices: int = 4, memory_gib: float | None = None, **pins: Any) -> tuple[Plan, Answer]:
+    cluster: dict[str, Any] = {"device": "h100", "devices_per_node": devices}
+    values = {
+        "model": MODEL,
+        "data": {"sequence_length": 1024},
+        "steps": 100,
+        "batch_size": 32,
+        "cluster": cluster | ({"memory_gib": memory_gib} if memory_gib else {}),
+        "strategy": {"precision": "bf16", "compile": False, **pins},
+    }
+    asked = recipe_of(values, SETTINGS)
+    there = cluster_of(asked.cluster)
+    found = plan_for(asked, blueprint_of(asked), there)
+    return found, answer_of(asked, there, found)
+
+
+@pytest.fixture(scope="module")
+def free() -> Plan:
+    """Without pins, but for the digits."""
+    return planned()[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("offload", "optimizer"),
+        ("offload", "optimizer+parameters"),
+        ("activation_checkpointing", "full"),
+        ("micro_batch_size", 1),
+        ("tensor_parallel", 4),
+    ],
+)
+def test_a_pin_that_costs_time_is_said_first(free: Plan, key: str, value: object) -> None:
+    """The time without it is between the one that is promised and that of the planner without pins."""
+    found, answer = planned(**{key: value})
+    assert found.strategy.values[key] == value
+    [said] = answer.unpin
+    assert said.startswith(f"drop strategy.{key}: fits, −") and said.endswith(" % step time")
+    promised = next(
+        each
+        for each in found.candidates
+        if each.verdict == "fits" and format_change(each.step_seconds / found.step.seconds - 1) in said
+    )
+    assert promised.strategy.values[key] != value
+    assert free.step.seconds <= promised.step_seconds * (1 + TELLS)
+    assert promised.step_seconds < found.step.seconds * (1 - TELLS)
+    head = plan_text(found, answer=answer, brief=True).splitlines()[:4]
+    assert said in head
+    [alternative] = [each for each in answer.nearest if each.setting == key]
+    assert alternative.candidate is not None and f"the recipe pins {key}" in alternative.reason
+
+
+def test_a_pin_that_costs_nothing_is_not_mentioned(free: Plan) -> None:
+    found, answer = planned(**dict(free.strategy.values))
+    assert found.strategy == free.strategy and not answer.unpin
+    assert not [
+        each for each in planned()[1].nearest if "pins" in each.reason and each.setting != "precision"
+    ]
+
+
+def test_digits_are_not_dropped() -> None:
+    found, answer = planned(precision="fp32")
+    assert any(each.strategy.values["precision"] == "bf16" for each in found.candidates)
+    assert not answer.unpin
+
+
+def test_states_and_micro_batch_make_room_for_what_is_dropped() -> None:
+    """Without recomputation, the strategy fits only with its states divided or with a smaller micro-batch."""
+    roomy, _ = planned(activation_checkpointing="full")
+    found, answer = planned(memory_gib=4.0, activation_checkpointing="full")
+    assert found.fits and roomy.fits
+    dropped = [
+        each
+        for each in found.candidates
+        if each.strategy.values["activation_checkpointing"] == "none" and each.verdict == "fits"
+    ]
+    assert dropped and all(len(found.strategy.differences(each.strategy)) > 1 for each in dropped)
+    assert all(each.peak_bytes <= 4.0 * GiB for each in dropped)
+    assert answer.unpin and answer.unpin[0].startswith("drop strategy.activation_checkpointing: fits")
+
+
+def test_other_settings_are_compared_with_the_pins_kept() -> None:
+    """A strategy without a pin is the alternative of that pin alone."""
+    found, answer = planned(activation_checkpointing="full", offload="optimizer")
+    for each in answer.nearest:
+        if each.candidate is not None and each.setting not in (
+            "activation_checkpointing",
+            "offload",
+            "precision",
+        ):
+            changed = found.strategy.differences(each.candidate.strategy)
+            assert not {"activation_checkpointing", "offload", "precision"} & changed.keys(), each.setting
+
+
+def test_what_a_dropped_pin_makes_impossible_goes_with_it() -> None:
+    """A fraction of the optimizer state is offloaded, or nothing is: the sentence names both keys."""
+    _, answer = planned(offload="optimizer", offload_fraction=0.5)
+    assert answer.unpin[0].startswith(
+        "drop strategy.offload_fraction and strategy.offload: fits"
+    ) or answer.unpin[0].startswith("drop strategy.offload and strategy.offload_fraction: fits")
+
+
+def test_a_plan_for_memory_keeps_its_pins() -> None:
+    values = {"objective": "memory"}
+    asked = recipe_of(
+        {
+            "model": MODEL,
+            "data": {"sequence_length": 1024},
+            "steps": 100,
+            "batch_size": 32,
+            "cluster": {"device": "h100", "devices_per_node": 4},
+            "strategy": {"precision": "bf16", "offload": "optimizer"},
+            "plan": values,
+        },
+        SETTINGS,
+    )
+    there = cluster_of(asked.cluster)
+    assert not answer_of(asked, there, plan_for(asked, blueprint_of(asked), there)).unpin

@@ -1,0 +1,71 @@
+"""The core does without the plugins: a copy of the package that has none trains, verifies and exports."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.core.plugins import VERBS
+from tests.harness.corpora import write_words
+
+RECIPE = """
+model: {layers: 1, width: 32, heads: 2, ffn: 64, vocab: 256, context: 32}
+data: {source: words.txt, sequence_length: 16}
+steps: 2
+batch_size: 4
+cluster: {device: cpu, devices_per_node: 2}
+strategy: {zero_stage: 3, micro_batch_size: 2}
+"""
+
+
+CUSTOMIZE = """
+import sys
+# An editable install finds the modules that the copy lacks in the repository.
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("core")
+    package = Path(shardwise.__file__).parent
+    shutil.copytree(package, folder / "shardwise", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
+    (folder / "sitecustomize.py").write_text(CUSTOMIZE, encoding="utf-8")
+    write_words(folder / "words.txt")
+    (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    return folder
+
+
+def shell(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwise", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def test_the_core_does_its_work(folder: Path) -> None:
+    for line in (
+        "train recipe.yaml --out run",
+        "verify recipe.yaml --steps 2",
+        "export run model",
+    ):
+        done = shell(folder, *line.split())
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    assert (folder / "model" / "config.json").is_file() and (folder / "run" / "report.html").is_file()
+
+
+def test_what_plugins_add_is_absent(folder: Path) -> None:
+    help_page = shell(folder, "--help").stdout
+    assert "verify" in help_page and not any(f"│ {verb} " in help_page for verb in VERBS)
+    asked = shell(folder, "plan", "recipe.yaml", "--serve")
+    assert asked.returncode == 2
+    assert asked.stderr.startswith("error: shardwise.plugins.serve is not installed (--serve)")
+    traced = shell(folder, "train", "recipe.yaml", "--out", "tracked", "trackers=[csv]")
+    assert traced.returncode == 0 and "tracker csv stopped: RecipeError" in traced.stderr + traced.stdout
