@@ -34,6 +34,7 @@ def recurrent(kind: str) -> tuple[nn.Module, Any, Any]:
     return Recurrent(kind), loss, lambda: [{"x": torch.zeros(6, 5), "y": torch.zeros(6)}] * 4
 
 
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_recurrent_nets_train_on_a_cpu(kind: str, precision: str) -> None:
