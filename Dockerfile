@@ -4,7 +4,7 @@ FROM python:3.12-slim
 ARG TORCH_INDEX=https://pypi.org/simple
 # A C compiler: inductor and Triton build kernels with it.
 RUN apt-get update && apt-get install --yes --no-install-recommends build-essential && rm -rf /var/lib/apt/lists/*
-RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "torch>=2.11,<2.14"
+RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "torch>=2.11,<2.16"
 COPY pyproject.toml README.md LICENSE /source/
 COPY shardwise /source/shardwise
 COPY recipes /source/recipes

@@ -157,9 +157,10 @@ def fit(
         out: the folder of the run.
         batch_size: samples per step over all devices.
         optimizer: a name of ``optimizer.name``; any ``torch.optim.Optimizer`` class or a ``functools.partial`` of one;
-            or a function of (name, parameter) pairs that returns one or several. None is AdamW.
+            or a function of (name, parameter) pairs that returns one or several; or the recipe's section. None is
+            AdamW.
         schedule: a name of ``schedule.name``, or a function of the step (from 0), and perhaps the number of steps, that
-            returns the fraction of the peak learning rate. None is constant.
+            returns the fraction of the peak learning rate; or the recipe's section. None is constant.
         cluster: auto is this machine; else a preset, or the recipe's section.
         callbacks: objects or classes like ``Callback``.
         compute_metrics: ``compute_metrics(predictions, batch)`` returns a dict of numbers. ``predictions`` is what the

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.core.errors import RecipeError
 from shardwise.core.plan import Plan
-from shardwise.jobs.objects import cluster_named
+from shardwise.jobs.objects import cluster_named, recipe_from
 from shardwise.technique import layout_of, strategy_from
 from tests.harness.plans import small_plan
 from tests.harness.pool import Pool
@@ -186,6 +186,16 @@ def without_plan() -> str:
             return ""
     except RecipeError as error:
         return error.why
+
+
+def test_sections_of_a_recipe_are_taken_too() -> None:
+    sections = {
+        "optimizer": {"name": "sgd", "learning_rate": 0.25},
+        "schedule": {"name": "linear", "warmup": 2},
+    }
+    recipe = recipe_from(net(), loss, Points, None, steps=4, batch_size=2, **sections).recipe
+    assert (recipe.optimizer.name, recipe.optimizer.learning_rate) == ("sgd", 0.25)
+    assert (recipe.schedule.name, recipe.schedule.warmup) == ("linear", 2)
 
 
 @pytest.mark.parametrize(

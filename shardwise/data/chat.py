@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ from shardwise.core.errors import DataError
 from shardwise.data.formats import Chat
 from shardwise.data.rendering import JinjaTemplate, MarkedTextDiffers, Message, Rendered
 from shardwise.data.spans import Span, joined
-from shardwise.data.template_forms import ANSWER, QUESTION, REASONING, TemplateForms
-from shardwise.data.turns import Turn, parsed
+from shardwise.data.template_forms import ANSWER, QUESTION, TemplateForms
+from shardwise.data.turns import REASONING, Turn, parsed
 
 T = TypeVar("T")
 
@@ -300,10 +301,13 @@ def _require_answer(text: str, spans: Sequence[Span], turn: Turn, place: str) ->
     last = _WORD.findall(turn.text.strip()[-200:])[-1:] or [turn.text.strip()]
     if last[0] not in written:
         raise _lost(place, f"its text does not contain {last[0]!r}")
+    calls = Counter(call["function"]["name"] for call in turn.calls)
     for call in turn.calls:
-        if not _writes_call(written, call["function"]):
+        name = call["function"]["name"]
+        # Parallel calls share their name and often a value. A template that writes one call has its name once.
+        if not _writes_call(written, call["function"]) or 0 < written.count(name) < calls[name]:
             raise DataError(
-                f"the chat template does not write the call of {call['function']['name']}",
+                f"the chat template does not write the call of {name}",
                 where=place,
                 why="the model would be trained on a turn without it",
                 fix="use a template that writes tool_calls, or write the call as content",

@@ -22,7 +22,7 @@ from datetime import date
 
 from shardwise.core.errors import DataError
 from shardwise.data.chat import ChatTemplate
-from shardwise.data.formats import KEYS, Chat, Completed, Example, example_of
+from shardwise.data.formats import KEYS, TEXT_KEYS, Chat, Completed, Example, example_of
 from shardwise.data.readers import Record
 from shardwise.data.spans import Span
 from shardwise.data.tokenizer import Tokenizer
@@ -127,8 +127,15 @@ class Encoder:
                 why = "an encoder-decoder takes a prompt and a completion as texts"
                 raise DataError("a chat under the seq2seq objective", where=record.place, why=why)
             self.unread |= self._template().unread(example)
+            if self._all:
+                self.unread |= {
+                    f"turn.{turn.weight_key}"
+                    for turn in example.turns
+                    if turn.weight_key and turn.role == "assistant"
+                }
         else:
-            self.unread |= {key for key, value in record.fields.items() if value is not None} - self.keys
+            present = {key for key, value in record.fields.items() if value not in (None, "", [])}
+            self.unread |= present - TEXT_KEYS[self.format]
         return example
 
     def _template(self) -> ChatTemplate:

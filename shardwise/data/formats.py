@@ -40,6 +40,8 @@ KEYS: Mapping[str, frozenset[str]] = {
     "alpaca": frozenset(("instruction", "input", "output", "system", "history")),
 }
 """The fields that each format reads itself. A chat template may read further ones."""
+TEXT_KEYS: Mapping[str, frozenset[str]] = {**KEYS, "prompt": frozenset(_NEEDED["prompt"])}
+"""The fields that a record without turns reads: a prompt in one text has no room for a system turn or for tools."""
 
 _ALPACA = (
     "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the"
@@ -135,7 +137,7 @@ def example_of(record: Record, name: str) -> Example:
 def _alpaca(fields: Mapping[str, object], place: str) -> Completed:
     """Stanford Alpaca's wording; LLaMA-Factory's `system` replaces its first sentences, `history` follows them."""
     system, extra = (text_in(fields.get(key) or "", key, place) for key in ("system", "input"))
-    history = fields.get("history") or []
+    history = parsed(fields.get("history") or [])  # of CSV: JSON text
     pairs = history if isinstance(history, list) else [history]
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise DataError(

@@ -16,12 +16,9 @@ from typing import Any, TypeVar
 import jinja2
 
 from shardwise.data.rendering import JinjaTemplate, Message
-from shardwise.data.turns import Turn
+from shardwise.data.turns import REASONING, Turn
 
 T = TypeVar("T")
-
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a turn's reasoning, in the order of preference of transformers."""
 
 QUESTION, ANSWER = "Xquestionx", "Xanswerx"
 """Words of the chat that a template is tried with."""

@@ -28,6 +28,9 @@ _ROLES = {
 
 _TRAINED_KEYS = ("weight", "train", "loss")
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a turn's reasoning, in the order of preference of transformers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -38,6 +41,7 @@ class Turn:
         content: a text, or a list of text parts as OpenAI's API writes them.
         calls: an assistant's tool calls, in OpenAI's form; arguments are an object or its JSON text.
         trained: whether the loss counts this answer; of turns of an assistant.
+        weight_key: the key that leaves it out of the loss, if one does.
         keys: further keys of the turn, for the template.
     """
 
@@ -45,6 +49,7 @@ class Turn:
     content: str | list[dict[str, Any]]
     calls: tuple[Mapping[str, Any], ...] = ()
     trained: bool = True
+    weight_key: str | None = None
     keys: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -90,14 +95,17 @@ def _turn(item: object, keys: tuple[str, str], path: str, place: str) -> Turn:
     more = {key: value for key, value in item.items() if key not in read and value is not None}
     for key, value in more.items():
         _check_texts(value, f"{path}.{key}", place)
-    turn = Turn(role, content, calls, _trained(item, path, place), more)
-    if role == "assistant" and turn.trained and not calls:
+    trained_key, trained = _trained(item, path, place)
+    if role != "assistant" and trained_key is not None and trained:
+        more[trained_key] = item[trained_key]  # Axolotl trains on such a turn; here it is listed as not read
+    turn = Turn(role, content, calls, trained, None if trained else trained_key, more)
+    if role == "assistant" and turn.trained and not calls and not any(more.get(key) for key in REASONING):
         require_words(turn.text, f"{path}.{text_key}", place)
     return turn
 
 
-def _trained(item: Mapping[str, object], path: str, place: str) -> bool:
-    """Whether a turn's keys let it be trained on."""
+def _trained(item: Mapping[str, object], path: str, place: str) -> tuple[str | None, bool]:
+    """The key of a turn that says whether it is trained on, and what it says."""
     for key in _TRAINED_KEYS:
         value = item.get(key)
         if value is None:
@@ -105,8 +113,8 @@ def _trained(item: Mapping[str, object], path: str, place: str) -> bool:
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             what, why = f"'{path}.{key}' is {value!r}", "an answer is trained on or it is not"
             raise DataError(what, where=place, why=why, fix="write 0 or 1")
-        return bool(value)
-    return True
+        return key, bool(value)
+    return None, True
 
 
 def _content(

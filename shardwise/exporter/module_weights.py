@@ -37,7 +37,7 @@ def load_into(module: nn.Module, run: str | Path, checkpoint: Which = "latest") 
     """Write the trained weights and buffers of a run into a module like the one that was trained; returns the step.
 
     Any sharding and number of ranks is read, and adapters are merged. The module keeps its dtypes and devices. Buffers
-    that a state dict leaves out are unchanged.
+    that a state dict leaves out are unchanged, and so are frozen weights that only differ by the rounding of compute.
 
     Args:
         run: the folder of the run.
@@ -62,7 +62,10 @@ def load_into(module: nn.Module, run: str | Path, checkpoint: Which = "latest") 
     merged = Merged(adapted, weights.read)
     for name, target in targets.items():
         value = merged.read(name)
-        local_part(target).copy_(value[local_slices(target)] if target.ndim else value.reshape(()))
+        own, stored = local_part(target), value[local_slices(target)] if target.ndim else value.reshape(())
+        # A frozen weight is stored in the dtype of compute. A module that has it with more digits keeps them.
+        if not torch.equal(own.to(stored.dtype), stored.to(own.device)):
+            own.copy_(stored)
     return manifests.step_of(chosen) or 0
 
 

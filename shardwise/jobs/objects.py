@@ -113,6 +113,8 @@ def _optimizer(optimizer: Any, objects: dict[str, object]) -> dict[str, Any]:
         return {}
     if isinstance(optimizer, str):
         return {"name": optimizer}
+    if isinstance(optimizer, Mapping):  # the section of a recipe, as of every other key
+        return dict(optimizer)
     if not callable(optimizer):
         why = f"it is a {type(optimizer).__name__}, and holds the parameters of this process"
         fix = "give its class, or functools.partial(torch.optim.Adafactor, lr=1e-2)"
@@ -134,6 +136,8 @@ def _schedule(schedule: Any, objects: dict[str, object]) -> dict[str, Any]:
         return {"name": "constant", "warmup": 0}
     if isinstance(schedule, str):
         return {"name": schedule}
+    if isinstance(schedule, Mapping):
+        return dict(schedule)
     if not callable(schedule):
         fix = "give a function of the step (from 0), and perhaps the number of steps, that returns a fraction"
         raise RecipeError("the schedule is no function", where="schedule", fix=fix)

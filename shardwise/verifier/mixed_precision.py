@@ -16,8 +16,10 @@ the dtypes (technique/digits.py). In a step
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,7 +140,7 @@ class MixedPrecision:
         divisor = self._labelled(batches)
         total, count = 0.0, 0
         for batch in batches:
-            with self._autocast:
+            with self._autocast, _own_kernels(self._model, self._device, self.compute):
                 loss, targets = self._blueprint.loss(self._model, batch)
             total, count = total + loss.item(), count + int(targets)
             divisor = divisor or max(1, count * len(batches))
@@ -201,6 +203,19 @@ class MixedPrecision:
         return tree_map_only(
             Tensor, lambda x: x.to(self.compute) if x.is_floating_point() else x, (args, kwargs)
         )
+
+
+@contextmanager
+def _own_kernels(model: nn.Module, device: torch.device, compute: torch.dtype) -> Iterator[None]:
+    """PyTorch's kernels for an LSTM in fp16 on a CPU: autocast chooses oneDNN's, which has none on most CPUs."""
+    recurrent = any(isinstance(module, nn.LSTM) for module in model.modules())
+    if not recurrent or device.type != "cpu" or compute != torch.float16:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TF32 acceleration")
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 def _finite(loss: float, norm: Tensor) -> bool:

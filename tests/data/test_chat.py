@@ -369,6 +369,53 @@ def test_what_the_template_does_not_read_is_named_once(tmp_path: Path, opened: O
     assert sentence == "not read by the chat template: id, source, turn.name, turn.reasoning_content"
 
 
+def unread_of(folder: str, record: Mapping[str, Any], name: str, **spec: Any) -> set[str]:
+    encoder = Encoder(DataSpec(**spec), name, open_tokenizer(folder))
+    encoder.encode(Record(record, "here"))
+    return encoder.unread
+
+
+def test_fields_that_a_prompt_in_one_text_has_no_room_for_are_named(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, templates.CHATML)
+    record = {"prompt": "P", "completion": "C", "system": "SYS", "tools": TOOLS, "functions": None}
+    assert unread_of(folder, record, "prompt") == {"system", "tools"}
+
+
+def test_weights_that_decide_nothing_are_named(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, templates.CHATML)
+    off = {"messages": [USER, {**ANSWER, "weight": 0}, OTHER_USER, {**OTHER_ANSWER, "weight": 1}]}
+    assert unread_of(folder, off, "messages") == set()
+    assert unread_of(folder, off, "messages", train_on="all") == {"turn.weight"}
+    asked = {"messages": [{**USER, "train": True}, {**ANSWER, "train": True}]}
+    assert unread_of(folder, asked, "messages") == {"turn.train"}
+    assert unread_of(folder, {"messages": [{**USER, "train": False}, ANSWER]}, "messages") == set()
+
+
+def test_an_answer_may_be_reasoning_alone(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, templates.THINKING)
+    record = {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": "R"}]}
+    assert encoded(folder, record)[1] == ["<think>\nR\n</think>\n\n<|im_end|>\n"]
+
+
+def test_a_template_that_writes_one_of_several_calls_is_refused(tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": b}}} for b in (5, 7)]
+    record = {"messages": [USER, {**CALLS, "tool_calls": calls}, OUTPUT, OUTPUT, ANSWER]}
+    with pytest.raises(DataError, match="does not write the call of add"):
+        encoded(folder_of(tmp_path / "one", templates.CHANNELS), record)
+    every = folder_of(tmp_path / "all", templates.THINKING)
+    assert encoded(every, record)[1][0].count("<tool_call>") == 2
+
+
+def test_a_history_may_be_json_text(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, templates.CHATML)
+    pairs = [["a", "b"]]
+    record = {"instruction": "I", "output": "O", "history": pairs}
+    assert encoded(folder, {**record, "history": json.dumps(pairs)}, "alpaca") == encoded(
+        folder, record, "alpaca"
+    )
+    assert "a" not in encoded(folder, {**record, "history": "[]"}, "alpaca")[1][0]
+
+
 # ---- chats that lose something -----------------------------------------------------------------------------------
 
 

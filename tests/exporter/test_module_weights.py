@@ -53,6 +53,14 @@ def tied() -> Any:
     return Tied(), modules.classes, Items({"ids": ((4,), torch.int64), "labels": ((), torch.int64)})
 
 
+def frozen() -> Any:
+    """A frozen matrix, of which the values do not fit into bf16, below one that is trained."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(5, 6), nn.Flatten(), nn.Linear(24, 6), nn.Linear(6, 5))
+    net[2].requires_grad_(False)
+    return net, modules.classes, Items({"ids": ((4,), torch.int64), "labels": ((), torch.int64)})
+
+
 def trained(name: str, settings: dict[str, Any], folder: Path, sections: dict[str, Any]) -> dict[str, Tensor]:
     """Train three steps, save, and return the module's state dict, gathered by PyTorch; with an adapter its logits."""
     run = three_steps(name, settings, sections)
@@ -68,7 +76,7 @@ def trained(name: str, settings: dict[str, Any], folder: Path, sections: dict[st
 
 
 def three_steps(name: str, settings: dict[str, Any], sections: dict[str, Any]) -> Run:
-    where = __name__ if name == "tied" else modules.__name__
+    where = __name__ if name in ("tied", "frozen") else modules.__name__
     values = {
         "model": {"factory": f"{where}:{name}"},
         "steps": 3,
@@ -159,6 +167,21 @@ def test_the_dtypes_of_the_module_are_kept(folder: Path) -> None:
         for key, value in exact.state_dict().items()
     }
     torch.testing.assert_close(dict(module.state_dict()), expected, rtol=0, atol=0)
+
+
+def test_a_frozen_weight_keeps_the_digits_of_the_module(pool: Pool, tmp_path: Path) -> None:
+    """It is stored in the dtype of compute. A module with other values gets the stored ones."""
+    state = pool.run(2, trained, "frozen", {"precision": "bf16", "zero_stage": 3}, tmp_path, {})[0]
+    stored = state["2.weight"].float()
+    other, same = frozen()[0], frozen()[0]
+    nn.init.zeros_(other[2].weight)
+    more = stored * (1 + 2**-12)  # its rounding is the stored value
+    with torch.no_grad():
+        same[2].weight.copy_(more)
+    load_into(other, tmp_path)
+    load_into(same, tmp_path)
+    assert torch.equal(other[2].weight, stored) and torch.equal(same[2].weight, more)
+    assert torch.equal(same[3].weight, state["3.weight"]) and torch.equal(other[0].weight, state["0.weight"])
 
 
 def test_a_dtype_rounds_the_file(folder: Path, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class Collection:
                 draft.autos.setdefault(target.removeprefix("@"), []).append(name)
             return
         chosen = _targets(entry, entry.default)
-        if name.removesuffix(DEFAULT) in self.stated:
+        if name.removesuffix(DEFAULT) in self.stated | draft.lost.keys():
             return
         if entry.values is not None and next(iter(chosen), "").removeprefix("@") in draft.keys:
             return  # of the whole choice, another key says another

@@ -123,6 +123,9 @@ _ADAMW = re.compile(
 _ADAMW_8BIT = re.compile(r"(paged_)?adamw_?(bnb_|torch_)?8bit|ao_adamw_8bit")
 
 
+_FACTORY = "; optimizer.factory takes those of torch and other packages"
+
+
 def _optimizer(draft: Draft) -> None:
     facts = draft.facts
     fact = "own_optimizer" if "own_optimizer" in facts else "optimizer"
@@ -136,7 +139,7 @@ def _optimizer(draft: Draft) -> None:
         elif name in own:
             draft.put("optimizer.name", name, fact)
         else:
-            draft.lose(fact, f"there is no {name}; adamw is used. There are {', '.join(own)}")
+            draft.lose(fact, f"there is no {name} among {', '.join(own)}; adamw is used{_FACTORY}")
     if "beta1" in facts and "beta2" in facts and draft.values.get("optimizer.name") != "sgd":
         draft.put("optimizer.betas", [facts["beta1"], facts["beta2"]], "beta1", "beta2")
     if (norm := draft.number("clip_norm")) is not None:

@@ -309,3 +309,22 @@ def test_every_tracker_of_transformers_is_mapped_or_named(tmp_path: Path) -> Non
     for name in known:
         made = convert(tmp_path, {"a.yaml": {"num_train_epochs": 1, "report_to": [name]}})
         assert value(made, "trackers") == [name] or f"no tracker {name}" in row(made, "report_to").detail
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "target"),
+    [
+        ("lr_scheduler_type", "inverse_sqrt", "schedule.name"),
+        ("gradient_checkpointing", "unsloth", "strategy.activation_checkpointing"),
+    ],
+)
+def test_a_value_without_an_equivalent_is_not_the_default(
+    key: str, asked: str, target: str, tmp_path: Path
+) -> None:
+    """The key is in the file: the recipe takes none of the values that the trainer uses without it."""
+    file = (
+        {"base_model": "m"} if key == "gradient_checkpointing" else {"output_dir": "o", "num_train_epochs": 1}
+    )
+    made = convert(tmp_path, {"f.yaml": {**file, "learning_rate": 1e-4, key: asked}})
+    assert row(made, key).status == "no equivalent" and value(made, target) is None
+    assert [r.status for r in made.rows if r.key.startswith(key)] == ["no equivalent"]
