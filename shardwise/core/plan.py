@@ -217,7 +217,8 @@ class Plan:
         sites: bytes at the peak, by allocation site; () in files of earlier versions.
         blocks: which block runs when in the first micro-batch, and what it keeps.
         trained_parameters: of ``parameters``; None in files of earlier versions.
-        departures: what the model's files ask for and the run leaves out, in sentences.
+        departures: sentences on what the model's files ask for and the run leaves out, and on weights that adapters do
+            not reach.
     """
 
     strategy: StrategyValues

@@ -68,7 +68,7 @@ class AdaptedModel(Blueprint):
         self.base, self.spec = base, spec
         self.name, self.vocab, self.width = base.name, base.vocab, base.width
         self.origin, self.objective = base.origin, base.objective
-        self.trained_in, self.dataset, self.departures = base.trained_in, base.dataset, base.departures
+        self.trained_in, self.dataset = base.trained_in, base.dataset
         self.casts_inputs, self.counts_in_loss = base.casts_inputs, base.counts_in_loss
         with torch.device("meta"):
             model = base.build()
@@ -203,9 +203,9 @@ class AdaptedModel(Blueprint):
         of_base = sum(size for name, size in trained.items() if not is_adapter(name))
         return sum(trained.values()), self.base.parameter_count(depth) - of_base
 
-    def notes(self, bits: int) -> tuple[str, ...]:
+    def departures(self, bits: int) -> tuple[str, ...]:
         beyond, packed, stays = self._reach
-        notes = []
+        notes = list(self.base.departures(bits))
         if beyond:
             named = in_words(beyond, "the weights")
             notes.append(

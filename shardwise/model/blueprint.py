@@ -66,7 +66,6 @@ class Blueprint(ABC):
         quantized: whether the weights on disk are quantized. Then all of them can be frozen, and none trained.
         casts_inputs: whether its layers cast floating-point inputs themselves (``compute_in``).
         counts_in_loss: whether only ``loss`` knows the number of targets, and there is no ``count``.
-        departures: what its files ask for and training leaves out, in sentences.
     """
 
     name: str
@@ -82,7 +81,6 @@ class Blueprint(ABC):
     quantized: bool = False
     casts_inputs: bool = False
     counts_in_loss: bool = False
-    departures: tuple[str, ...] = ()
 
     @abstractmethod
     def build(self, depth: int | None = None) -> nn.Module:
@@ -206,8 +204,8 @@ class Blueprint(ABC):
         """Learning rate of a parameter, by canonical name, divided by the schedule's."""
         return 1.0
 
-    def notes(self, bits: int) -> tuple[str, ...]:
-        """Sentences for a plan and for the start of a run: which weights an adapter does not reach.
+    def departures(self, bits: int) -> tuple[str, ...]:
+        """Sentences on what its files ask for and training leaves out, and on the weights that adapters do not reach.
 
         Args:
             bits: of the compute dtype.

@@ -86,7 +86,7 @@ class HuggingFaceModel(Blueprint):
         self.source, self.sequence_length, self.completion_length = source, sequence_length, completion_length
         opened = load_config(source, objective, dropout)
         self.config, self._quantization = opened.config, opened.quantization
-        self.departures = opened.departures
+        self._departures = opened.departures
         self.quantized = bool(self._quantization)
         self.objective = objective or stored_objective(self.config)
         text = self.config.get_text_config()
@@ -123,6 +123,9 @@ class HuggingFaceModel(Blueprint):
         alike = len({_signature(block) for block in blocks}) == 1
         uniform = all(len(set(map(str, values))) == 1 for values in per_layer(self.config).values())
         return layers if alike and uniform and len(blocks) == layers else None
+
+    def departures(self, bits: int) -> tuple[str, ...]:
+        return self._departures
 
     def build(self, depth: int | None = None) -> nn.Module:
         config = copy.deepcopy(self.config)

@@ -16,6 +16,7 @@ from shardwise.planner.worst_rank import EVERY_RANK
 from shardwise.recipe import lr_scaling as scaling
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import (
+    digits_of,
     emulated,
     micro_batches,
     one_line,
@@ -87,7 +88,7 @@ def _plan(predictor: Predictor, chosen: Prediction) -> Plan:
         sites=chosen.run.sites,
         blocks=chosen.run.blocks,
         trained_parameters=predictor.blueprint.parameter_counts()[0],
-        departures=predictor.blueprint.departures,
+        departures=predictor.blueprint.departures(digits_of(strategy).bits),
     )
 
 

@@ -106,6 +106,8 @@ class PlanTable:
         """What fills a screen. A plan that does not fit has no time and no candidates worth showing."""
         plan = self.plan
         yield from headline(plan, width, self.answer)
+        if plan.departures:
+            yield sentences(plan.departures, "")
         if self.answer is not None:
             yield from ("", *brief_answer(self.answer))
             if self.answer.run.likely_hours is None and (offer := plan.calibration_offer):

@@ -76,11 +76,9 @@ class Adapter(Wrapping):
         if spec is None:
             return
         trained, frozen = site.context.blueprint.parameter_counts()
-        bits = {"fp32": 32, "fp64": 64}.get(site.strategy[PRECISION], 16)
         others = " (and others by rank_pattern)" if spec.rank_pattern else ""
         whole = f", {', '.join(spec.modules_to_save)} in full," if spec.modules_to_save else ""
         site.hints.note(
             f"{spec.name} of rank {spec.rank}{others} trains {format_count(trained)} weights"
             f" ({format_percent(trained / (trained + frozen), 2)}){whole} and {format_count(frozen)} frozen ones",
-            *site.context.blueprint.notes(bits),
         )

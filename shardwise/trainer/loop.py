@@ -157,8 +157,6 @@ class Trainer:
             return
         if self._frozen:
             say(trained_sentence(self._trained, self._frozen))
-            for note in self.blueprint.notes(8 * self.run.options.dtypes.compute.itemsize):
-                say(note)
         self.log.begin(self._trained)
         self.recovery.begin(self.state, followed_oom(job.folder, job.plan))
         with listening(lambda phase: heartbeat.mark()), self._telling():

@@ -69,7 +69,7 @@ def folder_of(path: Path, name: str, **changes: Any) -> Path:
 
 
 def departures(folder: Path, name: str, dropout: bool = False) -> tuple[str, ...]:
-    return HuggingFaceModel(str(folder), 16, CLASSES[name][3], dropout=dropout).departures
+    return HuggingFaceModel(str(folder), 16, CLASSES[name][3], dropout=dropout).departures(16)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ TARGETS: tuple[Any, ...] = (
 
 
 def notes_of(base: Any, **values: Any) -> tuple[str, ...]:
-    return AdaptedModel(base, AdapterSpec(**{"rank": 4, "alpha": 8.0, "targets": "all"} | values)).notes(16)
+    return AdaptedModel(base, AdapterSpec(**{"rank": 4, "alpha": 8.0, "targets": "all"} | values)).departures(
+        16
+    )
 
 
 def said(note: str) -> dict[str, float]:

@@ -140,7 +140,7 @@ def test_experts_are_named_and_counted(
     )
     kept = {name: value for name, value in report["kept"].items() if f".*.{experts}." in name}
     assert sum(kept.values()) == pytest.approx(share) and share > 0.5
-    assert f"{100 * max(kept.values()):.1f}% of the blocks' weights)" in shown
+    assert f"{100 * max(kept.values()):.1f} % of the blocks' weights)" in shown
     assert f"stay in {bits} bits" in shown and "kept: " in shown and f"{bits}.000" in shown
     assert report["bits"] == pytest.approx(stored_bits(tmp_path / "out"), rel=1e-6)
     assert f"{report['bits']:.3f} bits per weight" in shown
