@@ -36,7 +36,7 @@ from shardwise.checkpoint.shards import DTYPES, ShardReader, ShardWriter
 from shardwise.core.errors import CheckpointError, DataError, ResourceError, ShardwiseError
 from shardwise.core.paths import path_of
 from shardwise.engine.run import Run
-from shardwise.engine.run_state import OPTIMIZER, tensors_of, tensors_to_load
+from shardwise.engine.run_state import OPTIMIZER, tensors_of
 from shardwise.engine.train_state import TrainState
 from shardwise.recipe.load import dump_recipe
 from shardwise.technique import precision_of, strategy_from
@@ -191,12 +191,14 @@ def has_before(folder: Path, step: int) -> bool:
 def _load(run: Run, checkpoint: Path, manifest: Manifest, fingerprint: str) -> TrainState:
     """Load a verified checkpoint, after checking that its model and sample order are those of the run."""
     _require_same_samples(run, manifest, fingerprint, checkpoint)
-    with torch.no_grad(), tensors_to_load(run, manifest.tensors) as tensors:
+    tensors = tensors_of(run)
+    with torch.no_grad():
         _require_same_tensors(_of_all_places(run, tensors), manifest, checkpoint)
         try:
             dcp_load(tensors, storage_reader=ShardReader(checkpoint, manifest), planner=LoadPlanner())
         except CheckpointException as error:
             raise _cause(error, "cannot load the checkpoint", checkpoint) from error
+        run.optimizer.loaded()
     return manifest.state
 
 

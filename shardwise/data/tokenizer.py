@@ -192,9 +192,7 @@ class BackendTokenizer(Tokenizer):
         self.mask = next((found for found in masks if found is not None), None)
         # Ids may have holes, so the vocabulary size follows from the largest id.
         self.vocab = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-        # Without `begin` it is that of earlier versions, which had none.
-        first = "" if begin is None else f"{begin} "
-        self.fingerprint = xxhash.xxh3_128_hexdigest(f"{first}{separator} {backend.to_str()}".encode())
+        self.fingerprint = xxhash.xxh3_128_hexdigest(f"{begin} {separator} {backend.to_str()}".encode())
         self._backend = backend
         known = {separator, *(token for token in ends if token < self.vocab)}
         if templates:

@@ -28,9 +28,6 @@ NORM_WARMUP = 25
 NORM_EPSILON = 1e-6
 """ZClip's decay of mean and variance, the steps it watches before it clips, and its addition to the deviation."""
 
-VARIANCE, MEAN_SQUARE = "norm_variance", "norm_square"
-"""Names in a checkpoint: of the variance, and of the mean square that the first checkpoints have in its place."""
-
 
 def loss_scale_of(spec: LossScaleSpec | None, device: torch.device) -> LossScale:
     """The recipe's loss scale. ``spec`` None: one, for good."""
@@ -96,11 +93,7 @@ class NormLimit:
         """Learn the norm of a step whose update was skipped (1) or not (0). A constant learns nothing."""
 
     def state(self) -> dict[str, Tensor]:
-        return {"norm_mean": self._mean, VARIANCE: self._variance, "norms_seen": self._seen}
-
-    def convert_mean_square(self) -> None:
-        """Turn the variance, which was loaded from a checkpoint with ``MEAN_SQUARE`` in its place, into a variance."""
-        self._variance.sub_(self._mean.square()).clamp_(min=0)
+        return {"norm_mean": self._mean, "norm_variance": self._variance, "norms_seen": self._seen}
 
 
 class AdaptiveNormLimit(NormLimit):

@@ -6,15 +6,13 @@ is the trainer's (``engine/train_state.py``).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.engine.loss_scale import MEAN_SQUARE, VARIANCE
 from shardwise.engine.optim.norm import local
 from shardwise.engine.run import Run
 from shardwise.runtime.parallel.shard_slices import canonical_name, named_parameters
@@ -40,22 +38,6 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
         tensors[f"{OPTIMIZER}{key}"] = value
     tensors.update(_persistent_buffers(run.model))
     return tensors
-
-
-@contextmanager
-def tensors_to_load(run: Run, names: Container[str]) -> Iterator[dict[str, Tensor]]:
-    """``tensors_of`` a run, to be loaded in the block from a checkpoint of tensors with these names.
-
-    The first checkpoints have a mean square in place of the variance of gradient norms; it is converted.
-    """
-    tensors = tensors_of(run)
-    first = f"{OPTIMIZER}{MEAN_SQUARE}" in names
-    if first:
-        tensors[f"{OPTIMIZER}{MEAN_SQUARE}"] = tensors.pop(f"{OPTIMIZER}{VARIANCE}")
-    yield tensors
-    run.optimizer.loaded()
-    if first:
-        run.norm_limit.convert_mean_square()
 
 
 def parameters_of(run: Run) -> dict[str, nn.Parameter]:

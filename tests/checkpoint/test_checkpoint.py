@@ -15,7 +15,6 @@ from shardwise.checkpoint.checkpoint import latest, restore, save
 from shardwise.checkpoint.saved_weights import load_weights
 from shardwise.core.errors import CheckpointError, DataError
 from shardwise.engine.guard import Burst, GuardState
-from shardwise.engine.run_state import tensors_of, tensors_to_load
 from shardwise.engine.train_state import TrainState
 from tests.harness.pool import Pool
 from tests.harness.tiny_run import (
@@ -157,23 +156,6 @@ def tied_round_trip(folder: Path) -> bool:
 def test_a_shared_tensor_is_stored_once_and_stays_shared(pool: Pool, tmp_path: Path) -> None:
     assert all(pool.run(2, tied_round_trip, tmp_path))
     assert "lm_head.weight" not in load_weights(tmp_path / "step-1")
-
-
-def variance_of_a_first_checkpoint() -> float:
-    """Its mean square has its own name in the load; mean and mean square then give the variance."""
-    run = make_run(0)
-    first, now = "optimizer/norm_square", "optimizer/norm_variance"
-    with tensors_to_load(run, {first}) as tensors:
-        assert now not in tensors
-        tensors["optimizer/norm_mean"].fill_(2.0)
-        tensors[first].fill_(4.25)
-    with tensors_to_load(run, {now}) as tensors:
-        assert first not in tensors
-    return float(tensors_of(run)[now])
-
-
-def test_the_mean_square_of_the_first_checkpoints_becomes_a_variance(pool: Pool) -> None:
-    assert pool.run(1, variance_of_a_first_checkpoint) == [0.25]
 
 
 def test_the_files_are_plain_safetensors_that_dcp_reads(
