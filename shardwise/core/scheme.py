@@ -13,7 +13,7 @@ GROUPS = (16, 32, 64, 128, 256)
 """Group sizes: input channels that share a scale."""
 
 METHODS = ("rtn", "hqq", "gptq", "awq", "kashin")
-"""The methods by name; each has a file in quantize/methods."""
+"""The methods by name; each has a file in plugins/quantize/methods."""
 
 _INTEGER = re.compile(r"w([2-8])a(8|16)(?:-(?:g(\d+)|(channel)))?")
 

@@ -4,7 +4,7 @@ P is symmetric and its own inverse, so one function applies it in both direction
 O(n log n) per vector. The DCT takes any n (Makhoul 1980, one FFT of length n); the Hadamard matrix takes powers of two.
 
 The shorter form T diag(±1) maps a single large weight to a regular pattern, in which Kashin's expansion (see
-quantize/methods/expansion.py) stalls; P maps it to noise.
+plugins/quantize/methods/expansion.py) stalls; P maps it to noise.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The result of quantizing one weight [out, in]: what a method returns, what a folder stores, what a layer multiplies.
 
-A method (quantize/methods) returns one of these classes. ``tensors()`` has the stored tensors, by the suffix names of
+A method (plugins/quantize/methods) returns one of these classes. ``tensors()`` has the stored tensors, by the suffix names of
 the format; ``dequantize()`` is the weight that the model then has. Methods compare errors with ``dequantize()`` and
 never with numbers that are not stored.
 """
