@@ -23,6 +23,7 @@ from shardwise.core.errors import RankError, ShardwiseError
 from shardwise.core.plan import Plan
 from shardwise.core.quiet_torchao import quiet_torchao
 from shardwise.core.user_objects import GIVEN, resolve
+from shardwise.hardware.profiles import kind_named
 from shardwise.launch.failure import rank_failure
 from shardwise.launch.preload import WAIT, become
 from shardwise.launch.process import World, join
@@ -63,7 +64,7 @@ def run_rank(
         resolve(f"{GIVEN}:call", "spawn")()
         return
     if prepare is None:
-        device = "cpu" if read_job(folder)[1].device == "cpu" else "cuda"
+        device = kind_named(read_job(folder)[1].device).torch_type
     with join(device) as world:
         code = 0 if prepare is None else _prepared_on_rank_0(prepare, world)
         if code == 0:
@@ -78,7 +79,7 @@ def _run_references(folder: Path) -> None:
     if not rounds_more(recipe, plan.strategy):
         run_reference(recipe, plan.strategy, folder)
         return
-    with join("cpu" if plan.device == "cpu" else "cuda") as world:
+    with join(kind_named(plan.device).torch_type) as world:
         run_plain(recipe, plan.strategy, folder, world.device)
     run_reference(*exactly(recipe, plan.strategy)[:2], folder)
 

@@ -26,6 +26,7 @@ from shardwise.engine.run import Run
 from shardwise.engine.run_state import share_buffers, tensors_of
 from shardwise.engine.snapshot import HostCopy, save_copy_of
 from shardwise.engine.train_state import TrainState
+from shardwise.hardware.kinds import kind_of
 
 
 class Saver:
@@ -105,7 +106,7 @@ class _Background:
 
 def _recorded(device: torch.device) -> Callable[[], None]:
     """A function that waits until the device has done its present work."""
-    if device.type == "cpu":
+    if kind_of(device).is_host:
         return lambda: None
     event = torch.Event(device)
     event.record()

@@ -72,10 +72,10 @@ def command(
         with working() as progress:
             say = progress.stopping(typer.echo)
             train(recipe, cluster, out, run_workers, plan=plan, say=say, progress=progress)
-    _finish(out, cluster.device.kind != "cpu")
+    _finish(out, cluster.device.traits.torch_type)
 
 
-def _finish(out: Path, accelerated: bool) -> None:
+def _finish(out: Path, device: str) -> None:
     """Write card and tokenizer, show samples, and say which commands are next."""
     from shardwise.checkpoint.run_folder import read_job
     from shardwise.exporter.model_card import finish_adapter, finish_model
@@ -89,7 +89,7 @@ def _finish(out: Path, accelerated: bool) -> None:
         finish_adapter(target, recipe, plan, loss)
     else:
         finish_model(out, target, recipe, plan, loss)
-    for answer in _answers(out, "cuda" if accelerated else "cpu"):
+    for answer in _answers(out, device):
         parts = {"prompt": answer.question.asked, "answer": answer.text, "expected": answer.question.expected}
         typer.echo("\n" + "\n".join(_shown(name, text) for name, text in parts.items()))
     typer.echo(f"\n{target}: {'adapter' if recipe.adapter else 'model'}, tokenizer and model card")

@@ -51,5 +51,5 @@ def command(
         return
     from shardwise.cli.under_launcher import train_as_rank  # loads torch
 
-    device = "cpu" if cluster.device.kind == "cpu" else "cuda"
+    device = cluster.device.traits.torch_type
     raise typer.Exit(train_as_rank(recipe, overrides or [], out, exact_memory, placement.rank, device))

@@ -18,7 +18,7 @@ Which: TypeAlias = Literal["latest", "best"]
 
 @dataclass(frozen=True)
 class GradientNoise:
-    """Squared gradient norms at two batch sizes, from which the gradient noise scale is estimated (recipe/noise_scale.py).
+    """Squared gradient norms at two batch sizes, from which recipe/noise_scale.py estimates the gradient noise scale.
 
     Attributes:
         micro_batch_tokens: harmonic mean of the targets of a micro-batch of all data-parallel ranks, of those that

@@ -22,6 +22,7 @@ from shardwise.core.errors import ResourceError
 from shardwise.core.extras import install
 from shardwise.core.units import GiB, MiB, format_bytes, format_percent, format_rate, format_seconds
 from shardwise.doctor.inspection import OPTIONAL_PACKAGES, Facts, HostAllocator, inspect
+from shardwise.hardware.kinds import kind_of
 from shardwise.hardware.profiles import PROFILES
 
 SUPPORTED_PYTHON = (3, 11)
@@ -369,7 +370,7 @@ def _measure_device(name: str, device: Any) -> DeviceSpeed:
             wrong.append(word)
     try:
         bandwidth = speed.copy_bandwidth(device)
-        there, back = (None, None) if name == "cpu" else speed.host_bandwidths(device)
+        there, back = (None, None) if kind_of(device).is_host else speed.host_bandwidths(device)
     except RuntimeError:
         bandwidth, there, back = 0.0, None, None
     return DeviceSpeed(name, flops, tuple(wrong), bandwidth, there, back, problem)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.units import MiB
+from shardwise.hardware.kinds import kind_of
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _PAYLOAD_BYTES = 16 * MiB
@@ -63,7 +64,7 @@ def matrix_product(
 
     Raises RuntimeError if the device lacks the dtype or the memory.
     """
-    size = size or (8192 if device.type == "cuda" else 1024)
+    size = size or (1024 if kind_of(device).is_host else 8192)
     generator = torch.Generator(device).manual_seed(0)
     left = torch.randn(size, size, generator=generator, device=device).to(dtype)
     right = torch.randn(size, size, generator=generator, device=device).to(dtype)
@@ -210,8 +211,8 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if not kind_of(device).is_host:
+        torch.get_device_module(device).synchronize(device)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.hardware.kinds import kind_of
+
 
 class Pass(Protocol):
     """One pass of one micro-batch through one stage."""
@@ -41,7 +43,7 @@ class Spans:
     """The passes of one step. Made right before it; read when it has ended on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device = None if kind_of(device).is_host else torch.get_device_module(device)
         self._passes: list[tuple[Pass, Any, Any]] = []
         self._origin: Any
         if self._device is None:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.phase import current_phase, listening
+from shardwise.hardware.kinds import kind_of
 from shardwise.runtime.torch_private import TorchDispatchMode
 
 Record = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any, float], None]
@@ -29,7 +30,7 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device = None if kind_of(device).is_host else torch.get_device_module(device)
         self._marks: list[tuple[str, Any]] = []
 
     @contextmanager

@@ -15,13 +15,10 @@ from dataclasses import dataclass
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.units import MiB
+from shardwise.hardware.kinds import KINDS
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The first one that is set is used."""
-
-DEFAULTS: Mapping[str, str] = {"cuda": "expandable_segments:True"}
-"""Settings of a run by kind of device if neither variable is set: one expandable segment per stream and pool fragments
-less. Not on ROCm, where expandable segments are newer."""
 
 _INTERVALS = 16
 """Intervals between powers of two, from 1 MiB to 32 GiB and above."""
@@ -84,7 +81,7 @@ def options_in(kind: str, environment: Mapping[str, str] = os.environ) -> Alloca
     for variable in VARIABLES:
         if text := environment.get(variable, "").strip():
             return options_from(text, variable)
-    return options_from(DEFAULTS.get(kind, ""), "")
+    return options_from(KINDS[kind].allocator, "")
 
 
 def options_from(text: str, where: str = VARIABLES[0]) -> AllocatorOptions:

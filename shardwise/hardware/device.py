@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardwise.hardware.kinds import KINDS, DeviceKind
 from shardwise.hardware.measured import MeasuredSpeeds
 
 DTYPES: tuple[str, ...] = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
@@ -185,4 +186,9 @@ class DeviceProfile:
     @property
     def emulates(self) -> bool:
         """Whether PyTorch emulates dtypes that the device does not support."""
-        return self.kind == "cpu"
+        return self.traits.is_host
+
+    @property
+    def traits(self) -> DeviceKind:
+        """What is true of every device of its kind."""
+        return KINDS[self.kind]

@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwise.core.units import GiB, MiB
 from shardwise.hardware.device import DTYPES, DeviceProfile, Efficiency, Latency, Launch, Overhead, Tiles
+from shardwise.hardware.kinds import KINDS, DeviceKind
 
 FOLDER = Path(__file__).with_name("profiles")
 
@@ -148,3 +149,8 @@ def _protocol(table: str, numbers: Mapping[str, float]) -> Latency:
 
 PROFILES = ProfileFolder(FOLDER)
 """Every known accelerator by its full name."""
+
+
+def kind_named(device: str) -> DeviceKind:
+    """The kind of a device by its name in a plan; of one without a profile, that of most GPUs."""
+    return KINDS[PROFILES[device].kind] if device in PROFILES else KINDS.get(device, KINDS["cuda"])

@@ -32,6 +32,7 @@ from shardwise.data.sources import open_source
 from shardwise.data.text import Examples, PairExamples, open_tokens, tokenizer_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.hardware.cluster import Cluster, cluster_of, recognise
+from shardwise.hardware.kinds import HOST, accelerator_here
 from shardwise.jobs.planning import make_plan, refuse_unfit
 from shardwise.jobs.request import read
 from shardwise.recipe.fine_tuning import METHODS, FineTuning, Hardware, Method, Shape
@@ -60,7 +61,7 @@ def hardware_here(device: str | None = None) -> Hardware:
     """
     import torch
 
-    if device == "cpu" or not torch.cuda.is_available():
+    if device == HOST.name or accelerator_here().is_host:
         return Hardware()
     count, properties = torch.cuda.device_count(), torch.cuda.get_device_properties(0)
     known = recognise(properties.name)

@@ -23,7 +23,7 @@ from shardwise.core.strategy import Strategy
 from shardwise.core.units import format_bytes
 from shardwise.hardware.allocator_options import VARIABLES, options_in
 from shardwise.hardware.cluster import Cluster
-from shardwise.hardware.profiles import PROFILES
+from shardwise.hardware.profiles import kind_named
 from shardwise.jobs.plan_cache import remembered
 from shardwise.recipe.sections import Recipe
 from shardwise.trainer.faults.oom_record import read_record
@@ -106,8 +106,7 @@ def _fragmented(plan: Plan) -> bool:
 
 def _allocator_hint(plan: Plan) -> str:
     """Suggest expandable segments when only fragmentation makes the plan too large; else ""."""
-    kind = PROFILES[plan.device].kind if plan.device in PROFILES else "cpu"
-    if not _fragmented(plan) or options_in(kind).expandable_segments:
+    if not _fragmented(plan) or options_in(kind_named(plan.device).name).expandable_segments:
         return ""
     return f"set {VARIABLES[0]}=expandable_segments:True, or "
 

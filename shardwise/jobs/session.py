@@ -160,7 +160,7 @@ def open_session(recipe: Recipe, plan: Plan | None = None) -> Iterator[Session]:
     cluster, placement = cluster_of(recipe.cluster), launched_by()
     if plan is None and (placement is None or placement.rank == 0):
         plan = make_plan(recipe, cluster)
-    with join("cpu" if cluster.device.kind == "cpu" else "cuda") as world:
+    with join(cluster.device.traits.torch_type) as world:
         planned = [plan]
         dist.broadcast_object_list(planned)
         assert planned[0] is not None
@@ -168,9 +168,10 @@ def open_session(recipe: Recipe, plan: Plan | None = None) -> Iterator[Session]:
 
 
 def _device(recipe: Recipe) -> torch.device:
-    if cluster_of(recipe.cluster).device.kind == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    kind = cluster_of(recipe.cluster).device.traits
+    if kind.is_host:
+        return torch.device(kind.torch_type)
+    return torch.device(kind.torch_type, torch.get_device_module(kind.torch_type).current_device())
 
 
 def _checked(plan: Plan) -> Plan:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from shardwise.core.errors import RankError, ResourceError
-from shardwise.hardware.allocator_options import DEFAULTS, unset
+from shardwise.hardware.allocator_options import unset
+from shardwise.hardware.kinds import HOST, accelerator_here, kind_of
 from shardwise.launch.attempt import attempt_store
 from shardwise.launch.placement import LOOPBACK, STORE_SOCKET, Placement, launched_by
 from shardwise.runtime.torch_private import set_allocator
@@ -81,12 +82,12 @@ def join(device_type: str | None = None) -> Iterator[World]:
 
 def _meet(store: Store | None, rank: int, world_size: int, device: torch.device) -> None:
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        kind_of(device).collectives,
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
+        device_id=None if kind_of(device).is_host else device,
     )
 
 
@@ -101,8 +102,8 @@ def _share_devices(placement: Placement) -> bool:
 
 def _device(local_rank: int, device_type: str | None, shared: bool = False) -> torch.device:
     """The GPU of a local rank, or the only one that this process sees unless it is ``shared``; else the CPU."""
-    if (device_type or ("cuda" if torch.cuda.is_available() else "cpu")) != "cuda":
-        return torch.device("cpu")
+    if (device_type or accelerator_here().torch_type) == HOST.torch_type:
+        return torch.device(HOST.torch_type)
     count = torch.cuda.device_count()
     if local_rank >= count and (shared or count != 1):
         raise ResourceError(
@@ -113,8 +114,8 @@ def _device(local_rank: int, device_type: str | None, shared: bool = False) -> t
         )
     device = torch.device("cuda", min(local_rank, count - 1))
     torch.cuda.set_device(device)
-    settings = DEFAULTS.get("rocm" if torch.version.hip else "cuda")
-    if settings is not None and unset():  # the plan assumes these
+    settings = kind_of(device).allocator
+    if settings and unset():  # the plan assumes these
         set_allocator(settings)
     return device
 

@@ -25,6 +25,6 @@ def spreads() -> dict[str, dict[str, Spread]]:
     }
 
 
-def spread_of(quantity: str, kind: str) -> Spread | None:
-    """The spread on a kind of device (``DeviceProfile.kind``); None where no runs were compared."""
-    return spreads().get(quantity, {}).get("cpu" if kind == "cpu" else "accelerator")
+def spread_of(quantity: str, devices: str) -> Spread | None:
+    """The spread among devices (``DeviceKind.spread``); None where no runs were compared."""
+    return spreads().get(quantity, {}).get(devices)

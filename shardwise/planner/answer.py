@@ -63,9 +63,9 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
     """What a plan answers, on the cluster that it is for."""
     device = cluster.device
     known = (
-        device.kind != "cpu" or device.measured is not None
+        not device.traits.is_host or device.measured is not None
     )  # assumed speeds of a CPU were compared with no run
-    spread = spread_of("seconds", device.kind) if known else None
+    spread = spread_of("seconds", device.traits.spread) if known else None
     steps = recipe.steps or SAMPLE_STEPS
     hours = steps * plan.step.seconds / 3600
     run = RunCost(
@@ -78,7 +78,7 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
         epochs=recipe.epochs,
         unit=plan.step.unit,
     )
-    held = spread_of("memory", device.kind)
+    held = spread_of("memory", device.traits.spread)
     prices = tuple(_prices(plan))[:MOST_PRICES]
     answer = Answer(
         run=run,

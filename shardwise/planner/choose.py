@@ -69,7 +69,7 @@ _MARGIN = 1.1
 
 def choose(predictor: Predictor, expect: Callable[[Strategy | None], None] = lambda _: None) -> Prediction:
     """The best strategy that fits, else a tight one, else the one that needs the least memory."""
-    separate_host = predictor.cluster.device.kind != "cpu"
+    separate_host = not predictor.cluster.device.traits.is_host
     tight: Prediction | None = None
     refused: RecipeError | None = None
     for last_resort in (False, True) if separate_host else (False,):
@@ -172,7 +172,7 @@ class _Visit:
             if self.found and not self._may_beat(meshes[mesh][0], before):
                 continue
             self._within_mesh(meshes[mesh], all_of_them=len(seen) == 1 or len(meshes) == 1)
-            if self.predictor.cluster.device.kind == "cpu" and self.found:
+            if self.predictor.cluster.device.traits.is_host and self.found:
                 return
             if not self.found or self._least() < before * (1 - TELLS):
                 queue += [child for child in children(mesh, meshes) if child not in {*seen, *queue}]
@@ -305,7 +305,7 @@ class _Visit:
     def _within(self, origin: Strategy, completions: Sequence[Strategy]) -> None:
         """Add an origin's completions that may fit."""
         stages = self._staged(origin)
-        first_will_do = (stages or self.predictor.cluster.device.kind == "cpu") and not self.by_memory
+        first_will_do = (stages or self.predictor.cluster.device.traits.is_host) and not self.by_memory
         fitting: list[Strategy] = []
         for strategy in completions:
             plainer = (

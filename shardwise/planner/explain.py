@@ -65,7 +65,9 @@ def reasons(predictor: Predictor, chosen: Prediction) -> Iterator[str]:
         size = "fastest" if _is_smaller_than_fits(predictor, chosen) else "largest"
         # On the CPU the first strategy that fits is chosen, the plainest of all.
         near = (
-            "" if predictor.cluster.device.kind == "cpu" else f"; within {format_percent(TELLS)}, the plainer"
+            ""
+            if predictor.cluster.device.traits.is_host
+            else f"; within {format_percent(TELLS)}, the plainer"
         )
         yield f"chosen by the planner: {', '.join(free)}; the {by} that fits, {size} micro-batch{near}"
 
@@ -133,7 +135,7 @@ def seconds_from(cluster: Cluster) -> str:
             f"seconds come from the time model with the figures of {device.name}; it is compared with published"
             " runs in docs/reference/accuracy.md, and not measured here"
         )
-    if device.kind != "cpu":
+    if not device.traits.is_host:
         return f"seconds of kernels were measured on {device.measured_on}, on a {device.name} of this machine"
     processes = device.measured.processes
     return (

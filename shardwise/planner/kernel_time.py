@@ -46,12 +46,12 @@ _MANY = ("aten::_foreach", "aten::_fused")
 def kernel_seconds(kernel: Kernel, device: DeviceProfile) -> float:
     """Seconds of one call: measured ones where the device was calibrated, else those of the model."""
     measured = device.measured
-    if measured is None or (kernel.on_host and device.kind != "cpu"):
+    if measured is None or (kernel.on_host and not device.traits.is_host):
         return _modelled(kernel, device)
     seconds = measured.kernel_seconds(kernel)
     if seconds is None:
         seconds = _modelled(kernel, device)
-    return seconds + measured.host_seconds(kernel) if device.kind == "cpu" else seconds
+    return seconds + measured.host_seconds(kernel) if device.traits.is_host else seconds
 
 
 def launch_seconds(kernel: Kernel, device: DeviceProfile) -> float:
@@ -60,7 +60,7 @@ def launch_seconds(kernel: Kernel, device: DeviceProfile) -> float:
     Measured ones are per counted kernel, so each tensor of an operation on lists has its share.
     """
     measured = device.measured
-    if device.kind != "cpu" and measured is not None and kernel.phase in measured.host:
+    if not device.traits.is_host and measured is not None and kernel.phase in measured.host:
         return measured.host_seconds(kernel)
     return 0.0 if launched_together(kernel) else device.launch.kernel
 

@@ -82,7 +82,7 @@ RECIPE = (
 def origins(recipe: Recipe, cluster: Cluster, answer: Answer) -> Iterator[FigureOrigin]:
     """The origin of every number in a plan and its answer."""
     device = cluster.device
-    allocator = "" if device.kind == "cpu" else "; fragmentation by replaying the allocator"
+    allocator = "" if device.traits.is_host else "; fragmentation by replaying the allocator"
     yield FigureOrigin(
         COUNTED, "counted", f"memory, FLOPs and traffic, by dry runs of the training step{allocator}"
     )
@@ -117,4 +117,4 @@ def origins(recipe: Recipe, cluster: Cluster, answer: Answer) -> Iterator[Figure
 def _source(cluster: Cluster, figure: str) -> str:
     """The source of one figure of the device, or the page that has them."""
     source = cluster.device.source.get(figure, "")
-    return source if "of the recipe" in source or cluster.device.kind == "cpu" else PROFILES_PAGE
+    return source if "of the recipe" in source or cluster.device.traits.is_host else PROFILES_PAGE

@@ -41,13 +41,6 @@ from shardwise.technique import (
 )
 from shardwise.technique.base import MOST_PASSES
 
-RESERVE: Mapping[str, float] = {"cpu": 0.0, "cuda": 0.02, "rocm": 0.02}
-"""Share of the capacity left free for memory that neither the dry run nor the replayed allocator sees.
-
-Kernels allocate workspaces while they run: the fp32 sums of flash attention's backward pass take 128 MiB for 8,192
-tokens of 4,096 channels. The sizes of context and communicators are table values, and real ones vary.
-"""
-
 MOST_PER_PARAMETER = 64
 """No strategy takes more bytes of weights and optimizer state per parameter. Where this much fits, the lower bound is
 not computed."""
@@ -97,7 +90,7 @@ class Predictor:
     @property
     def reserve(self) -> float:
         """Share of the capacity that is left free."""
-        return RESERVE[self.cluster.device.kind]
+        return self.cluster.device.traits.reserve
 
     @property
     def reserve_bytes(self) -> int:
@@ -254,7 +247,7 @@ class Predictor:
         Args:
             sizes: micro-batch sizes of a strategy that are tried, largest first; ``micro_batch_sizes`` by default.
         """
-        if self.composer is None or self.cluster.device.kind == "cpu":
+        if self.composer is None or self.cluster.device.traits.is_host:
             return nullcontext()
         sizes = sizes or self.micro_batch_sizes
         return self.composer.reading_ahead(self._trial(each, sizes(each)) for each in strategies)

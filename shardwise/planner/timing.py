@@ -34,7 +34,6 @@ AWAITED = frozenset({"all_to_all"})
 CONTROL_AXIS = "control"
 """Axis of collectives of single numbers (dryrun/counting.py)."""
 
-OVERLAPS: Mapping[str, bool] = {"cpu": False, "cuda": True, "rocm": True}
 
 PASSES = ("forward", "backward")
 """Phases that every micro-batch goes through."""
@@ -140,7 +139,7 @@ def combined_time(
 
 
 def _played(phases: Mapping[str, _Phase], sending: float, micro_batches: float, cluster: Cluster) -> StepTime:
-    overlaps, lost = OVERLAPS[cluster.device.kind], cluster.device.interference
+    overlaps, lost = cluster.device.traits.overlaps, cluster.device.interference
     products = memory = exposed = waits = offloaded = 0.0
     passes, lanes = dict[str, float](), False
     for name, phase in phases.items():

@@ -19,6 +19,7 @@ from shardwise.core.plan import Plan, Unit
 from shardwise.core.plugins import plugin
 from shardwise.core.run_files import Outcome
 from shardwise.core.units import MiB, format_bytes, format_count, format_rate
+from shardwise.hardware.profiles import kind_named
 from shardwise.recipe.noise_scale import batch_sentences, noise_scale
 from shardwise.report.answer_page import answer_values, run_card
 from shardwise.report.blocks import blocks_through_time
@@ -256,7 +257,7 @@ def _mfu_card(run: RunRecord) -> Iterator[Card]:
     step, measured = run.plan.step, run.step_seconds
     if not measured:
         yield Card("MFU", share(step.mfu, 1), "predicted")
-    elif run.plan.device != "cpu" or not run.plan.calibration_offer:
+    elif not kind_named(run.plan.device).is_host or not run.plan.calibration_offer:
         yield Card("MFU", share(step.mfu * step.seconds / measured, 1), f"predicted {share(step.mfu, 1)}")
 
 

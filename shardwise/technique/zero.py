@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.hardware.kinds import HOST
 from shardwise.technique.base import STATES, Axis, Dividing
 from shardwise.technique.in_backward import OPTIMIZER_IN_BACKWARD
 from shardwise.technique.precision import casts_weights
@@ -211,7 +212,7 @@ def _shard(site: Site, mesh: DeviceMesh, reshard: bool) -> None:
         reduce_dtype=dtypes.reduce,
         cast_forward_inputs=not site.context.blueprint.casts_inputs,
     )
-    pinned = site.context.mesh.device_type != "cpu"
+    pinned = site.context.mesh.device_type != HOST.torch_type
     on_host = site.options.weights_on_host
     offload = CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy()
     groups: list[nn.Module | list[nn.Module]] = [

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from shardwise.hardware.kinds import kind_of
+
 EXACT_STEPS = 3
 """Optimizer steps that run with large frees returned at once, and give the peak."""
 
@@ -42,8 +44,9 @@ class MemoryMeter:
     def __init__(self, device: torch.device, exact: bool = False) -> None:
         self._device, self._exact, self._steps = device, exact, 0
         self.peak = Measured(0, 0)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        self._module = None if kind_of(device).is_host else torch.get_device_module(device)
+        if self._module is not None:
+            self._module.reset_peak_memory_stats(device)
             self._level = 0
         else:
             return_large_frees(True)
@@ -65,15 +68,15 @@ class MemoryMeter:
 
     def reached(self) -> Measured:
         """The highest memory since construction or ``forget``."""
-        if self._device.type == "cuda":
-            allocated = torch.cuda.max_memory_allocated(self._device) - self._level
-            return Measured(allocated, torch.cuda.max_memory_reserved(self._device))
+        if self._module is not None:
+            allocated = self._module.max_memory_allocated(self._device) - self._level
+            return Measured(allocated, self._module.max_memory_reserved(self._device))
         return Measured(max(0, _status("VmHWM") - self._level), 0)
 
     def forget(self) -> None:
         """Ignore the memory since the last sample, as of an evaluation or a checkpoint."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._module is not None:
+            self._module.reset_peak_memory_stats(self._device)
         else:
             _reset_high_water_mark()
 

@@ -20,6 +20,7 @@ from shardwise.core.run_files import PhasesRecord
 from shardwise.engine.phase import current_phase
 from shardwise.engine.run import Run
 from shardwise.engine.step_clock import OperationClock, PhaseClock, communicates
+from shardwise.hardware.kinds import kind_of
 from shardwise.trainer.meter import EXACT_STEPS
 
 BEFORE = EXACT_STEPS + 1
@@ -38,7 +39,7 @@ class PhaseStopwatch:
 
     def __init__(self, run: Run, first: int) -> None:
         self._device, self._first = run.device, first + BEFORE
-        blocks = run.device.type == "cpu" and run.context.layout.world_size > 1
+        blocks = kind_of(run.device).is_host and run.context.layout.world_size > 1
         left = run.recipe.steps - self._first - 1 - _ENOUGH
         count = max(0, min(_COMMUNICATION, left)) if blocks else 0
         self._sending = range(self._first + 1, self._first + 1 + count)

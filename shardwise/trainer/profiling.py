@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.memory_snapshot import snapshot_bytes
 from shardwise.engine.phase import listening
+from shardwise.hardware.kinds import kind_of
 from shardwise.recipe.observation import ProfileSpec
 from shardwise.runtime.torch_private_profiler import dump_allocations, record_allocations
 from shardwise.trainer.memory_profile import allocations_of
@@ -44,7 +45,7 @@ class Profiling:
     ) -> None:
         self._rank = dist.get_rank()
         self._steps = frozenset(spec.steps) if self._rank in spec.ranks else frozenset[int]()
-        self._memory, self._cuda = spec.memory, device.type == "cuda"
+        self._memory, self._cuda = spec.memory, not kind_of(device).is_host
         self._folder, self._warn = folder / FOLDER, warn
 
     def over(self, index: int) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.engine.build import build
 from shardwise.engine.step import step
+from shardwise.hardware.kinds import kind_of
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import OptimizerSpec, Recipe
@@ -82,8 +83,8 @@ def warm_kernels(
         _convolve(run.options.dtypes.compute, device)
     del run
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if not kind_of(device).is_host:
+        torch.get_device_module(device).empty_cache()
 
 
 def _attend(dtype: torch.dtype, device: torch.device) -> None:

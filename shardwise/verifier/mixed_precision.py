@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.strategy import Strategy
+from shardwise.hardware.kinds import kind_of
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import Recipe
@@ -197,7 +198,7 @@ class MixedPrecision:
             for module in (self._model, *blocks):
                 module.register_forward_pre_hook(self._cast, with_kwargs=True)
         if digits.fp8_scaling is not None:
-            _use_torchao(blocks, digits, emulated=self._device.type == "cpu")
+            _use_torchao(blocks, digits, emulated=kind_of(self._device).is_host)
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(
@@ -209,7 +210,7 @@ class MixedPrecision:
 def _own_kernels(model: nn.Module, device: torch.device, compute: torch.dtype) -> Iterator[None]:
     """PyTorch's kernels for an LSTM in fp16 on a CPU: autocast chooses oneDNN's, which has none on most CPUs."""
     recurrent = any(isinstance(module, nn.LSTM) for module in model.modules())
-    if not recurrent or device.type != "cpu" or compute != torch.float16:
+    if not recurrent or not kind_of(device).is_host or compute != torch.float16:
         yield
         return
     with warnings.catch_warnings():

@@ -8,9 +8,10 @@ import pytest
 
 from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
+from shardwise.hardware.kinds import KINDS
 from shardwise.model.open import blueprint_of
 from shardwise.planner.choose import TELLS, _Visit, choose
-from shardwise.planner.predictor import RESERVE, Predictor
+from shardwise.planner.predictor import Predictor
 from shardwise.planner.quick import Quick
 from shardwise.planner.space import Space, children
 from shardwise.recipe.load import recipe_of
@@ -25,7 +26,7 @@ def recipe(
 ) -> Recipe:
     cluster: dict[str, Any] = {"preset": preset, "nodes": nodes}
     if memory_mib is not None:
-        cluster["memory_gib"] = memory_mib / 1024 / (1 - RESERVE["cuda"])
+        cluster["memory_gib"] = memory_mib / 1024 / (1 - KINDS["cuda"].reserve)
     values = {
         "model": MODEL,
         "data": {"sequence_length": 64},

@@ -18,7 +18,6 @@ from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.hardware.profiles import PROFILES
 from shardwise.planner.answer import answer_of
 from shardwise.planner.explain import assumptions
-from shardwise.planner.predictor import RESERVE
 from shardwise.plugins.scaling.report.standing import standing_of, standing_values
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
@@ -123,7 +122,7 @@ def test_what_is_assumed_has_a_source_that_exists(cluster: str) -> None:
 def test_numbers_in_printed_assumptions_are_the_profiles(name: str) -> None:
     """No figure in a sentence but those of the device's file, which has their sources, and the reserve."""
     _, here = asked(f"8x{name}")
-    reserve, sizes = RESERVE[here.device.kind], vars(here.device.overhead).values()
+    reserve, sizes = here.device.traits.reserve, vars(here.device.overhead).values()
     known = [*(size / 2**20 for size in sizes), *(size / 2**30 for size in sizes), 100 * reserve]
     for sentence in assumptions(here, reserve):
         for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", sentence.replace(name, "")):

@@ -13,10 +13,11 @@ from shardwise.core.json_file import parsed
 from shardwise.core.plan import Plan
 from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
+from shardwise.hardware.kinds import KINDS
 from shardwise.model.open import blueprint_of
 from shardwise.planner import read_ahead
 from shardwise.planner.predict import predict
-from shardwise.planner.predictor import RESERVE, Predictor
+from shardwise.planner.predictor import Predictor
 from shardwise.planner.search import plan_for
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
@@ -37,7 +38,7 @@ def recipe(
 ) -> Recipe:
     cluster: dict[str, Any] = {"preset": "4xA100-80GB"}
     if memory_mib is not None:
-        cluster["memory_gib"] = memory_mib / 1024 / (1 - RESERVE["cuda"])
+        cluster["memory_gib"] = memory_mib / 1024 / (1 - KINDS["cuda"].reserve)
     values = {
         "model": model,
         "data": {"sequence_length": 128},

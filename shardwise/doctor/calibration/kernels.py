@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwise.core.units import MiB
 from shardwise.dryrun.counting import dtype_named
+from shardwise.hardware.kinds import kind_of
 from shardwise.hardware.measured import IN_PLACE, NEW, Curve, Grid
 from shardwise.runtime.flops import attention_backward_flops, attention_flops
 
@@ -62,7 +63,7 @@ def seconds_of(
     """
     for call in calls:
         call()
-    if device.type == "cpu":
+    if kind_of(device).is_host:
         return _one_by_one(calls, budget)
 
     def issue(rounds: int) -> None:

@@ -30,6 +30,7 @@ from shardwise.doctor.calibration.steps import (
     ratios,
     timed_step,
 )
+from shardwise.hardware.kinds import kind_of
 from shardwise.hardware.measured import Grid, MeasuredSpeeds
 from shardwise.trainer.meter import return_large_frees
 
@@ -80,7 +81,7 @@ def _kernels(task: Task, device: torch.device) -> MeasuredSpeeds:
         grids[dtype] = products(dtype, device)
         heads |= attention(dtype, device)
     found = replace(found, products=grids, attention=heads)
-    if device.type != "cpu":
+    if not kind_of(device).is_host:
         # Mixed precision casts and gathers weights around every block, which only the host notices.
         precision = "bf16" if "bf16" in native_dtypes else "fp32"
         step = timed_step(TINY, 64, 2, {"precision": precision}, device, PLAIN_STEPS)
@@ -117,12 +118,14 @@ def main(rank: int, size: int, folder: Path) -> None:
     """Measure what the folder's task says."""
     task = read_json(folder / TASK, Task)
     device = torch.device(task.device)
-    if device.type == "cpu":
+    kind = kind_of(device)
+    if kind.is_host:
         return_large_frees(False)
     else:
-        torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    dist.init_process_group(backend, init_method=(folder / "store").as_uri(), rank=rank, world_size=size)
+        torch.get_device_module(device).set_device(device)
+    dist.init_process_group(
+        kind.collectives, init_method=(folder / "store").as_uri(), rank=rank, world_size=size
+    )
     torch.manual_seed(rank)
     found = measured(task, device)
     if rank == 0:

@@ -10,6 +10,7 @@ from shardwise.core.errors import ResourceError
 from shardwise.doctor.doctor import Diagnosis
 from shardwise.doctor.inspection import Facts
 from shardwise.hardware import this_machine as machine
+from shardwise.hardware.kinds import HOST
 from shardwise.hardware.measured import MeasuredSpeeds
 from shardwise.hardware.measured_gpu import GpuCalibration, write_gpu
 
@@ -35,7 +36,7 @@ def calibrate(
         speeds: of one process, for several numbers of processes (``measured_speeds``).
         disk: bytes/s that files are written with.
     """
-    cpu = next((each for each in diagnosis.speeds.devices if each.device == "cpu"), None)
+    cpu = next((each for each in diagnosis.speeds.devices if each.device == HOST.name), None)
     if cpu is None or "fp32" not in cpu.flops:
         why = diagnosis.facts.torch.error or (cpu.problem if cpu else "")
         raise ResourceError("nothing was measured", where="doctor", why=why)

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from shardwise.hardware.kinds import kind_of
 from shardwise.runtime.offload.host import host_bytes
 
 SLOTS = 3
@@ -31,7 +32,7 @@ class Staging:
     """``SLOTS`` buffers for a chunk's weights and gradient, of ``largest`` bytes each."""
 
     def __init__(self, device: torch.device, largest: int) -> None:
-        streams = device.type != "cpu"
+        streams = not kind_of(device).is_host
         self._weights = [host_bytes(largest, device) for _ in range(SLOTS)]
         self._grads = [host_bytes(largest, device) for _ in range(SLOTS)]
         self._device = device

@@ -74,7 +74,7 @@ def command(
         out=_shared_out(out, f"{shared}/runs/{name}"),
         nodes=cluster.nodes,
         devices=cluster.devices_per_node,
-        device=None if cluster.device.kind == "cpu" else cluster.device.name,
+        device=None if cluster.device.traits.is_host else cluster.device.name,
         time=_time(time),
         image=image,
         partition=partition,

@@ -19,6 +19,7 @@ from shardwise.data.template_forms import ANSWER, QUESTION
 from shardwise.data.text import Examples, Text, open_tokens, tokenizer_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn
+from shardwise.hardware.kinds import HOST
 from shardwise.plugins.serve.multi_lora import BASE
 from shardwise.plugins.serve.requests import Request
 from shardwise.plugins.serve.sampling import Sampling
@@ -76,7 +77,7 @@ def answers(folder: Path, device: str = "cpu") -> list[AnswerSample]:
     if recipe.model.factory is not None or recipe.model.objective != "causal":
         return []
     questions = list(_questions(recipe, COUNT, TOKENS))
-    precision = "fp32" if device == "cpu" else "bf16"
+    precision = "fp32" if device == HOST.torch_type else "bf16"
     return _answered(load_model(folder, precision=precision, device=device), questions, TOKENS, False)
 
 

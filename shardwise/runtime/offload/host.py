@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardwise.hardware.kinds import kind_of
 from shardwise.runtime.torch_private_fsdp import fsdp_copies
 
 _depth = 0
@@ -70,7 +71,7 @@ def separate_host_memory(value: bool) -> Iterator[None]:
 
 def has_separate_host_memory(device: torch.device) -> bool:
     """Whether ``device`` has memory of its own."""
-    return device.type != "cpu" if _override is None else _override
+    return not kind_of(device).is_host if _override is None else _override
 
 
 def host_empty_like(tensor: Tensor) -> Tensor:
@@ -82,12 +83,12 @@ def host_empty_like(tensor: Tensor) -> Tensor:
 def host_bytes(size: int, device: torch.device) -> Tensor:
     """``size`` undefined bytes in host memory, pinned for a CUDA device."""
     with host_memory(pinned=True):
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=not kind_of(device).is_host)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a pageable tensor to the device without waiting: it is pinned first."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return (tensor if kind_of(device).is_host else tensor.pin_memory()).to(device, non_blocking=True)
 
 
 class _Copying(TorchFunctionMode):

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.hardware.kinds import KINDS, DeviceKind, kind_of
 from shardwise.runtime.torch_private import (
     efficient_attention,
     efficient_attention_backward,
@@ -68,9 +69,13 @@ class Kernels(Protocol):
         ...
 
 
+def _kind(tensor: Tensor) -> DeviceKind:
+    return kind_of(tensor.device) if _override is None else KINDS[_override]
+
+
 def kernels_for(tensor: Tensor) -> Kernels:
     """The kernels for a tensor's dtype on its device, or on the planned device."""
-    if (_override or tensor.device.type) == "cpu":
+    if _kind(tensor).is_host:
         return _OnCPU()
     if tensor.dtype == torch.float64:
         return _Products()
@@ -79,7 +84,7 @@ def kernels_for(tensor: Tensor) -> Kernels:
 
 def padding_for(tensor: Tensor) -> int:
     """Number of zeros to append to the head width for the kernels."""
-    return 0 if (_override or tensor.device.type) == "cpu" else -tensor.shape[-1] % _WIDTHS
+    return 0 if _kind(tensor).is_host else -tensor.shape[-1] % _WIDTHS
 
 
 def has_varlen_kernel(like: Tensor, head_width: int) -> bool:
@@ -91,9 +96,7 @@ def has_varlen_kernel(like: Tensor, head_width: int) -> bool:
         return False
     if _override is not None:
         return _override == "cuda"
-    if like.device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(like.device) >= (8, 0)
+    return kind_of(like.device) is KINDS["cuda"] and torch.cuda.get_device_capability(like.device) >= (8, 0)
 
 
 class _OnCPU:

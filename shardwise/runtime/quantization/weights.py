@@ -1,8 +1,8 @@
 """The result of quantizing one weight [out, in]: what a method returns, what a folder stores, what a layer multiplies.
 
-A method (plugins/quantize/methods) returns one of these classes. ``tensors()`` has the stored tensors, by the suffix names of
-the format; ``dequantize()`` is the weight that the model then has. Methods compare errors with ``dequantize()`` and
-never with numbers that are not stored.
+A method (plugins/quantize/methods) returns one of these classes. ``tensors()`` has the stored tensors, by the suffix
+names of the format; ``dequantize()`` is the weight that the model then has. Methods compare errors with
+``dequantize()`` and never with numbers that are not stored.
 """
 
 from __future__ import annotations

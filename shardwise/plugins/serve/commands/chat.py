@@ -12,6 +12,7 @@ from shardwise.cli.common import ModelFolder
 from shardwise.cli.spinner import working
 from shardwise.cli.terminal_output import while_read
 from shardwise.core.errors import RecipeError
+from shardwise.hardware.kinds import HOST, accelerator_here
 from shardwise.plugins.serve.commands.generate import named_adapters
 
 if TYPE_CHECKING:
@@ -41,19 +42,17 @@ def command(
     """Talk with a model through its chat template, with its adapters. /help lists the commands."""
     folders, asked = named_adapters(adapter or [])
     with working(f"reading {model}"):
-        import torch
-
         from shardwise.plugins.serve.chat import Conversation
         from shardwise.plugins.serve.sampling import Sampling
         from shardwise.plugins.serve.serving import load_model
 
-        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        precision = precision or ("fp32" if place == "cpu" else "bf16")
-        served = load_model(model, folders, tokenizer=tokenizer, precision=precision, device=place)
+        device = device or accelerator_here().torch_type
+        precision = precision or ("fp32" if device == HOST.torch_type else "bf16")
+        served = load_model(model, folders, tokenizer=tokenizer, precision=precision, device=device)
     sampling = Sampling(tokens=tokens, temperature=temperature, top_k=None, top_p=top_p, seed=seed)
     conversation = Conversation(served, sampling, system, asked[0] if asked else None)
     if sys.stdin.isatty():
-        typer.echo(f"{model} on {place}. /help lists the commands, /exit leaves")
+        typer.echo(f"{model} on {device}. /help lists the commands, /exit leaves")
     for line in _lines():
         if not _answered(conversation, served, line):
             return
