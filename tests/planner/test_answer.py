@@ -105,7 +105,7 @@ def test_intervals_are_the_measured_spread_times_the_prediction() -> None:
         ("seconds", made.run.likely_hours, 5.0),
         ("memory", made.peak, 70 * GiB),
     ):
-        spread = spread_of(quantity, cluster(asked).device.kind)
+        spread = spread_of(quantity, cluster(asked).device.traits.spread)
         if spread is None:
             assert interval is None
             continue
