@@ -42,6 +42,7 @@ from shardwise.jobs.session import open_session
 from shardwise.jobs.trained_run import TrainedRun as TrainedRun
 from shardwise.jobs.trained_run import trained_run
 from shardwise.launch.launcher import preloaded, run_ranks
+from shardwise.recipe.installed import recipe_file
 from shardwise.recipe.load import load_recipe
 from shardwise.recipe.sections import Recipe as Recipe
 from shardwise.report.record import RunRecord as RunRecord
@@ -56,12 +57,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read and check a recipe.
 
     Args:
+        path: a YAML file, or the name of an installed recipe, such as quickstart.
         overrides: ``section.key=value``, applied in order.
 
     Raises:
         RecipeError: the recipe has a fault; the error names the file, the line and the key.
     """
-    return load_recipe(path_of(path), list(overrides), SETTINGS)
+    return load_recipe(recipe_file(str(path)), list(overrides), SETTINGS)
 
 
 def plan(

@@ -151,3 +151,11 @@ def test_why_ranks_failed_is_in_the_error(
     with pytest.raises(RankError, match=r"the run stopped .*the same call goes on"):
         api.train(recipe, plan, tmp_path / "run")
     assert tuple(capfd.readouterr()) == ("", "")
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart.yaml", "recipes/quickstart.yaml"])
+def test_an_installed_recipe_is_loaded_by_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert api.load(name).steps

@@ -11,17 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.core.paths import path_of
-from shardwise.recipe.installed import RECIPES
-
-
-def recipe_file(text: str) -> Path:
-    """The file that a command names, or the installed recipe of that name where there is no such file."""
-    path = path_of(text)
-    if path.exists() or str(path.parent) not in (".", RECIPES.name):
-        return path
-    installed = RECIPES / (path.name if path.suffix else f"{path.name}.yaml")
-    return installed if installed.is_file() else path
-
+from shardwise.recipe.installed import recipe_file
 
 RecipeArgument = Annotated[
     Path,

@@ -11,7 +11,7 @@ from typing import Annotated, cast
 
 import typer
 
-from shardwise.cli.common import AsJson, Overrides, path_option, recipe_file
+from shardwise.cli.common import AsJson, Overrides, path_option
 from shardwise.cli.export import Dtype
 from shardwise.cli.spinner import planning
 from shardwise.core.answer import DeviceTry
@@ -19,6 +19,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import plugin, require_plugin
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.request import read
+from shardwise.recipe.installed import recipe_file
 from shardwise.recipe.sections import Recipe
 
 

@@ -145,7 +145,8 @@ def require_trackers(recipe: Recipe) -> None:
     for name in recipe.trackers:
         if importlib.util.find_spec(name) is None:
             why = f"the package {name} is not installed"
-            raise RecipeError("cannot track this run", where=f"trackers: {name}", why=why, fix=install(name))
+            fix = f"{install(name)}, or leave it out: trackers=[]"
+            raise RecipeError("cannot track this run", where=f"trackers: {name}", why=why, fix=fix)
 
 
 def last_words(folder: Path, page: Path) -> list[str]:

@@ -110,7 +110,9 @@ def _device(local_rank: int, device_type: str | None, shared: bool = False) -> t
             f"there is no GPU for local rank {local_rank}",
             where=socket.gethostname(),
             why=f"{count} visible",
-            fix="lower cluster.devices_per_node, or check CUDA_VISIBLE_DEVICES",
+            fix="lower cluster.devices_per_node, or check CUDA_VISIBLE_DEVICES"
+            if count
+            else "set cluster.device: cpu",
         )
     device = torch.device("cuda", min(local_rank, count - 1))
     torch.cuda.set_device(device)

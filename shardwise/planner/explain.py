@@ -130,6 +130,8 @@ def assumptions(cluster: Cluster, reserve: float) -> Iterator[str]:
 def seconds_from(cluster: Cluster) -> str:
     """Where a plan's seconds come from."""
     device = cluster.device
+    if device.measured is None and device.traits.is_host:
+        return "seconds are assumed: this CPU was not measured; shardwise doctor --calibrate measures it"
     if device.measured is None:
         return (
             f"seconds come from the time model with the figures of {device.name}; it is compared with published"

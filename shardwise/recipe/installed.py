@@ -6,10 +6,21 @@ import re
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
+from shardwise.core.paths import path_of
+
 RECIPES = Path(__file__).parent.parent / "recipes"
 _SHOWN = 8
 _MODEL = re.compile(rb"^model\s*:", re.MULTILINE)
 """Every recipe has this section. Other YAML files of a folder are not offered."""
+
+
+def recipe_file(text: str) -> Path:
+    """The file that a user names, or the installed recipe of that name where there is no such file."""
+    path = path_of(text)
+    if path.exists() or str(path.parent) not in (".", RECIPES.name):
+        return path
+    installed = RECIPES / (path.name if path.suffix else f"{path.name}.yaml")
+    return installed if installed.is_file() else path
 
 
 def instead_of(path: Path) -> str:

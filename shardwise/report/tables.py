@@ -126,9 +126,13 @@ class PlanTable:
                     yield Text(
                         f"  within {format_percent(TELLS)} of the fastest, the plainer is chosen", "dim"
                     )
-        left_out = max(0, len(plan.candidates) - self.top) if plan.fits else len(plan.candidates)
-        others = f"{left_out} other strategies, " if left_out else ""
-        yield from ("", Text(f"--full shows {others}alternatives, reasons and sources", "dim"))
+                if any(each.peak_is == "estimated" for each in plan.candidates[: self.top]):
+                    yield Text("  ~ with fragmentation in proportion to the chosen one's", "dim")
+        shown = self.top if plan.fits else 0
+        more = (
+            f"; --top N shows N of {len(plan.candidates)} strategies" if len(plan.candidates) > shown else ""
+        )
+        yield from ("", Text(f"--full shows alternatives, reasons and sources{more}", "dim"))
 
     def _parts(self, width: int) -> Iterator[RenderableType]:
         plan = self.plan

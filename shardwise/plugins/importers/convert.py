@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import RecipeError, shorten
-from shardwise.core.paths import PathBase, seen_from
+from shardwise.core.paths import PathBase, path_of, seen_from
 from shardwise.plugins.importers.collect import Collection, File, Row, Status
 from shardwise.plugins.importers.draft import ASSUMED, DEFAULT, Draft
 from shardwise.plugins.importers.facts import combine
@@ -227,8 +227,9 @@ def _complete(draft: Draft, world: str | None) -> None:
     if name and "data.tokenizer" not in draft.values:
         draft.put("data.tokenizer", name, "model")
         draft.sources["data.tokenizer"] = draft.sources["model.hf"]
-    elif preset and draft.sources["data.sequence_length"] == [ASSUMED]:
-        draft.values["data.sequence_length"] = min(2048, PRESETS[preset].context)
+    if draft.sources["data.sequence_length"] == [ASSUMED]:
+        context = PRESETS[preset].context if preset else _context_of(name)
+        draft.values["data.sequence_length"] = min(2048, context or 2048)
     if world is not None and not world.isdigit():
         for key in ("cluster.device", "cluster.nodes", "cluster.devices_per_node"):
             draft.values.pop(key, None)
@@ -259,6 +260,18 @@ def _finished(row: Row, draft: Draft) -> Row:
         status="not needed",
         detail=auto if str(row.value).lower() == "auto" else "off, or decided by another key",
     )
+
+
+def _context_of(model: str | None) -> int | None:
+    """The longest sequence of a model whose folder is here; None if it is not, or does not say."""
+    if model is None or not path_of(model).is_dir():
+        return None
+    from shardwise.jobs.finetuning import context_of
+
+    try:
+        return context_of(model)
+    except RecipeError:
+        return None
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

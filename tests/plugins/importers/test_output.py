@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.cli.main import run
 from shardwise.jobs.request import read
-from tests.plugins.importers.foreign import written
+from tests.plugins.importers.foreign import convert, written
 
 FILES = Path(__file__).parent / "files"
 GROUPS = ("no equivalent: ", " mapped\n", " left out, so ", " not needed\n", " assumed; give KEY=VALUE")
@@ -93,3 +93,11 @@ def test_json_has_every_key_and_the_evidence(capsys: pytest.CaptureFixture[str])
     assert {"no equivalent", "mapped", "not needed", "default", "assumed"} == {
         key["status"] for key in values["keys"]
     }
+
+
+def test_an_assumed_length_is_at_most_the_models_context(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    config = {"model_type": "llama", "max_position_embeddings": 512}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    made = convert(tmp_path, {"a.json": {"train_micro_batch_size_per_gpu": 1}}, model=str(tmp_path / "base"))
+    assert made.values["data"]["sequence_length"] == 512
