@@ -44,8 +44,10 @@ def path_of(name: str | os.PathLike[str]) -> Path:
 
 
 def only_a_path(name: str) -> bool:
-    """Whether a name cannot be an id on the hub (``NAME`` or ``OWNER/NAME``)."""
-    return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    """Whether a name cannot be an id on the hub (``NAME`` or ``OWNER/NAME``), or OWNER is a folder here."""
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
+        return True
+    return "/" in name and path_of(name).parent.is_dir()
 
 
 def missing(name: str) -> str:

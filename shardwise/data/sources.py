@@ -231,8 +231,7 @@ def open_source(name: str, text_key: str, streamed: bool = False) -> Source:
         return _local(name, path, split, text_key)
     if _GLOB.search(name):
         return FileSource(name, _files_of_glob(name), text_key)
-    misspelled = len(path.parts) > 1 and path.parent.is_dir()  # the hub would be asked for half a minute
-    if is_data_file(path) or only_a_path(name) or misspelled or not _HUB_ID.fullmatch(name):
+    if is_data_file(path) or only_a_path(name) or not _HUB_ID.fullmatch(name):
         near = difflib.get_close_matches(path.name, _names_next_to(path), 1)
         fix = f"did you mean {path.parent / near[0]}?" if near else "check data.source"
         raise DataError("no such data source", where=name or "data.source", why=missing(name), fix=fix)

@@ -190,5 +190,5 @@ class DeviceProfile:
 
     @property
     def traits(self) -> DeviceKind:
-        """What is true of every device of its kind."""
+        """The properties of every device of its kind."""
         return KINDS[self.kind]

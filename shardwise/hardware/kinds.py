@@ -1,4 +1,4 @@
-"""Kinds of devices: what is true of every device of a kind. A new kind is an entry here, a profile, and a target of dry
+"""Kinds of devices, and the properties of every device of a kind. A new kind is an entry here, a profile, and a target of dry
 runs (dryrun/target.py). No torch.
 """
 

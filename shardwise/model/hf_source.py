@@ -146,11 +146,6 @@ def folder_of(source: str, files: list[str]) -> Path:
         near = get_close_matches(folder.name, _names_in(folder.parent), n=1)
         fix = f"did you mean {folder.parent / near[0]}?" if near else "check the path"
         raise RecipeError("no such folder", where=where, why=missing(source), fix=fix)
-    if "/" in source and folder.parent.is_dir():
-        near = get_close_matches(folder.name, _names_in(folder.parent), n=1)
-        why = f"{folder.parent} is a folder here, so this is no id on the Hub"
-        fix = f"did you mean {folder.parent / near[0]}?" if near else "check the name"
-        raise RecipeError("no such folder", where=where, why=why, fix=fix)
     transformers_library()
     from huggingface_hub import snapshot_download
 

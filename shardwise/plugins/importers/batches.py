@@ -16,6 +16,12 @@ _SHARDING = {
 """ZeRO stage, and whether shards are kept within a node, by FSDP's names."""
 
 
+def _or_world(draft: Draft) -> str:
+    """Another remedy, where the command line has not named the devices yet."""
+    named = any(key.startswith("--world") for key in draft.keys.get("world", []))
+    return "" if named else ", or give the number of devices with --world"
+
+
 def devices(draft: Draft) -> None:
     """Set the cluster, and how its ranks are divided. Raises RecipeError for degrees that are not its size."""
     facts, values = draft.facts, draft.values
@@ -49,7 +55,7 @@ def devices(draft: Draft) -> None:
             where="/".join(draft.keys["shard_size"]),
             why=f"{draft.shown('shard_size', 'strategy.replicate', *degrees)} on {world} devices"
             + (f" ({draft.keys['world'][0]})" if draft.keys.get("world") else ""),
-            fix="correct them, or give the number of devices with --world",
+            fix="correct them" + _or_world(draft),
         )
     if shard == 1 and degree > 1:  # plain data parallelism
         draft.put("strategy.zero_stage", 0, "shard_size")
@@ -118,7 +124,7 @@ def batch(draft: Draft) -> None:
             f"{draft.keys['global_batch'][0]} is not micro-batch x accumulation x devices",
             where=draft.keys["global_batch"][0],
             why=draft.shown(*names) + world,
-            fix="correct it, or give the number of devices with --world",
+            fix="correct it" + _or_world(draft),
         )
     if total is None:
         total = (micro or 1) * (accumulated or 1) * degree
