@@ -1,5 +1,6 @@
-"""Kinds of devices, and the properties of every device of a kind. A new kind is an entry here, a profile, and a target of dry
-runs (dryrun/target.py). No torch.
+"""Kinds of devices, and the properties of every device of a kind. No torch.
+
+A new kind is an entry here, a profile, and a target of dry runs (dryrun/target.py).
 """
 
 from __future__ import annotations
