@@ -309,7 +309,7 @@ def _binding(plan: Plan, priced: bool) -> str:
     if priced:
         return (
             "memory binds: faster strategies need more than the device has;"
-            f" this one leaves {format_bytes(free)} free"
+            f" this one leaves {format_bytes(free)} above the reserve"
         )
     whole = sum(plan.step.split.values())
     part = max(plan.step.split, key=lambda part: plan.step.split[part], default="")

@@ -209,7 +209,7 @@ def test_memory_has_a_price_where_faster_strategies_lack_it() -> None:
         )
     )
     assert made.binding == (
-        "memory binds: faster strategies need more than the device has; this one leaves 8.00 GiB free"
+        "memory binds: faster strategies need more than the device has; this one leaves 8.00 GiB above the reserve"
     )
     assert [price.sentence() for price in made.prices] == [
         "micro_batch_size 4 (now 2) needs 6.00 GiB more than the device has: −9.0 % step time",
