@@ -41,7 +41,8 @@ def answer(plan: Plan) -> Answer:
         ),
     )
     price = MemoryPrice(28 * GiB, "micro_batch_size 2 (now 1)", -0.05, lacking)
-    binding = "memory binds: faster strategies need more than the device has; this one leaves 9.70 GiB above the reserve"
+    room = "this one leaves 9.70 GiB above the reserve"
+    binding = f"memory binds: faster strategies need more than the device has; {room}"
     devices = (DeviceTry(4, 98.0, 980.0, "takes longer"), DeviceTry(8, 49.35, 987.0, "enough"))
     front = (plan.candidates[0], other)
     peak = Interval(1.02 * 70 * GiB, 1.1 * 70 * GiB, 20, "runs")
