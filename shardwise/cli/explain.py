@@ -98,21 +98,21 @@ def _checkpointing(
 
         if model is not None:
             tokens = tokens_within(model, tokens)
-        found = dict(checkpointed(model, depth, tokens, progress))
+        block_times = dict(checkpointed(model, depth, tokens, progress))
     if png is not None:
         from shardwise.core.atomic_file import write_whole
         from shardwise.report.blocks import blocks_through_time
         from shardwise.report.pictures import png as drawn
 
-        write_whole(png, drawn(blocks_through_time(found)))
+        write_whole(png, drawn(blocks_through_time(block_times)))
     if as_json:
-        print(json.dumps({name: plain(times) for name, times in found.items()}))
+        print(json.dumps({name: plain(times) for name, times in block_times.items()}))
         return
     from rich.console import Console
 
     from shardwise.report.explained import checkpointing_table
 
-    _show(Console(), checkpointing_table(found, model, tokens))
+    _show(Console(), checkpointing_table(block_times, model, tokens))
 
 
 def _numbers(text: str | None) -> list[int]:

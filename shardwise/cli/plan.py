@@ -152,10 +152,10 @@ def _read(recipe: Path, overrides: list[str], model: str | None, world: str | No
     """A recipe, or the one that another trainer's file becomes."""
     importers = plugin("importers.checked")
     if importers is not None and importers.is_foreign(recipe):
-        found, sentences = importers.read_for_plan(recipe, overrides, model, world)
+        planned, sentences = importers.read_for_plan(recipe, overrides, model, world)
         for sentence in sentences:
             typer.echo(sentence, err=True)
-        return cast("tuple[Recipe, Cluster]", found)
+        return cast("tuple[Recipe, Cluster]", planned)
     if model is not None or world is not None:
         fix = "shardwise plan RECIPE model.preset=... cluster.preset=..."
         why = "this is a recipe, or no file of a known trainer"

@@ -90,8 +90,8 @@ def moment(phase: str, where: str) -> str:
     The dry run writes ``the loss (aten::sub.Tensor)`` for every tensor outside of modules. Only in the passes is that
     the loss.
     """
-    place = where.partition(" (")[0] if phase in ("forward", "backward") or " (" not in where else ""
-    return f"in the {phase} phase" + (f", at {place}" if place else "")
+    module = where.partition(" (")[0] if phase in ("forward", "backward") or " (" not in where else ""
+    return f"in the {phase} phase" + (f", at {module}" if module else "")
 
 
 PeakIs: TypeAlias = Literal["counted", "estimated", "at least"]

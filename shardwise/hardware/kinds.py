@@ -21,8 +21,8 @@ class DeviceKind:
         name: in profiles and recipes.
         torch_type: of ``torch.device``.
         collectives: the backend of ``torch.distributed``.
-        is_host: whether it is the processor of the host. Then its memory is the host's, kernels end before the next
-            one starts, and a second number format is emulated.
+        is_host: whether it is the processor of the host. Then its memory is the host's, calls return when their
+            kernel has ended, and PyTorch emulates dtypes without hardware support.
         overlaps: whether collectives run next to kernels.
         reserve: share of the capacity left free for memory that neither the dry run nor the replayed allocator sees.
             Kernels allocate workspaces while they run: the fp32 sums of flash attention's backward pass take 128 MiB

@@ -78,11 +78,11 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
         epochs=recipe.epochs,
         unit=plan.step.unit,
     )
-    held = spread_of("memory", device.traits.spread)
+    memory_spread = spread_of("memory", device.traits.spread)
     prices = tuple(_prices(plan))[:MOST_PRICES]
     answer = Answer(
         run=run,
-        peak=None if held is None else held.of(plan.peak.bytes),
+        peak=None if memory_spread is None else memory_spread.of(plan.peak.bytes),
         nearest=tuple(_nearest(recipe, cluster, plan)),
         unpin=tuple(_slower_by_pins(recipe, plan)),
         binding=_binding(plan, bool(prices)),

@@ -80,7 +80,7 @@ class Neighbours:
             self._ahead.close()
 
     def _trials(self, strategy: Strategy) -> Iterator[_Trials]:
-        """Lists of strategies of which the first that fits is wanted: one neighbour, or what a pin leaves out."""
+        """Lists of strategies: a neighbour alone, or several without one pin. The first of a list that fits counts."""
         dropped = [trials for trials in without_pins(self.predictor, strategy) if trials]
         known = {trials[0] for trials in dropped}
         yield from ((each,) for each in self._unknown(strategy) if each not in known)

@@ -102,9 +102,8 @@ class MixedPrecision:
             skip: whether to leave the update out. None does so where the loss or the norm is not finite. An update
                 that another run made, in spite of an overflow here, is made with a smaller loss scale.
         """
-        loss, norm, _ = self._gradients(batches, self.loss_scale)
-        if skip is False:
-            loss, norm, *_ = self._finite_gradients(batches, self.loss_scale)
+        compute = self._finite_gradients if skip is False else self._gradients
+        loss, norm, *_ = compute(batches, self.loss_scale)
         skipped = not _finite(loss, norm) if skip is None else skip
         if not skipped:
             clip(self._masters.values(), norm, self._limit.next(float(norm)))
@@ -144,6 +143,8 @@ class MixedPrecision:
             with self._autocast, _own_kernels(self._model, self._device, self.compute):
                 loss, targets = self._blueprint.loss(self._model, batch)
             total, count = total + loss.item(), count + int(targets)
+            # Without labels the targets of later micro-batches are not known yet. So the first stands for all, and
+            # the factor below corrects it. Dividing only afterwards would overflow in 16 bits.
             divisor = divisor or max(1, count * len(batches))
             (loss / divisor * scale).backward()
             for name, weight in self._weights.items():
@@ -186,6 +187,7 @@ class MixedPrecision:
         autocast = self._blueprint.casts_inputs
         for parameter in self._model.parameters():
             if parameter.is_floating_point():
+                # Autocast casts fp32 weights itself, so these only have to have the rounded values.
                 rounded = parameter.data.to(self.compute)
                 parameter.data = rounded.to(self._wide) if autocast else rounded
         if digits.narrow_buffers:

@@ -3,8 +3,8 @@
 They train in one process, by a loop of their own (mixed_precision.py). The comparison in fp64 with the reference
 (reference.py) shows that the layout is right; the comparison with these shows that its 16- or 8-bit arithmetic is.
 
-A repeat starts from weights of which each is multiplied by 1 + u·r, with u half the spacing of numbers of the compute
-dtype and r uniform in [-1, 1]. Every sum then rounds otherwise. Refused: only another order of the samples. It leaves
+A repeat multiplies each initial weight by 1 + u·r. u is half the spacing of numbers in the compute dtype, and r is
+uniform in [-1, 1]. Every sum then rounds otherwise. Refused: only another order of the samples. It leaves
 the forward pass unchanged, so it misses the noise of ranks that split a product; and another micro-batch size overflows
 fp16 in other steps.
 

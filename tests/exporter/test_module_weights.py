@@ -54,7 +54,7 @@ def tied() -> Any:
 
 
 def frozen() -> Any:
-    """A frozen matrix, of which the values do not fit into bf16, below one that is trained."""
+    """A frozen matrix with values that bf16 would round, and a trained one after it."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(5, 6), nn.Flatten(), nn.Linear(24, 6), nn.Linear(6, 5))
     net[2].requires_grad_(False)
