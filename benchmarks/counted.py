@@ -44,7 +44,7 @@ from shardwise.model.balance import Costs, blocks_per_stage
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.presets import Dimensions
-from shardwise.technique import SETTINGS, strategy_from
+from shardwise.technique import SETTINGS, mesh_layout, strategy_from
 
 DEPTHS = (2, 3)
 COUNT = 3
@@ -234,14 +234,14 @@ def _lengthened(cost: StepCost, run: Published, length: int) -> StepCost:
 
 def layout_of(run: Published) -> Layout:
     """The mesh as shardwise.technique orders it."""
-    axes = (
-        ("pipeline", run.pipeline),
-        ("replicate", run.copies),
-        ("shard", run.data // run.copies),
-        ("sequence", run.sequence),
-        ("tensor", run.tensor),
-    )
-    return Layout(axes)
+    degrees = {
+        "pipeline": run.pipeline,
+        "replicate": run.copies,
+        "shard": run.data // run.copies,
+        "sequence": run.sequence,
+        "tensor": run.tensor,
+    }
+    return mesh_layout(degrees)
 
 
 def cluster_for(run: Published) -> Cluster:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -23,7 +22,7 @@ from shardwise.recipe.load import recipe_of
 from shardwise.recipe.presets import dimensions_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import (
-    DATA_AXES,
+    AXES,
     RULES,
     SETTINGS,
     broken_rules,
@@ -259,8 +258,8 @@ def _examples(one: Way, other: Way) -> Iterator[Example]:
 def case_of(example: Example) -> Case:
     """What a rule looks at."""
     layout = layout_of(example.strategy, example.world)
-    ranks = [degree for axis, degree in layout.axes if axis not in DATA_AXES]
-    return Case(example.strategy, example.world, example.recipe, math.prod(ranks))
+    degrees = {axis: layout.degree(axis) for axis in AXES if not axis.samples}
+    return Case(example.strategy, example.world, example.recipe, degrees)
 
 
 def nearest(example: Example) -> Example | None:

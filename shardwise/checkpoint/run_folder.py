@@ -26,7 +26,7 @@ from shardwise.core.plan import Plan, read_plan, unusable
 from shardwise.core.run_files import Outcome
 from shardwise.recipe.load import dump_recipe, read_recipe
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import AXIS_NAMES, SETTINGS, broken_rules, layout_of
+from shardwise.technique import AXES, SETTINGS, broken_rules, layout_of
 
 RECIPE, PLAN, REPORT, PAGE = "recipe.yaml", "plan.json", "report.json", "report.html"
 ADAPTER, CHECKPOINTS = "adapter", "checkpoints"
@@ -175,7 +175,7 @@ def require_base(folder: Path, recipe: Recipe) -> None:
 def read_job(folder: Path) -> tuple[Recipe, Plan]:
     """The resolved recipe and the plan of a run folder. Raises RecipeError and DataError."""
     recipe, path = load_run_recipe(folder), folder / PLAN
-    plan = read_plan(path, SETTINGS, AXIS_NAMES)
+    plan = read_plan(path, SETTINGS, AXES)
     for setting in SETTINGS:
         if setting.key not in plan.strategy.values:
             raise unusable(f"{path}: strategy", f"it has no {setting.key}")
@@ -183,7 +183,7 @@ def read_job(folder: Path) -> tuple[Recipe, Plan]:
         raise unusable(f"{path}: strategy.{violation.rule.key}", violation.rule.reason)
     layout = layout_of(plan.strategy, plan.world_size)
     if plan.layout != layout:
-        raise unusable(f"{path}: layout", f"its strategy gives {dict(layout.axes)}")
+        raise unusable(f"{path}: layout", f"its strategy gives {layout.degrees}")
     return recipe, plan
 
 

@@ -8,7 +8,7 @@ measured peak is compared with it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -30,17 +30,21 @@ from shardwise.core.json_file import (
 )
 from shardwise.core.ledger import Ledger
 from shardwise.core.notebook_html import card
-from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.core.strategy import Axis, Layout, Setting, Strategy
 from shardwise.core.timetable import Timetable
 from shardwise.core.units import format_bytes, format_count, format_seconds
 
 StrategyValues = Annotated[
     Strategy, written_as(dict[str, Any], Strategy, lambda strategy: dict(strategy.values))
 ]
-Degrees = Annotated[
-    Layout,
-    written_as(dict[str, Count], lambda axes: Layout(tuple(axes.items())), lambda layout: dict(layout.axes)),
-]
+
+
+def _axes_by_name(degrees: Mapping[str, int]) -> Layout:
+    """Axes without properties; ``read_plan`` replaces them by those of the techniques."""
+    return Layout(tuple((Axis(name), degree) for name, degree in degrees.items()))
+
+
+Degrees = Annotated[Layout, written_as(dict[str, Count], _axes_by_name, lambda layout: layout.degrees)]
 
 
 Unit: TypeAlias = Literal["tokens", "samples"]
@@ -342,7 +346,7 @@ class Plan:
         return self
 
 
-def read_plan(path: Path, settings: Sequence[Setting[Any]], axes: Sequence[str]) -> Plan:
+def read_plan(path: Path, settings: Sequence[Setting[Any]], axes: Sequence[Axis]) -> Plan:
     """The plan in a file. Raises DataError for values of ``settings``, or axes of the mesh, that do not exist."""
     plan = read_json(path, Plan)
     for strategy in (plan.strategy, *(candidate.strategy for candidate in plan.candidates)):
@@ -351,10 +355,11 @@ def read_plan(path: Path, settings: Sequence[Setting[Any]], axes: Sequence[str])
                 setting.parse(strategy.values.get(setting.key, setting.default))
             except ValueError as error:
                 raise unusable(f"{path}: strategy.{setting.key}", str(error)) from error
-    if list(plan.layout.names) != list(axes) or plan.layout.world_size != plan.world_size:
-        why = f"it must have the axes {', '.join(axes)}, in all {plan.world_size} devices"
+    degrees, names = plan.layout.degrees, [axis.name for axis in axes]
+    if list(degrees) != names or plan.layout.world_size != plan.world_size:
+        why = f"it must have the axes {', '.join(names)}, in all {plan.world_size} devices"
         raise unusable(f"{path}: layout", why)
-    return plan
+    return replace(plan, layout=Layout(tuple((axis, degrees[axis.name]) for axis in axes)))
 
 
 def unusable(where: str, why: str) -> DataError:

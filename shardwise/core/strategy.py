@@ -234,45 +234,104 @@ def complete(pinned: Mapping[str, object], settings: Iterable[Setting[Any]]) -> 
 
 
 @dataclass(frozen=True)
+class Axis:
+    """A mesh axis: what its ranks have in common. A technique declares it; all others ask for its properties.
+
+    Axes of one name are equal: a layout that is read from a file has only their names.
+
+    Attributes:
+        position: order in the mesh, outermost first. Ranks of inner axes are neighbours, within a node if possible.
+        piece: what one rank has of what the axis divides, in pictures of the mesh.
+        samples: whether its ranks read different samples.
+        tokens: whether its ranks see different tokens: counts of targets, sums of losses and gradients of the
+            parameters that its ranks have in common are summed over them.
+        copies: whether its ranks have equal parameters and optimizer states.
+        stages: whether its ranks hold different blocks. ``apply`` then sets ``EngineOptions.place``.
+        redundant: whether its ranks compute some activations redundantly, such as norms. They draw the same random
+            numbers, unless ``EngineOptions.random_per_rank`` is set.
+        blocking: whether its collectives stand between one operation and the next, so that no computation hides them.
+    """
+
+    name: str
+    position: int = field(default=0, compare=False)
+    piece: str = field(default="", compare=False)
+    samples: bool = field(default=False, compare=False)
+    tokens: bool = field(default=False, compare=False)
+    copies: bool = field(default=False, compare=False)
+    stages: bool = field(default=False, compare=False)
+    redundant: bool = field(default=False, compare=False)
+    blocking: bool = field(default=False, compare=False)
+
+    @property
+    def within_sample(self) -> bool:
+        """Whether its ranks see parts of the same samples."""
+        return self.tokens and not self.samples
+
+    @property
+    def within_layer(self) -> bool:
+        """Whether its ranks share the work of each layer on the same samples."""
+        return not self.samples and not self.stages
+
+
+@dataclass(frozen=True)
 class Layout:
     """Named mesh axes and their degrees, slowest-varying first; their product is the world size.
 
     *axis* always means the mesh, *dim* always means a tensor. Where several axes serve as one, their names are
-    joined with "+", slowest-varying first: ``shard+sequence``.
+    joined with "+", slowest-varying first: ``shard+sequence``. Methods take an axis, or such a name.
     """
 
-    axes: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[Axis, int], ...]
 
     @property
     def world_size(self) -> int:
-        size = 1
-        for _, degree in self.axes:
-            size *= degree
-        return size
+        return self.ranks(lambda axis: True)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degree of each axis, by its name."""
+        return {axis.name: degree for axis, degree in self.axes}
 
     def __contains__(self, axis: str) -> bool:
-        return set(axis.split("+")) <= set(self.names)
+        return set(axis.split("+")) <= self.degrees.keys()
 
-    def degree(self, axis: str) -> int:
-        degrees = dict(self.axes)
-        return math.prod(degrees[part] for part in axis.split("+"))
+    def degree(self, axis: Axis | str) -> int:
+        return math.prod(self.degrees[part] for part in _name(axis).split("+"))
+
+    def ranks(self, selects: Callable[[Axis], bool]) -> int:
+        """The product of the degrees of the axes that ``selects`` names."""
+        return math.prod(degree for axis, degree in self.axes if selects(axis))
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.axes)
+    def data_degree(self) -> int:
+        """The number of shares into which a batch is divided over ranks."""
+        return self.ranks(lambda axis: axis.samples)
 
     @property
-    def degrees(self) -> tuple[int, ...]:
-        return tuple(degree for _, degree in self.axes)
+    def state_copies(self) -> int:
+        """The number of ranks with equal parameters and optimizer states, along axes that copy them."""
+        return self.ranks(lambda axis: axis.copies)
 
-    def stride(self, axis: str) -> int:
+    def stride(self, axis: Axis | str) -> int:
         """Distance in ranks between neighbours along ``axis`` (row-major rank numbering)."""
-        stride, fastest = 1, axis.rpartition("+")[2]
-        for name, degree in reversed(self.axes):
-            if name == fastest:
+        stride, fastest = 1, _name(axis).rpartition("+")[2]
+        for other, degree in reversed(self.axes):
+            if other.name == fastest:
                 return stride
             stride *= degree
         raise KeyError(axis)
 
-    def coordinate(self, rank: int, axis: str) -> int:
+    def coordinate(self, rank: int, axis: Axis | str) -> int:
         return rank // self.stride(axis) % self.degree(axis)
+
+    def number(self, rank: int, selects: Callable[[Axis], bool]) -> int:
+        """The rank's number among those that differ along the axes that ``selects`` names, outermost first."""
+        number = 0
+        for axis, degree in self.axes:
+            if selects(axis):
+                number = number * degree + self.coordinate(rank, axis)
+        return number
+
+
+def _name(axis: Axis | str) -> str:
+    return axis.name if isinstance(axis, Axis) else axis

@@ -33,7 +33,7 @@ from shardwise.dryrun.target import TARGETS, Target
 from shardwise.dryrun.tracker import Tracker, axis_names
 from shardwise.dryrun.world import fake_world
 from shardwise.engine.build import assemble, materialise
-from shardwise.engine.optim.norm import holders, local
+from shardwise.engine.optim.norm import local, shards_of
 from shardwise.engine.phase import current_micro_batch, listening
 from shardwise.engine.run import Run
 from shardwise.engine.schedule import learning_rate
@@ -163,7 +163,7 @@ def dry_run(
         hints=site.hints,
         host=max(peaks(tracker, start, on_host=True).values(), key=lambda peak: peak.bytes).ledger,
         disk_bytes=tracker.disk_bytes,
-        saved_bytes=tracker.disk_bytes + _saved_bytes(run, world_size // (place.ranks if place else 1)),
+        saved_bytes=tracker.disk_bytes + _saved_bytes(run),
         communicators=len(tracker.groups),
         depth=blueprint.depth if place is None else place.depth,
         place=None if place is None else place.without_groups(),
@@ -198,9 +198,7 @@ def _tracker(site: Site, target: Target, modules: RunningModule, fake: StaticFak
 
 def _even(site: Site) -> bool:
     """Whether every rank of this one's stage holds equally much of every parameter."""
-    place, world = site.options.place, site.context.layout.world_size
-    ranks = world // (1 if place is None else place.ranks)
-    return all(p.numel() == _held_by_all(p, ranks) for p in site.view.model.parameters())
+    return all(p.numel() == local(p).numel() * shards_of(p) for p in site.view.model.parameters())
 
 
 def _trace(tracker: Tracker, start: int, cluster: Cluster) -> Trace:
@@ -210,19 +208,14 @@ def _trace(tracker: Tracker, start: int, cluster: Cluster) -> Trace:
     return Trace(tuple(on_device), start, (workspace, workspace))
 
 
-def _saved_bytes(run: Run, ranks: int) -> int:
+def _saved_bytes(run: Run) -> int:
     """Bytes of weights and optimizer state in memory, each divided among the ranks that hold the same shard."""
     saved = 0.0
     for parameter in run.model.parameters():
         state = (v for v in run.optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))
         size = sum(local(tensor).numel() * tensor.itemsize for tensor in (parameter, *state))
-        saved += size / holders(parameter, ranks)
+        saved += size / run.ranks_of(parameter)
     return round(saved)
-
-
-def _held_by_all(parameter: torch.Tensor, ranks: int) -> int:
-    """Elements of all distinct pieces, were all as large as this rank's."""
-    return local(parameter).numel() * (ranks // holders(parameter, ranks))
 
 
 def _tag_state(run: Run, tracker: Tracker) -> None:

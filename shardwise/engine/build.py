@@ -30,16 +30,14 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload.host import has_separate_host_memory, host_memory
 from shardwise.runtime.torch_private import flattened
 from shardwise.runtime.torch_private_fsdp import fsdp_initialise
-from shardwise.technique import DATA_AXES, ORDER, TOKEN_AXES, layout_of, micro_batches
+from shardwise.technique import ORDER, layout_of, micro_batches
 from shardwise.technique.site import Context, Dtypes, EngineOptions, ModelView, Site, StageView
 
 
 def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """One named mesh over the world. Axes of degree 1 are left out, but for the two every run has."""
-    kept = [(name, degree) for name, degree in layout.axes if degree > 1 or name in DATA_AXES]
-    return init_device_mesh(
-        device_type, tuple(degree for _, degree in kept), mesh_dim_names=tuple(name for name, _ in kept)
-    )
+    """One named mesh over the world. Axes of degree 1 are left out, but for those of the data, which every run has."""
+    axes = {axis.name: degree for axis, degree in layout.axes if axis.samples or degree > 1}
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def assemble(
@@ -59,7 +57,7 @@ def assemble(
     with torch.device("meta"):
         model = blueprint.build(depth)
     model.train()
-    token_axes = tuple(axis for axis in TOKEN_AXES if axis in (mesh.mesh_dim_names or ()))
+    token_axes = tuple(a.name for a, _ in layout.axes if a.tokens and a.name in (mesh.mesh_dim_names or ()))
     token_group = flattened(mesh[token_axes], "tokens").get_group()
     count = micro_batches(strategy, layout, recipe.batch_size)
     context = Context(recipe, blueprint, strategy, layout, mesh, token_group, count, depth)

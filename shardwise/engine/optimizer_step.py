@@ -47,7 +47,7 @@ class AfterBackward(OptimizerStep):
     def clip(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Unscale and clip all gradients in place; (their norm before clipping, the verdict)."""
         live, scale, limits = self._live, self._live.loss_scale, self._live.norm_limit
-        square = square_sum(live.own_parameters(), live.device, live.stage_ranks)
+        square = square_sum(live.own_parameters(), live.device, live.ranks_of)
         dist.all_reduce(square, group=live.verdict_group)
         norm = square.sqrt() / scale.value
         skip = 1 - (norm.isfinite() & loss.isfinite()).to(torch.float32)
@@ -105,7 +105,7 @@ class WithinBackward(OptimizerStep):
         with torch.no_grad():
             if self.correction is not None:
                 scale_gradients([parameter], self.correction)
-            square = square_sum([parameter], live.device, live.stage_ranks)
+            square = square_sum([parameter], live.device, live.ranks_of)
             self._square += square
             live.optimizer.update([parameter], self._skip.maximum(1 - square.isfinite().to(torch.float32)))
         parameter.grad = None

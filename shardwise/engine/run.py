@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.engine.loss_scale import LossScale, NormLimit
+from shardwise.engine.optim.norm import shards_of
 from shardwise.engine.optim.optimizer import Optimizer
 from shardwise.model.blueprint import Batch, Blueprint
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
-from shardwise.technique import DATA_AXES, data_degree
 from shardwise.technique.site import Context, EngineOptions
 
 Steps = Iterable[Sequence[Batch]]
@@ -68,15 +68,12 @@ class LiveModel:
     @property
     def data_rank(self) -> int:
         """The share of the batch that this rank reads."""
-        number = 0
-        for axis in DATA_AXES:
-            number = number * self.layout.degree(axis) + self.layout.coordinate(dist.get_rank(), axis)
-        return number
+        return self.layout.number(dist.get_rank(), lambda axis: axis.samples)
 
     @property
     def data_degree(self) -> int:
         """The number of shares of the batch."""
-        return data_degree(self.layout)
+        return self.layout.data_degree
 
     def local_batch(self, batch: Batch) -> Batch:
         """The part of a micro-batch of this rank's share that its model runs on."""
@@ -84,11 +81,13 @@ class LiveModel:
             batch = transform(batch)
         return batch
 
-    @property
-    def stage_ranks(self) -> int:
-        """The number of ranks that shard or replicate the parameters of this rank."""
-        place = self.options.place
-        return self.context.layout.world_size // (1 if place is None else place.ranks)
+    def ranks_of(self, parameter: Tensor) -> int:
+        """The number of ranks that hold the same shard of a parameter, this one included.
+
+        The mesh of a DTensor may be another for each parameter. Ranks outside of it hold copies.
+        """
+        stages = 1 if self.options.place is None else self.options.place.ranks
+        return self.layout.world_size // (stages * shards_of(parameter))
 
     @property
     def verdict_group(self) -> dist.ProcessGroup | None:
@@ -110,7 +109,7 @@ class LiveModel:
         """Equal on ranks that must draw the same random numbers: those that compute parts of the same activations."""
         if self.options.random_per_rank:
             return dist.get_rank()
-        return dist.get_rank() // self.context.layout.degree("tensor")
+        return self.layout.number(dist.get_rank(), lambda axis: not axis.redundant)
 
     def count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """The valid targets of the global batch."""

@@ -20,7 +20,7 @@ from shardwise.core.plan import Plan, read_plan
 from shardwise.hardware.allocator_options import options_in
 from shardwise.hardware.cluster import Cluster
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import AXIS_NAMES, SETTINGS
+from shardwise.technique import AXES, SETTINGS
 
 FOLDER = "plans"
 _READ_BY_NO_PLAN: Mapping[str, Any] = {
@@ -39,7 +39,7 @@ def remembered(recipe: Recipe, cluster: Cluster, compare: bool, make: Callable[[
     if path is None:
         return make()
     try:
-        return read_plan(path, SETTINGS, AXIS_NAMES)
+        return read_plan(path, SETTINGS, AXES)
     except DataError as error:
         log.debug("no stored plan: %s", error)
     plan = make()

@@ -42,7 +42,6 @@ from shardwise.technique import (
     Technique,
     broken_rules,
     case_of,
-    data_degree,
     layout_of,
 )
 from shardwise.technique.base import Dividing
@@ -226,7 +225,7 @@ def _bound(recipe: Recipe, plan: Plan, other: Strategy) -> str:
 
 def _sequences(recipe: Recipe, plan: Plan, strategy: Strategy) -> float:
     """Sequences of a step for each device, were each divided over the ranks that compute it."""
-    data = data_degree(layout_of(strategy, plan.world_size))
+    data = layout_of(strategy, plan.world_size).data_degree
     return -(-recipe.batch_size // data) * data / plan.world_size
 
 

@@ -34,7 +34,6 @@ from shardwise.planner.quick import Quick, figures_of_stages, quick_figures, sma
 from shardwise.planner.space import Mesh, Space, children
 from shardwise.technique import (
     MICRO_BATCH_SIZE,
-    data_degree,
     has_stages,
     layout_of,
     micro_batches,
@@ -297,7 +296,7 @@ class _Visit:
     def _sequences(self, strategy: Strategy) -> float:
         """Sequences of a step for each rank, were each divided over the ranks that compute it."""
         layout, batch = self._layout(strategy), self.predictor.recipe.batch_size
-        data = data_degree(layout)
+        data = layout.data_degree
         return -(-batch // data) * data / layout.world_size
 
     # -- strategies of one mesh ---------------------------------------------------------------------

@@ -20,7 +20,7 @@ from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import MICRO_BATCH_SIZE, data_degree, layout_of
+from shardwise.technique import MICRO_BATCH_SIZE, layout_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def counted(recipe: Recipe, blueprint: Blueprint, cluster: Cluster) -> Counting:
 
     def count(point: Point) -> Corner:
         layout = layout_of(point.strategy, cluster.world_size)
-        batch = point.size * point.passes * data_degree(layout)
+        batch = point.size * point.passes * layout.data_degree
         strategy = point.strategy.with_values(**{MICRO_BATCH_SIZE.key: point.size})
         asked = recipe.model_copy(update={"batch_size": batch})
         run = dry_run(

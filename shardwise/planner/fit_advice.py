@@ -18,7 +18,7 @@ from shardwise.core.units import format_bytes, format_seconds
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner.remedies import Trials
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import REMEDIES, UNSHARDED, data_degree, layout_of
+from shardwise.technique import REMEDIES, UNSHARDED, layout_of
 
 
 def advise(recipe: Recipe, cluster: Cluster, plan: Plan | None = None) -> FitAdvice:
@@ -59,7 +59,7 @@ def _reasons(
         needed = (
             f"without sharding a device needs {least}{format_bytes(first.candidate.peak_bytes)} of {capacity}"
         )
-        shared = data_degree(layout_of(first.candidate.strategy, cluster.world_size)) > 1
+        shared = layout_of(first.candidate.strategy, cluster.world_size).data_degree > 1
         if first.fits:
             yield f"{needed}: it fits" + (
                 ", so sharding is for a larger micro-batch, not for memory" if shared else ""

@@ -48,7 +48,7 @@ def least_state_bytes(
 
 def share_of_states(layout: Layout) -> float:
     """What a rank holds of all states, at least. Of the copies of a layout, only the dry run knows those in shards."""
-    return layout.degree("replicate") / layout.world_size
+    return layout.state_copies / layout.world_size
 
 
 def _stateless(optimizer: OptimizerSpec) -> OptimizerSpec:

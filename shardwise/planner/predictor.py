@@ -116,7 +116,7 @@ class Predictor:
 
     def _share(self, layout: Layout) -> int:
         """Samples of a rank in one step."""
-        return -(-self.recipe.batch_size // (layout.degree("replicate") * layout.degree("shard")))
+        return -(-self.recipe.batch_size // layout.data_degree)
 
     def _sample_bytes(self, layout: Layout) -> int:
         """Bytes of a rank's samples, which lie on the device for a whole step."""

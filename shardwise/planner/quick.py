@@ -23,7 +23,6 @@ from shardwise.planner.predictor import Predictor
 from shardwise.planner.sketch import Share, Sketch
 from shardwise.planner.worst_rank import EVERY_RANK
 from shardwise.technique import (
-    AXES,
     MICRO_BATCH_SIZE,
     has_stages,
     layout_of,
@@ -133,11 +132,11 @@ def sketch_of_stages(predictor: Predictor, strategy: Strategy) -> Sketch:
     """
     layout = layout_of(strategy, predictor.cluster.world_size)
     count = micro_batches(strategy, layout, predictor.recipe.batch_size)
-    ranks = math.prod(layout.degree(axis.name) for axis in AXES if axis.stages)
+    ranks = layout.ranks(lambda axis: axis.stages)
     waits, flat = stretch(strategy, count), without_stages(strategy)
-    copies = layout_of(flat, predictor.cluster.world_size).degree("replicate")
+    copies = layout_of(flat, predictor.cluster.world_size).state_copies
     # A rank's share of states in proportion to the model without stages: 1 where a single group shards over all ranks.
-    held = layout.degree("replicate") / copies
+    held = layout.state_copies / copies
     share = Share(1 / ranks, 1 / ranks, waits.kept, waits.longer, held, layout)
     found = predictor.sketched(flat, count, share)
     counts = predictor.parameter_counts

@@ -26,7 +26,7 @@ from shardwise.core.cost import Collective, Kernel, StepCost, Transfer
 from shardwise.core.strategy import Layout
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner.kernel_time import kernel_seconds, launch_seconds
-from shardwise.technique import BLOCKING_AXES, STAGE_AXES
+from shardwise.technique import AXES
 
 AWAITED = frozenset({"all_to_all"})
 """Collectives whose result is needed at once, so that nothing overlaps with them."""
@@ -34,6 +34,9 @@ AWAITED = frozenset({"all_to_all"})
 CONTROL_AXIS = "control"
 """Axis of collectives of single numbers (dryrun/counting.py)."""
 
+
+_BLOCKING_AXES = tuple(axis.name for axis in AXES if axis.blocking)
+_STAGE_AXES = tuple(axis.name for axis in AXES if axis.stages)
 
 PASSES = ("forward", "backward")
 """Phases that every micro-batch goes through."""
@@ -120,7 +123,7 @@ def combined_time(
     phases, sending = {name: _Phase(row) for name, row in sums.items()}, 0.0
     for each in exchanges:
         collective, spent = each.collective, each.calls * each.seconds
-        if collective.kind == "send" and collective.axis in STAGE_AXES:
+        if collective.kind == "send" and collective.axis in _STAGE_AXES:
             sending = max(sending, each.seconds)
             continue
         phase = phases.get(collective.phase)
@@ -238,7 +241,7 @@ def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
 
 def _awaited(collective: Collective) -> bool:
     """Whether the collective's result is needed at once, so that nothing overlaps with it."""
-    return collective.axis in (*BLOCKING_AXES, CONTROL_AXIS) or collective.kind in AWAITED
+    return collective.axis in (*_BLOCKING_AXES, CONTROL_AXIS) or collective.kind in AWAITED
 
 
 def collective_seconds(collective: Collective, layout: Layout, cluster: Cluster) -> float:

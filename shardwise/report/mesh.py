@@ -28,18 +28,11 @@ HUES = ("#47639c", "#eda83e", "#1f8a5b", "#a777d8", "#6cc8ee", "#bd2f3d", "#93cc
 def held(layout: Layout, rank: int) -> list[str]:
     """The state and the data of a rank, one line each; axes of degree 1 are left out."""
 
-    def place(axis: str, name: str) -> Iterator[str]:
-        if layout.degree(axis) > 1:
-            yield f"{name} {layout.coordinate(rank, axis) + 1}/{layout.degree(axis)}"
-
-    names = {
-        "pipeline": "stage",
-        "tensor": "slice",
-        "shard": "shard",
-        "replicate": "copy",
-        "sequence": "tokens",
-    }
-    return [line for axis, name in names.items() for line in place(axis, name)] or ["everything"]
+    divided = [(axis, degree) for axis, degree in layout.axes if degree > 1]
+    divided.sort(key=lambda each: each[0].tokens)
+    return [f"{axis.piece} {layout.coordinate(rank, axis) + 1}/{degree}" for axis, degree in divided] or [
+        "everything"
+    ]
 
 
 @matplotlib.rc_context(STYLE)
@@ -67,7 +60,8 @@ def mesh(layout: Layout, devices_per_node: int, width: float = WIDE) -> Figure:
 
 def _shown(layout: Layout, columns: int, in_node: int) -> list[range]:
     """Rows of neighbouring ranks: all, else the first of every stage, else those of the first and last stages."""
-    world, stages, stride = layout.world_size, layout.degree("pipeline"), layout.stride("pipeline")
+    world, stages = layout.world_size, layout.ranks(lambda axis: axis.stages)
+    stride = world // stages  # axes of stages are the outermost
     every = list(islice(_rows(range(world), columns, in_node, world), SHOWN_ROWS + 1))
     if len(every) <= SHOWN_ROWS:
         return every
@@ -90,8 +84,12 @@ def _rows(ranks: range, columns: int, in_node: int, world: int) -> Iterator[rang
         yield range(start, at)
 
 
+def _stage(layout: Layout, rank: int) -> int:
+    return layout.number(rank, lambda axis: axis.stages)
+
+
 def _box(axes: Any, layout: Layout, rank: int, column: int, row: int) -> None:
-    colour = HUES[layout.coordinate(rank, "pipeline") % len(HUES)]
+    colour = HUES[_stage(layout, rank) % len(HUES)]
     shape = FancyBboxPatch(
         (column + 0.04, row + 0.04),
         0.92,

@@ -23,7 +23,7 @@ from shardwise.core.run_files import Outcome, StepRecord
 from shardwise.core.units import format_bytes, format_seconds
 from shardwise.recipe.load import parse_recipe
 from shardwise.recipe.sections import Recipe
-from shardwise.technique import AXIS_NAMES, SETTINGS
+from shardwise.technique import AXES, SETTINGS
 
 _THEME = (
     "max-width:26em;--ink:currentColor;--muted:gray;--line:rgba(128,128,128,.3);--shade:rgba(128,128,128,.1);"
@@ -138,7 +138,7 @@ def read_run(folder: Path, steps: tuple[StepRecord, ...] | None = None) -> RunRe
     return RunRecord(
         folder=folder,
         recipe=read_text(recipe),
-        plan=read_plan(plan, SETTINGS, AXIS_NAMES),
+        plan=read_plan(plan, SETTINGS, AXES),
         steps=StepLines(folder / "metrics.jsonl").read() if steps is None else steps,
         outcome=read_json(report, Outcome) if report.exists() else None,
         interruptions=interruptions(folder),

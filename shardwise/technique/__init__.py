@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.strategy import Layout, Setting, Strategy, complete
+from shardwise.core.strategy import Axis, Layout, Setting, Strategy, complete
 from shardwise.hardware.device import DeviceProfile
 from shardwise.recipe.sections import Recipe
 from shardwise.technique.activation_offload import ActivationOffload
@@ -21,7 +21,7 @@ from shardwise.technique.base import MICRO_BATCH_SIZE as MICRO_BATCH_SIZE
 from shardwise.technique.base import OF_BLOCKS as OF_BLOCKS
 from shardwise.technique.base import PARTS as PARTS
 from shardwise.technique.base import STATES as STATES
-from shardwise.technique.base import Axis, Dividing
+from shardwise.technique.base import Dividing
 from shardwise.technique.base import Technique as Technique
 from shardwise.technique.checkpointing import Checkpointing
 from shardwise.technique.chunked_loss import ChunkedLoss
@@ -65,20 +65,6 @@ AXES: tuple[Axis, ...] = tuple(
 )
 """The axes of the mesh, outermost first."""
 
-AXIS_NAMES = tuple(axis.name for axis in AXES)
-
-DATA_AXES = tuple(axis.name for axis in AXES if axis.samples)
-"""Axes whose ranks read different samples."""
-
-TOKEN_AXES = tuple(axis.name for axis in AXES if axis.tokens)
-"""Axes whose ranks see different tokens: counts of targets and sums of losses are summed over them."""
-
-BLOCKING_AXES = tuple(axis.name for axis in AXES if axis.blocking)
-"""Axes whose collectives stand between one operation and the next, so that no computation hides them."""
-
-STAGE_AXES = tuple(axis.name for axis in AXES if axis.stages)
-"""Axes whose ranks hold different blocks, and send each other activations as a schedule says."""
-
 SETTINGS: tuple[Setting[Any], ...] = (
     *(setting for technique in ORDER for setting in technique.settings),
     MICRO_BATCH_SIZE,
@@ -106,11 +92,11 @@ def within(strategy: Strategy, part: str | None) -> Strategy:
 
 def case_of(strategy: Strategy, world_size: int, recipe: Recipe, devices_per_node: int = 0) -> Case:
     """What rules and candidates are asked about."""
-    model_ranks = 1
+    taken: dict[str, int] = {}
     for technique in ORDER:
-        for axis, degree in technique.degrees(strategy, world_size).items():
-            model_ranks *= 1 if axis in DATA_AXES else degree
-    return Case(strategy, world_size, recipe, model_ranks, devices_per_node)
+        taken |= technique.degrees(strategy, world_size)
+    degrees = {axis: taken[axis.name] for axis in AXES if not axis.samples}
+    return Case(strategy, world_size, recipe, degrees, devices_per_node)
 
 
 def broken_rules(strategy: Strategy, world_size: int, recipe: Recipe) -> Iterator[Violation]:
@@ -202,29 +188,30 @@ def stretch(strategy: Strategy, micro_batches: int) -> Stretch:
     return next(divide).stretch(strategy, micro_batches)
 
 
+def mesh_layout(degrees: Mapping[str, int]) -> Layout:
+    """The mesh with these degrees, by the name of their axis; 1 for axes that are left out."""
+    return Layout(tuple((axis, degrees.get(axis.name, 1)) for axis in AXES))
+
+
 def layout_of(strategy: Strategy, world_size: int) -> Layout:
     """The mesh of a valid strategy. Each technique takes its degrees from the remaining world size."""
-    degrees, left = {axis.name: 1 for axis in AXES}, world_size
+    degrees: dict[str, int] = {}
+    left = world_size
     for technique in ORDER:
         taken = technique.degrees(strategy, left)
         degrees.update(taken)
         left //= math.prod(taken.values())
-    return Layout(tuple(degrees.items()))
+    return mesh_layout(degrees)
 
 
 def has_stages(layout: Layout) -> bool:
     """Whether ranks hold different blocks of the model."""
-    return any(axis.stages and layout.degree(axis.name) > 1 for axis in AXES)
-
-
-def data_degree(layout: Layout) -> int:
-    """The number of shares into which a batch is divided over ranks."""
-    return math.prod(layout.degree(axis) for axis in DATA_AXES)
+    return layout.ranks(lambda axis: axis.stages) > 1
 
 
 def micro_batches(strategy: Strategy, layout: Layout, batch_size: int) -> int:
     """Micro-batches per rank and optimizer step: the batch divided over data-parallel ranks, rounded up."""
-    return -(-batch_size // (strategy[MICRO_BATCH_SIZE] * data_degree(layout)))
+    return -(-batch_size // (strategy[MICRO_BATCH_SIZE] * layout.data_degree))
 
 
 def one_line(strategy: Strategy, layout: Layout, batch_size: int) -> str:

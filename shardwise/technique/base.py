@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.core.strategy import Axis, Layout, Setting, Strategy
 from shardwise.hardware.cluster import MOST_DEVICES
 from shardwise.technique.place import Stretch
 from shardwise.technique.rules import Case, Rule
@@ -88,26 +87,6 @@ class Technique(ABC):
 
 class Wrapping(Technique):
     """A technique that changes blocks, and takes no mesh axis."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A mesh axis.
-
-    Attributes:
-        position: order in the mesh, outermost first. Ranks of inner axes are neighbours, within a node if possible.
-        samples: whether its ranks read different samples.
-        tokens: whether its ranks see different tokens: counts of targets and sums of losses are summed over them.
-        stages: whether its ranks hold different blocks. ``apply`` then sets ``EngineOptions.place``.
-        blocking: whether its collectives stand between one operation and the next, so that no computation hides them.
-    """
-
-    name: str
-    position: int
-    samples: bool = False
-    tokens: bool = False
-    stages: bool = False
-    blocking: bool = False
 
 
 class Dividing(Technique):

@@ -7,11 +7,12 @@ for every candidate strategy.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.strategy import Strategy
+from shardwise.core.strategy import Axis, Strategy
 from shardwise.recipe.presets import Dimensions, dimensions_of
 from shardwise.recipe.sections import Recipe
 
@@ -21,15 +22,14 @@ class Case:
     """The input of a rule: a strategy, the number of devices, and the recipe.
 
     Attributes:
-        model_ranks: devices that together compute one replica of the model: the product of the degrees that do not
-            divide the data.
+        degrees: of the axes that do not divide the data.
         devices_per_node: 0 where it is not known.
     """
 
     strategy: Strategy
     world_size: int
     recipe: Recipe
-    model_ranks: int = 1
+    degrees: Mapping[Axis, int] = field(default_factory=dict)
     devices_per_node: int = 0
 
     @functools.cached_property
@@ -42,6 +42,15 @@ class Case:
             return dimensions_of(model)
         except RecipeError:
             return None
+
+    def ranks(self, selects: Callable[[Axis], bool]) -> int:
+        """The product of the degrees of the axes that ``selects`` names."""
+        return math.prod(degree for axis, degree in self.degrees.items() if selects(axis))
+
+    @property
+    def model_ranks(self) -> int:
+        """Devices that together compute one replica of the model."""
+        return self.ranks(lambda axis: True)
 
     @property
     def data_ranks(self) -> int:

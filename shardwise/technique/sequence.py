@@ -19,17 +19,20 @@ parallelism.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardwise.core.strategy import Layout, Setting, Strategy
-from shardwise.technique.base import MOST_RANKS, Axis, Dividing, divides_world, divisors
+from shardwise.core.strategy import Axis, Layout, Setting, Strategy
+from shardwise.technique.base import MOST_RANKS, Dividing, divides_world, divisors
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
 
 if TYPE_CHECKING:
     from shardwise.runtime.parallel.sequence import Attend
+
+SEQUENCE_AXIS = Axis("sequence", position=30, piece="tokens", tokens=True)
 
 SEQUENCE_PARALLEL: Setting[int] = Setting(
     "sequence_parallel",
@@ -59,9 +62,9 @@ def _uneven(case: Case) -> bool:
 
 
 def _heads(case: Case) -> int:
-    """Query heads of each tensor-parallel rank; 0 where the recipe does not tell."""
+    """Query heads of each rank that computes whole sequences; 0 where the recipe does not tell."""
     heads = 0 if case.dimensions is None else case.dimensions.heads
-    return heads // int(str(case.strategy.values.get("tensor_parallel", 1)))
+    return heads // case.ranks(lambda axis: axis.within_layer and not axis.tokens)
 
 
 def _splits_heads(case: Case) -> bool:
@@ -102,7 +105,7 @@ def _without_a_ring(case: Case) -> Mapping[str, object]:
 
 
 def _with(case: Case, **changes: object) -> Case:
-    return Case(case.strategy.with_values(**changes), case.world_size, case.recipe, case.model_ranks)
+    return replace(case, strategy=case.strategy.with_values(**changes))
 
 
 RULES: tuple[Rule, ...] = (
@@ -139,7 +142,7 @@ class SequenceParallel(Dividing):
     """Divides batches along the sequence, and has attention see all of it."""
 
     name = "sequence"
-    axes = (Axis("sequence", position=30, tokens=True),)
+    axes = (SEQUENCE_AXIS,)
     settings = (SEQUENCE_PARALLEL, SEQUENCE_METHOD)
     rules = RULES
 
@@ -152,7 +155,7 @@ class SequenceParallel(Dividing):
         return ()
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
-        return {"sequence": strategy[SEQUENCE_PARALLEL]}
+        return {SEQUENCE_AXIS.name: strategy[SEQUENCE_PARALLEL]}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
         degree = strategy[SEQUENCE_PARALLEL]
@@ -167,7 +170,7 @@ class SequenceParallel(Dividing):
             raise refusal(site.view.context_parallel_obstacle)
         balanced = site.strategy[SEQUENCE_METHOD] == "ring"
         context = site.context
-        rank, degree = context.mesh.get_local_rank("sequence"), context.layout.degree("sequence")
+        rank, degree = context.mesh.get_local_rank(SEQUENCE_AXIS.name), context.layout.degree(SEQUENCE_AXIS)
         site.options.batch_transforms.append(TokenShard(rank, degree, balanced).shard_batch)
         for stage in site.view.stages:
             blocks = tuple(stage.blocks) or (stage.model,)
@@ -179,5 +182,5 @@ def _attend(site: Site, ring: bool) -> Attend:
     from shardwise.runtime.parallel.sequence import attend_by_ring, attend_by_ulysses
 
     return partial(
-        attend_by_ring if ring else attend_by_ulysses, group=site.context.mesh.get_group("sequence")
+        attend_by_ring if ring else attend_by_ulysses, group=site.context.mesh.get_group(SEQUENCE_AXIS.name)
     )

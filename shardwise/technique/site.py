@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardwise.core.strategy import Layout, Strategy
+from shardwise.core.strategy import Axis, Layout, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -107,6 +107,9 @@ class ModelView:
         context_parallel_obstacle: why a sample of the model cannot be divided along its sequence; "" where it can.
         tensor_plan: how the model's layers may be split over ranks. Calling it raises RecipeError for a model without
             such a plan.
+        own_axes: of modules whose parameters are divided over axes along which those of other modules are equal, such
+            as experts: these axes. Their parameters are DTensors over them, and their gradients are not summed over
+            them.
     """
 
     model: nn.Module
@@ -115,6 +118,7 @@ class ModelView:
     output: nn.Linear | None
     context_parallel_obstacle: str = ""
     tensor_plan: Callable[[], Mapping[str, Split]] = dict
+    own_axes: dict[nn.Module, tuple[Axis, ...]] = field(default_factory=dict)
 
     @property
     def blocks(self) -> list[nn.Module]:

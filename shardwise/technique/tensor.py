@@ -32,12 +32,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.core.strategy import Axis, Layout, Setting, Strategy
 from shardwise.recipe.presets import Dimensions
-from shardwise.technique.base import MOST_RANKS, Axis, Dividing, divides_world, divisors
+from shardwise.technique.base import MOST_RANKS, Dividing, divides_world, divisors
 from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule
 from shardwise.technique.site import Site
+
+TENSOR_AXIS = Axis("tensor", position=40, piece="slice", redundant=True, blocking=True)
 
 TENSOR_PARALLEL: Setting[int] = Setting(
     "tensor_parallel",
@@ -101,7 +103,7 @@ def _shares(case: Case) -> bool:
 
 def _sequence_ranks(case: Case) -> int:
     """Among how many ranks a sequence is shared out between blocks."""
-    return case.strategy[TENSOR_PARALLEL] * int(str(case.strategy.values.get("sequence_parallel", 1)))
+    return case.ranks(lambda axis: axis.within_layer)
 
 
 def _cut_blocks(case: Case) -> bool:
@@ -166,7 +168,7 @@ class TensorParallel(Dividing):
     """Splits the layers that the model's own plan names."""
 
     name = "tensor"
-    axes = (Axis("tensor", position=40, blocking=True),)
+    axes = (TENSOR_AXIS,)
     settings = (TENSOR_PARALLEL, TENSOR_SEQUENCE_PARALLEL)
     rules = RULES
 
@@ -185,10 +187,10 @@ class TensorParallel(Dividing):
         return ()
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
-        return {"tensor": strategy[TENSOR_PARALLEL]}
+        return {TENSOR_AXIS.name: strategy[TENSOR_PARALLEL]}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
-        degree = layout.degree("tensor")
+        degree = layout.degree(TENSOR_AXIS)
         if degree == 1:
             return ""
         shares = {"none": "", "gathered": "+sp", "regathered": "+sp regathered"}
@@ -203,6 +205,6 @@ class TensorParallel(Dividing):
         if shares != "none":
             site.options.random_per_rank = True  # no two ranks compute the same
             site.options.sequence_shards = site.strategy[TENSOR_PARALLEL]
-        mesh = site.context.mesh["tensor"]
+        mesh = site.context.mesh[TENSOR_AXIS.name]
         for stage in site.view.stages:
             shard_layers(stage.model, site.view.tensor_plan(), mesh, shares != "none", shares == "regathered")

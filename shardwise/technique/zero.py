@@ -13,7 +13,9 @@ in units of (N-1)/N * parameters per rank and optimizer step. Hybrid sharding se
 traffic then stays inside each group of ``shard`` ranks, and one all-reduce of the shards per step crosses the groups.
 A single data-parallel rank sends nothing. With mixed precision its stage 1 casts each weight once a step. Stage 0 casts
 it in every forward and backward pass, and needs 2 bytes per parameter less.
-With sequence parallelism the axis of the shards (in stage 0, of the copies) is joined with that of the sequence.
+Other axes whose ranks see different tokens, such as that of the sequence, are joined with the axis of the shards (in
+stage 0, of the copies). Modules that such an axis divides (``ModelView.own_axes``) are FSDP groups of their own, whose
+mesh leaves it out.
 
 FSDP groups: every block is one, and the head (last norm and output layer) is another, so that its gradient is reduced
 first. The rest is a third: the embedding, and the head too if the two share weights. In stage 3 all of them are
@@ -38,9 +40,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.strategy import Layout, Setting, Strategy
+from shardwise.core.strategy import Axis, Layout, Setting, Strategy
 from shardwise.hardware.kinds import HOST
-from shardwise.technique.base import STATES, Axis, Dividing
+from shardwise.technique.base import STATES, Dividing
 from shardwise.technique.in_backward import OPTIMIZER_IN_BACKWARD
 from shardwise.technique.precision import casts_weights
 from shardwise.technique.rules import Case, Rule
@@ -51,7 +53,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
-COPIES, SHARDS = "replicate", "shard"
+COPIES = Axis("replicate", position=10, piece="copy", samples=True, tokens=True, copies=True)
+SHARDS = Axis("shard", position=20, piece="shard", samples=True, tokens=True)
 """Mesh axes, which take the devices that all other techniques leave."""
 
 ZERO_STAGE: Setting[int] = Setting(
@@ -100,10 +103,7 @@ class ZeRO(Dividing):
     """Shards optimizer state (1), gradients (2) and parameters (3) over the ``shard`` axis."""
 
     name = "zero"
-    axes = (
-        Axis(COPIES, position=10, samples=True, tokens=True),
-        Axis(SHARDS, position=20, samples=True, tokens=True),
-    )
+    axes = (COPIES, SHARDS)
     part = STATES
     settings = (ZERO_STAGE, REPLICATE)
     rules = RULES
@@ -114,13 +114,13 @@ class ZeRO(Dividing):
         One rank has nothing to shard. Where weights are cast (mixed precision), its stage 1 is the faster of the two
         stages that differ, and the first candidate.
         """
-        within = case.strategy.values
-        sharing = case.data_ranks * int(str(within.get("sequence_parallel", 1)))
+        sharing = case.data_ranks * case.ranks(lambda axis: axis.tokens)
         if setting is ZERO_STAGE:
             alone = (1, 0) if casts_weights(case.strategy) else (0,)
             return setting.candidates if sharing > 1 else alone
         if setting is REPLICATE and case.strategy[ZERO_STAGE] > 0 and case.devices_per_node > 0:
-            copies = sharing * int(str(within.get("tensor_parallel", 1))) // case.devices_per_node
+            within_tokens = case.ranks(lambda axis: axis.within_layer and not axis.tokens)
+            copies = sharing * within_tokens // case.devices_per_node
             return (1, copies) if 1 < copies < case.data_ranks and case.data_ranks % copies == 0 else (1,)
         return ()
 
@@ -130,7 +130,7 @@ class ZeRO(Dividing):
         More replicas than devices, which a rule refuses, are a shard degree of 1 as well.
         """
         copies = left if strategy[ZERO_STAGE] == 0 else strategy[REPLICATE]
-        return {COPIES: copies, SHARDS: max(1, left // copies)}
+        return {COPIES.name: copies, SHARDS.name: max(1, left // copies)}
 
     def without_stages(self, strategy: Strategy, ranks: int) -> dict[str, object]:
         """Copies of groups of as many shards; a single group shards over all ranks."""
@@ -138,24 +138,23 @@ class ZeRO(Dividing):
         return {REPLICATE.key: copies * ranks if copies > 1 else copies}
 
     def label(self, strategy: Strategy, layout: Layout) -> str:
-        shards, copies, sequence = (layout.degree(axis) for axis in (SHARDS, COPIES, "sequence"))
+        ranks, copies = layout.ranks(lambda axis: axis.tokens), layout.degree(COPIES)
         if strategy[ZERO_STAGE] == 0:
-            return f"zero0×{copies * sequence}"
+            return f"zero0×{ranks}"
         outer = f"×{copies} copies" if copies > 1 else ""
-        return f"zero{strategy[ZERO_STAGE]}×{shards * sequence}{outer}"
+        return f"zero{strategy[ZERO_STAGE]}×{ranks // copies}{outer}"
 
     def apply(self, site: Site) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         stage, view, place = site.strategy[ZERO_STAGE], site.view, site.options.place
-        mesh = _mesh(site)
         if stage == 0 and _is_whole(site):
-            _sum_gradients(site, mesh)
+            _sum_gradients(site, _mesh(site))
             return
         # Stage 0 has nothing to gather over the wire: its layer copies are freed after use, as stage 3's. A backward
         # pass in two halves needs them from the first half to the second.
         reshard = stage == 3 or (stage == 0 and not (place is not None and place.splits_backward))
-        _shard(site, mesh, reshard)
+        _shard(site, reshard)
         for module in view.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -170,7 +169,7 @@ class ZeRO(Dividing):
             for module in members[index]:
                 if stage in (0, 1):
                     module.set_requires_gradient_sync(last, recurse=False)
-                elif mesh.ndim == 2:
+                else:
                     module.set_requires_all_reduce(last, recurse=False)
                 if not reshard:
                     module.set_reshard_after_backward(last, recurse=False)
@@ -180,9 +179,11 @@ class ZeRO(Dividing):
 
 def _is_whole(site: Site) -> bool:
     """Whether each rank has all weights, in the dtype and memory in which it computes, and nothing else cuts them."""
+    from torch.distributed.tensor import DTensor
+
     dtypes, layout, options = site.options.dtypes, site.context.layout, site.options
     updated_later = layout.world_size == 1 or not site.strategy[OPTIMIZER_IN_BACKWARD]
-    uncut = options.place is None and layout.degree("tensor") == 1
+    uncut = options.place is None and not any(isinstance(p, DTensor) for p in site.view.model.parameters())
     one_dtype = len({dtypes.storage, dtypes.compute, dtypes.reduce}) == 1
     return uncut and one_dtype and updated_later and not options.weights_on_host
 
@@ -199,8 +200,8 @@ def _sum_gradients(site: Site, mesh: DeviceMesh) -> None:
     site.options.backward_hooks.append(replicas.finish)
 
 
-def _shard(site: Site, mesh: DeviceMesh, reshard: bool) -> None:
-    """Make FSDP groups of the blocks, of the head, and of the rest."""
+def _shard(site: Site, reshard: bool) -> None:
+    """Make FSDP groups of modules with axes of their own, of the blocks, of the head, and of the rest."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     from shardwise.runtime.torch_private_fsdp import fsdp_integers
@@ -215,15 +216,17 @@ def _shard(site: Site, mesh: DeviceMesh, reshard: bool) -> None:
     pinned = site.context.mesh.device_type != HOST.torch_type
     on_host = site.options.weights_on_host
     offload = CPUOffloadPolicy(pin_memory=pinned) if on_host else OffloadPolicy()
-    groups: list[nn.Module | list[nn.Module]] = [
-        *view.blocks,
-        *([view.head] if view.head else []),
-        view.model,
+    mesh = _mesh(site)
+    groups: list[tuple[nn.Module | list[nn.Module], DeviceMesh]] = [
+        *((module, _mesh(site, axes)) for module, axes in view.own_axes.items()),
+        *((block, mesh) for block in view.blocks),
+        *([(view.head, mesh)] if view.head else []),
+        (view.model, mesh),
     ]
     with fsdp_integers():
-        for group in groups:
+        for group, over in groups:
             fully_shard(
-                group, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
+                group, mesh=over, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard
             )
 
 
@@ -272,29 +275,33 @@ def _gather_in_order(view: ModelView) -> None:
             block.set_modules_to_backward_prefetch([before])
 
 
-def _mesh(site: Site) -> DeviceMesh:
+def _mesh(site: Site, without: Sequence[Axis] = ()) -> DeviceMesh:
     """The axes that FSDP2 copies over and shards over, in this order.
 
-    Ranks of the sequence axis have the same weights and sum gradients of other tokens, as data-parallel ranks do:
-    stage 0 copies over them, the others shard over them. One-dimensional where there is nothing to copy: FSDP2
-    would otherwise hold all-reduce buffers for a group of one.
+    Ranks of other axes that see different tokens have the same weights and sum gradients, as data-parallel ranks do:
+    stage 0 copies over them, the others shard over them. ``without`` leaves axes out that divide the weights
+    themselves. One-dimensional where there is nothing to copy: FSDP2 would otherwise hold all-reduce buffers for a
+    group of one.
     """
     from shardwise.runtime.torch_private import flattened, two_axes
 
     mesh, layout = site.context.mesh, site.context.layout
-    copies, shards, joined = COPIES, SHARDS, ""
-    if layout.degree("sequence") > 1:
-        axis = copies if site.strategy[ZERO_STAGE] == 0 else shards
-        joined = f"{axis}+sequence"
-        whole = flattened(mesh[axis, "sequence"], joined)
-        copies, shards = (joined, shards) if axis == copies else (copies, joined)
-    if layout.degree(copies) == 1:
-        found = whole if shards == joined else mesh[shards]
-    else:
-        found = two_axes(mesh, copies, shards)
+    alike = [
+        axis.name
+        for axis, degree in layout.axes
+        if axis.tokens and degree > 1 and axis not in (COPIES, SHARDS, *without)
+    ]
+    outer, inner, joined = COPIES.name, SHARDS.name, ""
+    if alike:
+        own = COPIES if site.strategy[ZERO_STAGE] == 0 else SHARDS
+        joined = "+".join((own.name, *alike))
+        whole = flattened(mesh[own.name, *alike], joined)
+        outer, inner = (joined, inner) if own is COPIES else (outer, joined)
+    copied = layout.degree(outer) > 1
+    chosen = two_axes(mesh, outer, inner) if copied else whole if inner == joined else mesh[inner]
     if joined:
-        site.options.groups.append((joined, found.get_group(joined)))
-    return found
+        site.options.groups.append((joined, chosen.get_group(joined)))
+    return chosen
 
 
 def _gather_ahead(view: ModelView) -> None:

@@ -59,7 +59,7 @@ def _gradient(run: Run, batches: Sequence[Batch]) -> tuple[float, int]:
     """The squared norm of the gradient of the mean loss of these micro-batches, and their valid targets."""
     with run.update.suspended():
         tokens, _ = run.passes.forward_backward(iter([batches]))
-    square = square_sum(run.own_parameters(), run.device, run.stage_ranks)
+    square = square_sum(run.own_parameters(), run.device, run.ranks_of)
     dist.all_reduce(square, group=run.verdict_group)
     run.optimizer.zero_grad(set_to_none=True)
     return float(square / run.loss_scale.value**2), int(tokens)

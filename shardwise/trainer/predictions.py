@@ -28,7 +28,6 @@ from shardwise.engine.run import Run
 from shardwise.launch.user_code import place_in
 from shardwise.model.blueprint import PADDING, Batch
 from shardwise.runtime.torch_private import tree_flatten, tree_unflatten
-from shardwise.technique import DATA_AXES
 
 Metric = Callable[[Any, dict[str, Tensor]], Mapping[str, Any]]
 Part = tuple[int, Any, Batch]
@@ -44,16 +43,13 @@ class Predictions:
     def __init__(self, run: Run) -> None:
         self._target = run.recipe.evaluation.metrics or ""
         self._function: Metric = resolve(self._target, "evaluation.metrics")
-        if run.layout.degree("sequence") > 1:
+        if run.layout.ranks(lambda axis: axis.within_sample) > 1:
             raise self._error("there are no metrics with sequence_parallel", "a rank sees parts of samples")
         self._run = run
-        self._shares = all(run.layout.coordinate(dist.get_rank(), axis) == 0 for axis in self._others())
+        # Ranks that differ only along other axes compute the same predictions.
+        self._shares = run.layout.number(dist.get_rank(), lambda axis: not axis.samples) == 0
         self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         self._parts: list[Part] = []
-
-    def _others(self) -> list[str]:
-        """Axes whose ranks compute the same predictions."""
-        return [name for name, _ in self._run.layout.axes if name not in DATA_AXES]
 
     def watch(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """The batches, one by one; when the next is asked for, the results of the one before are sent to rank 0."""

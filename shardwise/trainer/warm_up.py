@@ -23,7 +23,7 @@ from shardwise.hardware.kinds import kind_of
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import OptimizerSpec, Recipe
-from shardwise.technique import data_degree, layout_of, stages_of
+from shardwise.technique import layout_of, stages_of
 
 _BLOCKS = 1024
 
@@ -33,7 +33,8 @@ def _tiny(layout: Layout, layers: int, optimizer: OptimizerSpec) -> Recipe:
 
     The run reuses the memory that this model frees, and that memory is not measured. So the model must be small.
     """
-    heads = math.lcm(4, 2 * layout.degree("sequence+tensor"))
+    sharing = layout.ranks(lambda axis: axis.within_layer)
+    heads = math.lcm(4, 2 * sharing)
     model = {
         "layers": layers,
         "width": max(64, 8 * heads),
@@ -42,8 +43,8 @@ def _tiny(layout: Layout, layers: int, optimizer: OptimizerSpec) -> Recipe:
         "ffn": 128,
         "vocab": 256,
     }
-    data = {"sequence_length": math.lcm(32, 2 * layout.degree("sequence") * layout.degree("tensor"))}
-    tiny = recipe_of({"model": model, "data": data, "steps": 2, "batch_size": 2 * data_degree(layout)})
+    data = {"sequence_length": math.lcm(32, 2 * sharing)}
+    tiny = recipe_of({"model": model, "data": data, "steps": 2, "batch_size": 2 * layout.data_degree})
     return tiny.model_copy(update={"optimizer": optimizer})
 
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from shardwise.engine.optim.norm import holders
 from shardwise.engine.run import Run
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices, named_parameters
 from shardwise.verifier.verdict import Products
@@ -45,7 +44,7 @@ def parameter_differences(run: Run, weights: Path) -> dict[str, float]:
             theirs = _slice(file, name, parameter).to(mine.device).double()
             mine, theirs = mine.where(~theirs.isnan(), 0.0), theirs.nan_to_num(nan=0.0)
             row = torch.stack([(mine - theirs).square().sum(), theirs.square().sum()])
-            sums[names.index(name)] = row / holders(parameter, run.stage_ranks)
+            sums[names.index(name)] = row / run.ranks_of(parameter)
     dist.all_reduce(sums)
     real = torch.tensor([count > 0 for count in counts], device=run.device)
     mean_square = float(sums[real, 1].sum()) / sum(counts)
@@ -96,7 +95,7 @@ def _summed(
             origin = _slice(subtracted, name, parameter) if less is not None else torch.zeros(())
             products = inner_products((mine(parameter) - origin).expand_as(theirs), theirs - origin)
             row = torch.tensor(products, dtype=torch.float64, device=run.device)
-            sums[names.index(name)] = row / holders(parameter, run.stage_ranks)
+            sums[names.index(name)] = row / run.ranks_of(parameter)
     dist.all_reduce(sums)
     return {name: (a, b, c) for name, (a, b, c) in zip(names, sums.tolist(), strict=True)}
 

@@ -14,7 +14,7 @@ from shardwise.doctor.calibration.collectives import collective_curves
 from shardwise.doctor.calibration.rank import AXES, Task
 from shardwise.doctor.calibration.steps import TimedStep, around_collectives, host_seconds, ratios, timed_step
 from shardwise.hardware.measured import IN_PLACE, NEW, Grid, MeasuredSpeeds
-from shardwise.technique import AXIS_NAMES
+from shardwise.technique import AXES as MESH_AXES
 from tests.harness.pool import Pool
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_two_steps_tell_the_host_from_the_bytes(around: float, waiting: float) -
 
 
 def test_axes_are_those_of_the_mesh() -> None:
-    assert AXES.keys() <= set(AXIS_NAMES)
+    assert AXES.keys() <= {axis.name for axis in MESH_AXES}
 
 
 def test_what_a_rank_is_told_and_finds_goes_through_files() -> None:

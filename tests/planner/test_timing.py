@@ -8,13 +8,13 @@ import pytest
 
 from shardwise.core.cost import Collective, Kernel, StepCost
 from shardwise.core.pipeline.schedule import step_time as schedule_seconds
-from shardwise.core.strategy import Layout
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.hardware.measured import IN_PLACE, NEW, MeasuredSpeeds
 from shardwise.planner.timing import StepTime, step_time
 from shardwise.recipe.load import recipe_of
+from shardwise.technique import mesh_layout
 
-LAYOUT = Layout((("pipeline", 1), ("replicate", 1), ("shard", 8), ("sequence", 1), ("tensor", 1)))
+LAYOUT = mesh_layout({"shard": 8})
 
 
 def cluster(preset: str = "8xH100-80GB") -> Cluster:
@@ -98,7 +98,7 @@ def test_a_calibrated_host_launches_in_the_seconds_that_were_measured() -> None:
 
 
 def test_messages_between_stages_belong_to_the_schedule() -> None:
-    layout = Layout((("pipeline", 2), ("replicate", 1), ("shard", 8), ("sequence", 1), ("tensor", 1)))
+    layout = mesh_layout({"pipeline": 2, "shard": 8})
     message = Collective("send", "pipeline", 2, 8, 10**7, 2 * 10**7, "forward", 4)
     time = step_time(StepCost((work("forward"),), (message,), (), 4), layout, cluster("16xH100-80GB"))
     assert time.split["exposed communication"] == 0

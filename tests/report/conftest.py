@@ -21,11 +21,12 @@ from shardwise.core.plan import (
     StepEstimate,
     TimelinePoint,
 )
-from shardwise.core.strategy import Layout, Strategy
+from shardwise.core.strategy import Strategy
 from shardwise.core.units import GiB, MiB
+from shardwise.technique import mesh_layout
 
 STRATEGY = Strategy({"precision": "bf16", "zero_stage": 3, "micro_batch_size": 1})
-LAYOUT = Layout((("pipeline", 1), ("replicate", 1), ("shard", 8), ("sequence", 1), ("tensor", 1)))
+LAYOUT = mesh_layout({"shard": 8})
 
 PEAK = Ledger(
     parameters=2420 * MiB,

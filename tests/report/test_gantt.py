@@ -14,6 +14,7 @@ from shardwise.core.strategy import Layout
 from shardwise.report.mesh import SHOWN_ROWS, held, mesh
 from shardwise.report.pictures import NARROW, WIDE, png, svg
 from shardwise.report.pipeline.gantt import PASSES, SHOWN_LANES, Chart, gantt
+from shardwise.technique import mesh_layout
 
 SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
@@ -79,13 +80,13 @@ def test_many_ranks_show_the_first_and_the_last() -> None:
     assert (lanes[0], lanes[-1]) == ("stage 0", "stage 23")
 
 
-LAYOUT = Layout((("pipeline", 2), ("replicate", 1), ("shard", 2), ("sequence", 2), ("tensor", 2)))
+LAYOUT = mesh_layout({"pipeline": 2, "shard": 2, "sequence": 2, "tensor": 2})
 
 
 def test_a_box_says_what_its_rank_holds() -> None:
     assert held(LAYOUT, 0) == ["stage 1/2", "slice 1/2", "shard 1/2", "tokens 1/2"]
     assert held(LAYOUT, 13) == ["stage 2/2", "slice 2/2", "shard 2/2", "tokens 1/2"]
-    assert held(Layout(tuple((axis, 1) for axis in LAYOUT.names)), 0) == ["everything"]
+    assert held(mesh_layout({}), 0) == ["everything"]
     assert len({tuple(held(LAYOUT, rank)) for rank in range(16)}) == 16
 
 
@@ -114,7 +115,7 @@ def nodes(figure: Figure) -> list[int]:
 
 
 def staged(stages: int, shards: int) -> Layout:
-    return Layout((("pipeline", stages), ("replicate", 1), ("shard", shards), ("sequence", 1), ("tensor", 1)))
+    return mesh_layout({"pipeline": stages, "shard": shards})
 
 
 def assert_in_place(figure: Figure, in_node: int, columns: int) -> None:
@@ -164,7 +165,7 @@ def test_what_is_left_out_is_counted(stages: int, shards: int, in_node: int, wid
 
 
 def test_a_large_mesh_shows_its_first_and_last_stages() -> None:
-    layout = Layout((("pipeline", 16), ("replicate", 1), ("shard", 128), ("sequence", 1), ("tensor", 8)))
+    layout = mesh_layout({"pipeline": 16, "shard": 128, "tensor": 8})
     words = texts(mesh(layout, 8))
     assert {"rank 0", "rank 1024", "rank 15360", "node 1,920", "and 16,352 more ranks"} <= set(words)
     assert png(mesh(layout, 8)).startswith(b"\x89PNG")

@@ -26,9 +26,8 @@ from shardwise.runtime.parallel.ring import ring_attention
 from shardwise.runtime.parallel.sequence import TokenShard
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.parallel.ulysses import ulysses_attention
-from shardwise.technique import SETTINGS, layout_of, refuse_broken, strategy_from
+from shardwise.technique import SETTINGS, case_of, layout_of, refuse_broken, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, BUDGET
-from shardwise.technique.rules import Case
 from shardwise.trainer.evaluation import evaluate
 from shardwise.trainer.faults.find_non_finite import first_non_finite
 from shardwise.trainer.warm_up import _tiny
@@ -451,6 +450,6 @@ def test_rules_hold_for_each_tensor_parallel_rank() -> None:
     values = {"model": MODELS["grouped"], "data": {"sequence_length": 64}, "steps": 1, "batch_size": 1}
     strategy = strategy_from(divided("ulysses", 4))
     recipe = recipe_of(values, SETTINGS)
-    assert not any(rule.broken(Case(strategy, 8, recipe, 4)) for rule in RULES)
+    assert not any(rule.broken(case_of(strategy, 8, recipe)) for rule in RULES)
     combined = type(strategy)({**strategy.values, "tensor_parallel": 2})
-    assert any(rule.broken(Case(combined, 8, recipe, 8)) for rule in RULES)
+    assert any(rule.broken(case_of(combined, 8, recipe)) for rule in RULES)

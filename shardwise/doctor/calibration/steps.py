@@ -29,7 +29,7 @@ from shardwise.engine.step_clock import OperationClock, PhaseClock, communicates
 from shardwise.hardware.measured import IN_PLACE, NEW, Curve, MeasuredSpeeds, in_place, on_curve
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
-from shardwise.technique import data_degree, layout_of, strategy_from
+from shardwise.technique import layout_of, strategy_from
 
 TINY = {"layers": 4, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 176, "vocab": 512}
 """Its kernels take microseconds, so the seconds of its step are those of the host."""
@@ -91,7 +91,7 @@ def timed_step(
     """
     world = dist.get_world_size()
     strategy = strategy_from({"micro_batch_size": micro_batch, **settings})
-    batch = micro_batch * data_degree(layout_of(strategy, world))
+    batch = micro_batch * layout_of(strategy, world).data_degree
     recipe = recipe_of(
         {"model": dict(model), "data": {"sequence_length": length}, "steps": 100, "batch_size": batch}
     )

@@ -9,7 +9,7 @@ is no host sync.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import compress
 
 import torch
@@ -24,24 +24,26 @@ def local(tensor: Tensor) -> Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def holders(tensor: Tensor, ranks: int) -> int:
-    """Number of ranks with the same shard of this tensor, among ``ranks`` ranks that shard or replicate it."""
+def shards_of(tensor: Tensor) -> int:
+    """Into how many shards a tensor is divided: 1 unless it is a DTensor."""
     if not isinstance(tensor, DTensor):
-        return ranks
+        return 1
     # A strided shard (two axes on the same dim) is not a Shard in every torch release.
     sharded = [not p.is_replicate() and not p.is_partial() for p in tensor.placements]
-    return ranks // math.prod(compress(tensor.device_mesh.shape, sharded))
+    return math.prod(compress(tensor.device_mesh.shape, sharded))
 
 
-def square_sum(parameters: Iterable[nn.Parameter], device: torch.device, ranks: int) -> Tensor:
+def square_sum(
+    parameters: Iterable[nn.Parameter], device: torch.device, ranks_of: Callable[[Tensor], int]
+) -> Tensor:
     """This rank's contribution to the squared global norm, a scalar. The sum over all ranks is the squared norm.
 
-    ``ranks`` is the number of ranks that shard or replicate these parameters.
+    ``ranks_of`` tells how many ranks hold the same shard of a gradient.
     """
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            by_copies.setdefault(holders(parameter.grad, ranks), []).append(local(parameter.grad))
+            by_copies.setdefault(ranks_of(parameter.grad), []).append(local(parameter.grad))
     pieces = [piece for group in by_copies.values() for piece in group]
     wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
     total = torch.zeros((), dtype=wide, device=device)

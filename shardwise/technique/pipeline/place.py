@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardwise.core.pipeline.schedule import Order, in_flight, orders, step_time
+from shardwise.core.strategy import Axis
 from shardwise.core.timetable import Timetable
 from shardwise.technique.place import Place, RankTime, Reduced, Shortcut, Stretch, WholeStep
 
@@ -33,6 +34,8 @@ def stretch_of(schedule: str, ranks: int, each: int, count: int) -> Stretch:
 
 Channel = tuple[bool, bool]
 """Whether messages go forward, and whether from the last rank round to the first or back."""
+
+PIPELINE_AXIS = Axis("pipeline", position=0, piece="stage", stages=True)
 
 FEW = 3
 """Micro-batches in flight in a quick prediction of a pipeline in which more are."""
@@ -67,7 +70,7 @@ class Pipeline(Place):
     stage_group: ProcessGroup | None = None
     vertical_sync: bool = False
     kinds: tuple[object, ...] = ()
-    axis: str = "pipeline"
+    axis: str = PIPELINE_AXIS.name
 
     @property
     def group(self) -> ProcessGroup:

@@ -32,7 +32,6 @@ from shardwise.technique.base import (
     MICRO_BATCH_SIZE,
     MOST_PASSES,
     MOST_RANKS,
-    Axis,
     Dividing,
     divides_world,
     divisors,
@@ -43,7 +42,7 @@ from shardwise.technique.in_backward import OPTIMIZER_IN_BACKWARD
 from shardwise.technique.offload import OFFLOAD
 from shardwise.technique.offload import parts as offloaded
 from shardwise.technique.pipeline.compiled import COMPILED_RULES
-from shardwise.technique.pipeline.place import Channel, Pipeline, stretch_of
+from shardwise.technique.pipeline.place import PIPELINE_AXIS, Channel, Pipeline, stretch_of
 from shardwise.technique.place import Stretch
 from shardwise.technique.precision import PRECISION
 from shardwise.technique.rules import Case, Rule
@@ -255,7 +254,7 @@ class PipelineParallel(Dividing):
     """Leaves of the model the blocks of this rank's stages."""
 
     name = "pipeline"
-    axes = (Axis("pipeline", position=0, stages=True),)
+    axes = (PIPELINE_AXIS,)
     settings = (PIPELINE_PARALLEL, PIPELINE_SCHEDULE, PIPELINE_STAGES_PER_RANK, PIPELINE_VERTICAL_SYNC)
     rules = (*RULES, *COMPILED_RULES)
 
@@ -269,7 +268,7 @@ class PipelineParallel(Dividing):
         return ("1f1b", "interleaved", "zero_bubble", *allowed)
 
     def degrees(self, strategy: Strategy, left: int) -> dict[str, int]:
-        return {"pipeline": strategy[PIPELINE_PARALLEL]}
+        return {PIPELINE_AXIS.name: strategy[PIPELINE_PARALLEL]}
 
     def stretch(self, strategy: Strategy, micro_batches: int) -> Stretch:
         ranks, each = strategy[PIPELINE_PARALLEL], stages_per_rank(strategy)
@@ -288,7 +287,7 @@ class PipelineParallel(Dividing):
         from shardwise.model.balance import balanced_stages, kinds_of
 
         context = site.context
-        rank = context.mesh["pipeline"].get_local_rank()
+        rank = context.mesh[PIPELINE_AXIS.name].get_local_rank()
         stages = balanced_stages(context.blueprint, ranks * each, context.recipe.data.sequence_length)
         held = {
             number: stage.shortened(context.depth)
@@ -316,7 +315,7 @@ class PipelineParallel(Dividing):
             kinds=kinds_of(context.blueprint, stages),
         )
         site.options.place = place
-        site.options.groups += [("pipeline", group) for group in place.channels.values()]
+        site.options.groups += [(PIPELINE_AXIS.name, group) for group in place.channels.values()]
         site.hints.note(*_notes(context, place))
 
 
@@ -345,8 +344,8 @@ def _channels(context: Context, ranks: int, each: int) -> dict[Channel, ProcessG
     """
     import torch.distributed as dist
 
-    channels = {(True, False): context.mesh["pipeline"].get_group()}
-    stride = context.layout.stride("pipeline")
+    channels = {(True, False): context.mesh[PIPELINE_AXIS.name].get_group()}
+    stride = context.layout.stride(PIPELINE_AXIS)
     for channel in ((False, False), *(((True, True), (False, True)) if each > 1 else ())):
         lines = [[place + stage * stride for stage in range(ranks)] for place in range(stride)]
         groups = [dist.new_group(line) for line in lines]  # made by all ranks together
@@ -358,7 +357,7 @@ def _stage(context: Context) -> ProcessGroup:
     """The ranks that share out or copy this rank's stages."""
     from shardwise.runtime.torch_private import flattened
 
-    axes = tuple(axis for axis in context.mesh.mesh_dim_names or () if axis != "pipeline")
+    axes = tuple(axis for axis in context.mesh.mesh_dim_names or () if axis != PIPELINE_AXIS.name)
     return flattened(context.mesh[axes], "stage").get_group()
 
 
@@ -380,9 +379,9 @@ def _ends(context: Context, ranks: int) -> ProcessGroup | None:
     """The first and the last rank of this rank's pipeline; None on a rank between them."""
     import torch.distributed as dist
 
-    stride = context.layout.stride("pipeline")
+    stride = context.layout.stride(PIPELINE_AXIS)
     groups = [dist.new_group([place, place + (ranks - 1) * stride]) for place in range(stride)]
-    at_an_end = context.mesh["pipeline"].get_local_rank() in (0, ranks - 1)
+    at_an_end = context.mesh[PIPELINE_AXIS.name].get_local_rank() in (0, ranks - 1)
     return groups[dist.get_rank() % stride] if at_an_end else None
 
 
