@@ -417,7 +417,7 @@ def test_python_is_nowhere_else() -> None:
 
 
 def test_the_worked_technique_works(tmp_path: Path) -> None:
-    """Both examples of the page, in a copy of the package: their tests pass, a rule refuses in the words shown."""
+    """The examples of the page, in a copy of the package: their tests pass, a rule refuses in the words shown."""
     shutil.copytree(ROOT / "shardwise", tmp_path / "shardwise", ignore=shutil.ignore_patterns("__pycache__"))
     files = blocks(TECHNIQUE_PAGE, "python")
     for block in files:
@@ -431,7 +431,7 @@ def test_the_worked_technique_works(tmp_path: Path) -> None:
         for block in files
         if "/test_" in block.file
     }
-    assert len(tests) == 2 and len(files) == 4, "an example is one file, its test and one line"
+    assert len(tests) == 3 and len(files) == 8, "one file, its test and one line; two files and a model for experts"
     words = [
         "plan",
         str(ROOT / "recipes/laptop-tiny.yaml"),
