@@ -105,7 +105,7 @@ def measured(shape: Shape, settings: dict[str, Any]) -> dict[str, Any]:
     seconds = []
     for index in range(2 + STEPS):
         start = time.perf_counter()
-        step(run, [[batch]], 1e-4)
+        step(run, [batch], 1e-4)
         seconds.append(time.perf_counter() - start)
         if index < 2:
             meter.sample()

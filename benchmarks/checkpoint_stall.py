@@ -46,7 +46,7 @@ def stepped(run: Run) -> float:
     """Seconds of one step of one sequence on each rank."""
     tokens = torch.randint(0, 8192, (1, 128))
     began = time.perf_counter()
-    step(run, [[{"input_ids": tokens, "labels": tokens}]], 1e-4)
+    step(run, [{"input_ids": tokens, "labels": tokens}], 1e-4)
     return time.perf_counter() - began
 
 

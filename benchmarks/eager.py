@@ -57,7 +57,7 @@ def shardwise(precision: str, compiled: str, tokens: torch.Tensor) -> Step:
     asked = {"precision": precision, "compile": compiled, "micro_batch_size": SEQUENCES}
     run = build(recipe, blueprint_of(recipe), strategy_from(asked), torch.device("cpu"))
     batch = {"input_ids": tokens, "labels": tokens}
-    return lambda: step(run, [[batch]], RATE)
+    return lambda: step(run, [batch], RATE)
 
 
 def plain_pytorch(precision: str, tokens: torch.Tensor) -> Step:

@@ -74,7 +74,7 @@ class Bench:
         for number in range(self.untimed + (repeat or self.timed)):
             synchronise(self.device)
             began = time.perf_counter()
-            step(run, batches, 1e-4)
+            step(run, next(batches), 1e-4)
             synchronise(self.device)
             if number >= self.untimed:
                 taken.append(time.perf_counter() - began)
@@ -86,7 +86,7 @@ class Bench:
         for _ in range(3):
             clock = PhaseClock(self.device)
             with clock.over():
-                step(run, batches, 1e-4)
+                step(run, next(batches), 1e-4)
             readings.append(clock.read())
         return {name: statistics.median(each[name] for each in readings) for name in readings[0]}
 

@@ -122,7 +122,7 @@ def trained(recipe: Recipe, world: World) -> tuple[float, int, int]:
     size = strategy[MICRO_BATCH_SIZE]
     data, run = open_data(recipe), build(recipe, blueprint, strategy, world.device)
     for index in range(recipe.steps):
-        step(run, [data.micro_batches(index, 0, 1, size)], learning_rate(recipe, index))
+        step(run, data.micro_batches(index, 0, 1, size), learning_rate(recipe, index))
     return (evaluate(run, data.held_out(0, 0, 1, size)), *blueprint.parameter_counts())
 
 

@@ -84,7 +84,7 @@ def trained(recipe: Recipe, world: World, frozen: Callable[[str], bool]) -> tupl
     mine = {name: local(weight) for name, weight in named_parameters(run.model) if weight.requires_grad}
     held = {name: weight.detach().clone() for name, weight in mine.items() if frozen(name)}
     for index in range(recipe.steps):
-        step(run, [data.micro_batches(index, 0, 1, BATCH)], learning_rate(recipe, index))
+        step(run, data.micro_batches(index, 0, 1, BATCH), learning_rate(recipe, index))
         for name, before in held.items():
             mine[name].detach().copy_(before)
     count = sum(weight.numel() for name, weight in mine.items() if name not in held)

@@ -114,5 +114,5 @@ def trained(optimizer: dict[str, Any], settings: dict[str, int]) -> list[float] 
     for index in range(STEPS):
         seed(index)
         mine = {key: value[run.data_rank :: run.data_degree] for key, value in batch(index).items()}
-        losses.append(float(step(run, [[mine]], learning_rate(wanted, index)).loss))
+        losses.append(float(step(run, [mine], learning_rate(wanted, index)).loss))
     return losses

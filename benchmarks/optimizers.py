@@ -62,7 +62,7 @@ def trained(case: dict[str, Any], seed: int, device: torch.device) -> dict[str, 
     run = build(recipe, blueprint_of(recipe), strategy_from(recipe.strategy), device)
     data, skipped = open_data(recipe), 0.0
     for index in range(STEPS):
-        result = step(run, [data.micro_batches(index, 0, 1, SIZE)], learning_rate(recipe, index))
+        result = step(run, data.micro_batches(index, 0, 1, SIZE), learning_rate(recipe, index))
         skipped += float(result.skipped)
     parameters = sum(p.numel() for p in run.model.parameters())
     state = sum(t.nbytes for states in run.optimizer.state.values() for t in states.values())

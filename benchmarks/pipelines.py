@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise, repeat
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ import shardwise
 from shardwise.core.pipeline.schedule import Action, step_time
 from shardwise.engine.build import build
 from shardwise.engine.pipeline import executor
+from shardwise.engine.run import ListedBatches
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
@@ -83,9 +84,9 @@ def timed(recipe: Recipe) -> list[float]:
     ends = []
     ids = torch.randint(0, 256, (1, 16))
     batches: list[Batch] = [{"input_ids": ids, "labels": ids}] * MICRO_BATCHES
-    steps = repeat(batches, STEPS)
+    run.passes.begin(ListedBatches([batches] * STEPS), 0)
     for _ in range(STEPS):
-        step(run, steps, 1e-3)
+        step(run, batches, 1e-3)
         ends.append(time.perf_counter())
     dist.barrier()  # PipeDream's last messages leave while the run lives
     return [after - before for before, after in pairwise(ends[1:])]

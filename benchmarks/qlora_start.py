@@ -122,7 +122,7 @@ def measured(made: Recipe, rounded: Rounded | None, start: Start | None) -> dict
     begin(run, rounded, start)
     first = evaluate(run, data.held_out(0, 0, 1, BATCH))
     for index in range(made.steps):
-        step(run, [data.micro_batches(index, 0, 1, BATCH)], learning_rate(made, index))
+        step(run, data.micro_batches(index, 0, 1, BATCH), learning_rate(made, index))
     return {"start": first, "end": evaluate(run, data.held_out(0, 0, 1, BATCH))}
 
 

@@ -106,7 +106,7 @@ def trained(recipe: Recipe, world: World) -> dict[str, float]:
     data: Data = open_data(recipe, blueprint.dataset)
     run = build(recipe, blueprint, strategy_from(recipe.strategy), world.device)
     for index in range(recipe.steps):
-        step(run, [data.micro_batches(index, 0, 1, recipe.batch_size)], learning_rate(recipe, index))
+        step(run, data.micro_batches(index, 0, 1, recipe.batch_size), learning_rate(recipe, index))
     held_out = data.held_out(0, 0, 1, 600)
     return {"error": error_of(run, held_out), "loss": evaluate(run, held_out)}
 

@@ -87,7 +87,7 @@ class Training:
     def train(self, until: int) -> None:
         for index in range(self.state.step, until):
             batches = self.data.micro_batches(index, 0, 1, self.size)
-            result = step(self.run, [batches], learning_rate(self.recipe, index))
+            result = step(self.run, batches, learning_rate(self.recipe, index))
             self.state = TrainState(index + 1, self.state.tokens + int(result.tokens))
 
     def save(self, folder: Path) -> None:

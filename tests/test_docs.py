@@ -402,7 +402,7 @@ def _learns(recipe: Recipe) -> bool:
     data = open_data(recipe, blueprint.dataset)
     with join("cpu") as world:
         run = build(recipe, blueprint, strategy_from(recipe.strategy), world.device)
-        losses = [float(step(run, [data.micro_batches(i, 0, 1, 64)], 3e-3).loss) for i in range(20)]
+        losses = [float(step(run, data.micro_batches(i, 0, 1, 64), 3e-3).loss) for i in range(20)]
     return losses[-1] < 0.7 * losses[0]
 
 
@@ -431,7 +431,9 @@ def test_the_worked_technique_works(tmp_path: Path) -> None:
         for block in files
         if "/test_" in block.file
     }
-    assert len(tests) == 3 and len(files) == 8, "one file, its test and one line; two files and a model for experts"
+    assert len(tests) == 3 and len(files) == 8, (
+        "one file, its test and one line; two files and a model for experts"
+    )
     words = [
         "plan",
         str(ROOT / "recipes/laptop-tiny.yaml"),

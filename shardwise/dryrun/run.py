@@ -7,7 +7,6 @@ multiplied.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -274,13 +273,23 @@ def _fake_batches(
     return batches
 
 
+@dataclass(frozen=True)
+class _Repeated:
+    """A source whose steps have the same micro-batches; steps that epochs are not counted into yet never end."""
+
+    batches: Sequence[Batch]
+    steps: int | None
+
+    def micro_batches(self, step: int) -> Sequence[Batch]:
+        return () if self.steps and step >= self.steps else self.batches
+
+
 def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[tuple[int, str]]:
     """Run the step, after a rehearsal of the fill; the tracker counts the costs of each micro-batch, and of the rest.
 
     Returns when passes of the micro-batches began, and their phases.
     """
-    # Steps that epochs are not counted into yet are as many as are asked for.
-    steps = itertools.repeat(batches, *([run.recipe.steps] if run.recipe.steps else []))
+    run.passes.begin(_Repeated(batches, run.recipe.steps), 0)
     entries: list[tuple[int, str]] = []
 
     def entered(name: str) -> None:
@@ -294,7 +303,7 @@ def _counted_step(run: Run, batches: list[Batch], tracker: Tracker) -> list[tupl
     run.blueprint.rehearse_fill(run.model)
     tracker.counting_costs = True
     with listening(entered):
-        step(run, steps, learning_rate(run.recipe, 0))
+        step(run, batches, learning_rate(run.recipe, 0))
     tracker.counting_costs = False
     return entries
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.phase import micro_batch, phase
-from shardwise.engine.run import ForwardBackward, SeesLoss, Steps
+from shardwise.engine.run import ForwardBackward, SeesLoss
 from shardwise.engine.targets import targets_of
 from shardwise.model.blueprint import Batch
 
@@ -20,9 +20,11 @@ LEAST = 3
 class Sequential(ForwardBackward):
     """Each micro-batch's backward pass follows its forward pass."""
 
-    def forward_backward(self, steps: Steps, sees_loss: SeesLoss | None = None) -> tuple[Tensor, Tensor]:
+    def forward_backward(
+        self, batches: Sequence[Batch], sees_loss: SeesLoss | None = None
+    ) -> tuple[Tensor, Tensor]:
         live = self._live
-        batches = [live.local_batch(batch) for batch in next(iter(steps))]
+        batches = [live.local_batch(batch) for batch in batches]
         with phase("forward"):
             targets = targets_of(live, self._update, batches)
             total = torch.zeros((), dtype=torch.float64, device=live.device)

@@ -13,9 +13,10 @@ of means, which weighs short micro-batches too much, and dividing gradients afte
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,23 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique.site import Context, EngineOptions
 
-Steps = Iterable[Sequence[Batch]]
-"""The micro-batches of a step, then those of the steps after it. One iterator over them is one run."""
+
+class BatchSource(Protocol):
+    """Where the steps of a run take their micro-batches from: data in an order, or samples that the model generates."""
+
+    def micro_batches(self, step: int) -> Sequence[Batch]:
+        """This rank's micro-batches of optimizer step ``step``, on its device; () after the last step."""
+
+
+@dataclass(frozen=True)
+class ListedBatches:
+    """A source of steps whose micro-batches are there already."""
+
+    steps: Sequence[Sequence[Batch]]
+
+    def micro_batches(self, step: int) -> Sequence[Batch]:
+        return self.steps[step] if step < len(self.steps) else ()
+
 
 SeesLoss = Callable[[Tensor], None]
 """Called with the loss sum of every micro-batch between its two passes."""
@@ -160,11 +176,20 @@ class ForwardBackward(ABC):
         """Further copies of weights that are held between steps."""
         return []
 
+    def begin(self, source: BatchSource, step: int) -> None:  # noqa: B027 (most schedules read no step ahead)
+        """Steps from ``step`` on, one after the other, have the micro-batches of ``source``.
+
+        Only a schedule that reads ahead asks it; without this call, each step is a run of its own.
+        """
+
     @abstractmethod
-    def forward_backward(self, steps: Steps, sees_loss: SeesLoss | None = None) -> tuple[Tensor, Tensor]:
+    def forward_backward(
+        self, batches: Sequence[Batch], sees_loss: SeesLoss | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Accumulate the scaled gradient of the mean loss; (valid targets, mean loss) of the global batch.
 
-        Takes this step's micro-batches from ``steps``, and those of later steps if it reads ahead.
+        Args:
+            batches: this rank's micro-batches of the step.
         """
 
     @abstractmethod

@@ -7,11 +7,13 @@ Nothing in here waits for the device: no ``.item()``, no branch on a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwise.engine.run import Run, Steps
+from shardwise.engine.run import Run
+from shardwise.model.blueprint import Batch
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,16 @@ class StepResult:
     loss_scale: Tensor
 
 
-def step(run: Run, steps: Steps, learning_rate: float, skip: Tensor | None = None) -> StepResult:
-    """One optimizer step over this rank's next micro-batches. Every rank must have the same number.
+def step(run: Run, batches: Sequence[Batch], learning_rate: float, skip: Tensor | None = None) -> StepResult:
+    """One optimizer step.
 
     Args:
-        steps: an iterator over the micro-batches of every step. ``[batches]`` is a run of one step.
+        batches: this rank's micro-batches. Every rank must have the same number.
         skip: 1 on all ranks leaves the update out, 0 does not.
     """
     run.optimizer.learning_rate = learning_rate
     run.update.skip = skip
-    return end_step(run, *run.passes.forward_backward(steps))
+    return end_step(run, *run.passes.forward_backward(batches))
 
 
 def end_step(run: Run, tokens: Tensor, loss: Tensor) -> StepResult:

@@ -92,7 +92,7 @@ class Session:
         """
         seed_step(self.recipe.seed, self._state.step, self._run.random_rank)
         self._run.optimizer.learning_rate = learning_rate(self.recipe, self._state.step)
-        self._tokens, self._loss = self._run.passes.forward_backward(iter([batch]))
+        self._tokens, self._loss = self._run.passes.forward_backward(batch)
         return self._loss
 
     def step(self) -> StepResult:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from shardwise.core.errors import RecipeError
 from shardwise.data import Data
 from shardwise.engine.run import Run
@@ -35,6 +38,23 @@ class RankBatches:
     def _on_device(self, batches: list[Batch]) -> list[Batch]:
         device = self._run.device
         return [{key: to_device(value, device) for key, value in batch.items()} for batch in batches]
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """The micro-batches of each step (engine/run.py, ``BatchSource``).
+
+    Attributes:
+        position: where a step reads in the order of the data.
+        steps: of the whole run.
+    """
+
+    batches: RankBatches
+    position: Callable[[int], int]
+    steps: int
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        return self.batches.at(self.position(step)) if step < self.steps else []
 
 
 def require_vocabulary(blueprint: Blueprint, data: Data, fix: str = "") -> None:

@@ -32,7 +32,7 @@ from shardwise.core.run_files import GradientNoise, StepRecord
 from shardwise.data import Data, open_data
 from shardwise.engine.build import build
 from shardwise.engine.phase import listening
-from shardwise.engine.run import Steps
+from shardwise.engine.run import BatchSource
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import StepResult, step
 from shardwise.engine.train_state import TrainState
@@ -41,7 +41,7 @@ from shardwise.launch.signals import StopRequest
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.sections import Recipe
-from shardwise.trainer.batches import RankBatches, require_vocabulary
+from shardwise.trainer.batches import RankBatches, StepBatches, require_vocabulary
 from shardwise.trainer.evaluation import best_of, evaluate
 from shardwise.trainer.faults.oom_restart import followed_oom, stop_on_oom
 from shardwise.trainer.faults.recovery import ObservedStep, Recovery, Rewound
@@ -242,10 +242,10 @@ class Trainer:
                 self.log.lap()
 
     def _steps(self) -> None:
-        steps = range(self.state.step, self.job.recipe.steps)
-        batches = (self.batches.at(self.state.position(index)) for index in steps)
-        for index in steps:
-            before, self._pending = self._pending, self._issue(index, batches)
+        source = StepBatches(self.batches, lambda index: self.state.position(index), self.job.recipe.steps)
+        self.run.passes.begin(source, self.state.step)
+        for index in range(self.state.step, self.job.recipe.steps):
+            before, self._pending = self._pending, self._issue(index, source)
             asked = frozenset[str]() if before is None else self._finish(before)
             self.meter.after_step()
             if asked - {SKIP} or self.pauses.after(index):
@@ -253,12 +253,12 @@ class Trainer:
             if self._ended:
                 return
 
-    def _issue(self, index: int, batches: Steps) -> _Pending:
+    def _issue(self, index: int, source: BatchSource) -> _Pending:
         """Run a step without waiting for the device."""
         recipe, run = self.job.recipe, self.run
         seed_step(recipe.seed, index, run.random_rank)
         with self._monitored(index):
-            result = step(run, batches, learning_rate(recipe, index), self._skip)
+            result = step(run, source.micro_batches(index), learning_rate(recipe, index), self._skip)
         flags = self._agreed(index)
         self._skip = flags[-1] if self.hooks.may_ask and run.synchronous else None
         return _Pending(index, result, flags, *self.log.lap())

@@ -58,7 +58,7 @@ def gradient_noise(run: Run, batches: Sequence[Batch]) -> GradientNoise:
 def _gradient(run: Run, batches: Sequence[Batch]) -> tuple[float, int]:
     """The squared norm of the gradient of the mean loss of these micro-batches, and their valid targets."""
     with run.update.suspended():
-        tokens, _ = run.passes.forward_backward(iter([batches]))
+        tokens, _ = run.passes.forward_backward(batches)
     square = square_sum(run.own_parameters(), run.device, run.ranks_of)
     dist.all_reduce(square, group=run.verdict_group)
     run.optimizer.zero_grad(set_to_none=True)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.engine.build import build
+from shardwise.engine.run import ListedBatches
 from shardwise.engine.step import step
 from shardwise.hardware.kinds import kind_of
 from shardwise.model.open import blueprint_of
@@ -73,9 +74,10 @@ def warm_kernels(
         warm_kernels(device, strategy, convolves=convolves)
         return
     tokens = torch.zeros((1, recipe.data.sequence_length), dtype=torch.int64, device=device)
-    steps = iter([[{"input_ids": tokens, "labels": tokens}] * 2] * recipe.steps)
+    batches = [{"input_ids": tokens, "labels": tokens}] * 2
+    run.passes.begin(ListedBatches([batches] * recipe.steps), 0)
     for _ in range(recipe.steps):
-        step(run, steps, 1e-4)
+        step(run, batches, 1e-4)
     dist.barrier()  # PipeDream's last messages leave while the run lives
     torch.ones(_BLOCKS, _BLOCKS, device=device) @ torch.ones(_BLOCKS, 2 * _BLOCKS, device=device)
     if run.options.dtypes.compute.itemsize == 2:

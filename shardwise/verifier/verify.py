@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +145,26 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
 
 def trained(run: Run, data: Data, steps: int) -> tuple[TrainedStep, ...]:
     """Train a run for some steps on its share of the data."""
-    batches = (_batches(run, data, index) for index in range(steps))
+    source = _Steps(run, data, steps)
+    run.passes.begin(source, 0)
     seen = []
     for index in range(steps):
         seed_step(run.recipe.seed, index, run.random_rank)
-        result = step(run, batches, learning_rate(run.recipe, index))
+        result = step(run, source.micro_batches(index), learning_rate(run.recipe, index))
         seen.append(TrainedStep(float(result.loss), float(result.grad_norm), bool(result.skipped)))
     return tuple(seen)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The micro-batches of the steps of a comparison."""
+
+    run: Run
+    data: Data
+    steps: int
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        return _batches(self.run, self.data, step) if step < self.steps else []
 
 
 def _batches(run: Run, data: Data, index: int) -> list[Batch]:
@@ -215,7 +228,7 @@ def _first_gradients(run: Run, data: Data, loss_scale: float, folder: Path) -> d
     scale, before = run.loss_scale.value, run.loss_scale.value.clone()
     scale.fill_(loss_scale)
     with run.update.suspended():
-        run.passes.forward_backward(iter([_batches(run, data, 0)]))
+        run.passes.forward_backward(_batches(run, data, 0))
     found = misalignments(gradient_products(run, folder / GRADIENTS))
     run.optimizer.zero_grad(set_to_none=True)
     scale.copy_(before)

@@ -63,7 +63,7 @@ def _plans_and_trains(family: str, precision: str, folder: Path) -> None:
     run = build(recipe, blueprint, strategy, torch.device("cpu"))
     ids = torch.randint(2, 64, (2, 17), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-    losses = [float(step(run, [[batch]], 1e-2).loss) for _ in range(4)]
+    losses = [float(step(run, [batch], 1e-2).loss) for _ in range(4)]
     assert losses[-1] < losses[0], losses
 
 

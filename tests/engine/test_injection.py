@@ -144,12 +144,12 @@ def values(result: StepResult) -> list[str]:
 def injected(row: Row) -> dict[str, Any]:
     run = run_of(row)
     if not row["first_step"]:
-        assert float(step(run, [micro_batches(run, 0)], 1e-2).skipped) == 0
+        assert float(step(run, micro_batches(run, 0), 1e-2).skipped) == 0
     before = digest(run)
     with fault(run, row):
-        bad = step(run, [micro_batches(run, 1)], 1e-2)
+        bad = step(run, micro_batches(run, 1), 1e-2)
     after = digest(run)
-    good = step(run, [micro_batches(run, 2)], 1e-2)
+    good = step(run, micro_batches(run, 2), 1e-2)
     return {
         "unchanged": before == after,
         "moves_on": digest(run) != after,

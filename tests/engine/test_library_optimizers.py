@@ -105,7 +105,7 @@ def losses_of(run: Run, steps: range) -> list[float]:
     for index in steps:
         mine = {key: value[run.data_rank :: run.data_degree] for key, value in batch(index % 2).items()}
         skip = torch.tensor(float(index == SKIPPED))
-        losses.append(float(step(run, [[mine]], learning_rate(run.recipe, index), skip).loss))
+        losses.append(float(step(run, [mine], learning_rate(run.recipe, index), skip).loss))
     return losses
 
 

@@ -92,7 +92,7 @@ def recovered(scale: float) -> float:
         return (model(batch["x"]).float() * size).sum(), torch.tensor(1)
 
     run.blueprint.loss = loss  # type: ignore[method-assign]
-    run.passes.forward_backward([[{"x": torch.zeros(1)}]])
+    run.passes.forward_backward([{"x": torch.zeros(1)}])
     [gradient] = [local(p.grad) for p in run.model.parameters() if p.grad is not None]
     return float((gradient / scale != 0).float().mean())
 
@@ -117,7 +117,7 @@ def regression(precision: str, loss_scale: dict[str, Any]) -> list[float]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 16, generator=generator)
     y = torch.sin(x @ torch.randn(16, 4, generator=generator) / 4)
-    return [float(step(run, [[{"x": x, "y": y}]], 0.02 / weight).loss) / weight for _ in range(120)]
+    return [float(step(run, [{"x": x, "y": y}], 0.02 / weight).loss) / weight for _ in range(120)]
 
 
 def regressions() -> tuple[list[float], ...]:
@@ -148,7 +148,7 @@ def overflowing() -> list[tuple[float, float, bool]]:
     seen = []
     for _ in range(8):
         before = snapshot(run.model.parameters())
-        result = step(run, [[{"x": x, "y": torch.ones(8, 4)}]], 1e-2)
+        result = step(run, [{"x": x, "y": torch.ones(8, 4)}], 1e-2)
         changed = any(
             not torch.equal(b, a) for b, a in zip(before, snapshot(run.model.parameters()), strict=True)
         )

@@ -303,7 +303,7 @@ def torn() -> tuple[bool, float, list[Any]]:
         local(parameter.grad).view(-1)[0].fill_(math.inf)
 
     victim._post_accumulate_grad_hooks = type(hooks)([(-1, poison), *hooks.items()])  # type: ignore[call-arg]
-    result = step(run, [[batch(1)]], 1e-2)
+    result = step(run, [batch(1)], 1e-2)
     kept = torch.equal(before, full(victim.detach()))
     return kept, float(result.grad_norm), [float(result.skipped)]
 

@@ -21,7 +21,7 @@ from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import build
 from shardwise.engine.pipeline.pipedream import PipeDream
 from shardwise.engine.pipeline.weight_stash import Stash
-from shardwise.engine.run import Run
+from shardwise.engine.run import ListedBatches, Run
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
 from shardwise.hardware.cluster import cluster_of
@@ -86,9 +86,12 @@ def trained(
     """Losses, this rank's weights with where they lie in the whole, and the most forward passes under way."""
     run: Run = build(asked, blueprint_of(asked), strategy_from(asked.strategy), torch.device("cpu"))
     losses = []
-    batches = (of_step(index, per_step, run.data_rank, run.data_degree) for index in range(STEPS))
+    source = ListedBatches(
+        [of_step(index, per_step, run.data_rank, run.data_degree) for index in range(STEPS)]
+    )
+    run.passes.begin(source, 0)
     for index in range(STEPS):
-        losses.append(float(step(run, batches, learning_rate(asked, index)).loss))
+        losses.append(float(step(run, source.micro_batches(index), learning_rate(asked, index)).loss))
         if index == pause_after:
             evaluate(run, [batch(999)])
     assert isinstance(run.passes, PipeDream)

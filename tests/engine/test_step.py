@@ -49,7 +49,7 @@ def gradients(settings: dict[str, Any]) -> Gradients:
     whole, size = uneven_batch(), settings["micro_batch_size"]
     rows = torch.arange(ROWS).view(-1, run.data_degree, size)[:, run.data_rank]
     batches = [{name: tensor[part] for name, tensor in whole.items()} for part in rows]
-    _, loss = run.passes.forward_backward([batches])
+    _, loss = run.passes.forward_backward(batches)
     pieces = {
         n: (local_slices(p), local(p.grad).clone())
         for n, p in run.model.named_parameters()

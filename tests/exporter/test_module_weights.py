@@ -88,7 +88,7 @@ def three_steps(name: str, settings: dict[str, Any], sections: dict[str, Any]) -
     run = build(recipe, blueprint, strategy_from({"micro_batch_size": 2, **settings}), torch.device("cpu"))
     data = open_data(recipe, blueprint.dataset)
     for index in range(3):
-        step(run, iter([data.micro_batches(index, run.data_rank, run.data_degree, 2)]), 0.1)
+        step(run, data.micro_batches(index, run.data_rank, run.data_degree, 2), 0.1)
     return run
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.engine.build import build
+from shardwise.engine.run import ListedBatches
 from shardwise.engine.snapshot import Snapshots, snapshots_of
 from shardwise.engine.step import step
 from shardwise.model.blueprint import Batch
@@ -124,14 +125,14 @@ def measured_rank(recipe: Recipe, settings: dict[str, Any]) -> int:
     count = micro_batches(strategy, run.layout, recipe.batch_size)
     shape = (strategy[MICRO_BATCH_SIZE], recipe.data.sequence_length)
 
-    def batches() -> Iterator[list[Batch]]:
-        for _ in range(recipe.steps):
-            tokens = [torch.randint(0, 2048, shape) for _ in range(count)]
-            yield [{"input_ids": t, "labels": t} for t in tokens]
+    def batches() -> list[Batch]:
+        tokens = [torch.randint(0, 2048, shape) for _ in range(count)]
+        return [{"input_ids": t, "labels": t} for t in tokens]
 
-    steps = batches()
-    for _ in range(recipe.steps - 1):
-        step(run, steps, 1e-4)
+    source = ListedBatches([batches() for _ in range(recipe.steps)])
+    run.passes.begin(source, 0)
+    for index in range(recipe.steps - 1):
+        step(run, source.micro_batches(index), 1e-4)
         meter.sample()
     dist.barrier()  # PipeDream's last messages leave while the run lives
     return meter.peak.allocated

@@ -48,7 +48,7 @@ def train(run: Run, steps: range) -> list[str]:
     losses = []
     for index in steps:
         mine = {key: value[run.data_rank :: run.data_degree] for key, value in batch(index).items()}
-        losses.append(float(step(run, [[mine]], 1e-2).loss).hex())
+        losses.append(float(step(run, [mine], 1e-2).loss).hex())
     return losses
 
 

@@ -146,7 +146,7 @@ def ours(recipe: Recipe) -> list[float]:
         seed_step(recipe.seed, index, run.random_rank)
         size = recipe.strategy["micro_batch_size"]
         batches = data.micro_batches(index, run.data_rank, run.data_degree, int(str(size)))
-        losses.append(float(step(run, iter([batches]), RATE).loss))
+        losses.append(float(step(run, batches, RATE).loss))
     return losses
 
 

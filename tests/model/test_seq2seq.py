@@ -118,7 +118,7 @@ def test_it_learns(adapter: dict[str, Any] | None, tmp_path: Path) -> None:
     blueprint = blueprint_of(recipe)
     run = build(recipe, blueprint, strategy_from({"micro_batch_size": 4}), torch.device("cpu"))
     batch = _batch(recipe, tmp_path)
-    losses = [float(step(run, [[batch]], 1e-2).loss) for _ in range(8)]
+    losses = [float(step(run, [batch], 1e-2).loss) for _ in range(8)]
     assert losses[-1] < 0.9 * losses[0], losses
 
 

@@ -165,10 +165,10 @@ def gradients(asked: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
         run = make_run(3, settings={"precision": "fp64", **settings}, model=MODEL, data=data)
         packed = [{**batch, "starts": starts_of(ROWS)}]
         if index == 0:
-            run.passes.forward_backward(iter([packed]))
+            run.passes.forward_backward(packed)
         else:
             with reference_kernel():
-                run.passes.forward_backward(iter([packed]))
+                run.passes.forward_backward(packed)
         found.append({name: full(p.grad) for name, p in named_parameters(run.model) if p.grad is not None})
     return found
 

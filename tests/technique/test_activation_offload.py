@@ -51,7 +51,7 @@ def gradients(model: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str
         with torch.no_grad():
             run.blueprint.loss(run.model, batch)
         assert not copied, "an evaluation keeps nothing"
-        run.passes.forward_backward([[batch] * 2])
+        run.passes.forward_backward([batch] * 2)
     # Where the optimizer runs in the backward pass, the gradients are gone and the weights tell.
     named = {name: p if p.grad is None else p.grad for name, p in named_parameters(run.model)}
     found = {name: local(tensor).detach().clone() for name, tensor in named.items()}

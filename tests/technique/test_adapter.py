@@ -158,7 +158,7 @@ def trained_run(adapter: dict[str, Any], settings: dict[str, Any]) -> Run:
     for _ in range(2):
         # A pipeline takes as many micro-batches as it has ranks, at least; all others one.
         parts = [mine[row : row + 1] for row in range(len(mine))]
-        step(run, [[{"input_ids": part[:, :-1], "labels": part[:, 1:]} for part in parts]], 1e-2)
+        step(run, [{"input_ids": part[:, :-1], "labels": part[:, 1:]} for part in parts], 1e-2)
     return run
 
 

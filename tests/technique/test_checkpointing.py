@@ -45,7 +45,7 @@ def gradients(settings: dict[str, Any], frozen: bool = False) -> dict[str, Tenso
     run = build(asked, blueprint, strategy_from(settings), torch.device("cpu"))
     torch.manual_seed(11)
     tokens = torch.arange(32).repeat(2, 1)
-    run.passes.forward_backward([[{"input_ids": tokens, "labels": tokens}] * 2])
+    run.passes.forward_backward([{"input_ids": tokens, "labels": tokens}] * 2)
     # Where the optimizer runs in the backward pass, the gradients are gone and the weights tell.
     named = {name: p if p.grad is None else p.grad for name, p in named_parameters(run.model)}
     return {name: local(tensor).detach().clone() for name, tensor in named.items()} | {

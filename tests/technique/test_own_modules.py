@@ -149,7 +149,7 @@ def by_shardwise(settings: dict[str, Any]) -> dict[str, Tensor]:
     run = build(asked, blueprint, strategy_from({**settings, "micro_batch_size": 2}), torch.device("cpu"))
     data = open_data(asked, blueprint.dataset)
     for index in range(3):
-        step(run, iter([data.micro_batches(index, run.data_rank, run.data_degree, 2)]), 0.1)
+        step(run, data.micro_batches(index, run.data_rank, run.data_degree, 2), 0.1)
     share_buffers(run)
     return statistics(run.model)
 

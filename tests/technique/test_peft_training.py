@@ -84,7 +84,7 @@ def trained_rank(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, 
     run = build(recipe, blueprint_of(recipe), strategy_from(settings), torch.device("cpu"))
     mine = tokens()[run.data_rank :: run.data_degree]
     for _ in range(STEPS):
-        step(run, [[{"input_ids": mine[:, :-1], "labels": mine[:, 1:]}]], RATE)
+        step(run, [{"input_ids": mine[:, :-1], "labels": mine[:, 1:]}], RATE)
     return gathered(run, parameters_of(run))
 
 

@@ -149,7 +149,7 @@ def made(recipe: Recipe) -> Any:
 
 def held_in_flight(recipe: Recipe, count: int) -> int:
     run = made(recipe)
-    step(run, [batches(count)], 1e-3)
+    step(run, batches(count), 1e-3)
     assert isinstance(run.passes, Pipelined)
     return run.passes.most_in_flight
 
@@ -187,7 +187,7 @@ def test_held_out_loss_is_that_of_one_process(pool: Pool) -> None:
 
 def trained_and_saved(recipe: Recipe, folder: Path) -> None:
     run = made(recipe)
-    step(run, [batches(4)], 1e-3)
+    step(run, batches(4), 1e-3)
     save(run, TrainState(step=1), folder, keep=2)
 
 
@@ -196,7 +196,7 @@ def gone_on(recipe: Recipe, folder: Path) -> tuple[dict[str, Tensor], float]:
     run = made(recipe)
     assert restore(run, folder) == TrainState(step=1)
     held = {name: local_part(tensor).clone() for name, tensor in tensors_of(run).items()}
-    return held, float(step(run, [batches(4, seed=1)], 1e-3).loss)
+    return held, float(step(run, batches(4, seed=1), 1e-3).loss)
 
 
 def test_a_checkpoint_is_read_by_any_number_of_stages(pool: Pool, tmp_path: Path) -> None:

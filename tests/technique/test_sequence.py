@@ -116,7 +116,7 @@ def gradients(asked: list[dict[str, Any]], model: dict[str, Any]) -> list[dict[s
     found = []
     for settings in asked:
         run = make_run(3, settings=settings, model=model, data=EIGHT)
-        run.passes.forward_backward([[batch(0), batch(1)]])
+        run.passes.forward_backward([batch(0), batch(1)])
         named = named_parameters(run.model)
         found.append({name: full(p.grad) for name, p in named if p.grad is not None})
     return found

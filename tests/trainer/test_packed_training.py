@@ -119,7 +119,7 @@ def measured(recipe: Recipe, settings: dict[str, Any]) -> int:
         shapes = batch_shapes(blueprint, recipe.data)
         batch = {name: torch.zeros((2, *shape), dtype=dtype) for name, (shape, dtype) in shapes.items()}
         batch["positions"] += torch.arange(2048) % 300
-        step(run, [[batch]], 1e-4)
+        step(run, [batch], 1e-4)
         meter.sample()
     return meter.peak.allocated
 

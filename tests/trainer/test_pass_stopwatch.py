@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from shardwise.core.pipeline.schedule import Action, orders
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import PassesRecord
 from shardwise.engine.build import build
+from shardwise.engine.run import ListedBatches
 from shardwise.engine.step import step
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs.planning import make_plan
@@ -145,10 +145,11 @@ def timed_rank(recipe: Recipe) -> PassesRecord | None:
     run = build(recipe, blueprint_of(recipe), strategy_from(recipe.strategy), torch.device("cpu"))
     watch = Stopwatch(run, first=0)
     ids = torch.randint(0, 256, (1, 16))
-    steps = repeat([{"input_ids": ids, "labels": ids}] * COUNT, recipe.steps)
+    batches = [{"input_ids": ids, "labels": ids}] * COUNT
+    run.passes.begin(ListedBatches([batches] * recipe.steps), 0)
     for index in range(recipe.steps):
         with watch.over(index):
-            step(run, steps, 1e-3)
+            step(run, batches, 1e-3)
     return watch.collect()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import repeat
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ def phases_rank(steps: int, slow: int | None = None) -> tuple[PhasesRecord | Non
     recipe = recipe_of({"model": MODEL, "data": {"sequence_length": 8}, "steps": steps, "batch_size": 4})
     run = build(recipe, blueprint_of(recipe), strategy_from({"zero_stage": 3}), torch.device("cpu"))
     watch, ids, spent = PhaseStopwatch(run, first=0), torch.zeros((1, 8), dtype=torch.int64), []
-    batches = repeat([{"input_ids": ids, "labels": ids}] * 2)
+    batches = [{"input_ids": ids, "labels": ids}] * 2
     for index in range(steps):
         begin = time.perf_counter()
         pause = SLOW if index == slow else 0.0

@@ -97,20 +97,20 @@ def timed_step(
     )
     run = build(recipe, blueprint_of(recipe), strategy, device)
     tokens = torch.randint(model["vocab"], (micro_batch, length), device=device)
-    steps = itertools.repeat([{"input_ids": tokens, "labels": tokens}])
+    batches = [{"input_ids": tokens, "labels": tokens}]
     for _ in range(2):
-        step(run, steps, 1e-4)
+        step(run, batches, 1e-4)
     readings: list[dict[str, float]] = []
     for _ in range(plain_steps):
         clock = PhaseClock(device)
         with clock.over():
-            step(run, steps, 1e-4)
+            step(run, batches, 1e-4)
         readings.append(clock.read())
     names = readings[0] if readings else ()
     found = TimedStep({name: statistics.median(each[name] for each in readings) for name in names})
     with _recorded(run, found):
         for _ in range(_TIMED_STEPS):
-            step(run, steps, 1e-4)
+            step(run, batches, 1e-4)
     found.collectives = found.collectives[: len(found.collectives) // _TIMED_STEPS]
     return found
 

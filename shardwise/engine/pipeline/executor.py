@@ -33,7 +33,7 @@ from shardwise.engine.pass_timing import computing
 from shardwise.engine.phase import micro_batch, phase
 from shardwise.engine.pipeline.p2p import Mail
 from shardwise.engine.pipeline.split_backward import gradients_of_input, gradients_of_weights, without_updates
-from shardwise.engine.run import ForwardBackward, LiveModel, OptimizerStep, SeesLoss, Steps
+from shardwise.engine.run import ForwardBackward, LiveModel, OptimizerStep, SeesLoss
 from shardwise.model.blueprint import Batch
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique.pipeline.place import Pipeline
@@ -51,9 +51,11 @@ class Pipelined(ForwardBackward):
         self._pipeline = pipeline
         self.most_in_flight = 0
 
-    def forward_backward(self, steps: Steps, sees_loss: SeesLoss | None = None) -> tuple[Tensor, Tensor]:
+    def forward_backward(
+        self, batches: Sequence[Batch], sees_loss: SeesLoss | None = None
+    ) -> tuple[Tensor, Tensor]:
         live = self._live
-        batches = [live.local_batch(batch) for batch in next(iter(steps))]
+        batches = [live.local_batch(batch) for batch in batches]
         with phase("forward"):
             tokens = live.count_targets(batches)
             total = torch.zeros((), dtype=torch.float64, device=live.device)

@@ -8,9 +8,9 @@ it entered the first stage (weight_stash.py).
 
 The last messages of a step are still on their way when it returns: the run must live until the other ranks have them.
 
-A rank takes the batches of later steps from the same iterator as those of its own step. A run that stops between two
-steps has done the same updates on all ranks, so checkpoints are whole. A run that resumes fills its pipeline again,
-with newer weights than an uninterrupted run would have used. Given the batches of a single step, it is 1f1b.
+A rank reads the batches of later steps from the source that ``begin`` names. A run that stops between two steps has
+done the same updates on all ranks, so checkpoints are whole. A run that resumes fills its pipeline again, with newer
+weights than an uninterrupted run would have used. Without ``begin`` it is 1f1b.
 
 Rules in technique/pipeline/technique.py refuse what needs all ranks at one step (the norm of all gradients, one loss
 scale, rewinding). A request to stop waits until the run pauses.
@@ -18,7 +18,7 @@ scale, rewinding). A request to stop waits until the run pauses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from shardwise.engine.phase import micro_batch, phase
 from shardwise.engine.pipeline.executor import Pipelined, Step, hidden_shape
 from shardwise.engine.pipeline.p2p import wait
 from shardwise.engine.pipeline.weight_stash import Stash
-from shardwise.engine.run import LiveModel, OptimizerStep, SeesLoss, Steps
+from shardwise.engine.run import BatchSource, ListedBatches, LiveModel, OptimizerStep, SeesLoss
 from shardwise.model.blueprint import Batch
 from shardwise.runtime.torch_private_fsdp import fsdp_gather_streams
 from shardwise.technique.pipeline.place import Pipeline
@@ -46,7 +46,7 @@ class PipeDream(Pipelined):
         self._per_step = per_step
         self._parameters = [p for p in live.model.parameters() if p.requires_grad]
         self.stash = Stash(self._parameters, self._lag, per_step)
-        self._steps: Iterator[Sequence[Batch]] | None = None
+        self._begun = False
         self._stream: _Stream | None = None
         self._done = 0
 
@@ -54,8 +54,17 @@ class PipeDream(Pipelined):
     def weight_copies(self) -> list[Tensor]:
         return self.stash.buffers
 
-    def forward_backward(self, steps: Steps, sees_loss: SeesLoss | None = None) -> tuple[Tensor, Tensor]:
-        stream = self._stream_of(iter(steps))
+    def begin(self, source: BatchSource, step: int) -> None:
+        self._empty(source, step)
+        self._begun = True
+
+    def forward_backward(
+        self, batches: Sequence[Batch], sees_loss: SeesLoss | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if not self._begun:
+            self._empty(ListedBatches([batches]), 0)
+        stream = self._stream
+        assert stream is not None
         first = self._done * self._per_step
         stream.read(first + self._per_step + self._ahead)
         stream.sees_loss = sees_loss
@@ -72,15 +81,13 @@ class PipeDream(Pipelined):
         dist.all_reduce(total, group=self._live.context.token_group)
         return tokens, total / tokens.clamp(min=1)
 
-    def _stream_of(self, steps: Iterator[Sequence[Batch]]) -> _Stream:
-        """The passes of the run over ``steps``. Another iterator begins another run, with an empty pipeline."""
-        if self._stream is None or steps is not self._steps:
-            if self._stream is not None:
-                self._stream.mail.close()
-                self.stash = Stash(self._parameters, self._lag, self._per_step)
-            self._steps, self._done = steps, 0
-            self._stream = _Stream(self._live, self._pipeline, self.stash, steps)
-        return self._stream
+    def _empty(self, source: BatchSource, step: int) -> None:
+        """Begin with an empty pipeline, at a step of a source."""
+        if self._stream is not None:
+            self._stream.mail.close()
+            self.stash = Stash(self._parameters, self._lag, self._per_step)
+        self._done = 0
+        self._stream = _Stream(self._live, self._pipeline, self.stash, source, step)
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         if self._stream is not None:
@@ -98,10 +105,10 @@ class _Stream(Step):
     mail: _StreamMail
 
     def __init__(
-        self, live: LiveModel, pipeline: Pipeline, stash: Stash, steps: Iterator[Sequence[Batch]]
+        self, live: LiveModel, pipeline: Pipeline, stash: Stash, source: BatchSource, step: int
     ) -> None:
         super().__init__(live, pipeline, {}, {}, _StreamMail(live, pipeline))
-        self._stash, self._steps = stash, steps
+        self._stash, self._source, self._next = stash, source, step
         self._counts: dict[int, Tensor] = {}
         self._losses: dict[int, Tensor] = {}
         self._shape: tuple[int, ...] = ()
@@ -109,7 +116,8 @@ class _Stream(Step):
 
     def read(self, until: int) -> None:
         """Take whole steps until there are ``until`` micro-batches, or no more steps."""
-        while self.taken < until and (batches := next(self._steps, None)) is not None:
+        while self.taken < until and (batches := self._source.micro_batches(self._next)):
+            self._next += 1
             self._take([self.live.local_batch(batch) for batch in batches])
 
     def _take(self, batches: Sequence[Batch]) -> None:

@@ -68,7 +68,7 @@ def first_non_finite(run: Run, batches: Sequence[Batch]) -> Finding | None:
         # The hooks make views and cause warnings. A model that writes in place raises; earlier findings are still true.
         warnings.simplefilter("ignore")
         with run.update.suspended():
-            run.passes.forward_backward([batches], watch.loss)
+            run.passes.forward_backward(batches, watch.loss)
     watch.look_at_gradients(len(batches) - 1)
     run.optimizer.zero_grad(set_to_none=True)
     every: list[Finding | None] = [None] * dist.get_world_size()
