@@ -22,9 +22,10 @@ def more_room(error: OSError) -> str:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace the content of ``path``. Raises ResourceError; the file is then unchanged."""
+    """Replace the content of ``path``, in a new folder if need be. Raises ResourceError; the file is then unchanged."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        make_folder(path.parent)
         try:
             with temporary.open("wb") as file:
                 file.write(content)

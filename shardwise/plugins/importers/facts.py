@@ -94,6 +94,7 @@ def _precision(draft: Draft) -> None:
     elif any(name in draft.autos and name not in facts for name in ("bf16", "fp16")):
         other = draft.is_said("bf16") and "fp16" not in facts
         draft.assume("strategy.precision", "fp16" if other else "bf16")
+        draft.notes["strategy.precision"] = "the file leaves it to the device (auto)"
     elif {"fp16", "bf16", "no_mixed_precision"} & facts.keys():
         draft.put("strategy.precision", "fp32", "fp16", "bf16", "no_mixed_precision")
 

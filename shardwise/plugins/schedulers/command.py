@@ -89,8 +89,9 @@ def command(
 
     module = SCHEDULERS[scheduler.value]
     write_whole(path, module.job_file(job).encode("utf-8"))
-    ranks = f"{job.nodes} nodes of {job.devices} ranks, in {job.out}"
-    typer.echo(f"{path}: {wanted.steps or 'epochs of'} steps on {ranks}")
+    length = f"{wanted.epochs:g} epochs" if wanted.epochs else f"{wanted.steps} steps"
+    nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
+    typer.echo(f"{path}: {length} on {nodes} of {job.devices} ranks, in {job.out}")
     _next(module.SUBMIT, path, submit)
 
 

@@ -294,7 +294,7 @@ def test_a_fault_of_the_file_is_one_line(
 def test_the_command_writes_a_recipe_that_can_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "recipe.yaml"
+    out = tmp_path / "new folder" / "recipe.yaml"
     given = [str(FILES / "ds_zero1_fp16.json"), "--model", "gpt2-124m", "--out", str(out)]
     assert run(["from", *given]) == 0
     said = capsys.readouterr().out
@@ -304,6 +304,15 @@ def test_the_command_writes_a_recipe_that_can_be_read(
     assert run(["from", *given[:3], "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["format"] == "deepspeed" and values["recipe"]["model"] == {"preset": "gpt2-124m"}
+
+
+def test_a_precision_of_auto_is_said_to_be_the_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yml").write_text("base_model: x\nbf16: auto\nmicro_batch_size: 1\nsequence_len: 64\n")
+    assert run(["from", str(tmp_path / "a.yml"), "--model", "tiny"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "strategy.precision=bf16" in line]
+    assert "(auto)" in row and "does not say" not in row
 
 
 def test_plan_takes_the_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,24 @@ def test_submit_lets_sbatch_check_the_file_first(
 
 
 @pytest.mark.parametrize(
+    ("length", "said"),
+    [("steps=7", "7 steps on 1 node of 8 ranks"), ("epochs=1.5", "1.5 epochs on 1 node of 8 ranks")],
+)
+def test_the_length_and_the_nodes_are_said(
+    length: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(RECIPE, encoding="utf-8")
+    words = ["--file", "jobs/r.sbatch", length, "cluster.preset=8xH100-80GB"]
+    assert run(["launch", "slurm", "r.yaml", *words]) == 0
+    assert said in capsys.readouterr().out and (tmp_path / "jobs" / "r.sbatch").is_file()
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
         (("slurm", "--out", "runs/x"), 2, "--out"),
