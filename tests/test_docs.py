@@ -41,6 +41,8 @@ PAGES += sorted((ROOT / "docs").rglob("*.md"))
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 TECHNIQUE_PAGE = ROOT / "docs" / "how-to" / "add-a-technique.md"
 
+OBJECTIVE_PAGE = ROOT / "docs" / "how-to" / "add-an-objective.md"
+
 SERVING_PAGE = ROOT / "docs" / "how-to" / "serve-adapters.md"
 """Its blocks are run by tests/plugins/serve/test_serving.py, which makes the runs that it names."""
 
@@ -412,8 +414,24 @@ def test_python_is_nowhere_else() -> None:
         *RUN_PAGES,
         OBJECTS_PAGE,
         TECHNIQUE_PAGE,
+        OBJECTIVE_PAGE,
         SERVING_PAGE,
     }
+
+
+def test_the_worked_objective_works(tmp_path: Path) -> None:
+    """One file beside the recipe: the page's tests of parity and of memory pass."""
+    files = [block for block in blocks(OBJECTIVE_PAGE) if block.file]
+    assert [block.file for block in files] == ["distilling.py", "distil.yaml", "tests/test_distilling.py"]
+    (tmp_path / "tests").mkdir()
+    for block in files:
+        (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+    script = "import runpy; page = runpy.run_path('tests/test_distilling.py')\n"
+    script += "for name in [name for name in page if name.startswith('test_')]: page[name]()"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_worked_technique_works(tmp_path: Path) -> None:

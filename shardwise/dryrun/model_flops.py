@@ -16,6 +16,7 @@ import torch
 from shardwise.dryrun.counting import dtype_named
 from shardwise.dryrun.target import TARGETS
 from shardwise.model.blueprint import Blueprint, batch_shapes
+from shardwise.model.objective import loss_of
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.flops import FlopCounter
 from shardwise.runtime.torch_private import FakeTensorMode, cast_floats
@@ -43,18 +44,22 @@ def model_flops(blueprint: Blueprint, data: DataSpec, batch_size: int, dtype: st
 def _counted(
     blueprint: Blueprint, data: DataSpec, batch_size: int, dtype: str, device_kind: str, depth: int | None
 ) -> int:
+    others = blueprint.minimises.frozen_models()
     with torch.device("meta"):
         model = blueprint.build(depth).train()
-    cast_floats(model, dtype_named(dtype))
+        frozen = {role: other.build().eval().requires_grad_(False) for role, other in others.items()}
+    for built in (model, *frozen.values()):
+        cast_floats(built, dtype_named(dtype))
     shapes = batch_shapes(blueprint, data)
     counter = FlopCounter()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), fake, counter, TARGETS[device_kind].kernels(1):
-        model.to_empty(device="cpu")
-        blueprint.compute_in(model, dtype_named(dtype))
+        for made, built in ((blueprint, model), *((others[role], frozen[role]) for role in frozen)):
+            built.to_empty(device="cpu")
+            made.compute_in(built, dtype_named(dtype))
         batch = {
             name: torch.zeros((batch_size, *shape), dtype=kind) for name, (shape, kind) in shapes.items()
         }
-        loss, _ = blueprint.loss(model, batch)
+        loss, _ = loss_of(blueprint, model, frozen, batch)
         loss.backward()
     return counter.flops - counter.recomputed

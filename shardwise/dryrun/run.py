@@ -223,6 +223,8 @@ def _tag_state(run: Run, tracker: Tracker) -> None:
     tracker.tag(masters, "master_weights")
     tracker.tag(run.model.parameters(), "parameters")
     tracker.tag(run.model.buffers(), "parameters")
+    for frozen in run.frozen.values():
+        tracker.tag([*frozen.parameters(), *frozen.buffers()], "parameters")
     tracker.tag(run.passes.weight_copies, "master_weights" if masters else "parameters")
     for state in run.optimizer.state.values():
         tracker.tag((v for v in state.values() if isinstance(v, torch.Tensor)), "optimizer_state")

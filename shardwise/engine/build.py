@@ -11,6 +11,8 @@ from ``materialise``: the dry run enters its fake mode between the two.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -54,14 +56,31 @@ def assemble(
     """
     layout = layout_of(strategy, world_size)
     mesh = make_mesh(layout, device_type)
-    with torch.device("meta"):
-        model = blueprint.build(depth)
-    model.train()
     token_axes = tuple(a.name for a, _ in layout.axes if a.tokens and a.name in (mesh.mesh_dim_names or ()))
     token_group = flattened(mesh[token_axes], "tokens").get_group()
     count = micro_batches(strategy, layout, recipe.batch_size)
     context = Context(recipe, blueprint, strategy, layout, mesh, token_group, count, depth)
-    if recipe.data.packing and (why := blueprint.packing_obstacle(model)):
+    site = _site(context)
+    frozen = blueprint.minimises.frozen_models()
+    if frozen and site.options.place is not None:
+        raise RecipeError(
+            "an objective with further models does not run in pipeline stages",
+            where="objective",
+            why=f"the model {next(iter(frozen))!r} is not cut into stages",
+            fix="set strategy.pipeline_parallel: 1",
+        )
+    for role, other in frozen.items():
+        site.frozen[role] = _site(replace(context, blueprint=other, depth=None), trained=False)
+    return site
+
+
+def _site(context: Context, trained: bool = True) -> Site:
+    """Build one model on the meta device and apply the techniques."""
+    blueprint = context.blueprint
+    with torch.device("meta"):
+        model = blueprint.build(context.depth)
+    model.train() if trained else model.eval().requires_grad_(False)
+    if context.recipe.data.packing and (why := blueprint.packing_obstacle(model)):
         what = "this model cannot keep packed documents apart"
         raise RecipeError(what, where="data.packing", why=why, fix="set it to false")
     view = ModelView(
@@ -72,9 +91,11 @@ def assemble(
         blueprint.context_parallel_obstacle(model),
         lambda: blueprint.tensor_plan(model),
     )
-    site = Site(context, view, EngineOptions(Dtypes(torch.float32, torch.float32, torch.float32)))
+    options = EngineOptions(Dtypes(torch.float32, torch.float32, torch.float32))
+    site = Site(context, view, options, trained=trained)
     for technique in ORDER:
-        technique.apply(site)
+        if trained or technique.on_frozen:
+            technique.apply(site)
     blueprint.compute_in(site.view.model, site.options.dtypes.compute)
     return site
 
@@ -84,6 +105,9 @@ def materialise(site: Site, device: torch.device) -> Run:
     options, recipe, model = site.options, site.context.recipe, site.view.model
     on_host = options.weights_on_host and has_separate_host_memory(device)
     allocate(model, device, on_host)
+    frozen = {role: other.view.model for role, other in site.frozen.items()}
+    for other in frozen.values():
+        allocate(other, device, on_host=False)
     if (options.weights_on_host or options.state_offload) and not has_separate_host_memory(device):
         site.hints.note("device memory is host memory: CPU offload moves nothing")
     spec = built(recipe)
@@ -97,6 +121,7 @@ def materialise(site: Site, device: torch.device) -> Run:
         build_optimizer(model, spec, recipe.seed, options.state_offload, on_host, ratio, *divided),
         loss_scale_of(recipe.loss_scale if options.dtypes.loss_scaled else None, device),
         norm_limit_of(spec.clip_norm, spec.adaptive_clip, device),
+        frozen,
     )
     update = WithinBackward(live) if options.update_in_backward else AfterBackward(live)
     passes = Sequential(live, update) if options.place is None else passes_of(live, update)
@@ -122,5 +147,7 @@ def build(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, device: torc
     run = materialise(assemble(recipe, blueprint, strategy, dist.get_world_size(), device.type), device)
     with torch.no_grad():
         blueprint.fill(run.model, recipe.seed)
+        for role, other in blueprint.minimises.frozen_models().items():
+            other.fill(run.frozen[role], recipe.seed)
     run.optimizer.start()
     return run

@@ -34,7 +34,7 @@ class Sequential(ForwardBackward):
                 for before_micro_batch in live.options.micro_batch_hooks:
                     before_micro_batch(last, 0)
                 with phase("forward"):
-                    loss_sum, count = live.context.blueprint.loss(live.model, batch)
+                    loss_sum, count = live.loss(batch)
                     total += loss_sum.detach()
                     targets.passed(count)
                 if sees_loss is not None:
@@ -56,7 +56,7 @@ class Sequential(ForwardBackward):
         live = self._live
         total = torch.zeros(2, dtype=torch.float64, device=live.device)
         for batch in map(live.local_batch, batches):
-            loss, count = live.blueprint.loss(live.model, batch)
+            loss, count = live.loss(batch)
             total += torch.stack([loss.double(), count.double()])
         dist.all_reduce(total, group=live.context.token_group)
         return total

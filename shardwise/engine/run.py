@@ -13,7 +13,7 @@ of means, which weighs short micro-batches too much, and dividing gradients afte
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,7 +26,8 @@ from shardwise.core.strategy import Layout, Strategy
 from shardwise.engine.loss_scale import LossScale, NormLimit
 from shardwise.engine.optim.norm import shards_of
 from shardwise.engine.optim.optimizer import Optimizer
-from shardwise.model.blueprint import Batch, Blueprint
+from shardwise.model.blueprint import Batch, Blueprint, LossSum
+from shardwise.model.objective import loss_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique.site import Context, EngineOptions
@@ -55,7 +56,11 @@ SeesLoss = Callable[[Tensor], None]
 
 @dataclass(frozen=True)
 class LiveModel:
-    """One rank's part of a model, with its optimizer. State that survives a restart is in TrainState."""
+    """One rank's part of a model, with its optimizer. State that survives a restart is in TrainState.
+
+    Attributes:
+        frozen: the models that the objective reads and that are not trained, by role.
+    """
 
     context: Context
     options: EngineOptions
@@ -64,6 +69,7 @@ class LiveModel:
     optimizer: Optimizer
     loss_scale: LossScale
     norm_limit: NormLimit
+    frozen: Mapping[str, nn.Module]
 
     @property
     def recipe(self) -> Recipe:
@@ -96,6 +102,10 @@ class LiveModel:
         for transform in self.options.batch_transforms:
             batch = transform(batch)
         return batch
+
+    def loss(self, batch: Batch) -> LossSum:
+        """The summed loss of a micro-batch of ``local_batch``, and its valid targets."""
+        return loss_of(self.blueprint, self.model, self.frozen, batch)
 
     def ranks_of(self, parameter: Tensor) -> int:
         """The number of ranks that hold the same shard of a parameter, this one included.

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.files.hf_folder import HFFolder
+from shardwise.model.objective import Objective, OwnLoss
 from shardwise.model.stage import Stage
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.language_loss import valid_targets
@@ -66,6 +67,7 @@ class Blueprint(ABC):
         quantized: whether the weights on disk are quantized. Then all of them can be frozen, and none trained.
         casts_inputs: whether its layers cast floating-point inputs themselves (``compute_in``).
         counts_in_loss: whether only ``loss`` knows the number of targets, and there is no ``count``.
+        minimises: what a run makes small; ``loss`` unless the recipe names an objective.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Blueprint(ABC):
     quantized: bool = False
     casts_inputs: bool = False
     counts_in_loss: bool = False
+    minimises: Objective = OwnLoss()
 
     @abstractmethod
     def build(self, depth: int | None = None) -> nn.Module:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from shardwise.core.errors import RecipeError
 from shardwise.core.user_objects import GIVEN
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.objective import objective_of
 from shardwise.recipe.sections import Recipe
 
 
@@ -17,7 +18,7 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
 
     Raises:
         RecipeError: the model cannot be found, its context is too short, it does not fit ``model.objective``, it lacks
-            the target layers, or it is quantized and all its weights would be trained.
+            the target layers, or it is quantized and all its weights would be trained; or the objective cannot be made.
         CheckpointError: a file of the model is damaged.
     """
     base = base_of(recipe)
@@ -28,11 +29,13 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
             why="an update is smaller than the distance between two of their levels",
             fix="train an adapter on them (section adapter:), or give the unquantized model",
         )
-    if recipe.adapter is None:
-        return base
-    from shardwise.model.adapted import AdaptedModel
+    made = base
+    if recipe.adapter is not None:
+        from shardwise.model.adapted import AdaptedModel
 
-    return AdaptedModel(base, recipe.adapter)
+        made = AdaptedModel(base, recipe.adapter)
+    made.minimises = objective_of(recipe)
+    return made
 
 
 def base_of(recipe: Recipe) -> Blueprint:

@@ -315,6 +315,15 @@ class CheckpointSpec(Section):
         return name, mode == "max"
 
 
+class ObjectiveSpec(Section):
+    """An objective in the place of the model's own loss."""
+
+    factory: Target
+    """package.module:function that takes the recipe and the arguments, and returns an Objective (docs: add an objective)"""
+    arguments: Mapping[str, Annotated[Scalar, SkipValidation]] = Field(default_factory=dict)
+    """keyword arguments of the factory"""
+
+
 class PlanSpec(Section):
     """What the planner chooses by."""
 
@@ -349,6 +358,8 @@ class Recipe(Section):
     """scaling law of plan, report and budget: the name of a published one, or a file of shardwise fit"""
     adapter: AdapterSpec | None = None
     """LoRA, QLoRA or DoRA fine-tuning; null trains all weights"""
+    objective: ObjectiveSpec | None = None
+    """what training makes small; null is the model's own loss"""
     optimizer: OptimizerSpec = OptimizerSpec()
     """the optimizer"""
     schedule: ScheduleSpec = ScheduleSpec()

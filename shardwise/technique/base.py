@@ -54,11 +54,13 @@ class Technique(ABC):
         settings: the keys of the ``strategy:`` section that it declares.
         rules: what cannot be combined with it, as data, with the reason in words.
         rounds: whether its settings decide in which digits a step computes, and not how it is divided.
+        on_frozen: whether it applies to models that are not trained, too: it divides weights or work, or casts.
         part: the part of the step that it changes, one of PARTS; "" where it changes what other parts hold, too.
     """
 
     name: ClassVar[str]
     rounds: ClassVar[bool] = False
+    on_frozen: ClassVar[bool] = False
     part: ClassVar[str] = ""
     settings: ClassVar[tuple[Setting[Any], ...]] = ()
     rules: ClassVar[tuple[Rule, ...]] = ()

@@ -95,6 +95,7 @@ class Precision(Wrapping):
     """Sets the dtypes that the techniques after it use."""
 
     name = "precision"
+    on_frozen = True
     rounds = True
     settings = (PRECISION, MASTER_WEIGHTS, REDUCE_DTYPE, BUFFER_DTYPE)
     rules = RULES

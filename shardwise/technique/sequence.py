@@ -142,6 +142,7 @@ class SequenceParallel(Dividing):
     """Divides batches along the sequence, and has attention see all of it."""
 
     name = "sequence"
+    on_frozen = True
     axes = (SEQUENCE_AXIS,)
     settings = (SEQUENCE_PARALLEL, SEQUENCE_METHOD)
     rules = RULES

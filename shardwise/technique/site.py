@@ -202,12 +202,19 @@ class PlanHints:
 
 @dataclass
 class Site:
-    """All that ``Technique.apply`` reads and changes."""
+    """All that ``Technique.apply`` reads and changes.
+
+    Attributes:
+        trained: whether the model of ``view`` is trained.
+        frozen: of the trained model's site, those of the models that its objective reads, by role.
+    """
 
     context: Context
     view: ModelView
     options: EngineOptions
     hints: PlanHints = field(default_factory=PlanHints)
+    trained: bool = True
+    frozen: dict[str, Site] = field(default_factory=dict)
 
     @property
     def strategy(self) -> Strategy:

@@ -168,6 +168,7 @@ class TensorParallel(Dividing):
     """Splits the layers that the model's own plan names."""
 
     name = "tensor"
+    on_frozen = True
     axes = (TENSOR_AXIS,)
     settings = (TENSOR_PARALLEL, TENSOR_SEQUENCE_PARALLEL)
     rules = RULES

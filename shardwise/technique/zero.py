@@ -103,6 +103,7 @@ class ZeRO(Dividing):
     """Shards optimizer state (1), gradients (2) and parameters (3) over the ``shard`` axis."""
 
     name = "zero"
+    on_frozen = True
     axes = (COPIES, SHARDS)
     part = STATES
     settings = (ZERO_STAGE, REPLICATE)
@@ -148,6 +149,8 @@ class ZeRO(Dividing):
         from torch.distributed.fsdp import FSDPModule
 
         stage, view, place = site.strategy[ZERO_STAGE], site.view, site.options.place
+        if not site.trained and stage != 3:
+            return  # stages 1 and 2 divide what a frozen model does not have
         if stage == 0 and _is_whole(site):
             _sum_gradients(site, _mesh(site))
             return

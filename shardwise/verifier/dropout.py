@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwise.model.blueprint import Batch, Blueprint
+from shardwise.model.blueprint import Batch
+from shardwise.model.objective import LossOfBatch
 from shardwise.recipe.sections import Recipe
 
 _DROPPING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -34,10 +35,10 @@ def drop_nothing(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def draws_random_numbers(blueprint: Blueprint, model: nn.Module, batch: Batch) -> bool:
+def draws_random_numbers(loss: LossOfBatch, model: nn.Module, batch: Batch) -> bool:
     """Whether the loss of a batch depends on the state of the random number generator."""
     losses = []
     for seed in range(3):
         torch.manual_seed(seed)
-        losses.append(blueprint.loss(model, batch)[0].item())
+        losses.append(loss(model, batch)[0].item())
     return len(set(losses)) > 1

@@ -34,7 +34,7 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.torch_private import tree_map_only
 from shardwise.technique import Digits, digits_of
-from shardwise.verifier.reference import PlainOptimizer, clip, norm_of, reference_model
+from shardwise.verifier.reference import PlainOptimizer, clip, norm_of, reference_loss, reference_model
 from shardwise.verifier.textbook import PlainLossScale, PlainNormLimit
 from shardwise.verifier.verdict import TrainedStep
 
@@ -80,6 +80,7 @@ class MixedPrecision:
         self.compute = COMPUTE[digits.compute]
         self._wide = torch.promote_types(self.compute, torch.float32)
         self._model = reference_model(blueprint, recipe.seed, self._wide).to(device)
+        self._loss = reference_loss(blueprint, recipe.seed, self.compute, device)
         if moved:
             _move(self._model, torch.finfo(self.compute).eps / 2, moved)
         self._alone, self._bits = not digits.master_weights, torch.Generator(device).manual_seed(moved)
@@ -141,7 +142,7 @@ class MixedPrecision:
         total, count = 0.0, 0
         for batch in batches:
             with self._autocast, _own_kernels(self._model, self._device, self.compute):
-                loss, targets = self._blueprint.loss(self._model, batch)
+                loss, targets = self._loss(self._model, batch)
             total, count = total + loss.item(), count + int(targets)
             # Without labels the targets of later micro-batches are not known yet. So the first stands for all, and
             # the factor below corrects it. Dividing only afterwards would overflow in 16 bits.

@@ -18,6 +18,7 @@ from shardwise.engine.loss_scale import norm_limit_of
 from shardwise.engine.optim.library import made_by
 from shardwise.engine.schedule import learning_rate
 from shardwise.model.blueprint import Batch, Blueprint
+from shardwise.model.objective import LossOfBatch, loss_of
 from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
@@ -49,10 +50,22 @@ def reference_model(blueprint: Blueprint, seed: int, dtype: torch.dtype) -> nn.M
     return model.train()
 
 
+def reference_loss(
+    blueprint: Blueprint, seed: int, dtype: torch.dtype, device: torch.device | None = None
+) -> LossOfBatch:
+    """The objective as a function of the trained model and a batch; the models that it reads are in this process."""
+    frozen = {
+        role: reference_model(other, seed, dtype).to(device).eval().requires_grad_(False)
+        for role, other in blueprint.minimises.frozen_models().items()
+    }
+    return lambda model, batch: loss_of(blueprint, model, frozen, batch)
+
+
 def train_reference(
     recipe: Recipe,
     blueprint: Blueprint,
     model: nn.Module,
+    loss_function: LossOfBatch,
     batches_of: Iterator[list[Batch]],
     scale: GradientScale,
 ) -> Iterator[ReferenceStep]:
@@ -64,7 +77,7 @@ def train_reference(
     for index, batches in enumerate(batches_of):
         total, count = 0.0, 0
         for batch in batches:
-            loss, targets = blueprint.loss(model, batch)
+            loss, targets = loss_function(model, batch)
             loss.backward()
             total, count = total + loss.item(), count + int(targets)
         for p in parameters.values():
@@ -88,10 +101,10 @@ def clip(parameters: Iterable[Tensor], norm: Tensor, limit: float) -> None:
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=False)
 
 
-def rounds_to_fp32(blueprint: Blueprint, model: nn.Module, batch: Batch) -> bool:
+def rounds_to_fp32(loss: LossOfBatch, model: nn.Module, batch: Batch) -> bool:
     """Whether the code of a model in fp64 rounds to fp32, as the norms of transformers' Llama do."""
     with torch.no_grad(), _Narrowing() as seen:
-        blueprint.loss(model, batch)
+        loss(model, batch)
     return seen.found
 
 

@@ -44,6 +44,7 @@ from shardwise.verifier.reference import (
     GradientScale,
     ReferenceStep,
     parameters_of,
+    reference_loss,
     reference_model,
     rounds_to_fp32,
     train_reference,
@@ -122,7 +123,10 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
     blueprint = blueprint_of(recipe)
     data = open_data(recipe, blueprint.dataset)
     dtype = torch.float64 if precision_of(strategy) == "fp64" else torch.float32
-    model = reference_model(blueprint, recipe.seed, dtype)
+    model, loss = (
+        reference_model(blueprint, recipe.seed, dtype),
+        reference_loss(blueprint, recipe.seed, dtype),
+    )
 
     def batches() -> Iterator[list[Batch]]:
         for index in range(recipe.steps):
@@ -130,10 +134,10 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
             yield data.micro_batches(index, 0, 1, strategy[MICRO_BATCH_SIZE])
 
     first = data.micro_batches(0, 0, 1, strategy[MICRO_BATCH_SIZE])[0]
-    narrow = dtype == torch.float64 and rounds_to_fp32(blueprint, model, first)
-    random = draws_random_numbers(blueprint, model, first)
+    narrow = dtype == torch.float64 and rounds_to_fp32(loss, model, first)
+    random = draws_random_numbers(loss, model, first)
     scale = GradientScale()
-    seen = list(train_reference(recipe, blueprint, model, batches(), scale))
+    seen = list(train_reference(recipe, blueprint, model, loss, batches(), scale))
     digits = torch.float32 if narrow else dtype
     save_file(scale.compared(parameters_of(model), digits), folder / _WEIGHTS)
     undetermined = scale.undetermined(digits)

@@ -162,4 +162,4 @@ def test_a_model_whose_code_rounds_to_fp32_is_proved_to_fp32_s_tolerance(tmp_pat
         recipe = recipe_for(tmp_path, model, 1)  # type: ignore[arg-type]
         blueprint = blueprint_of(recipe)
         batch = open_data(recipe).micro_batches(0, 0, 1, 1)[0]
-        assert rounds_to_fp32(blueprint, reference_model(blueprint, 0, torch.float64), batch) is rounds
+        assert rounds_to_fp32(blueprint.loss, reference_model(blueprint, 0, torch.float64), batch) is rounds

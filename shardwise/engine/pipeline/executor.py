@@ -35,6 +35,7 @@ from shardwise.engine.pipeline.p2p import Mail
 from shardwise.engine.pipeline.split_backward import gradients_of_input, gradients_of_weights, without_updates
 from shardwise.engine.run import ForwardBackward, LiveModel, OptimizerStep, SeesLoss
 from shardwise.model.blueprint import Batch
+from shardwise.model.objective import loss_of
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique.pipeline.place import Pipeline
 
@@ -149,7 +150,7 @@ def stage_of(live: LiveModel, pipeline: Pipeline, stage: int, given: Tensor, bat
 
     def compute(part: nn.Module, given: Tensor) -> Tensor:
         if pipeline.held[stage].last:
-            return live.blueprint.loss(part, {**batch, "input_ids": given, **extra})[0]
+            return loss_of(live.blueprint, part, {}, {**batch, "input_ids": given, **extra})[0]
         return live.blueprint.logits(part, given, positions, batch.get("starts"))
 
     return cast("Tensor", live.model(list(pipeline.held).index(stage), compute, given))
