@@ -420,7 +420,7 @@ def test_python_is_nowhere_else() -> None:
 
 
 def test_the_worked_objective_works(tmp_path: Path) -> None:
-    """One file beside the recipe: the page's tests of parity and of memory pass."""
+    """One file and a recipe: the page's tests of parity and of memory pass."""
     files = [block for block in blocks(OBJECTIVE_PAGE) if block.file]
     assert [block.file for block in files] == ["distilling.py", "distil.yaml", "tests/test_distilling.py"]
     (tmp_path / "tests").mkdir()

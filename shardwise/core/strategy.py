@@ -241,7 +241,7 @@ class Axis:
 
     Attributes:
         position: order in the mesh, outermost first. Ranks of inner axes are neighbours, within a node if possible.
-        piece: what one rank has of what the axis divides, in pictures of the mesh.
+        piece: the name of one rank's share, in pictures of the mesh.
         samples: whether its ranks read different samples.
         tokens: whether its ranks see different tokens: counts of targets, sums of losses and gradients of the
             parameters that its ranks have in common are summed over them.

@@ -15,8 +15,7 @@ import torch
 
 from shardwise.dryrun.counting import dtype_named
 from shardwise.dryrun.target import TARGETS
-from shardwise.model.blueprint import Blueprint, batch_shapes
-from shardwise.model.objective import loss_of
+from shardwise.model.blueprint import Blueprint, batch_shapes, loss_of
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.flops import FlopCounter
 from shardwise.runtime.torch_private import FakeTensorMode, cast_floats

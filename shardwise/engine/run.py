@@ -26,8 +26,7 @@ from shardwise.core.strategy import Layout, Strategy
 from shardwise.engine.loss_scale import LossScale, NormLimit
 from shardwise.engine.optim.norm import shards_of
 from shardwise.engine.optim.optimizer import Optimizer
-from shardwise.model.blueprint import Batch, Blueprint, LossSum
-from shardwise.model.objective import loss_of
+from shardwise.model.blueprint import Batch, Blueprint, LossSum, loss_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique.site import Context, EngineOptions

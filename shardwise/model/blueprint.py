@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.files.hf_folder import HFFolder
-from shardwise.model.objective import Objective, OwnLoss
 from shardwise.model.stage import Stage
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.language_loss import valid_targets
@@ -48,6 +47,46 @@ _TYPICAL = 128
 
 SampleShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name of each tensor of a sample: (shape without the batch dimension, dtype)."""
+
+
+class TrainingObjective(ABC):
+    """What a run makes small. It may read models other than the trained one.
+
+    A model has a role. The *trained* one is the recipe's. The others, such as a teacher or a reference, are *frozen*:
+    they are built, divided over the ranks and filled as the trained one is, in the dtype of compute. They have no
+    gradients, no optimizer state and no place in checkpoints.
+    """
+
+    def frozen_models(self) -> Mapping[str, Blueprint]:
+        """The models that it reads and that are not trained, by role, such as ``reference``."""
+        return {}
+
+    def annotated(self, batch: Batch, frozen: Mapping[str, nn.Module]) -> Batch:
+        """A micro-batch with what the loss needs of the frozen models. Without gradients, on fake tensors too."""
+        return batch
+
+    @abstractmethod
+    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+        """The loss of an annotated micro-batch, summed over its valid targets, and their number."""
+
+
+class OwnLoss(TrainingObjective):
+    """The loss that the model's blueprint computes."""
+
+    def loss(self, blueprint: Blueprint, model: nn.Module, batch: Batch) -> LossSum:
+        return blueprint.loss(model, batch)
+
+
+LossOfBatch = Callable[[nn.Module, Batch], LossSum]
+"""The objective as a function of the trained model and a batch."""
+
+
+def loss_of(blueprint: Blueprint, model: nn.Module, frozen: Mapping[str, nn.Module], batch: Batch) -> LossSum:
+    """Run the frozen models and the trained one on a micro-batch."""
+    if frozen:
+        with torch.no_grad():
+            batch = blueprint.minimises.annotated(batch, frozen)
+    return blueprint.minimises.loss(blueprint, model, batch)
 
 
 class Blueprint(ABC):
@@ -83,7 +122,7 @@ class Blueprint(ABC):
     quantized: bool = False
     casts_inputs: bool = False
     counts_in_loss: bool = False
-    minimises: Objective = OwnLoss()
+    minimises: TrainingObjective = OwnLoss()
 
     @abstractmethod
     def build(self, depth: int | None = None) -> nn.Module:

@@ -7,9 +7,8 @@ user code.
 from __future__ import annotations
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.user_objects import GIVEN
-from shardwise.model.blueprint import Blueprint
-from shardwise.model.objective import objective_of
+from shardwise.core.user_objects import GIVEN, resolve
+from shardwise.model.blueprint import Blueprint, OwnLoss, TrainingObjective
 from shardwise.recipe.sections import Recipe
 
 
@@ -34,8 +33,26 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
         from shardwise.model.adapted import AdaptedModel
 
         made = AdaptedModel(base, recipe.adapter)
-    made.minimises = objective_of(recipe)
+    made.minimises = _objective_of(recipe)
     return made
+
+
+def _objective_of(recipe: Recipe) -> TrainingObjective:
+    """The objective that the recipe names. Raises RecipeError if it cannot be made."""
+    spec = recipe.objective
+    if spec is None:
+        return OwnLoss()
+    where, function = f"objective.factory: {spec.factory}", resolve(spec.factory, "objective.factory")
+    try:
+        objective = function(recipe, **spec.arguments)
+    except TypeError as error:
+        raise RecipeError("the objective cannot be made", where=where, why=str(error)) from error
+    if not isinstance(objective, TrainingObjective):
+        why = f"the function returns {type(objective).__name__}"
+        raise RecipeError(
+            "the objective cannot be made", where=where, why=why, fix="return a TrainingObjective"
+        )
+    return objective
 
 
 def base_of(recipe: Recipe) -> Blueprint:

@@ -13,6 +13,7 @@ Text: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
 Target: TypeAlias = Annotated[str, Field(pattern=PATTERN, max_length=4096)]
 """A user's object, as package.module:name."""
 
+Scalar: TypeAlias = str | int | float | bool | None
 TrackerName: TypeAlias = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
 
 

@@ -13,15 +13,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, SkipValidation, mod
 from shardwise.recipe.data_sections import DataSpec as DataSpec
 from shardwise.recipe.data_sections import MixtureSpec as MixtureSpec
 from shardwise.recipe.data_sections import brings_tokenizer
+from shardwise.recipe.objective import ObjectiveSpec as ObjectiveSpec
+from shardwise.recipe.objective import PlanSpec as PlanSpec
 from shardwise.recipe.observation import EvaluationSpec as EvaluationSpec
 from shardwise.recipe.observation import ProfileSpec as ProfileSpec
-from shardwise.recipe.section import Arguments, Section, Target, Text, TrackerName, words
+from shardwise.recipe.section import Arguments, Scalar, Section, Target, Text, TrackerName, words
 from shardwise.recipe.stability import AdaptiveClipSpec as AdaptiveClipSpec
 from shardwise.recipe.stability import GuardSpec as GuardSpec
 from shardwise.recipe.stability import LossScaleSpec as LossScaleSpec
 
 Quantize: TypeAlias = Literal["none", "nf4", "int8"]
-Scalar: TypeAlias = str | int | float | bool | None
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Alpha: TypeAlias = Annotated[float, Field(gt=0, le=1e6)]
 Index: TypeAlias = Annotated[int, Field(ge=0, le=10_000)]
@@ -313,26 +314,6 @@ class CheckpointSpec(Section):
             return None
         mode, _, name = self.best.rpartition(":")
         return name, mode == "max"
-
-
-class ObjectiveSpec(Section):
-    """An objective in the place of the model's own loss."""
-
-    factory: Target
-    """package.module:function that takes the recipe and the arguments, and returns an Objective (docs: add an objective)"""
-    arguments: Mapping[str, Annotated[Scalar, SkipValidation]] = Field(default_factory=dict)
-    """keyword arguments of the factory"""
-
-
-class PlanSpec(Section):
-    """What the planner chooses by."""
-
-    objective: Literal["seconds", "memory"] = "seconds"
-    """what the planner makes small among strategies that fit: the seconds of a step, or the memory of a device;
-    shardwise plan --for sets it too"""
-    allow: Annotated[tuple[Literal["fp8", "pipedream"], ...], BeforeValidator(words)] = ()
-    """what the planner may choose although it changes the mathematics: fp8 (8-bit products, where precision is not
-    pinned to another), pipedream (stale weights)"""
 
 
 class Recipe(Section):

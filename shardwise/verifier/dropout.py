@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwise.model.blueprint import Batch
-from shardwise.model.objective import LossOfBatch
+from shardwise.model.blueprint import Batch, LossOfBatch
 from shardwise.recipe.sections import Recipe
 
 _DROPPING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

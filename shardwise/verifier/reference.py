@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from shardwise.engine.loss_scale import norm_limit_of
 from shardwise.engine.optim.library import made_by
 from shardwise.engine.schedule import learning_rate
-from shardwise.model.blueprint import Batch, Blueprint
-from shardwise.model.objective import LossOfBatch, loss_of
+from shardwise.model.blueprint import Batch, Blueprint, LossOfBatch, loss_of
 from shardwise.recipe.lr_scaling import built
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names

@@ -34,8 +34,7 @@ from shardwise.engine.phase import micro_batch, phase
 from shardwise.engine.pipeline.p2p import Mail
 from shardwise.engine.pipeline.split_backward import gradients_of_input, gradients_of_weights, without_updates
 from shardwise.engine.run import ForwardBackward, LiveModel, OptimizerStep, SeesLoss
-from shardwise.model.blueprint import Batch
-from shardwise.model.objective import loss_of
+from shardwise.model.blueprint import Batch, loss_of
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique.pipeline.place import Pipeline
 

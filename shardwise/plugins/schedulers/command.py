@@ -18,6 +18,7 @@ from shardwise.core.paths import path_of
 from shardwise.jobs.request import read
 from shardwise.plugins.schedulers import kubernetes, ray, skypilot, slurm
 from shardwise.plugins.schedulers.job import ClusterJob
+from shardwise.recipe.sections import Recipe
 
 SCHEDULERS = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot, "ray": ray}
 ENDINGS = {"slurm": "sbatch", "kubernetes": "k8s.yaml", "skypilot": "sky.yaml", "ray": "ray.py"}
@@ -89,10 +90,15 @@ def command(
 
     module = SCHEDULERS[scheduler.value]
     write_whole(path, module.job_file(job).encode("utf-8"))
-    length = f"{wanted.epochs:g} epochs" if wanted.epochs else f"{wanted.steps} steps"
-    nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
-    typer.echo(f"{path}: {length} on {nodes} of {job.devices} ranks, in {job.out}")
+    typer.echo(f"{path}: {_extent(wanted, job)}, in {job.out}")
     _next(module.SUBMIT, path, submit)
+
+
+def _extent(recipe: Recipe, job: ClusterJob) -> str:
+    """How long the run is, and on how many ranks."""
+    length = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps} steps"
+    nodes = "1 node" if job.nodes == 1 else f"{job.nodes} nodes"
+    return f"{length} on {nodes} of {job.devices} ranks"
 
 
 def _next(commands: Sequence[Sequence[str]], path: Path, submit: bool) -> None:
