@@ -184,8 +184,8 @@ def test_nothing_unpickles_or_evaluates() -> None:
 def test_recipes_are_checked_without_torch() -> None:
     """Reading and checking a recipe, its cluster and the rules must not load torch (it takes seconds)."""
     code = (
-        "import sys; import shardwise.cli.main; from shardwise.jobs.request import read;"
-        " from pathlib import Path; read(Path('recipes/quickstart.yaml'), []);"
+        "import sys; import shardwise.cli.main; from shardwise.jobs.request import read_request;"
+        " from pathlib import Path; read_request(Path('recipes/quickstart.yaml'), []);"
         " assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)

@@ -36,7 +36,7 @@ from pydantic import (
 
 from shardwise.core.errors import CheckpointError
 from shardwise.core.file_hash import hash_of
-from shardwise.core.json_file import Count, checked, fault_of, plain
+from shardwise.core.json_file import PositiveInt, checked, fault_of, plain
 from shardwise.engine.train_state import TrainState
 
 FORMAT = 2
@@ -162,7 +162,7 @@ class Manifest:
     """
 
     state: TrainState
-    world_size: Count
+    world_size: PositiveInt
     files: Mapping[FileName, FileEntry]
     tensors: Mapping[str, TensorEntry]
     order: Mapping[str, Whole]

@@ -61,7 +61,7 @@ def command(
     if subject is Subject.checkpointing:
         _checkpointing(model, depth, tokens, png, as_json)
         return
-    from shardwise.core.model_state import SIZES
+    from shardwise.core.model_state import PAPER_MODELS
     from shardwise.jobs.explaining import counted, parameters_of, tokens_within
     from shardwise.recipe.presets import PRESETS
     from shardwise.report.explained import memory_table, paper_table, values_of, zero_table
@@ -70,7 +70,7 @@ def command(
     if model is None:
         if subject is Subject.memory or as_json:
             raise RecipeError("no MODEL", where="command line", fix="name a preset, a folder or a Hub id")
-        _show(Console(), paper_table(SIZES, numbers))
+        _show(Console(), paper_table(PAPER_MODELS, numbers))
         return
     cells = [(0, 1)]
     if subject is Subject.zero:

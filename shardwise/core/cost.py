@@ -131,7 +131,7 @@ class StepCost:
         )
 
 
-Counted: TypeAlias = Kernel | Collective | Transfer
+CountedCall: TypeAlias = Kernel | Collective | Transfer
 """What a dry run counts."""
 
 Kind = TypeVar("Kind", Kernel, Collective, Transfer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from shardwise.core.block_times import BlockTimes, Kept, Run, RunKind
+from shardwise.core.block_times import BlockRun, BlockTimes, KeptBytes, RunKind
 from shardwise.dryrun.reading import category
 from shardwise.dryrun.tracker import Allocation, Tracker
 
@@ -45,7 +45,7 @@ def _owner(module: str, owners: dict[str, int]) -> int | None:
     return None
 
 
-def _runs(own: Sequence[tuple[int, Allocation]], since: int) -> Iterator[Run]:
+def _runs(own: Sequence[tuple[int, Allocation]], since: int) -> Iterator[BlockRun]:
     """Allocations of one block and kind in a row as one run."""
     running: tuple[int, RunKind] | None = None
     begin = last = 0
@@ -70,7 +70,7 @@ def _kind(allocation: Allocation) -> RunKind | None:
     return None
 
 
-def _kept(kept: Sequence[tuple[int, Allocation]], blocks: int, end: int, since: int) -> Iterator[Kept]:
+def _kept(kept: Sequence[tuple[int, Allocation]], blocks: int, end: int, since: int) -> Iterator[KeptBytes]:
     """Each block's kept bytes as steps that differ by more than FINE."""
     changes: list[dict[int, int]] = [{} for _ in range(blocks)]
     for place, each in kept:

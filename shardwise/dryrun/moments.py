@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.core.cost import Counted
+from shardwise.core.cost import CountedCall
 from shardwise.core.ledger import Ledger
 from shardwise.dryrun.reading import category
 from shardwise.dryrun.tracker import Allocation, Tracker
@@ -45,7 +45,7 @@ class MemoryMoments:
     names: tuple[str, ...]
     passes: npt.NDArray[np.int64]
     bytes: Bytes
-    calls: tuple[tuple[int | None, Counted], ...]
+    calls: tuple[tuple[int | None, CountedCall], ...]
 
 
 def moments(tracker: Tracker, since: int, depth: int | None) -> MemoryMoments:

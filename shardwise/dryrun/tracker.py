@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.core.cost import Collective, Counted, Kernel, Transfer
+from shardwise.core.cost import Collective, CountedCall, Kernel, Transfer
 from shardwise.dryrun.counting import TEMPLATED, collective_of, group_of, kernels_of, noted_kernels_of
 from shardwise.dryrun.modules import refused
 from shardwise.dryrun.tally import Tally
@@ -130,7 +130,7 @@ class Tracker(DispatchMode):
         self.workspaces: list[tuple[int, int]] = []  # of collectives: (time, bytes), freed at once
         self.phases: list[tuple[int, str]] = []  # (time, phase) at every change
         self.tallies: dict[int | None, Tally] = {}  # by micro-batch; None: the rest of the step
-        self.calls: list[tuple[int | None, Counted]] = []  # what the tallies count, in order
+        self.calls: list[tuple[int | None, CountedCall]] = []  # what the tallies count, in order
         self.now = 0
         self.counting_costs = False
         self.disk_bytes = 0
@@ -318,7 +318,7 @@ class Tracker(DispatchMode):
         transfers: Sequence[Transfer] = (),
     ) -> None:
         """Count calls in the tally of the running micro-batch."""
-        calls: list[Counted] = [*kernels, *collectives, *transfers]
+        calls: list[CountedCall] = [*kernels, *collectives, *transfers]
         if calls:
             self.tally.add_calls(kernels, collectives, transfers)
             self.calls += zip(itertools.repeat(current_micro_batch()), calls)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from shardwise.core.cache_folder import code_digest, default_root, key_of, store
-from shardwise.core.cost import Collective, Counted, Kernel, Transfer
+from shardwise.core.cost import Collective, CountedCall, Kernel, Transfer
 from shardwise.core.errors import ResourceError
 from shardwise.dryrun.moments import ROWS
 from shardwise.hardware.cluster import Cluster
@@ -94,7 +94,7 @@ def _read(path: Path, key: str) -> Corner | None:
             passes, rows, host, order = (arrays[name] for name in ("passes", "bytes", "host", "order"))
         if header["key"] != key or rows.shape != (len(header["names"]), len(ROWS)):
             return None
-        known: list[Counted] = [_call(each) for each in header["calls"]]
+        known: list[CountedCall] = [_call(each) for each in header["calls"]]
         return Corner(
             names=tuple(header["names"]),
             passes=passes.astype(np.int64),
@@ -111,7 +111,7 @@ def _read(path: Path, key: str) -> Corner | None:
         return None
 
 
-def _call(values: list[Any]) -> Counted:
+def _call(values: list[Any]) -> CountedCall:
     kind, fields = values
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
@@ -121,7 +121,7 @@ def _call(values: list[Any]) -> Counted:
 
 def _write(path: Path, key: str, corner: Corner) -> None:
     """Store a corner."""
-    which: dict[Counted, int] = {}
+    which: dict[CountedCall, int] = {}
     order = [(number, which.setdefault(call, len(which))) for number, call in corner.calls]
     header = {
         "key": key,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.core.cost import Counted
+from shardwise.core.cost import CountedCall
 from shardwise.core.strategy import Strategy
 from shardwise.dryrun.moments import ROWS, Bytes
 from shardwise.dryrun.run import DryRun, dry_run
@@ -57,7 +57,7 @@ class Corner:
     names: tuple[str, ...]
     passes: npt.NDArray[np.int64]
     bytes: Bytes
-    calls: tuple[tuple[int, Counted], ...]
+    calls: tuple[tuple[int, CountedCall], ...]
     host: Bytes
     parameters: int
     disk_bytes: int
@@ -109,7 +109,7 @@ def _corner(run: DryRun) -> Corner:
     )
 
 
-def between(one: Counted, two: Counted, steps: int, apart: int) -> Counted:
+def between(one: CountedCall, two: CountedCall, steps: int, apart: int) -> CountedCall:
     """The call ``steps`` beyond ``one``, where ``two``, which is alike, is ``apart`` beyond it."""
     if one == two or steps == 0:
         return one

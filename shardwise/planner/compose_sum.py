@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwise.core.cost import Collective, Counted, Kernel, StepCost
+from shardwise.core.cost import Collective, CountedCall, Kernel, StepCost
 from shardwise.core.ledger import Ledger, Peak, ledger_from
 from shardwise.dryrun.moments import ROWS, START, Bytes, unnumbered
 from shardwise.dryrun.run import whole_cost
@@ -181,12 +181,12 @@ def _ledger(rows: Bytes) -> Ledger:
     return ledger_from({row: max(0, int(size)) for row, size in zip(ROWS, rows, strict=True)})
 
 
-def calls_of(calls: Calls, role: int) -> Counter[Counted]:
+def calls_of(calls: Calls, role: int) -> Counter[CountedCall]:
     """Calls of one kind of micro-batch; of the only one where a form has one."""
     return calls[role] if role in calls else Counter() if role == REST else calls.get(0, Counter())
 
 
-def _tally(calls: Mapping[Counted, int]) -> Tally:
+def _tally(calls: Mapping[CountedCall, int]) -> Tally:
     tally = Tally()
     for call, count in calls.items():
         if count > 0:

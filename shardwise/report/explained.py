@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shardwise.core.block_times import BlockTimes
-from shardwise.core.model_state import PAPER, CountedState, paper_bytes, state_bytes
+from shardwise.core.model_state import PAPER_BYTES, CountedState, paper_bytes, state_bytes
 from shardwise.core.units import format_bytes, format_count, format_percent
 from shardwise.recipe.presets import Dimensions
 from shardwise.report.layout import columns, section, sentences
@@ -31,7 +31,7 @@ def paper_table(sizes: Sequence[float], ranks: Sequence[int]) -> Iterator[Render
 
 def formula(stage: int) -> str:
     """Bytes per parameter of a stage, such as 4 + 12/N."""
-    whole, divided = PAPER[stage]
+    whole, divided = PAPER_BYTES[stage]
     return " + ".join(([f"{whole}"] if whole else []) + ([f"{divided}/N"] if divided else []))
 
 

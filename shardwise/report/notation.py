@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from shardwise.core.figures import MemoryUnit as MemoryUnit
 from shardwise.core.figures import of_capacity as of_capacity
-from shardwise.core.figures import share as share
+from shardwise.core.figures import percent_text as percent_text
 from shardwise.core.figures import tokens_rate as tokens_rate
 from shardwise.core.figures import unit_for as unit_for
 from shardwise.core.ledger import Ledger

@@ -33,8 +33,8 @@ from shardwise.report.notation import (
     in_words,
     label,
     of_capacity,
+    percent_text,
     seconds,
-    share,
     tokens_rate,
     unit_for,
 )
@@ -256,9 +256,13 @@ def _mfu_card(run: RunRecord) -> Iterator[Card]:
     """Measured MFU: the planned FLOPs over the measured time. None where the peak of the CPU is only assumed."""
     step, measured = run.plan.step, run.step_seconds
     if not measured:
-        yield Card("MFU", share(step.mfu, 1), "predicted")
+        yield Card("MFU", percent_text(step.mfu, 1), "predicted")
     elif not kind_named(run.plan.device).is_host or not run.plan.calibration_offer:
-        yield Card("MFU", share(step.mfu * step.seconds / measured, 1), f"predicted {share(step.mfu, 1)}")
+        yield Card(
+            "MFU",
+            percent_text(step.mfu * step.seconds / measured, 1),
+            f"predicted {percent_text(step.mfu, 1)}",
+        )
 
 
 def _interruption_rows(run: RunRecord) -> list[tuple[str, str, str, str, str]]:
@@ -308,7 +312,7 @@ def _ledger_rows(plan: Plan) -> list[Bar]:
     rows, peak = by_size(plan.ledger), plan.peak.bytes
     unit, longest = unit_for(peak), max((size for _, size in rows), default=1)
     return [
-        Bar(label(row), unit.write(size), share(size, peak), 100 * size / longest, COLOURS[row])
+        Bar(label(row), unit.write(size), percent_text(size, peak), 100 * size / longest, COLOURS[row])
         for row, size in rows
     ]
 
@@ -331,7 +335,7 @@ def _sites(plan: Plan) -> dict[str, Any]:
             "row": label(site.row),
             "tensors": f"{site.tensors:,}",
             "size": unit.write(site.bytes),
-            "share": share(site.bytes, plan.peak.bytes),
+            "share": percent_text(site.bytes, plan.peak.bytes),
             "percent": 100 * site.bytes / largest,
             "colour": COLOURS.get(site.row, "var(--muted)"),
         }
@@ -381,7 +385,8 @@ def _split_rows(plan: Plan) -> list[Bar]:
     split = plan.step.split
     whole, longest = sum(split.values()), max(split.values(), default=0.0) or 1.0
     return [
-        Bar(part, seconds(spent), share(spent, whole), 100 * spent / longest) for part, spent in split.items()
+        Bar(part, seconds(spent), percent_text(spent, whole), 100 * spent / longest)
+        for part, spent in split.items()
     ]
 
 

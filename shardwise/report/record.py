@@ -15,8 +15,8 @@ from shardwise.core.answer import Answer
 from shardwise.core.attempts import Interruption, interruptions
 from shardwise.core.errors import DataError
 from shardwise.core.fit_advice import FitAdvice
-from shardwise.core.json_file import decoded, parsed, read_bytes, read_json, read_text
-from shardwise.core.notebook_html import card
+from shardwise.core.json_file import decoded, parse_json, read_bytes, read_json, read_text
+from shardwise.core.notebook_html import notebook_card
 from shardwise.core.paths import path_of
 from shardwise.core.plan import Plan, read_plan
 from shardwise.core.run_files import Outcome, StepRecord
@@ -90,7 +90,7 @@ class RunRecord:
             facts.append(f"held-out loss {self.held_out_loss:.4f}")
         facts.append(f"page: {self.folder / 'report.html'}")
         drawn = svg(loss_curve(self.steps, NARROW, self.plan.step.unit), f"Loss of {self.name}")
-        return card(self.name, self.plan.line, facts, more=f'<div style="{_THEME}">{drawn}</div>')
+        return notebook_card(self.name, self.plan.line, facts, more=f'<div style="{_THEME}">{drawn}</div>')
 
     @property
     def step_seconds(self) -> float | None:
@@ -174,7 +174,7 @@ class StepLines:
         for line in decoded(whole, self._path).split("\n")[:-1]:
             self._lines += 1
             if line.strip():
-                record = parsed(line, StepRecord, self._path, self._lines)
+                record = parse_json(line, StepRecord, self._path, self._lines)
                 while self._steps and self._steps[-1].step >= record.step:
                     self._steps.pop()
                 self._steps.append(record)

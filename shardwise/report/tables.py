@@ -31,8 +31,8 @@ from shardwise.report.notation import (
     by_size,
     label,
     of_capacity,
+    percent_text,
     seconds,
-    share,
     unit_for,
 )
 
@@ -189,7 +189,7 @@ def _memory(ledger: Ledger, capacity: int, width: int, reserve: int = 0) -> Tabl
     table = columns("left", "left", "right", "right")
     for row, size in rows:
         bar = Text(_bar(size / longest, cells), COLOURS[row])
-        table.add_row(label(row), bar, unit.write(size), Text(share(size, peak), "dim"))
+        table.add_row(label(row), bar, unit.write(size), Text(percent_text(size, peak), "dim"))
     table.add_row(Text("total", "bold"), "", Text(unit.write(peak), "bold"), "")
     if free >= 0:
         bar = Text("░" * round(cells * free / longest) if 0 < free <= longest else "", "dim")
@@ -203,7 +203,7 @@ def _time(plan: Plan, width: int) -> Table:
     whole, longest = sum(plan.step.split.values()), max(plan.step.split.values(), default=0.0)
     for part, spent in plan.step.split.items():
         bar = Text(_bar(spent / longest if longest else 0.0, _bar_cells(width)), "cyan")
-        table.add_row(Text(one_line(part)), bar, seconds(spent), Text(share(spent, whole), "dim"))
+        table.add_row(Text(one_line(part)), bar, seconds(spent), Text(percent_text(spent, whole), "dim"))
     return table
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.json_file import parsed
+from shardwise.core.json_file import parse_json
 from shardwise.core.plan import Plan
 from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
@@ -176,10 +176,10 @@ def test_a_broken_rule_is_refused_with_the_nearest_that_works() -> None:
 
 def test_the_plan_survives_json() -> None:
     plan = planned(recipe(zero_stage=2))
-    again = parsed(plan.to_json(), Plan, Path("plan.json"))
+    again = parse_json(plan.to_json(), Plan, Path("plan.json"))
     assert again.as_dict() == plan.as_dict()
     large = replace(plan, step=replace(plan.step, flops=2**70, model_flops=2**80))  # of 405B weights: 2^65
-    assert parsed(large.to_json(), Plan, Path("plan.json")) == large
+    assert parse_json(large.to_json(), Plan, Path("plan.json")) == large
     data = plan.as_dict()
     assert sum(data["ledger"].values()) == data["peak"]["bytes"]
     assert set(data["strategy"]) == {s.key for s in SETTINGS}

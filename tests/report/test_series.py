@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import run as command
-from shardwise.core.identity import NAME, Start, append, starts
+from shardwise.core.identity import STARTS, Start, append, starts
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import StepRecord
 from shardwise.report.charts import series_charts
@@ -95,7 +95,7 @@ def test_this_process_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.argv", ["/lib/shardwise/__main__.py", "plan"])
     assert Start.now(tmp_path).command == "shardwise plan"
     append(tmp_path, now)
-    with (tmp_path / NAME).open("a") as file:
+    with (tmp_path / STARTS).open("a") as file:
         file.write('{"time": 3}\nno json\n')
     assert starts(tmp_path) == [now]
 

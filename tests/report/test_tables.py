@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shardwise.core.json_file import parsed
+from shardwise.core.json_file import parse_json
 from shardwise.core.ledger import CATEGORIES, Ledger
 from shardwise.core.plan import HostMemory, Plan
 from shardwise.core.units import GiB, MiB
@@ -166,7 +166,7 @@ def test_words_from_outside_are_shown_as_they_are(plan: Plan) -> None:
 
 
 def test_a_plan_read_back_prints_the_same(plan: Plan) -> None:
-    assert plan_text(parsed(plan.to_json(), Plan, Path())) == plan_text(plan)
+    assert plan_text(parse_json(plan.to_json(), Plan, Path())) == plan_text(plan)
 
 
 sizes = st.integers(0, 2**44)

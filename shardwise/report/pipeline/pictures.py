@@ -21,7 +21,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.run_files import PassesRecord
 from shardwise.core.timetable import Timetable
 from shardwise.core.units import format_bytes, format_percent
-from shardwise.report.notation import share
+from shardwise.report.notation import percent_text
 from shardwise.report.pictures import WIDE
 from shardwise.report.pipeline.gantt import Chart, gantt
 
@@ -103,7 +103,7 @@ def _note(pipeline: Timetable, schedule: str) -> str:
     """What ranks wait and hold under a schedule."""
     held = pipeline.in_flight(schedule)
     bytes_held = f", {format_bytes(pipeline.held_bytes(schedule))}" if pipeline.pass_bytes else ""
-    return f"waits {share(pipeline.waiting(schedule), 1)} · {held:g} in flight{bytes_held}"
+    return f"waits {percent_text(pipeline.waiting(schedule), 1)} · {held:g} in flight{bytes_held}"
 
 
 def held_in_words(pipeline: Timetable) -> str:
@@ -121,7 +121,7 @@ def _chart(name: str, played: Played, count: int) -> Chart:
     first = min(action.micro_batch for spans in played.spans for action, _, _ in spans)
     limit = first + SHOWN_MICRO_BATCHES
     kept = tuple(tuple(span for span in spans if span[0].micro_batch < limit) for spans in played.spans)
-    note = f"waits {share(played.bubble, 1)}"
+    note = f"waits {percent_text(played.bubble, 1)}"
     if count > SHOWN_MICRO_BATCHES:
         note += f" · the first {SHOWN_MICRO_BATCHES} of {count} micro-batches"
     return Chart(name, Played(kept), count, note)

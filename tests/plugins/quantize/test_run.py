@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shardwise.core.scheme import METHODS
+from shardwise.core.scheme import QUANTIZATION_METHODS
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.plugins.quantize.calibration import Texts, open_batches
 from shardwise.plugins.quantize.job import quantize
@@ -111,7 +111,7 @@ UNCALIBRATED, ROTATED = ["--sequences", "0"], ["--rotate", "hadamard"]
 @pytest.mark.parametrize(
     ("method", "sequences"),
     [
-        *((method, ["--sequences", "16"]) for method in METHODS),
+        *((method, ["--sequences", "16"]) for method in QUANTIZATION_METHODS),
         *((method, UNCALIBRATED) for method in ("rtn", "hqq", "kashin")),
     ],
     ids=lambda given: given if isinstance(given, str) else given[-1],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.scheme import METHODS
+from shardwise.core.scheme import QUANTIZATION_METHODS
 from shardwise.plugins.quantize.methods.base import Method
 
 _CLASSES = {
@@ -25,7 +25,9 @@ def method_of(name: str) -> Method:
     """The method of a name, with its default settings. Raises RecipeError for another name."""
     if name not in _CLASSES:
         raise RecipeError(
-            f"no method is called {name}", where="--method", fix=f"give one of {', '.join(METHODS)}"
+            f"no method is called {name}",
+            where="--method",
+            fix=f"give one of {', '.join(QUANTIZATION_METHODS)}",
         )
     method: Method = getattr(import_module(f"shardwise.plugins.quantize.methods.{name}"), _CLASSES[name])()
     return method
