@@ -37,7 +37,7 @@ from shardwise.core.fit_advice import Remedy
 from shardwise.core.ledger import Ledger
 from shardwise.core.strategy import Setting
 from shardwise.core.units import MINUS, format_bytes, format_count, format_rate, format_seconds
-from shardwise.hardware.device import DTYPES
+from shardwise.hardware.device import RATED_DTYPES
 from shardwise.hardware.profiles import PROFILES
 from shardwise.recipe.load import SECTIONS, recipe_of
 from shardwise.recipe.presets import PRESETS
@@ -285,11 +285,11 @@ def models() -> str:
 def devices() -> str:
     def rows() -> Iterator[Sequence[object]]:
         for name, p in PROFILES.items():
-            flops = (f"{p.flops[dtype] / 1e12:g}" if dtype in p.flops else "–" for dtype in DTYPES)
+            flops = (f"{p.flops[dtype] / 1e12:g}" if dtype in p.flops else "–" for dtype in RATED_DTYPES)
             rates = (p.memory_bandwidth, p.link_bandwidth, p.network_bandwidth)
             yield code(name), format_bytes(p.memory_bytes), *flops, *(format_rate(r, "B") for r in rates)
 
-    head = ("device", "memory", *DTYPES, "memory bandwidth", "link", "network")
+    head = ("device", "memory", *RATED_DTYPES, "memory bandwidth", "link", "network")
     return table(head, rows(), "l" + "r" * (len(head) - 1))
 
 

@@ -17,7 +17,7 @@ import math
 from functools import lru_cache
 
 from shardwise.core.cost import Kernel
-from shardwise.hardware.device import DTYPES, DeviceProfile
+from shardwise.hardware.device import RATED_DTYPES, DeviceProfile
 
 _TILES: tuple[tuple[int, int, float], ...] = (
     (128, 256, 1.0),
@@ -81,7 +81,7 @@ def launched_together(kernel: Kernel) -> bool:
 
 def arithmetic_seconds(kernel: Kernel, device: DeviceProfile) -> float:
     """Seconds of the arithmetic alone, at least that of the peak."""
-    peak = device.peak_flops(kernel.dtype if kernel.dtype in DTYPES else "fp32")
+    peak = device.peak_flops(kernel.dtype if kernel.dtype in RATED_DTYPES else "fp32")
     if "attention" in kernel.operation:
         return kernel.flops / (peak * _attention_fraction(kernel, device))
     rate, tiles = peak * device.efficiency.matmul, device.tiles

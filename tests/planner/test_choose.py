@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
-from shardwise.hardware.kinds import KINDS
+from shardwise.hardware.kinds import DEVICE_KINDS
 from shardwise.model.open import blueprint_of
 from shardwise.planner.choose import TELLS, _Visit, choose
 from shardwise.planner.predictor import Predictor
@@ -26,7 +26,7 @@ def recipe(
 ) -> Recipe:
     cluster: dict[str, Any] = {"preset": preset, "nodes": nodes}
     if memory_mib is not None:
-        cluster["memory_gib"] = memory_mib / 1024 / (1 - KINDS["cuda"].reserve)
+        cluster["memory_gib"] = memory_mib / 1024 / (1 - DEVICE_KINDS["cuda"].reserve)
     values = {
         "model": MODEL,
         "data": {"sequence_length": 64},

@@ -13,7 +13,7 @@ from shardwise.core.json_file import parse_json
 from shardwise.core.plan import Plan
 from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
-from shardwise.hardware.kinds import KINDS
+from shardwise.hardware.kinds import DEVICE_KINDS
 from shardwise.model.open import blueprint_of
 from shardwise.planner import read_ahead
 from shardwise.planner.predict import predict
@@ -38,7 +38,7 @@ def recipe(
 ) -> Recipe:
     cluster: dict[str, Any] = {"preset": "4xA100-80GB"}
     if memory_mib is not None:
-        cluster["memory_gib"] = memory_mib / 1024 / (1 - KINDS["cuda"].reserve)
+        cluster["memory_gib"] = memory_mib / 1024 / (1 - DEVICE_KINDS["cuda"].reserve)
     values = {
         "model": model,
         "data": {"sequence_length": 128},

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.hardware.kinds import KINDS, DeviceKind, kind_of
+from shardwise.hardware.kinds import DEVICE_KINDS, DeviceKind, kind_of
 from shardwise.runtime.torch_private import (
     efficient_attention,
     efficient_attention_backward,
@@ -70,7 +70,7 @@ class Kernels(Protocol):
 
 
 def _kind(tensor: Tensor) -> DeviceKind:
-    return kind_of(tensor.device) if _override is None else KINDS[_override]
+    return kind_of(tensor.device) if _override is None else DEVICE_KINDS[_override]
 
 
 def kernels_for(tensor: Tensor) -> Kernels:
@@ -96,7 +96,10 @@ def has_varlen_kernel(like: Tensor, head_width: int) -> bool:
         return False
     if _override is not None:
         return _override == "cuda"
-    return kind_of(like.device) is KINDS["cuda"] and torch.cuda.get_device_capability(like.device) >= (8, 0)
+    return kind_of(like.device) is DEVICE_KINDS["cuda"] and torch.cuda.get_device_capability(like.device) >= (
+        8,
+        0,
+    )
 
 
 class _OnCPU:
