@@ -497,14 +497,14 @@ def test_what_a_learning_rate_says_reads_as_shown(tmp_path: Path) -> None:
 
     from shardwise.checkpoint.resume_checks import require_steps_left
     from shardwise.core.errors import RecipeError
-    from shardwise.recipe.lr_scaling import sentences
+    from shardwise.recipe.lr_scaling import scaling_sentences
 
     page = ROOT / "docs" / "how-to" / "choose-a-learning-rate.md"
     [block] = [block for block in blocks(page, "yaml") if "scale_learning_rate" in block.text]
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{block.text}model: {{preset: tiny}}\nsteps: 500\n", encoding="utf-8")
     recipe = load_recipe(path, [], SETTINGS)
-    said = list(sentences(recipe))
+    said = list(scaling_sentences(recipe))
     with pytest.raises(RecipeError) as rule:
         load_recipe(path, ["batch_size=8192"], SETTINGS)
     ended: Any = SimpleNamespace(state=SimpleNamespace(step=500))

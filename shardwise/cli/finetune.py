@@ -14,7 +14,7 @@ from shardwise.cli.init import DataArgument, DeviceOption, Epochs, MethodOption,
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import plugin
-from shardwise.recipe.fine_tuning import Method
+from shardwise.recipe.fine_tuning import FineTuningMethod
 
 INDENT, WIDTH, LINES = 10, 100, 3
 """Of a sample: columns before its texts, the longest line, and most lines of a text."""
@@ -56,7 +56,7 @@ def command(
         with working("reading the data") as progress:
             hardware = hardware_here(device.value if device else None)
             stack.enter_context(preloaded(hardware.count))
-            wanted: Method | None = method.value if method else None
+            wanted: FineTuningMethod | None = method.value if method else None
             if file.is_file():
                 given = Options(epochs, wanted, hardware.device if device else None)
                 recipe, cluster = going_on(file, model, data, given, overrides or ())

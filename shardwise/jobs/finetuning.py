@@ -35,7 +35,13 @@ from shardwise.hardware.cluster import Cluster, cluster_of, recognise
 from shardwise.hardware.kinds import HOST, accelerator_here
 from shardwise.jobs.planning import make_plan, refuse_unfit
 from shardwise.jobs.request import read
-from shardwise.recipe.fine_tuning import METHODS, FineTuning, Hardware, Method, Shape
+from shardwise.recipe.fine_tuning import (
+    FINE_TUNING_METHODS,
+    FineTuning,
+    FineTuningMethod,
+    Hardware,
+    SequenceShape,
+)
 from shardwise.recipe.load import REPLACES, parse_recipe
 from shardwise.recipe.overrides import overridden
 from shardwise.recipe.paths import with_whole_paths
@@ -118,7 +124,9 @@ def _limit(context: int | None) -> int:
     return longest // 8 * 8 or longest
 
 
-def shape_of(model: str, source: str, context: int | None, objective: str = "causal") -> tuple[Shape, int]:
+def shape_of(
+    model: str, source: str, context: int | None, objective: str = "causal"
+) -> tuple[SequenceShape, int]:
     """The sequences of the data, and their number in an epoch. Tokenizes the data, once.
 
     Records are packed when two of average length fit into a sequence and the model can keep them apart, else each has
@@ -144,10 +152,10 @@ def shape_of(model: str, source: str, context: int | None, objective: str = "cau
     train: Sequences = opened.train
     count = max(1, round(train.sequences * mean / length)) if packing else train.sequences
     why = f"records have {mean:.0f} tokens on average, and at most {longest:,}"
-    return Shape(length, packing, why), count
+    return SequenceShape(length, packing, why), count
 
 
-def _shape_of_text(spec: DataSpec, tokenizer: Tokenizer, objective: str) -> tuple[Shape, int]:
+def _shape_of_text(spec: DataSpec, tokenizer: Tokenizer, objective: str) -> tuple[SequenceShape, int]:
     """Sequences as long as the limit, and shorter ones if the text is short."""
     opened = open_tokens(
         spec.model_copy(update={"sequence_length": 1}), tokenizer, default_root(), objective=objective
@@ -155,14 +163,14 @@ def _shape_of_text(spec: DataSpec, tokenizer: Tokenizer, objective: str) -> tupl
     tokens = opened.cache.header.tokens
     length = min(spec.sequence_length, max(_STEP, tokens // _STEPS_PER_EPOCH // _STEP * _STEP))
     length = min(length, max(1, (tokens - 1) // 2))
-    return Shape(length, False, "plain text, cut into sequences"), max(1, tokens // length)
+    return SequenceShape(length, False, "plain text, cut into sequences"), max(1, tokens // length)
 
 
-def _shape_of_pairs(opened: PairExamples, limit: int) -> tuple[Shape, int]:
+def _shape_of_pairs(opened: PairExamples, limit: int) -> tuple[SequenceShape, int]:
     train = opened.train
     prompt, completion = int((train.borders - train.starts).max()), int((train.ends - train.borders).max())
     why = f"prompts have at most {prompt:,} tokens, completions {completion:,}"
-    shape = Shape(_rounded(prompt, limit), False, why, _rounded(completion, limit))
+    shape = SequenceShape(_rounded(prompt, limit), False, why, _rounded(completion, limit))
     return shape, train.sequences
 
 
@@ -205,7 +213,7 @@ def draft(
     context, objective = _context_in(config), _objective_in(config)
     if missing_ok and not (Path(model).is_dir() and is_local(source)):
         packing = objective == "causal" and not packing_obstacle(model, _limit(context))
-        shape = replace(Shape(), sequence_length=_limit(context), packing=packing)
+        shape = replace(SequenceShape(), sequence_length=_limit(context), packing=packing)
         return replace(whole, shape=shape, objective=objective, unread=(source,))
     shape, sequences = shape_of(model, source, context, objective)
     batch = max(1, min(_BATCH, sequences // _STEPS_PER_EPOCH))
@@ -233,7 +241,10 @@ def with_overrides(text: str, overrides: Sequence[str]) -> str:
 
 
 def choose(
-    asked: FineTuning, method: Method | None, overrides: Sequence[str] = (), progress: Progress = silent
+    asked: FineTuning,
+    method: FineTuningMethod | None,
+    overrides: Sequence[str] = (),
+    progress: Progress = silent,
 ) -> tuple[str, Recipe, Cluster, Plan]:
     """The recipe's text, and its plan: of ``method``, or of the first method that fits.
 
@@ -241,7 +252,7 @@ def choose(
         ResourceError: no method fits.
         RecipeError: an override is wrong, or the model cannot be trained.
     """
-    methods = (method,) if method else METHODS
+    methods = (method,) if method else FINE_TUNING_METHODS
     why = "asked for" if method else ""
     for each in methods:
         text = with_overrides(asked.recipe(each, why), overrides)
@@ -262,7 +273,7 @@ class Options:
     """Options of the command that were given; None for the others."""
 
     epochs: float | None = None
-    method: Method | None = None
+    method: FineTuningMethod | None = None
     device: str | None = None
 
 

@@ -22,7 +22,7 @@ from shardwise.data.epochs import epoch_sentences, with_steps
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import plan_after_oom, plan_remembering, planned_snapshot, refuse_unfit
 from shardwise.jobs.request import RunWorkers, Say
-from shardwise.recipe.lr_scaling import sentences
+from shardwise.recipe.lr_scaling import scaling_sentences
 from shardwise.recipe.sections import Recipe
 
 
@@ -127,7 +127,7 @@ def prepare(
         _write_planned_memory(recipe, cluster, planned, folder)
     found += epoch_sentences(asked, recipe)
     first = f"{planned.line}  →  {folder}"
-    for sentence in [first, *found, *reasons, *sentences(recipe), *planned.departures]:
+    for sentence in [first, *found, *reasons, *scaling_sentences(recipe), *planned.departures]:
         say(sentence)
     return planned
 

@@ -73,7 +73,7 @@ def _plan(predictor: Predictor, chosen: Prediction) -> Plan:
         step=chosen.step,
         micro_batches=micro_batches(strategy, layout, recipe.batch_size),
         candidates=judged(predictor, chosen),
-        reasons=(*reasons(predictor, chosen), *scaling.sentences(recipe)),
+        reasons=(*reasons(predictor, chosen), *scaling.scaling_sentences(recipe)),
         assumptions=(
             *assumptions(cluster, predictor.reserve),
             *once_in_words(strategy),

@@ -20,7 +20,7 @@ from shardwise.core.units import GiB
 from shardwise.exporter.model_card import card
 from shardwise.jobs import finetuning
 from shardwise.jobs.finetuning import choose, draft, hardware_here, shape_of, with_overrides
-from shardwise.recipe.fine_tuning import METHODS, FineTuning, Hardware, Method
+from shardwise.recipe.fine_tuning import FINE_TUNING_METHODS, FineTuning, FineTuningMethod, Hardware
 from shardwise.recipe.load import parse_recipe
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
@@ -60,8 +60,8 @@ def write_chats(path: Path, count: int = 60, letters: int = 4) -> Path:
     return path
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_recipe_of_every_method_is_a_recipe(method: Method) -> None:
+@pytest.mark.parametrize("method", FINE_TUNING_METHODS)
+def test_the_recipe_of_every_method_is_a_recipe(method: FineTuningMethod) -> None:
     asked = FineTuning("org/model", "chats/*.jsonl", 2.0, hardware=Hardware("H100-80GB", 8, 79.2, "bf16"))
     recipe = parse_recipe(asked.recipe(method, "because"), SETTINGS)
     assert (recipe.epochs, recipe.data.packing, recipe.cluster.devices_per_node) == (2.0, True, 8)
@@ -107,11 +107,11 @@ def planned(monkeypatch: pytest.MonkeyPatch, fitting: set[str]) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FINE_TUNING_METHODS)
 def test_the_first_method_that_fits_is_chosen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = planned(monkeypatch, {method, "qlora"})
     text, recipe, _, plan = choose(FineTuning("org/model", "a.jsonl"), None)
-    assert seen == list(METHODS[: METHODS.index(method) + 1]) and plan.fits
+    assert seen == list(FINE_TUNING_METHODS[: FINE_TUNING_METHODS.index(method) + 1]) and plan.fits
     if method != "full":
         assert f"{seen[-2]} needs " in text  # why not the one before
     assert recipe == parse_recipe(text, SETTINGS)
@@ -121,7 +121,7 @@ def test_no_method_fits_or_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
     seen = planned(monkeypatch, set())
     with pytest.raises(ResourceError, match="does not fit"):
         choose(FineTuning("org/model", "a.jsonl"), None)
-    assert seen == list(METHODS)
+    assert seen == list(FINE_TUNING_METHODS)
     seen = planned(monkeypatch, {"full", "lora"})
     _, recipe, _, _ = choose(FineTuning("org/model", "a.jsonl"), "lora", ["adapter.rank=4", "batch_size=2"])
     assert (

@@ -30,7 +30,7 @@ from shardwise.recipe.overrides import overridden
 from shardwise.recipe.paths import with_whole_paths
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import Recipe
-from shardwise.recipe.yaml_source import Document, Origin, dotted, parse_document, written
+from shardwise.recipe.yaml_source import Origin, YamlDocument, dotted, parse_document, written
 
 NODE = 8
 """Devices of a node where the other file says only how many there are."""
@@ -152,7 +152,7 @@ def imported(
         if draft.sources[key] == [ASSUMED] or key in draft.notes:
             rows.append(Row(key, value, "assumed", draft.notes.get(key, "the file does not say it")))
     keys = likeness.keys if likeness else ()
-    document = Document(path.name, _nested(draft.values), {(): Origin(0, 0)}, path)
+    document = YamlDocument(path.name, _nested(draft.values), {(): Origin(0, 0)}, path)
     made = Imported(path, form, keys, tuple(rows), with_whole_paths(document).values, draft.sources)
     return _overridden(made, overrides) if overrides else made
 
