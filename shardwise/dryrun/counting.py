@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.core.cost import Collective, Kernel
-from shardwise.runtime.flops import bytes_of, flops_of, product_shape
+from shardwise.runtime.flops import flops_of, product_shape, tensor_bytes
 from shardwise.runtime.operands import tensors_in
 from shardwise.runtime.torch_private import group_named
 
@@ -90,15 +90,15 @@ def kernels_of(
 def _moved_bytes(name: str, args: tuple[Any, ...], out: Any, distinct: Collection[Tensor]) -> int:
     """Bytes that one call reads and writes: all of its tensors, except where it touches only a part of one."""
     if name.startswith(TEMPLATED):
-        return bytes_of(tensors_in(out))
+        return tensor_bytes(tensors_in(out))
     if name == "fsdp::all_gather_copy_in":
-        return 2 * bytes_of(args[0])
+        return 2 * tensor_bytes(args[0])
     if name not in _LOOKUPS and name not in _SCATTERS:
-        return bytes_of(distinct)
+        return tensor_bytes(distinct)
     others = [tensor for tensor in distinct if tensor is not args[0]]
     if name in _LOOKUPS:  # reads as much of the table as it returns
-        return bytes_of(others) + bytes_of(tensors_in(out))
-    return bytes_of(others) + 2 * bytes_of(args[-1:])
+        return tensor_bytes(others) + tensor_bytes(tensors_in(out))
+    return tensor_bytes(others) + 2 * tensor_bytes(args[-1:])
 
 
 _DTYPES: Mapping[torch.dtype, str] = {

@@ -28,8 +28,8 @@ from shardwise.dryrun.tracker import asked_device
 from shardwise.hardware.this_machine import threads_of
 from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
-from shardwise.runtime.parallel.attention_kernels import WIDEST, kernels_as
-from shardwise.runtime.parallel.ring import PARTS
+from shardwise.runtime.parallel.attention_kernels import WIDEST_HEAD, kernels_as
+from shardwise.runtime.parallel.ring import DECOMPOSITIONS
 from shardwise.runtime.torch_private import (
     DispatchMode,
     efficient_attention,
@@ -172,7 +172,7 @@ def cuda_kernels(processes: int, device_type: str = "cuda") -> Iterator[None]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        parts = _Parts({**PARTS, **_SOLVERS, **CTC})
+        parts = _Parts({**DECOMPOSITIONS, **_SOLVERS, **CTC})
         with scoped_kernels(kernels, "AutogradCPU"), kernels_as(device_type), foreach_by_default(), parts:
             yield
 
@@ -215,7 +215,7 @@ def _cuda_attention(
     Flash attention takes one head width for queries, keys and values, of at most 256. Latent attention has two.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and attn_mask is None and query.shape[-1] == value.shape[-1] <= WIDEST:
+    if half and attn_mask is None and query.shape[-1] == value.shape[-1] <= WIDEST_HEAD:
         return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa and (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -261,7 +261,7 @@ class _Parts(DispatchMode):
 
 def _cpu_kernels(processes: int) -> _Parts:
     """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts, and workspaces."""
-    return _Parts({**PARTS, **EMULATED, **_SOLVERS, **CTC, **with_workspaces(threads_of(processes))})
+    return _Parts({**DECOMPOSITIONS, **EMULATED, **_SOLVERS, **CTC, **with_workspaces(threads_of(processes))})
 
 
 TARGETS: dict[str, Target] = {

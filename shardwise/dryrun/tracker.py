@@ -32,7 +32,7 @@ from shardwise.dryrun.counting import TEMPLATED, collective_of, group_of, kernel
 from shardwise.dryrun.modules import refused
 from shardwise.dryrun.tally import Tally
 from shardwise.engine.phase import current_micro_batch, current_phase
-from shardwise.runtime.flops import bytes_of
+from shardwise.runtime.flops import tensor_bytes
 from shardwise.runtime.offload.host import allocated_host_bytes, has_separate_host_memory, in_host_memory
 from shardwise.runtime.operands import tensors_in
 from shardwise.runtime.torch_private import (
@@ -278,7 +278,7 @@ class Tracker(DispatchMode):
             self.disk_bytes += args[-1]
         elif self.counting_costs:
             way = name.removeprefix("shardwise::")
-            self._spend(transfers=[Transfer(current_phase(), way, 0, bytes_of(args[:1]))])
+            self._spend(transfers=[Transfer(current_phase(), way, 0, tensor_bytes(args[:1]))])
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count device kernels, host kernels, or copies between host and device memory."""
@@ -300,7 +300,7 @@ class Tracker(DispatchMode):
             assert "copy" in name, f"{name} mixes host and device memory; a device would refuse it"
             way = "to_host" if self._on_host(tensors[0]) else "to_device"
             pairs = zip(*args[:2], strict=True) if name.startswith("aten::_foreach") else [args[:2]]
-            sizes = [bytes_of(pair[:1]) for pair in pairs]
+            sizes = [tensor_bytes(pair[:1]) for pair in pairs]
             self._spend(transfers=[Transfer(current_phase(), way, 0, size) for size in sizes])
             if any(self._keeps_activations(t) for t in tensors):
                 self.tag((t for t in tensors if not self._on_host(t)), "activations")

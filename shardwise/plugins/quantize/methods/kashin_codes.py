@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.plugins.quantize.methods.expansion import Expansion
-from shardwise.runtime.quantization.kashin import table_of, values_of
+from shardwise.runtime.quantization.kashin import kashin_values, table_of
 
 Map = Callable[[Tensor], Tensor]
 FIRST_TEMPERATURE, LAST_TEMPERATURE, FIRST_INERTIA = 0.5, 0.015, 0.2
@@ -36,7 +36,7 @@ class Pair:
     peaks: list[Tensor]
 
     def values(self, side: int) -> Tensor:
-        return values_of(self.codes[side], self.peaks[side])
+        return kashin_values(self.codes[side], self.peaks[side])
 
 
 def nearest(values: Tensor, peaks: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def from_expansion(target: Tensor, basis: Map, expansion: Expansion, widths: tup
     peaks = [expansion.u_steps[:, : widths[0]], expansion.v_steps[:, : widths[1]]]
     peaks[0] = fitted(expansion.u, peaks[0], 4 * LLOYD)
     codes = nearest(expansion.u, peaks[0])
-    rest = basis(target - values_of(codes, peaks[0]))
+    rest = basis(target - kashin_values(codes, peaks[0]))
     peaks[1] = fitted(rest, peaks[1], 4 * LLOYD)
     return Pair([codes, nearest(rest, peaks[1])], peaks)
 
