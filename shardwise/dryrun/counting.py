@@ -34,7 +34,7 @@ _LOOKUPS = frozenset({"aten::embedding", "aten::gather", "aten::index_select", "
 _SCATTERS = frozenset({"aten::scatter_add_", "aten::index_add_"})
 """Operations that touch only the rows or elements of their first argument that the indices name."""
 
-_KINDS: dict[str, str] = {
+_COLLECTIVES: dict[str, str] = {
     "allgather": "all_gather",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -128,7 +128,7 @@ def collective_of(
 ) -> Collective | None:
     """The collective of a c10d call; None for calls that send no data (wait, barrier on a fake group)."""
     name = func.name().split("::")[1].strip("_")
-    kind = next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), None)
+    kind = next((kind for prefix, kind in _COLLECTIVES.items() if name.startswith(prefix)), None)
     group = group_of(args, kwargs)
     if kind is None or group is None:
         return None

@@ -24,7 +24,7 @@ import torch
 from shardwise.core.cache_folder import code_digest, default_root, key_of, store
 from shardwise.core.cost import Collective, CountedCall, Kernel, Transfer
 from shardwise.core.errors import ResourceError
-from shardwise.dryrun.moments import ROWS
+from shardwise.dryrun.moments import LEDGER_ROWS
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner.compose_corner import Corner, Counting, Point
 from shardwise.recipe.sections import Recipe
@@ -92,7 +92,7 @@ def _read(path: Path, key: str) -> Corner | None:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
             header = json.loads(arrays["header"].tobytes())
             passes, rows, host, order = (arrays[name] for name in ("passes", "bytes", "host", "order"))
-        if header["key"] != key or rows.shape != (len(header["names"]), len(ROWS)):
+        if header["key"] != key or rows.shape != (len(header["names"]), len(LEDGER_ROWS)):
             return None
         known: list[CountedCall] = [_call(each) for each in header["calls"]]
         return Corner(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shardwise.core.cost import CountedCall
 from shardwise.core.strategy import Strategy
-from shardwise.dryrun.moments import ROWS, Bytes
+from shardwise.dryrun.moments import LEDGER_ROWS, Bytes
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
@@ -97,7 +97,7 @@ def _corner(run: DryRun) -> Corner:
         passes=found.passes,
         bytes=found.bytes,
         calls=tuple((-1 if number is None else number, call) for number, call in found.calls),
-        host=np.array([getattr(run.host, row) for row in ROWS], dtype=np.int64),
+        host=np.array([getattr(run.host, row) for row in LEDGER_ROWS], dtype=np.int64),
         parameters=run.parameters,
         disk_bytes=run.disk_bytes,
         communicators=run.communicators,

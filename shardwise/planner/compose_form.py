@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.core.cost import CountedCall
-from shardwise.dryrun.moments import ROWS, Bytes
+from shardwise.dryrun.moments import LEDGER_ROWS, Bytes
 from shardwise.planner.compose_corner import Corner, between
 
-KEPT = ROWS.index("activations")
+KEPT = LEDGER_ROWS.index("activations")
 REST = -1
 """Instead of a micro-batch: the step outside of micro-batches."""
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise.core.cost import Collective, CountedCall, Kernel, StepCost
 from shardwise.core.ledger import Ledger, Peak, ledger_from
-from shardwise.dryrun.moments import ROWS, START, Bytes, unnumbered
+from shardwise.dryrun.moments import LEDGER_ROWS, STEP_START, Bytes, unnumbered
 from shardwise.dryrun.run import whole_cost
 from shardwise.dryrun.tally import Tally
 from shardwise.planner.compose_align import Alignment, aligned
@@ -172,13 +172,13 @@ class Sum:
 
 def _peak(rows: Bytes, name: str, depth: int) -> Peak:
     phase, where, operation, *_ = (*name.split("|"), "", "")
-    if name == START:
+    if name == STEP_START:
         return Peak(_ledger(rows), "forward", "")
     return Peak(_ledger(rows), phase, unnumbered(where, depth) or f"the loss ({operation})")
 
 
 def _ledger(rows: Bytes) -> Ledger:
-    return ledger_from({row: max(0, int(size)) for row, size in zip(ROWS, rows, strict=True)})
+    return ledger_from({row: max(0, int(size)) for row, size in zip(LEDGER_ROWS, rows, strict=True)})
 
 
 def calls_of(calls: Calls, role: int) -> Counter[CountedCall]:

@@ -18,7 +18,7 @@ from shardwise.core.plan import Candidate, PeakIs, moment
 from shardwise.core.progress import Progress, silent
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.units import format_bytes, format_seconds
-from shardwise.dryrun.target import TARGETS
+from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint, batch_shapes
 from shardwise.planner.compose import SHALLOW, CountComposer
@@ -197,7 +197,7 @@ class Predictor:
             verdict, reason = "does not fit", f"{format_bytes(excess)} too much in host memory"
         elif found.retries:
             verdict = "tight"
-        replayed = found.run.replay is not None or not TARGETS[self.cluster.device.kind].caches
+        replayed = found.run.replay is not None or not TARGET_KERNELS[self.cluster.device.kind].caches
         self._replayed[strategy] = replayed
         peak_is: PeakIs = "counted" if replayed and ranks is None else "estimated"
         if verdict == "does not fit" and not replayed:
@@ -293,7 +293,10 @@ class Predictor:
         reason = f"{format_bytes(over)} too much" if over > 0 else ""
         if over <= 0 < excess:
             reason = f"{format_bytes(excess)} too much in host memory"
-        verdict, caches = "does not fit" if reason else "fits", TARGETS[self.cluster.device.kind].caches
+        verdict, caches = (
+            "does not fit" if reason else "fits",
+            TARGET_KERNELS[self.cluster.device.kind].caches,
+        )
         self._replayed[strategy] = not caches
         peak_is: PeakIs = "counted" if not caches else "at least" if reason else "estimated"
         self._record(strategy, size, seconds, verdict, reason, peak_is)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shardwise.core.cost import Collective
 from shardwise.core.strategy import Layout, Strategy
-from shardwise.dryrun.moments import ROWS
+from shardwise.dryrun.moments import LEDGER_ROWS
 from shardwise.engine.phase import PHASES as ALL_PHASES
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner.compose import CountComposer
@@ -39,7 +39,7 @@ KINDS: tuple[int, ...] = (REST, 0, 2, 1)
 
 STATES, KEPT = ("parameters", "master_weights", "gradients", "optimizer_state"), ("activations",)
 _GROUPS = np.array(
-    [[row in STATES, row in KEPT, row not in (*STATES, *KEPT)] for row in ROWS], dtype=np.float64
+    [[row in STATES, row in KEPT, row not in (*STATES, *KEPT)] for row in LEDGER_ROWS], dtype=np.float64
 )
 
 Floats = npt.NDArray[np.float64]

@@ -212,7 +212,7 @@ class _Counted:
         import torch
 
         from shardwise.dryrun.reading import peaks
-        from shardwise.dryrun.target import TARGETS
+        from shardwise.dryrun.target import TARGET_KERNELS
         from shardwise.dryrun.tracker import Tracker
         from shardwise.plugins.serve.decoding import reader_of
         from shardwise.plugins.serve.load import allocated, meta_model
@@ -220,7 +220,7 @@ class _Counted:
         from shardwise.plugins.serve.serving import DTYPES
         from shardwise.runtime.torch_private import FakeTensorMode
 
-        dtype, target = DTYPES[self.precision], TARGETS[self.cluster.device.kind]
+        dtype, target = DTYPES[self.precision], TARGET_KERNELS[self.cluster.device.kind]
         built = meta_model(self.blueprint, self.recipe.adapter, dtype)
         tracker = Tracker({}, target.workspace, target.kept, lambda: "")
         fake = FakeTensorMode(allow_non_fake_inputs=True)
