@@ -41,7 +41,7 @@ from shardwise.jobs.session import Session as Session
 from shardwise.jobs.session import open_session
 from shardwise.jobs.trained_run import TrainedRun as TrainedRun
 from shardwise.jobs.trained_run import trained_run
-from shardwise.launch.launcher import preloaded, run_ranks
+from shardwise.launch.launcher import preloaded_run, run_ranks
 from shardwise.recipe.installed import recipe_file
 from shardwise.recipe.load import load_recipe
 from shardwise.recipe.sections import Recipe as Recipe
@@ -278,7 +278,7 @@ def _trained(
     with giving(given.objects) as environment, live_bar(out, given.recipe.steps, progress):
         workers = partial(_run_workers, environment=environment)
         cluster = cluster_of(given.recipe.cluster)
-        with preloaded(cluster.world_size, cluster.nodes):
+        with preloaded_run(cluster.world_size, cluster.nodes):
             training.train(given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory)
     return trained_run(out)
 

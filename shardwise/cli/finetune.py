@@ -44,7 +44,7 @@ def command(
         require_no_run,
     )
     from shardwise.jobs.training import train
-    from shardwise.launch.launcher import preloaded
+    from shardwise.launch.launcher import preloaded_run
     from shardwise.launch.placement import launched_by
 
     file = out / RECIPE
@@ -55,7 +55,7 @@ def command(
     with ExitStack() as stack:
         with working("reading the data") as progress:
             hardware = hardware_here(device.value if device else None)
-            stack.enter_context(preloaded(hardware.count))
+            stack.enter_context(preloaded_run(hardware.count))
             wanted: FineTuningMethod | None = method.value if method else None
             if file.is_file():
                 given = Options(epochs, wanted, hardware.device if device else None)

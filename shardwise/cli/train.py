@@ -37,9 +37,9 @@ def command(
     wanted, cluster = read(recipe, overrides or [])
     if (placement := launched_by()) is None:
         from shardwise.jobs.training import train
-        from shardwise.launch.launcher import preloaded
+        from shardwise.launch.launcher import preloaded_run
 
-        with preloaded(cluster.world_size, cluster.nodes), working() as progress:
+        with preloaded_run(cluster.world_size, cluster.nodes), working() as progress:
             say = progress.stopping(typer.echo)
             if train(
                 wanted, cluster, out, run_workers, exact_memory=exact_memory, say=say, progress=progress
