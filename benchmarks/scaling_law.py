@@ -27,7 +27,7 @@ import torch
 from machine import described
 from wsd import Training
 
-from shardwise.checkpoint.checkpoint import save
+from shardwise.checkpoint.checkpoint import save_checkpoint
 from shardwise.checkpoint.manifest import committed
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.units import format_count
@@ -122,7 +122,7 @@ class Runs:
         every = max(1, training.recipe.steps // 8)
         while training.state.step < until:
             training.train(min(until, (training.state.step // every + 1) * every))
-            save(
+            save_checkpoint(
                 training.run,
                 training.state,
                 self.folder / str(made),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.checkpoint.chosen import chosen_checkpoint, recipe_in
-from shardwise.checkpoint.run_folder import RECIPE, require_base
+from shardwise.checkpoint.run_folder import RECIPE, require_base_in_place
 from shardwise.checkpoint.saved_weights import SavedWeights
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import DataError, RecipeError
@@ -221,7 +221,7 @@ def checkpoint_of(folder: Path, which: Which = "latest") -> tuple[Recipe, Path]:
             why=f"that would run the code of {recipe.model.factory}",
             fix="load its weights with your own code: shardwise.load_into(module, DIR), or shardwise export DIR OUT",
         )
-    require_base(folder, recipe)
+    require_base_in_place(folder, recipe)
     checkpoint = chosen_checkpoint(folder, which)
     if recipe.adapter is not None:
         recipe = recipe.model_copy(update={"adapter": recipe.adapter.model_copy(update={"start_from": None})})

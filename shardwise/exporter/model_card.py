@@ -30,7 +30,7 @@ def finish_model(run: Path, folder: Path, recipe: Recipe, plan: Plan, loss: floa
     """Export the run's model to ``folder``, if it is not there or older, with its card. Raises ShardwiseError."""
     checkpoint = checkpoint_of(run)[1]
     config = folder / "config.json"
-    if config.exists() and config.stat().st_mtime < (checkpoint / manifest.NAME).stat().st_mtime:
+    if config.exists() and config.stat().st_mtime < (checkpoint / manifest.MANIFEST).stat().st_mtime:
         shutil.rmtree(folder)  # the run has gone on since
     if not config.exists():
         export_run(run, folder)

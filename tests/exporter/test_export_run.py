@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.checkpoint.checkpoint import latest, save
+from shardwise.checkpoint.checkpoint import latest, save_checkpoint
 from shardwise.checkpoint.saved_weights import SavedWeights
 from shardwise.cli.main import run as run_cli
 from shardwise.core.errors import CheckpointError, RecipeError, ResourceError, ShardwiseError
@@ -55,7 +55,7 @@ def leave_run(folder: Path, values: dict[str, Any], settings: dict[str, Any]) ->
             part += 0.1 * torch.randn(part.shape).to(part)
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    save(run, TrainState(1, 4), folder / "checkpoints", 1)
+    save_checkpoint(run, TrainState(1, 4), folder / "checkpoints", 1)
 
 
 def ids(vocab: int = 257) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.adapter import leave
-from shardwise.checkpoint.checkpoint import save
+from shardwise.checkpoint.checkpoint import save_checkpoint
 from shardwise.cli.main import run as run_cli
 from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.engine.build import build
@@ -39,7 +39,7 @@ def started_run(folder: Path, base: Path, adapter: dict[str, Any]) -> Tensor:
         found = run.blueprint.logits(run.model, IDS)
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    save(run, TrainState(1, 4), folder / "checkpoints", 1)
+    save_checkpoint(run, TrainState(1, 4), folder / "checkpoints", 1)
     leave(run, folder)
     return found
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.checkpoint import restore, save
+from shardwise.checkpoint.checkpoint import restore, save_checkpoint
 from shardwise.core.errors import RecipeError
 from shardwise.core.json_file import parse_json
 from shardwise.core.pipeline.schedule import in_flight, orders, play
@@ -188,7 +188,7 @@ def test_held_out_loss_is_that_of_one_process(pool: Pool) -> None:
 def trained_and_saved(recipe: Recipe, folder: Path) -> None:
     run = made(recipe)
     step(run, [batches(4)], 1e-3)
-    save(run, TrainState(step=1), folder, keep=2)
+    save_checkpoint(run, TrainState(step=1), folder, keep=2)
 
 
 def gone_on(recipe: Recipe, folder: Path) -> tuple[dict[str, Tensor], float]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.checkpoint.checkpoint import restore, save
+from shardwise.checkpoint.checkpoint import restore, save_checkpoint
 from shardwise.core.errors import RecipeError
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.train_state import TrainState
@@ -140,7 +140,7 @@ def saved_and_evaluated(folder: Path) -> tuple[dict[str, Tensor], float, str]:
     """What a checkpoint must hold, the held-out loss, and who is to blame for a weight that is not finite."""
     run = make_run(3, settings=divided("ring"), model=MODELS["grouped"], data=EIGHT)
     train(run, range(2))
-    save(run, TrainState(2, 0), folder, 1)
+    save_checkpoint(run, TrainState(2, 0), folder, 1)
     expected, held_out = whole(run), evaluate(run, [batch(7)])
     with torch.no_grad():
         dict(named_parameters(run.model))["layers.1.mlp.up_proj.weight"].fill_(torch.nan)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.run_folder import RECIPE, require_base
+from shardwise.checkpoint.run_folder import RECIPE, require_base_in_place
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.units import format_bytes
 from shardwise.hardware.cluster import Cluster, cluster_of
@@ -78,7 +78,7 @@ def served_recipe(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster
     """
     if (path / RECIPE).is_file():
         recipe, cluster = read(path / RECIPE, overrides)
-        require_base(path, recipe)
+        require_base_in_place(path, recipe)
         return recipe, cluster
     if not (path / _CONFIG).is_file():
         return read(path, overrides)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shardwise.checkpoint.adapter import leave
-from shardwise.checkpoint.checkpoint import save
+from shardwise.checkpoint.checkpoint import save_checkpoint
 from shardwise.cli.main import run as run_cli
 from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import scheme_of
@@ -74,7 +74,7 @@ def adapted_run(folder: Path, recipe: Recipe) -> None:
             local_part(parameter).normal_(0.0, 0.3)
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    save(run, TrainState(1, 4), folder / "checkpoints", 1)
+    save_checkpoint(run, TrainState(1, 4), folder / "checkpoints", 1)
     leave(run, folder)
 
 

@@ -320,7 +320,7 @@ def test_which_reader_a_model_gets(place: Path) -> None:
 def run_folder(place: Path) -> Callable[..., tuple[Path, nn.Module, AdaptedModel | None]]:
     """Makes the folder of a run as it is after its last save; what it saved."""
     from shardwise.checkpoint.adapter import leave
-    from shardwise.checkpoint.checkpoint import save
+    from shardwise.checkpoint.checkpoint import save_checkpoint
     from shardwise.engine.build import build
     from shardwise.engine.train_state import TrainState
     from shardwise.launch.process import join
@@ -348,7 +348,7 @@ def run_folder(place: Path) -> Callable[..., tuple[Path, nn.Module, AdaptedModel
                 for tensor_name, parameter in named_parameters(run.model):
                     if is_adapter(tensor_name) and parameter.ndim == 2:
                         local_part(parameter).normal_(0.0, 0.3, generator=chance)
-            save(run, TrainState(1, 1), folder / "checkpoints", 1)
+            save_checkpoint(run, TrainState(1, 1), folder / "checkpoints", 1)
             leave(run, folder)
             held = {n: local_part(p).clone() for n, p in named_parameters(run.model)}
         model = reference_model(blueprint, 1, torch.float32).eval()
