@@ -59,14 +59,16 @@ BASES = 3
 _FAR = 1.25
 """Where even the smallest strategy of a mesh takes so many times the budget, none of the mesh is tried."""
 
-_FILLED = 4
+_FULL_PIPELINE = 4
 """Micro-batches for each stage, at least, that are compared with other meshes."""
 
-_MARGIN = 1.1
+_GROWTH_MARGIN = 1.1
 """For memory that does not grow in proportion to the micro-batch, such as rounding to pages."""
 
 
-def choose(predictor: Predictor, expect: Callable[[Strategy | None], None] = lambda _: None) -> Prediction:
+def choose_strategy(
+    predictor: Predictor, expect: Callable[[Strategy | None], None] = lambda _: None
+) -> Prediction:
     """The best strategy that fits, else a tight one, else the one that needs the least memory."""
     separate_host = not predictor.cluster.device.traits.is_host
     tight: Prediction | None = None
@@ -348,7 +350,7 @@ class _Visit:
         few = [best if best is not None and best in every else every[0], self._smallest(every)]
         return list(dict.fromkeys(few))
 
-    def _sizes(self, strategy: Strategy, filled: int = _FILLED) -> Sequence[int]:
+    def _sizes(self, strategy: Strategy, filled: int = _FULL_PIPELINE) -> Sequence[int]:
         """Micro-batch sizes, largest first; of stages among other meshes, with ``filled`` for each stage."""
         sizes, stages = self.predictor.micro_batch_sizes(strategy), stages_of(strategy)
         if self.by_memory:
@@ -377,7 +379,7 @@ class _Visit:
             if self.reference is None and quick.computing:
                 self.reference = quick.computing, self._sequences(trial)
             # Memory is a constant and a part that grows at most in proportion: a larger size than this cannot fit.
-            largest = size * _MARGIN * predictor.budget_bytes / quick.bytes
+            largest = size * _GROWTH_MARGIN * predictor.budget_bytes / quick.bytes
             if quick.fits:
                 return quick
         return None

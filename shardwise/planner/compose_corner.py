@@ -24,7 +24,7 @@ from shardwise.technique import MICRO_BATCH_SIZE, layout_of
 
 
 @dataclass(frozen=True)
-class Point:
+class CornerPoint:
     """Where a corner is.
 
     Attributes:
@@ -69,14 +69,14 @@ class Corner:
     notes: tuple[str, ...]
 
 
-Counting = Callable[[Point], Corner]
+Counting = Callable[[CornerPoint], Corner]
 """Returns the corner at a point."""
 
 
-def counted(recipe: Recipe, blueprint: Blueprint, cluster: Cluster) -> Counting:
+def corner_counter(recipe: Recipe, blueprint: Blueprint, cluster: Cluster) -> Counting:
     """The function that dry-runs a point."""
 
-    def count(point: Point) -> Corner:
+    def count(point: CornerPoint) -> Corner:
         layout = layout_of(point.strategy, cluster.world_size)
         batch = point.size * point.passes * layout.data_degree
         strategy = point.strategy.with_values(**{MICRO_BATCH_SIZE.key: point.size})

@@ -18,7 +18,7 @@ from shardwise.core.cost import CountedCall
 from shardwise.dryrun.moments import LEDGER_ROWS, Bytes
 from shardwise.planner.compose_corner import Corner, between
 
-KEPT = LEDGER_ROWS.index("activations")
+ACTIVATIONS_ROW = LEDGER_ROWS.index("activations")
 REST = -1
 """Instead of a micro-batch: the step outside of micro-batches."""
 
@@ -72,7 +72,7 @@ class LinearForm:
         """[moment, row] of a model of ``depth`` blocks with micro-batches of ``size``."""
         if (depth, size) not in self._bytes:
             deeper = self._repetitions(depth) * self._per_block
-            deeper[:, KEPT] = deeper[:, KEPT] * size // self.size
+            deeper[:, ACTIVATIONS_ROW] = deeper[:, ACTIVATIONS_ROW] * size // self.size
             total = self.base.bytes + deeper
             if self.larger is not None and size != self.size:
                 total += (size - self.size) * self._growth // self.size
@@ -92,7 +92,7 @@ class LinearForm:
             total = total + (size - self.size) * (self.larger.host - self.base.host) // self.size
         if self.deeper is not None:
             slope = self.deeper.host - self.base.host
-            slope[KEPT] = slope[KEPT] * size // self.size
+            slope[ACTIVATIONS_ROW] = slope[ACTIVATIONS_ROW] * size // self.size
             total = total + self._repetitions(depth) * slope
         return total
 
@@ -169,7 +169,7 @@ class LinearForm:
             raise NotLinear("the number of calls depends on the size of the micro-batch")
         found: dict[int, Counter[tuple[CountedCall, CountedCall]]] = {}
         for (number, one), (other, two) in zip(self.base.calls, larger.calls, strict=True):
-            if number != other or (one != two and not alike(one, two)):
+            if number != other or (one != two and not same_shape(one, two)):
                 raise NotLinear("the calls depend on the size of the micro-batch")
             found.setdefault(number, Counter())[one, two] += 1
         return found
@@ -187,7 +187,7 @@ class LinearForm:
         return {n: {call: count for call, count in calls.items() if count} for n, calls in found.items()}
 
 
-def alike(one: CountedCall, two: CountedCall) -> bool:
+def same_shape(one: CountedCall, two: CountedCall) -> bool:
     """Whether two calls differ in numbers alone."""
     return type(one) is type(two) and all(
         isinstance(a, int | tuple) or a == b

@@ -21,9 +21,9 @@ from shardwise.core.units import format_bytes, format_seconds
 from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint, batch_shapes
-from shardwise.planner.compose import SHALLOW, CountComposer
-from shardwise.planner.compose_cache import remembered
-from shardwise.planner.compose_corner import counted
+from shardwise.planner.compose import COMPOSED_DEPTH, CountComposer
+from shardwise.planner.compose_cache import with_disk_cache
+from shardwise.planner.compose_corner import corner_counter
 from shardwise.planner.lower_bound import least_state_bytes, share_of_states
 from shardwise.planner.predict import Prediction
 from shardwise.planner.sketch import Share, Sketch, Sketcher
@@ -77,9 +77,11 @@ class Predictor:
     @cached_property
     def composer(self) -> CountComposer | None:
         """Composes quick predictions from few dry runs; None for a model of no depth, or no deeper than those."""
-        if self.blueprint.depth is None or self.blueprint.depth <= SHALLOW:
+        if self.blueprint.depth is None or self.blueprint.depth <= COMPOSED_DEPTH:
             return None
-        count = remembered(counted(self.recipe, self.blueprint, self.cluster), self.recipe, self.cluster)
+        count = with_disk_cache(
+            corner_counter(self.recipe, self.blueprint, self.cluster), self.recipe, self.cluster
+        )
         return CountComposer(count, self.blueprint.depth, self._bytes_of_sample())
 
     @cached_property

@@ -71,8 +71,8 @@ def quick_figures(predictor: Predictor, strategy: Strategy, once: bool = False) 
         except NotComposable:
             pass
         else:
-            return _judged(predictor, strategy, found, record=True)
-    return figures_of(predictor, predictor.predict(strategy, quick=True, once=once))
+            return _sketched_figures(predictor, strategy, found, record=True)
+    return figures_from(predictor, predictor.predict(strategy, quick=True, once=once))
 
 
 def smallest(predictor: Predictor, candidates: Sequence[Candidate]) -> Strategy:
@@ -91,7 +91,7 @@ def smallest(predictor: Predictor, candidates: Sequence[Candidate]) -> Strategy:
     return min(sizes, key=lambda each: sizes[each], default=last[min(last)])
 
 
-def figures_of(predictor: Predictor, found: Prediction) -> Quick:
+def figures_from(predictor: Predictor, found: Prediction) -> Quick:
     """The figures of a prediction."""
     fits, overhead = predictor.might_fit(found), found.peak.ledger.overhead
     return Quick(found.strategy, found.step.seconds, found.sum_bytes, fits, overhead=overhead)
@@ -99,7 +99,7 @@ def figures_of(predictor: Predictor, found: Prediction) -> Quick:
 
 def figures_of_stages(predictor: Predictor, strategy: Strategy) -> Quick:
     """The same of stages of equal work, estimated. Raises NotComposable."""
-    return _judged(predictor, strategy, sketch_of_stages(predictor, strategy), record=False)
+    return _sketched_figures(predictor, strategy, sketch_of_stages(predictor, strategy), record=False)
 
 
 def figures_in_proportion(predictor: Predictor, strategy: Strategy, known: Quick) -> Quick | None:
@@ -122,7 +122,7 @@ def figures_in_proportion(predictor: Predictor, strategy: Strategy, known: Quick
         return None
     seconds = found.seconds * known.seconds / other.seconds
     scaled = replace(found, bytes=size, seconds=seconds)
-    return _judged(predictor, strategy, scaled, record=True, overhead=known.overhead)
+    return _sketched_figures(predictor, strategy, scaled, record=True, overhead=known.overhead)
 
 
 def sketch_of_stages(predictor: Predictor, strategy: Strategy) -> Sketch:
@@ -145,7 +145,7 @@ def sketch_of_stages(predictor: Predictor, strategy: Strategy) -> Sketch:
     return replace(found, bytes=size, host_bytes=int(found.host_bytes * held))
 
 
-def _judged(
+def _sketched_figures(
     predictor: Predictor, strategy: Strategy, found: Sketch, record: bool, overhead: int | None = None
 ) -> Quick:
     if overhead is None:

@@ -18,7 +18,7 @@ from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.planner.timing import collective_seconds, step_time
+from shardwise.planner.timing import collective_seconds, predicted_step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.attention_kernels import _OnCPU, _Products
@@ -348,7 +348,7 @@ def test_all_to_alls_are_waited_for_and_rings_are_not() -> None:
         cost = replace(
             run.cost, collectives=tuple(c for c in run.cost.collectives if c.kind in ("all_to_all", "send"))
         )
-        exposed[method] = step_time(cost, layout, cluster).split["exposed communication"]
+        exposed[method] = predicted_step_time(cost, layout, cluster).split["exposed communication"]
         needed[method] = sum(collective_seconds(c, layout, cluster) for c in cost.collectives)
     assert exposed["ulysses"] == pytest.approx(needed["ulysses"])
     assert 0 < exposed["ring"] < 0.5 * needed["ring"]

@@ -25,7 +25,7 @@ from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.hf_tensor_plan import tensor_plan_of
 from shardwise.model.open import blueprint_of
-from shardwise.planner.timing import collective_seconds, step_time
+from shardwise.planner.timing import collective_seconds, predicted_step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
@@ -268,7 +268,7 @@ def test_nothing_hides_what_is_sent_between_layers() -> None:
     needed = sum(collective_seconds(c, layout, cluster) for c in sent)
     hidden = StepCost(cost.kernels, tuple(replace(c, axis="shard") for c in sent))
     exposed, overlapped = (
-        step_time(each, layout, cluster).split["exposed communication"]
+        predicted_step_time(each, layout, cluster).split["exposed communication"]
         for each in (StepCost(cost.kernels, tuple(sent)), hidden)
     )
     assert exposed == pytest.approx(needed)
