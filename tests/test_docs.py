@@ -267,12 +267,12 @@ def _keys_under(page: Path, title: str) -> set[str]:
 
 
 def test_tolerances_are_those_of_the_code() -> None:
-    from shardwise.verifier.verify import TOLERANCE
+    from shardwise.verifier.verify import TOLERANCES
 
     text = (ROOT / "docs" / "how-to" / "verify-a-strategy.md").read_text(encoding="utf-8")
     assert {
         name: float(size) for name, size in re.findall(r"^\| `(\w+)` \| (\S+) \|$", text, re.M)
-    } == TOLERANCE
+    } == TOLERANCES
 
 
 # ---- what ZeRO sends and holds ------------------------------------------------------------------------------

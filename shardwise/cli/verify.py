@@ -11,7 +11,7 @@ from shardwise.cli.common import AsJson, Overrides, RecipeArgument, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import NumericsError
 from shardwise.jobs.request import read
-from shardwise.verifier.verdict import Counted
+from shardwise.verifier.verdict import ComparedCounts
 
 if TYPE_CHECKING:
     from shardwise.verifier.verdict import Verdict
@@ -78,7 +78,7 @@ def _rows(verdict: Verdict) -> list[str]:
         lines = [f"  {name:<14} {difference:.2e}" for name, difference, _ in verdict.rows]
         lines += [f"  {note}" for note in verdict.notes]
         return [*lines, f"  {said} at a tolerance of {verdict.tolerance:g}"]
-    counted = verdict.counted or Counted(*[(1, 1)] * 4)
+    counted = verdict.counted or ComparedCounts(*[(1, 1)] * 4)
     lines = [
         f"  {name:<14} {_within(difference, limit, *count)}"
         for (name, difference, limit), count in zip(verdict.rows, vars(counted).values(), strict=True)
