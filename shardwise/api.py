@@ -316,11 +316,11 @@ def merge(
         dtype: fp32, bf16 or fp16; None keeps the dtype of the base.
         undo: take the adapter out of a merged model instead.
     """
-    from shardwise.exporter.merge import merge, unmerge  # transformers takes seconds
+    from shardwise.exporter.merge import merge_adapter, unmerge  # transformers takes seconds
 
     if undo:
         return unmerge(str(base), path_of(adapter), path_of(out), dtype).folder
-    return merge(str(base), path_of(adapter), path_of(out), dtype)[0].folder
+    return merge_adapter(str(base), path_of(adapter), path_of(out), dtype)[0].folder
 
 
 def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:

@@ -17,7 +17,7 @@ from shardwise.cli.main import run
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
-from shardwise.exporter.model_card import card
+from shardwise.exporter.model_card import model_card
 from shardwise.jobs import finetuning
 from shardwise.jobs.finetuning import choose, draft, hardware_here, shape_of, with_overrides
 from shardwise.recipe.fine_tuning import FINE_TUNING_METHODS, FineTuning, FineTuningMethod, Hardware
@@ -167,7 +167,7 @@ def test_presets_have_no_weights_to_tune() -> None:
 def test_the_card_has_metadata_that_the_hub_reads(adapter: str) -> None:
     text = f"model: {{hf: org/base}}\ndata: {{source: 'x: y'}}\nsteps: 7\nbatch_size: 4\n{adapter}"
     recipe = parse_recipe(text, SETTINGS)
-    _, head, body = card(recipe, small_plan(), 1.25).split("---\n", 2)
+    _, head, body = model_card(recipe, small_plan(), 1.25).split("---\n", 2)
     values = yaml.safe_load(head)
     assert values["base_model"] == "org/base" and "text-generation" in values["tags"]
     assert values["library_name"] == ("peft" if adapter else "transformers")

@@ -133,10 +133,10 @@ LAYERS, TENSORS = 7, 3
 """Linear layers of a block, and stored tensors of each."""
 POINTS = (
     ("gptq", KillPoint("shardwise.plugins.quantize.methods.gptq:GPTQ.quantize", 4), 0),
-    ("gptq", KillPoint("shardwise.exporter.hf_writer:_content", 5), 0),
+    ("gptq", KillPoint("shardwise.exporter.hf_writer:_tensor_content", 5), 0),
     ("gptq", KillPoint("shardwise.plugins.quantize.state:sync_folder", 1), 1),
     ("gptq", KillPoint("shardwise.plugins.quantize.methods.gptq:GPTQ.quantize", LAYERS + 4), 1),
-    ("gptq", KillPoint("shardwise.exporter.hf_writer:_content", LAYERS * TENSORS + 5), 1),
+    ("gptq", KillPoint("shardwise.exporter.hf_writer:_tensor_content", LAYERS * TENSORS + 5), 1),
     (
         "awq",
         KillPoint("shardwise.plugins.quantize.methods.awq:AWQ.quantize", LAYERS + 4),

@@ -18,7 +18,7 @@ from shardwise.core.scheme import scheme_of
 from shardwise.engine.build import build
 from shardwise.engine.train_state import TrainState
 from shardwise.exporter.export_run import export_run
-from shardwise.exporter.merge import merge
+from shardwise.exporter.merge import merge_adapter
 from shardwise.model.lora import is_adapter
 from shardwise.model.open import blueprint_of
 from shardwise.plugins.serve.requests import Request
@@ -85,7 +85,7 @@ def test_a_run_on_it_is_exported_and_merged_dense(pool: Pool, tmp_path: Path) ->
     pool.run(2, adapted_run, run, recipe_on(base, {"rank": 3, "alpha": 6}))
     _, merged = export_run(run, tmp_path / "exported")
     assert merged is not None and merged.layers == 14 and merged.unpacked == ("int4",)
-    merge(str(base), run / "adapter", tmp_path / "merged")
+    merge_adapter(str(base), run / "adapter", tmp_path / "merged")
     found = {name: load_file(tmp_path / name / "model.safetensors") for name in ("exported", "merged")}
     assert found["exported"].keys() == found["merged"].keys()
     adapter = load_file(run / "adapter" / "adapter_model.safetensors")
