@@ -64,7 +64,7 @@ def command(
     from shardwise.core.model_state import PAPER_MODELS
     from shardwise.jobs.explaining import counted, parameters_of, tokens_within
     from shardwise.recipe.presets import PRESETS
-    from shardwise.report.explained import memory_table, paper_table, values_of, zero_table
+    from shardwise.report.explained import memory_table, paper_table, state_json, zero_table
 
     numbers = _numbers(ranks)
     if model is None:
@@ -80,7 +80,7 @@ def command(
     parameters = parameters_of(model)
     states = _with_progress(counted, model, cells, tokens)
     if as_json:
-        rows = [values_of(parameters, state) for state in states]
+        rows = [state_json(parameters, state) for state in states]
         print(json.dumps({"model": model, "parameters": parameters, "counted": rows}, indent=1))
     elif subject is Subject.zero:
         _show(Console(), paper_table([parameters], numbers))

@@ -75,7 +75,7 @@ class RunRecord:
 
     def _repr_html_(self) -> str:
         """The run in a notebook: measured and predicted memory, and the loss over the steps."""
-        from shardwise.report.pictures import NARROW, loss_curve, svg  # matplotlib takes a second
+        from shardwise.report.pictures import NARROW_INCHES, loss_curve, svg  # matplotlib takes a second
 
         facts = [f"{len(self.steps):,} steps"]
         if self.outcome is not None:
@@ -89,7 +89,7 @@ class RunRecord:
         if self.held_out_loss is not None:
             facts.append(f"held-out loss {self.held_out_loss:.4f}")
         facts.append(f"page: {self.folder / 'report.html'}")
-        drawn = svg(loss_curve(self.steps, NARROW, self.plan.step.unit), f"Loss of {self.name}")
+        drawn = svg(loss_curve(self.steps, NARROW_INCHES, self.plan.step.unit), f"Loss of {self.name}")
         return notebook_card(self.name, self.plan.line, facts, more=f'<div style="{_THEME}">{drawn}</div>')
 
     @property

@@ -18,7 +18,7 @@ from shardwise.core.json_file import parse_json
 from shardwise.core.ledger import CATEGORIES, Ledger
 from shardwise.core.plan import HostMemory, Plan
 from shardwise.core.units import GiB, MiB
-from shardwise.report.notation import COLOURS, label
+from shardwise.report.notation import COLOURS, row_label
 from shardwise.report.tables import plan_table, plan_text
 from tests.harness.plans import with_rows
 
@@ -45,7 +45,7 @@ def test_narrow_head_takes_two_lines(plan: Plan) -> None:
 def test_ledger_rows_are_the_plans_and_sum_to_its_peak(plan: Plan) -> None:
     text = plan_text(plan)
     rows = dict(re.findall(r"^  (\w[\w ]*?)  +[█▏▎▍▌▋▊▉]+ +([\d.]+) GiB", text, re.MULTILINE))
-    expected = {label(row): f"{size / GiB:.2f}" for row, size in plan.ledger.as_dict().items() if size}
+    expected = {row_label(row): f"{size / GiB:.2f}" for row, size in plan.ledger.as_dict().items() if size}
     assert rows == expected
     assert list(rows) == sorted(rows, key=lambda row: -float(rows[row]))
     assert sum(map(float, rows.values())) == pytest.approx(plan.peak.bytes / GiB, abs=0.01 * len(rows))

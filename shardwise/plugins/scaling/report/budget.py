@@ -15,8 +15,8 @@ from shardwise.plugins.scaling.budget import BudgetChoice, SizeInBudget, six_nd
 from shardwise.plugins.scaling.law import Law, SizeAndTokens
 from shardwise.plugins.scaling.standing import doubts
 from shardwise.report.notation import of_capacity
-from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE, svg
-from shardwise.report.template import printable
+from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES, svg
+from shardwise.report.template import without_control
 
 _BINDING = 2
 """A size that does not fit, and is less than this much larger than the chosen one, has limited the choice."""
@@ -124,7 +124,7 @@ def _neighbour(each: dict[str, Any]) -> str:
 
 
 @matplotlib.rc_context(STYLE)
-def budget_picture(budget: BudgetChoice, width: float = WIDE) -> Figure:
+def budget_picture(budget: BudgetChoice, width: float = WIDE_INCHES) -> Figure:
     """Predicted loss by size in the budget; the chosen size is marked."""
     figure = Figure(figsize=(width, 0.38 * width), layout="constrained")
     axes: Any = figure.subplots()
@@ -159,4 +159,4 @@ svg { max-width: 100%; height: auto; }
 def budget_page(budget: BudgetChoice, text: str, recipe: str) -> str:
     """The text, the picture and the recipe to train, in one file without scripts."""
     page = _PAGE.replace("PICTURE", svg(budget_picture(budget), "Predicted loss by model size in the budget"))
-    return printable(page.replace("TEXT", escape(text)).replace("RECIPE", escape(recipe)))
+    return without_control(page.replace("TEXT", escape(text)).replace("RECIPE", escape(recipe)))
