@@ -502,11 +502,11 @@ def ladder() -> str:
 def shown_plan() -> str:
     """The output of ``shardwise plan``, as a terminal of SHOWN_WIDTH columns has it."""
     from shardwise.jobs.planning import make_plan
-    from shardwise.jobs.request import read
+    from shardwise.jobs.request import read_request
     from shardwise.planner.answer import answer_of
     from shardwise.report.tables import plan_text
 
-    asked, cluster = read(ROOT / SHOWN_RECIPE, [])
+    asked, cluster = read_request(ROOT / SHOWN_RECIPE, [])
     shown = make_plan(asked, cluster, compare=True)
     text = plan_text(shown, SHOWN_WIDTH, answer=answer_of(asked, cluster, shown), brief=True)
     return f"```console\n$ shardwise plan {SHOWN_RECIPE}\n{text}```"
@@ -514,11 +514,11 @@ def shown_plan() -> str:
 
 def recomputation(kinds: Sequence[str] = ACTIVATION_CHECKPOINTING.examples) -> str:
     """What values of ``activation_checkpointing`` hold and cost, for the recipe that the README shows."""
-    from shardwise.jobs.request import read
+    from shardwise.jobs.request import read_request
     from shardwise.model.open import blueprint_of
     from shardwise.planner.predict import predict
 
-    asked, cluster = read(ROOT / SHOWN_RECIPE, [])
+    asked, cluster = read_request(ROOT / SHOWN_RECIPE, [])
     blueprint = blueprint_of(asked)
 
     def rows() -> Iterator[Sequence[object]]:
@@ -545,12 +545,12 @@ def binomial(blocks: int = 32) -> str:
 
 def activation_offload() -> str:
     """What moving activations to host memory holds and costs, for the recipe that the README shows."""
-    from shardwise.jobs.request import read
+    from shardwise.jobs.request import read_request
     from shardwise.model.open import blueprint_of
     from shardwise.planner.predict import predict
     from shardwise.planner.timing import offload_phases
 
-    asked, cluster = read(ROOT / SHOWN_RECIPE, [])
+    asked, cluster = read_request(ROOT / SHOWN_RECIPE, [])
     blueprint = blueprint_of(asked)
 
     def rows() -> Iterator[Sequence[object]]:

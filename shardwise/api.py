@@ -279,7 +279,9 @@ def _trained(
         workers = partial(_run_workers, environment=environment)
         cluster = cluster_of(given.recipe.cluster)
         with preloaded_run(cluster.world_size, cluster.nodes):
-            training.train(given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory)
+            training.train_in_folder(
+                given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory
+            )
     return trained_run(out)
 
 
@@ -334,7 +336,7 @@ def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:
         ResourceError: the plan does not fit.
         RankError: a process failed, with the reason; its logs are kept.
     """
-    return verifying.verify(recipe, cluster_of(recipe.cluster), _run_workers, plan=plan, steps=steps)[1]
+    return verifying.verify_plan(recipe, cluster_of(recipe.cluster), _run_workers, plan=plan, steps=steps)[1]
 
 
 def _run_workers(

@@ -29,7 +29,7 @@ import typer
 from shardwise.cli.main import app
 from shardwise.cli.main import run as run_command
 from shardwise.core.errors import DataError
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.recipe.load import load_recipe, recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, layout_of, micro_batches, strategy_from
@@ -96,7 +96,7 @@ generate = load_generate()
 
 def feasible(recipe_file: Path, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe as the command does, with rules and layout."""
-    recipe, cluster = read(recipe_file, overrides or [])
+    recipe, cluster = read_request(recipe_file, overrides or [])
     strategy = strategy_from(recipe.strategy)
     layout = layout_of(strategy, cluster.world_size)
     assert layout.world_size == cluster.world_size
@@ -224,7 +224,7 @@ def test_the_readme_shows_todays_plan() -> None:
 def test_keys_of_a_plan_are_those_of_the_code() -> None:
     from shardwise.jobs.planning import make_plan
 
-    plan = make_plan(*read(ROOT / "recipes" / "laptop-tiny.yaml", ["model.layers=1"]))
+    plan = make_plan(*read_request(ROOT / "recipes" / "laptop-tiny.yaml", ["model.layers=1"]))
     keys = _keys_under(ROOT / "docs" / "reference" / "files.md", "`plan.json`")
     assert keys == set(plan.as_dict())
 

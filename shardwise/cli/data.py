@@ -14,7 +14,7 @@ import typer
 
 from shardwise.cli.common import Overrides, RecipeArgument
 from shardwise.cli.spinner import working
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ def command(
     from shardwise.data.text import open_tokens, tokenizer_of
     from shardwise.data.tokenizer_probe import differences
 
-    asked, _ = read(recipe, overrides or [])
+    asked, _ = read_request(recipe, overrides or [])
     if asked.model.factory is not None:
         what, why = "a factory's data cannot be shown", "it may bring its own, in tensors of its own"
         raise RecipeError(what, where="model.factory", why=why)

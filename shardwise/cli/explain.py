@@ -62,7 +62,7 @@ def command(
         _checkpointing(model, depth, tokens, png, as_json)
         return
     from shardwise.core.model_state import PAPER_MODELS
-    from shardwise.jobs.explaining import counted, parameters_of, tokens_within
+    from shardwise.jobs.explaining import counted_states, parameter_count, tokens_within
     from shardwise.recipe.presets import PRESETS
     from shardwise.report.explained import memory_table, paper_table, state_json, zero_table
 
@@ -77,8 +77,8 @@ def command(
         cells = [(0, numbers[-1]), *((stage, number) for stage in (1, 2, 3) for number in numbers)]
         tokens = min(tokens, 128)
     shape, tokens = PRESETS.get(model), tokens_within(model, tokens)
-    parameters = parameters_of(model)
-    states = _with_progress(counted, model, cells, tokens)
+    parameters = parameter_count(model)
+    states = _with_progress(counted_states, model, cells, tokens)
     if as_json:
         rows = [state_json(parameters, state) for state in states]
         print(json.dumps({"model": model, "parameters": parameters, "counted": rows}, indent=1))

@@ -35,19 +35,19 @@ def command(
     """Fine-tune a model: find the devices, choose full, LoRA or QLoRA by the plan, train, name the next commands."""
     from shardwise.jobs.finetuning import (
         EPOCHS,
-        RECIPE,
+        FINETUNE_RECIPE,
         Options,
-        choose,
+        choose_method,
         draft,
         going_on,
         hardware_here,
         require_no_run,
     )
-    from shardwise.jobs.training import train
+    from shardwise.jobs.training import train_in_folder
     from shardwise.launch.launcher import preloaded_run
     from shardwise.launch.placement import launched_by
 
-    file = out / RECIPE
+    file = out / FINETUNE_RECIPE
     if launched_by() is not None:
         why = "finetune starts its own processes"
         fix = "write a recipe with `shardwise init`, and train it with `shardwise train`"
@@ -64,14 +64,14 @@ def command(
             else:
                 require_no_run(out)
                 asked = draft(model, data, epochs or EPOCHS, hardware)
-                chosen = choose(asked, wanted, overrides or (), progress)
+                chosen = choose_method(asked, wanted, overrides or (), progress)
                 text, recipe, cluster, plan = chosen
                 out.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, encoding="utf-8")
         typer.echo(f"{file}: the recipe, {'read' if plan is None else 'written'}")
         with working() as progress:
             say = progress.stopping(typer.echo)
-            train(recipe, cluster, out, run_workers, plan=plan, say=say, progress=progress)
+            train_in_folder(recipe, cluster, out, run_workers, plan=plan, say=say, progress=progress)
     _finish(out, cluster.device.traits.torch_type)
 
 

@@ -18,7 +18,7 @@ from shardwise.core.answer import DeviceTry
 from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import plugin, require_plugin
 from shardwise.hardware.cluster import Cluster
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.recipe.installed import recipe_file
 from shardwise.recipe.sections import Recipe
 
@@ -162,7 +162,7 @@ def _read(recipe: Path, overrides: list[str], model: str | None, world: str | No
         raise RecipeError(
             "--model and --world are for other trainers' files", where=str(recipe), why=why, fix=fix
         )
-    return read(recipe, overrides)
+    return read_request(recipe, overrides)
 
 
 def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:

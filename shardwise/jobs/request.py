@@ -30,7 +30,7 @@ class RunWorkers(Protocol):
     ) -> None: ...
 
 
-def read(recipe_file: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster]:
+def read_request(recipe_file: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster]:
     """Read and check a recipe without loading torch. Raises RecipeError with the file and the line at fault."""
     recipe, source = read_recipe(recipe_file, overrides, SETTINGS)
     cluster = cluster_of(recipe.cluster)

@@ -26,7 +26,7 @@ from shardwise.recipe.lr_scaling import scaling_sentences
 from shardwise.recipe.sections import Recipe
 
 
-def train(
+def train_in_folder(
     recipe: Recipe,
     cluster: Cluster,
     folder: Path,
@@ -52,10 +52,10 @@ def train(
         ShardwiseError: the data, the plan or the folder was refused, or what ``run_workers`` raises.
     """
     with claim(folder):
-        planned = prepare(recipe, cluster, folder, plan, say, progress)
+        planned = prepare_training(recipe, cluster, folder, plan, say, progress)
         if planned is not None:
             flags = ["--exact-memory"] if exact_memory else []
-            _train(recipe, cluster, folder, run_workers, planned, flags, say)
+            _run_until_trained(recipe, cluster, folder, run_workers, planned, flags, say)
         if planned is not None or lacks_page(folder):
             page = finish(folder, progress)
             for sentence in last_words(folder, page):
@@ -63,7 +63,7 @@ def train(
         return planned is not None
 
 
-def _train(
+def _run_until_trained(
     recipe: Recipe,
     cluster: Cluster,
     folder: Path,
@@ -89,7 +89,7 @@ def _train(
         say(sentence)
 
 
-def prepare(
+def prepare_training(
     recipe: Recipe,
     cluster: Cluster,
     folder: Path,

@@ -19,7 +19,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
 from shardwise.exporter.model_card import model_card
 from shardwise.jobs import finetuning
-from shardwise.jobs.finetuning import choose, draft, hardware_here, shape_of, with_overrides
+from shardwise.jobs.finetuning import choose_method, draft, hardware_here, shape_of, with_overrides
 from shardwise.recipe.fine_tuning import FINE_TUNING_METHODS, FineTuning, FineTuningMethod, Hardware
 from shardwise.recipe.load import parse_recipe
 from shardwise.recipe.sections import Recipe
@@ -110,7 +110,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, fitting: set[str]) -> list[str]:
 @pytest.mark.parametrize("method", FINE_TUNING_METHODS)
 def test_the_first_method_that_fits_is_chosen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = planned(monkeypatch, {method, "qlora"})
-    text, recipe, _, plan = choose(FineTuning("org/model", "a.jsonl"), None)
+    text, recipe, _, plan = choose_method(FineTuning("org/model", "a.jsonl"), None)
     assert seen == list(FINE_TUNING_METHODS[: FINE_TUNING_METHODS.index(method) + 1]) and plan.fits
     if method != "full":
         assert f"{seen[-2]} needs " in text  # why not the one before
@@ -120,10 +120,12 @@ def test_the_first_method_that_fits_is_chosen(method: str, monkeypatch: pytest.M
 def test_no_method_fits_or_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = planned(monkeypatch, set())
     with pytest.raises(ResourceError, match="does not fit"):
-        choose(FineTuning("org/model", "a.jsonl"), None)
+        choose_method(FineTuning("org/model", "a.jsonl"), None)
     assert seen == list(FINE_TUNING_METHODS)
     seen = planned(monkeypatch, {"full", "lora"})
-    _, recipe, _, _ = choose(FineTuning("org/model", "a.jsonl"), "lora", ["adapter.rank=4", "batch_size=2"])
+    _, recipe, _, _ = choose_method(
+        FineTuning("org/model", "a.jsonl"), "lora", ["adapter.rank=4", "batch_size=2"]
+    )
     assert (
         seen == ["lora"]
         and recipe.adapter is not None

@@ -17,7 +17,7 @@ from shardwise.checkpoint.run_folder import RECIPE, require_base_in_place
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.units import format_bytes
 from shardwise.hardware.cluster import Cluster, cluster_of
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 
@@ -77,11 +77,11 @@ def served_recipe(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster
     Raises RecipeError.
     """
     if (path / RECIPE).is_file():
-        recipe, cluster = read(path / RECIPE, overrides)
+        recipe, cluster = read_request(path / RECIPE, overrides)
         require_base_in_place(path, recipe)
         return recipe, cluster
     if not (path / _CONFIG).is_file():
-        return read(path, overrides)
+        return read_request(path, overrides)
     values = {"model": {"hf": str(path)}, "data": {"sequence_length": 1}, "steps": 1, "batch_size": 1}
     recipe = recipe_of(values, overrides=overrides)
     return recipe, cluster_of(recipe.cluster)

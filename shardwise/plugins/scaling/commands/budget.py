@@ -11,7 +11,7 @@ import typer
 from shardwise.cli.common import AsJson, Overrides, RecipeArgument, path_option
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 
 if TYPE_CHECKING:
     from shardwise.plugins.scaling.budget import Limit
@@ -54,7 +54,7 @@ def command(
     replaced.
     """
     limit = _limit(flops, hours, tokens)
-    asked, cluster = read(recipe, [*(overrides or []), *([f"law={law}"] if law else [])])
+    asked, cluster = read_request(recipe, [*(overrides or []), *([f"law={law}"] if law else [])])
     from shardwise.core.atomic_file import write_whole
     from shardwise.plugins.scaling.budgeting import find_budget, noise_of_run, to_train
     from shardwise.plugins.scaling.report.budget import budget_page, budget_text, budget_values
