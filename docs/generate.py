@@ -31,7 +31,7 @@ from pydantic import BaseModel
 
 import shardwise
 from benchmarks import gpu_page, house
-from shardwise.cli.main import VERBS
+from shardwise.cli.main import ALL_VERBS
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.fit_advice import Remedy
 from shardwise.core.ledger import Ledger
@@ -211,7 +211,7 @@ def _placeholder(kind: Any) -> str:
 
 
 def usage_of(verb: str) -> str:
-    parts, module = [], VERBS[verb]
+    parts, module = [], ALL_VERBS[verb]
     for written, _, _ in parameters_of(module.command):
         required = written[0] not in "-[" or (verb == "train" and written.startswith("--out"))
         parts.append(written if required or written[0] == "[" else f"[{written}]")
@@ -220,7 +220,7 @@ def usage_of(verb: str) -> str:
 
 def short_usage(verb: str) -> str:
     """Without the options, where these are many."""
-    module = VERBS[verb]
+    module = ALL_VERBS[verb]
     arguments = [written for written, _, _ in parameters_of(module.command) if not written.startswith("-")]
     if len(list(parameters_of(module.command))) - len(arguments) <= MANY_OPTIONS:
         return usage_of(verb)
@@ -230,7 +230,7 @@ def short_usage(verb: str) -> str:
 def verbs() -> str:
     rows = (
         (code(short_usage(verb)), str(inspect.getdoc(module.command)).splitlines()[0].rstrip("."))
-        for verb, module in VERBS.items()
+        for verb, module in ALL_VERBS.items()
     )
     return table(("command", "does"), rows)
 
@@ -247,7 +247,7 @@ def commands() -> str:
         title = f"## {verb}\n\n```text\n{usage_of(verb)}\n```\n\n{inspect.getdoc(module.command)}\n\n"
         return title + table(("argument or option", "default", "meaning"), rows())
 
-    return "\n\n".join(section(*verb) for verb in VERBS.items())
+    return "\n\n".join(section(*verb) for verb in ALL_VERBS.items())
 
 
 def exit_codes() -> str:

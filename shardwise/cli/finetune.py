@@ -16,7 +16,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import plugin
 from shardwise.recipe.fine_tuning import FineTuningMethod
 
-INDENT, WIDTH, LINES = 10, 100, 3
+INDENT, WIDTH, TEXT_LINES = 10, 100, 3
 """Of a sample: columns before its texts, the longest line, and most lines of a text."""
 
 
@@ -91,7 +91,7 @@ def _finish(out: Path, device: str) -> None:
         finish_model(out, target, recipe, plan, loss)
     for answer in _answers(out, device):
         parts = {"prompt": answer.question.asked, "answer": answer.text, "expected": answer.question.expected}
-        typer.echo("\n" + "\n".join(_shown(name, text) for name, text in parts.items()))
+        typer.echo("\n" + "\n".join(_sample_text(name, text) for name, text in parts.items()))
     typer.echo(f"\n{target}: {'adapter' if recipe.adapter else 'model'}, tokenizer and model card")
     for line in next_lines(next_commands(out)):
         typer.echo(line)
@@ -111,10 +111,10 @@ def _answers(out: Path, device: str) -> list[Any]:
         return []
 
 
-def _shown(name: str, text: str) -> str:
+def _sample_text(name: str, text: str) -> str:
     """A part of a sample: its name, and up to three lines of its text below each other."""
     lines = [line for line in text.splitlines() if line.strip()] or [""]
-    shown = [line if len(line) <= WIDTH else f"{line[:WIDTH]} …" for line in lines[:LINES]]
-    if len(lines) > LINES:
+    shown = [line if len(line) <= WIDTH else f"{line[:WIDTH]} …" for line in lines[:TEXT_LINES]]
+    if len(lines) > TEXT_LINES:
         shown.append("…")
     return textwrap.indent("\n".join(shown), " " * INDENT).replace(" " * INDENT, name.ljust(INDENT), 1)

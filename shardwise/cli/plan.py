@@ -130,8 +130,10 @@ def command(
         )
     fewest = objective is Objective.devices
     overrides = [*(overrides or ()), *_objective_of(objective, within)]
-    asked, cluster = _read(recipe, overrides, model, world)
-    _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot))
+    asked, cluster = _read_recipe(recipe, overrides, model, world)
+    _plan_and_print(
+        asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot)
+    )
 
 
 def _objective_of(objective: Objective | None, within: float | None) -> list[str]:
@@ -148,7 +150,9 @@ def _serving() -> ModuleType:
     return require_plugin("serve.commands.plan", "--serve")
 
 
-def _read(recipe: Path, overrides: list[str], model: str | None, world: str | None) -> tuple[Recipe, Cluster]:
+def _read_recipe(
+    recipe: Path, overrides: list[str], model: str | None, world: str | None
+) -> tuple[Recipe, Cluster]:
     """A recipe, or the one that another trainer's file becomes."""
     importers = plugin("importers.checked")
     if importers is not None and importers.is_foreign(recipe):
@@ -165,7 +169,7 @@ def _read(recipe: Path, overrides: list[str], model: str | None, world: str | No
     return read_request(recipe, overrides)
 
 
-def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
+def _plan_and_print(asked: Recipe, cluster: Cluster, options: _Options) -> None:
     from shardwise.jobs.planning import make_plan, refuse_unfit
 
     tried: tuple[DeviceTry, ...] = ()

@@ -26,7 +26,7 @@ FINISHED = 100
 
 def main(step: str, recipe_file: str, folder: str, *overrides: str) -> int:
     """Do one step and return the exit code; an error is one line on standard error."""
-    action = STEPS[step]
+    action = PLANNING_STEPS[step]
     return guarded(lambda: action(*read_request(path_of(recipe_file), overrides), path_of(folder)))
 
 
@@ -40,7 +40,7 @@ def _advise(recipe: Recipe, cluster: Cluster, folder: Path) -> int:
     return 0
 
 
-STEPS: Mapping[str, Callable[[Recipe, Cluster, Path], int]] = {
+PLANNING_STEPS: Mapping[str, Callable[[Recipe, Cluster, Path], int]] = {
     "prepare": _prepare,
     "advise": _advise,
 }

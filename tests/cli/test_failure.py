@@ -76,7 +76,7 @@ def test_memory_and_disks_that_run_out_are_no_faults(
     assert run(["generate", "run"]) == code
     assert says in line(capsys)
     monkeypatch.setattr(planner, "read_request", raising(error))
-    for step in planner.STEPS:
+    for step in planner.PLANNING_STEPS:
         assert planner.main(step, "recipe.yaml", "run") == code
         assert says in line(capsys)
 
