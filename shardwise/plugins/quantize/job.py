@@ -17,7 +17,7 @@ Watching = Callable[[int, int], AbstractContextManager[Callable[[int], None]]]
 """Makes the progress of a pass, from (blocks, blocks that are done): a function to call after each block."""
 
 
-def quantize(
+def quantize_model(
     settings: Settings,
     say: Say = lambda _: None,
     watching: Watching = lambda *_: nullcontext(lambda _: None),

@@ -217,10 +217,10 @@ class _Counted:
         from shardwise.plugins.serve.decoding import reader_of
         from shardwise.plugins.serve.load import allocated, meta_model
         from shardwise.plugins.serve.multi_lora import BASE, Bank
-        from shardwise.plugins.serve.serving import DTYPES
+        from shardwise.plugins.serve.serving import SERVED_DTYPES
         from shardwise.runtime.torch_private import FakeTensorMode
 
-        dtype, target = DTYPES[self.precision], TARGET_KERNELS[self.cluster.device.kind]
+        dtype, target = SERVED_DTYPES[self.precision], TARGET_KERNELS[self.cluster.device.kind]
         built = meta_model(self.blueprint, self.recipe.adapter, dtype)
         tracker = Tracker({}, target.workspace, target.kept, lambda: "")
         fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -24,7 +24,7 @@ from shardwise.model.files.peft import CONFIG, TENSORS, write_adapter
 from shardwise.model.lora import LoraLinear, is_adapter
 from shardwise.model.native import NativeModel
 from shardwise.plugins.serve.decoding import Again, Native, Transformers, reader_of
-from shardwise.plugins.serve.load import Opened, open_model
+from shardwise.plugins.serve.load import OpenedModel, open_model
 from shardwise.plugins.serve.requests import Request, read_requests
 from shardwise.plugins.serve.samples import record_sample
 from shardwise.plugins.serve.sampling import Sampling
@@ -65,10 +65,10 @@ def loud(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def native(family: str = "llama", context: int | None = 64) -> Opened:
+def native(family: str = "llama", context: int | None = 64) -> OpenedModel:
     blueprint = NativeModel(FAMILIES[family])
     model = loud(reference_model(blueprint, 0, torch.float32)).requires_grad_(False)
-    return Opened(blueprint, model, ByteTokenizer(), context, torch.float32, ByteTokenizer().ends)
+    return OpenedModel(blueprint, model, ByteTokenizer(), context, torch.float32, ByteTokenizer().ends)
 
 
 def trained(
@@ -113,7 +113,7 @@ def saved(adapted: AdaptedModel, model: nn.Module, folder: Path, known: bool = T
     return folder
 
 
-def three(opened: Opened, place: Path) -> tuple[dict[str, Path], dict[str, nn.Module]]:
+def three(opened: OpenedModel, place: Path) -> tuple[dict[str, Path], dict[str, nn.Module]]:
     """An adapter of every kind: their folders, and the merged models."""
     folders, models = {}, {}
     for seed, (name, values) in enumerate(KINDS.items()):
@@ -261,7 +261,9 @@ def test_texts_of_adapters_are_those_of_the_merged_models(place: Path) -> None:
                 key = (which, piece.request)
                 texts[key] = texts.get(key, "") + piece.text
     for key, model in {(0, 0): models["plain"], (0, 1): native().model, (1, 0): models["dora"]}.items():
-        alone = ServedModel(Opened(opened.blueprint, model, ByteTokenizer(), 64, torch.float32, opened.ends))
+        alone = ServedModel(
+            OpenedModel(opened.blueprint, model, ByteTokenizer(), 64, torch.float32, opened.ends)
+        )
         assert [texts[key]] == alone.complete([Request("x" if key == (0, 1) else "def ", sampling=how)])
 
 
