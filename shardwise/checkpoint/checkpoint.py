@@ -35,6 +35,7 @@ from shardwise.checkpoint.resume_checks import candidates, require_steps_left
 from shardwise.checkpoint.shards import DTYPES, ShardReader, ShardWriter
 from shardwise.core.errors import CheckpointError, DataError, ResourceError, ShardwiseError
 from shardwise.core.paths import path_of
+from shardwise.core.progress import Say
 from shardwise.engine.run import Run
 from shardwise.engine.run_state import OPTIMIZER, tensors_of
 from shardwise.engine.train_state import TrainState
@@ -44,7 +45,6 @@ from shardwise.trainer.faults.oom_record import is_oom
 
 T = TypeVar("T")
 Warn = Callable[[str], None]
-Say = Callable[[str], None]
 TensorKind = tuple[str, tuple[int, ...]]
 """(safetensors dtype, shape) of a tensor."""
 

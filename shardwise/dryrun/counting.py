@@ -14,15 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.cost import Collective, Kernel
+from shardwise.core.cost import CONTROL_AXIS, Collective, Kernel
 from shardwise.runtime.flops import flops_of, product_shape, tensor_bytes
 from shardwise.runtime.operands import tensors_in
 from shardwise.runtime.torch_private import group_named
-
-CONTROL_AXIS = "control"
-"""Axis name for collectives of a single element (token count, loss, gradient norm).
-
-They are not traffic of the strategy, so they are not listed under the mesh axis of their group."""
 
 TEMPLATED = ("aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_")
 """Operations that read only the shape of their argument."""

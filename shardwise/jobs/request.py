@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,9 +10,6 @@ from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.recipe.load import read_recipe
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, refuse_broken, refuse_unsupported
-
-Say = Callable[[str], None]
-"""Gets each sentence for the user."""
 
 
 class RunWorkers(Protocol):

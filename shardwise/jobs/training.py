@@ -16,12 +16,12 @@ from shardwise.core.extras import install
 from shardwise.core.identity import Start, append
 from shardwise.core.plan import Plan
 from shardwise.core.plugins import plugin
-from shardwise.core.progress import Progress, silent
+from shardwise.core.progress import Progress, Say, silent
 from shardwise.data import check_data
 from shardwise.data.epochs import epoch_sentences, with_steps
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import plan_after_oom, plan_remembering, planned_snapshot, refuse_unfit
-from shardwise.jobs.request import RunWorkers, Say
+from shardwise.jobs.request import RunWorkers
 from shardwise.recipe.lr_scaling import scaling_sentences
 from shardwise.recipe.sections import Recipe
 

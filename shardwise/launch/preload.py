@@ -2,8 +2,8 @@
 
 A worker needs three seconds to import torch and the training loop, and so does the planner. So ``preloaded_workers``
 starts the workers of a local run first. Each imports its modules, and waits on a socket for its command: arguments,
-environment, and the files that it inherits. Variables that a process reads when it starts are the same in both: the launcher hands a
-command only to a worker whose variables are those of the command.
+environment, and the files that it inherits. Variables that a process reads when it starts are the same in both: the
+launcher hands a command only to a worker whose variables are those of the command.
 
 A worker that waits ends when its socket is closed. The launcher starts one in the usual way where none waits.
 """

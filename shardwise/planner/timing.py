@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from shardwise.core.cost import Collective, Kernel, StepCost, Transfer
+from shardwise.core.cost import CONTROL_AXIS, Collective, Kernel, StepCost, Transfer
 from shardwise.core.strategy import Layout
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner.kernel_time import host_launch_seconds, kernel_seconds
@@ -30,9 +30,6 @@ from shardwise.technique import AXES
 
 AWAITED = frozenset({"all_to_all"})
 """Collectives whose result is needed at once, so that nothing overlaps with them."""
-
-CONTROL_AXIS = "control"
-"""Axis of collectives of single numbers (dryrun/counting.py)."""
 
 
 _BLOCKING_AXES = tuple(axis.name for axis in AXES if axis.blocking)

@@ -87,7 +87,10 @@ def _advice(recipe: Recipe, rule: Literal["linear", "sqrt"]) -> Iterator[str]:
     spec, ratio = recipe.optimizer, batch_ratio(recipe)
     adaptive = is_adaptive(spec)
     if adaptive is None:
-        yield f"advice: {optimizer_label(spec)} could not be tried; rule: sqrt is for Adam and its kin, rule: linear for SGD"
+        yield (
+            f"advice: {optimizer_label(spec)} could not be tried;"
+            " rule: sqrt is for Adam and its kin, rule: linear for SGD"
+        )
     elif rule == "linear" and adaptive:
         yield (
             f"advice: the linear rule is for SGD; for {optimizer_label(spec)} use rule: sqrt"
@@ -99,7 +102,10 @@ def _advice(recipe: Recipe, rule: Literal["linear", "sqrt"]) -> Iterator[str]:
             " (Goyal et al. 2017, arXiv 1706.02677)"
         )
     elif rule == "sqrt" and ratio != 1 and adam_decay(spec) is None:
-        yield f"advice: the square-root rule scales decay rates and epsilon too; those of {optimizer_label(spec)} are unchanged"
+        yield (
+            "advice: the square-root rule scales decay rates and epsilon too;"
+            f" those of {optimizer_label(spec)} are unchanged"
+        )
     if ratio > 1 and recipe.schedule.warmup == 0:
         yield "advice: use a gradual warmup with a learning rate that was scaled up; set schedule.warmup"
 

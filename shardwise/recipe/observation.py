@@ -5,9 +5,8 @@ from typing import Annotated, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from shardwise.recipe.section import ObjectName, RecipeText, Section, words
+from shardwise.recipe.section import Count, ObjectName, RecipeText, Section, words
 
-Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
 SetName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 
 

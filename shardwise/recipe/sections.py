@@ -15,14 +15,13 @@ from shardwise.recipe.data_sections import MixtureSpec as MixtureSpec
 from shardwise.recipe.data_sections import brings_tokenizer
 from shardwise.recipe.observation import EvaluationSpec as EvaluationSpec
 from shardwise.recipe.observation import ProfileSpec as ProfileSpec
-from shardwise.recipe.section import Arguments, ObjectName, RecipeText, Section, TrackerName, words
+from shardwise.recipe.section import Arguments, Count, ObjectName, RecipeText, Section, TrackerName, words
 from shardwise.recipe.stability import AdaptiveClipSpec as AdaptiveClipSpec
 from shardwise.recipe.stability import GuardSpec as GuardSpec
 from shardwise.recipe.stability import LossScaleSpec as LossScaleSpec
 
 Quantize: TypeAlias = Literal["none", "nf4", "int8"]
 Scalar: TypeAlias = str | int | float | bool | None
-Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Alpha: TypeAlias = Annotated[float, Field(gt=0, le=1e6)]
 Index: TypeAlias = Annotated[int, Field(ge=0, le=10_000)]
 Dimension: TypeAlias = Annotated[int, Field(ge=1, le=10_000_000)]

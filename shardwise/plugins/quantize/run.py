@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwise.core.errors import ResourceError
+from shardwise.core.progress import Say
 from shardwise.core.scheme import scheme_of
 from shardwise.core.units import format_bytes
 from shardwise.hardware.this_machine import memory_left, usable_memory
@@ -29,7 +29,7 @@ from shardwise.plugins.quantize.ranks import Ranks
 from shardwise.plugins.quantize.readers import reading_notes
 from shardwise.plugins.quantize.report import Quantized
 from shardwise.plugins.quantize.rotated_source import require_same_logits, rotated_source
-from shardwise.plugins.quantize.settings import Settings
+from shardwise.plugins.quantize.settings import Settings, Watching
 from shardwise.plugins.quantize.source import SourceModel, open_source_model
 from shardwise.plugins.quantize.state import PassState
 from shardwise.plugins.quantize.stream import Quantizer, kept_matrices, quantize_blocks
@@ -42,9 +42,6 @@ from shardwise.trainer.meter import MemoryMeter, frees_returned
 
 COMPUTE_DTYPE = torch.float32
 """Dtype of activations and of the weights while they are used."""
-
-Say = Callable[[str], None]
-Watching = Callable[[int, int], AbstractContextManager[Callable[[int], None]]]
 
 
 @frees_returned()

@@ -1,8 +1,8 @@
 """Activation offload: saved tensors of blocks are in host memory between forward and backward pass.
 
 Tensors that autograd saves in a block go through ``saved_tensors_hooks``; recomputation (selective.py, segments.py)
-saves by ``save_offloaded``. All saved tensors of one call of a block form a group. When the next block begins, the group's
-storages are copied to pinned host memory on a copy stream, while that block computes. When that block ends, the
+saves by ``save_offloaded``. All saved tensors of one call of a block form a group. When the next block begins, the
+group's storages are copied to pinned host memory on a copy stream, while that block computes. When that block ends, the
 device's stream waits for the copies and the storages are freed. In the backward pass, opening a group prefetches the
 group before it. So two groups are on the device at a time. The last two blocks never move, because the backward pass
 needs them at once.
