@@ -130,10 +130,8 @@ def command(
         )
     fewest = objective is Objective.devices
     overrides = [*(overrides or ()), *_objective_of(objective, within)]
-    asked, cluster = _read_recipe(recipe, overrides, model, world)
-    _plan_and_print(
-        asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot)
-    )
+    options = _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot)
+    _show_plan(*_read_recipe(recipe, overrides, model, world), options)
 
 
 def _objective_of(objective: Objective | None, within: float | None) -> list[str]:
@@ -169,7 +167,7 @@ def _read_recipe(
     return read_request(recipe, overrides)
 
 
-def _plan_and_print(asked: Recipe, cluster: Cluster, options: _Options) -> None:
+def _show_plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
     from shardwise.jobs.planning import make_plan, refuse_unfit
 
     tried: tuple[DeviceTry, ...] = ()

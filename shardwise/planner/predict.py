@@ -140,17 +140,14 @@ def predict(
     overhead = cluster.device.overhead
     seen, unseen = overhead.workspace_bytes, overhead.outside_allocator(run.communicators)
     room = (cluster.capacity_bytes if budget is None else budget) - unseen
-    reserved, limited, expanded = _reserved_bytes(
-        counts, worst.bytes + seen, room, options_in(cluster.device.kind)
-    )
+    reserved, limited, expanded = _reserves(counts, worst.bytes + seen, room, options_in(cluster.device.kind))
     fragmentation = max(0, reserved - worst.bytes - seen)
     time = predicted_step_time(cost, layout, cluster)
     dtype = run.compute_dtype
     useful = model_flops(blueprint, recipe.data, recipe.batch_size, dtype, cluster.device.kind)
     estimate = StepEstimate(
         seconds=time.seconds,
-        tokens=recipe.batch_size
-        * (1 if blueprint.dataset is not None else _label_elements(recipe, blueprint)),
+        tokens=recipe.batch_size * (1 if blueprint.dataset is not None else _labels(recipe, blueprint)),
         flops=cost.flops,
         traffic_bytes=cost.traffic_by_axis(),
         model_flops=useful,
@@ -179,7 +176,7 @@ def predict(
     )
 
 
-def _reserved_bytes(
+def _reserves(
     counts: _Counts, needed: int, room: int, options: AllocatorOptions
 ) -> tuple[int, Replay | None, Replay | None]:
     """(bytes that the allocator reserves, its replay within ``room``, the same with expandable segments).
@@ -196,7 +193,7 @@ def _reserved_bytes(
     return reserved, limited, expanded
 
 
-def _label_elements(recipe: Recipe, blueprint: Blueprint) -> int:
+def _labels(recipe: Recipe, blueprint: Blueprint) -> int:
     """Targets of one sample: the elements of its labels."""
     shapes = blueprint.sample_shapes(recipe.data.sequence_length)
     labels = next((shape for name, (shape, _) in shapes.items() if name in ("labels", "label")), ())

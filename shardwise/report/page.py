@@ -257,14 +257,11 @@ def _perplexity_text(loss: float, unit: Unit) -> str:
 def _mfu_card(run: RunRecord) -> Iterator[Card]:
     """Measured MFU: the planned FLOPs over the measured time. None where the peak of the CPU is only assumed."""
     step, measured = run.plan.step, run.step_seconds
+    predicted = percent_text(step.mfu, 1)
     if not measured:
-        yield Card("MFU", percent_text(step.mfu, 1), "predicted")
+        yield Card("MFU", predicted, "predicted")
     elif not kind_named(run.plan.device).is_host or not run.plan.calibration_offer:
-        yield Card(
-            "MFU",
-            percent_text(step.mfu * step.seconds / measured, 1),
-            f"predicted {percent_text(step.mfu, 1)}",
-        )
+        yield Card("MFU", percent_text(step.mfu * step.seconds / measured, 1), f"predicted {predicted}")
 
 
 def _interruption_rows(run: RunRecord) -> list[tuple[str, str, str, str, str]]:

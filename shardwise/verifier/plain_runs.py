@@ -85,12 +85,9 @@ def run_plain(
         if whole:
             repeats.append(repeat.steps)
             _raise_noise(parameters, repeat.ways, plain.ways)
-    for name, tensors in (
-        (START_FILE, plain.start),
-        (END_FILE, plain.end),
-        (GRADIENTS_FILE, plain.first.gradients),
-    ):
-        save_file(dict(tensors), folder / name)
+    save_file(dict(plain.start), folder / START_FILE)
+    save_file(dict(plain.end), folder / END_FILE)
+    save_file(dict(plain.first.gradients), folder / GRADIENTS_FILE)
     runs = PlainRuns(
         plain.first.step,
         plain.steps,
