@@ -90,7 +90,7 @@ def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, 
 
 
 def peaks_of_passes(tracker: Tracker, entries: Sequence[tuple[int, str]], count: int) -> tuple[Peak, ...]:
-    """The peaks of the first, second and last of ``count`` passes of each kind and stage; () for other orders.
+    """The peaks of the first, second and last of ``count`` passes of each kind and pipeline stage; () for other orders.
 
     Each of these peaks is linear in the number of micro-batches. The peak of a phase is not linear: with more
     micro-batches it may move to another pass.
@@ -114,7 +114,7 @@ def peaks_of_passes(tracker: Tracker, entries: Sequence[tuple[int, str]], count:
 
 
 def _chosen_passes(phases: Sequence[str], count: int) -> list[int]:
-    """The first, second and last pass of each kind and stage, by number in order.
+    """The first, second and last pass of each kind and pipeline stage, by number in order.
 
     Either every stage makes ``count`` forward passes in a row, and then every stage its backward passes; or the last
     stage's own passes take turns, one forward and one backward.

@@ -197,7 +197,7 @@ def _tracker(site: Site, target: TargetKernels, modules: RunningModule, fake: St
 
 
 def _is_even(site: Site) -> bool:
-    """Whether every rank of this one's stage holds equally much of every parameter."""
+    """Whether every rank of this one's pipeline stage holds equally much of every parameter."""
     return all(p.numel() == local(p).numel() * shards_of(p) for p in site.view.model.parameters())
 
 

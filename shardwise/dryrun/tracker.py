@@ -343,7 +343,7 @@ class Tracker(DispatchMode):
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors = [t for t in tensors_in(args, kwargs, out) if isinstance(t, FakeTensor)]
-        # In the forward pass a stage sends activations, which it also saves; gradients exist only to be sent.
+        # In the forward pass a pipeline stage sends activations, which it also saves; gradients exist only to be sent.
         # Functional collectives are part of the computation: autograd may save their inputs and outputs.
         if current_phase() != "forward" or not func.name().startswith(("c10d::send", "c10d::recv_")):
             self.tag(tensors, "communication" if func.namespace == "c10d" else EXCHANGED)

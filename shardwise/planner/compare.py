@@ -48,7 +48,7 @@ class Neighbours:
     def expect(self, strategy: Strategy | None) -> None:
         """Begin with a strategy's neighbours, and end those of another; None ends them, so that cores are free.
 
-        With stages, they are compared with its worst rank. In small worlds only the full prediction knows it.
+        With pipeline stages, they are compared with its worst rank. In small worlds only the full prediction knows it.
         """
         if strategy == self._of:
             return

@@ -244,7 +244,7 @@ class Predictor:
     def reading_ahead(
         self, strategies: Sequence[Strategy], sizes: Callable[[Strategy], Sequence[int]] | None = None
     ) -> AbstractContextManager[None]:
-        """Count ahead what strategies need where they are composed. Those with stages are composed without them.
+        """Count ahead what strategies need where they are composed. Those with pipeline stages are composed without.
 
         Args:
             sizes: micro-batch sizes of a strategy that are tried, largest first; ``micro_batch_sizes`` by default.
@@ -257,7 +257,7 @@ class Predictor:
     def _trial(self, strategy: Strategy, sizes: Sequence[int]) -> tuple[Strategy, Sequence[int]]:
         """A strategy with its largest micro-batch, and the numbers of micro-batches of all sizes.
 
-        A strategy with stages is composed without them; its numbers of micro-batches are its own.
+        A strategy with pipeline stages is composed without them; its numbers of micro-batches are its own.
         """
         layout = layout_of(strategy, self.cluster.world_size)
         trials = [strategy.with_values(micro_batch_size=size) for size in sizes]

@@ -1,6 +1,6 @@
 """Quick figures of a strategy: sketched from composed counts (planner/sketch.py), else by its own shallow dry runs.
 
-A rank that holds a stage has a share of the whole model's work, states and activations. Its technique says how long
+A rank of a pipeline stage has a share of the whole model's work, states and activations. Its technique says how long
 stages of equal work wait for each other, and how many micro-batches are in flight (``Dividing.stretch``). That is an
 estimate: embedding and head are on one rank each. It orders strategies with stages; quick predictions of their ranks
 then decide.
@@ -98,12 +98,12 @@ def figures_from(predictor: Predictor, found: Prediction) -> Quick:
 
 
 def figures_of_stages(predictor: Predictor, strategy: Strategy) -> Quick:
-    """The same of stages of equal work, estimated. Raises NotComposable."""
+    """The same of pipeline stages of equal work, estimated. Raises NotComposable."""
     return _sketched_figures(predictor, strategy, sketch_of_stages(predictor, strategy), record=False)
 
 
 def figures_in_proportion(predictor: Predictor, strategy: Strategy, known: Quick) -> Quick | None:
-    """The estimate of a strategy with stages, times what another one's figures are over its estimate; recorded.
+    """The estimate of a strategy with pipeline stages, times another one's figures over its estimate; recorded.
 
     None where ranks have to be dry-run: in small worlds, without stages, where the strategy cannot be composed, and
     where it is not sure whether it fits.
@@ -126,7 +126,7 @@ def figures_in_proportion(predictor: Predictor, strategy: Strategy, known: Quick
 
 
 def sketch_of_stages(predictor: Predictor, strategy: Strategy) -> Sketch:
-    """A rank's share of the sketch of the strategy without stages, and without the communicators of stages.
+    """A rank's share of the sketch of the strategy without pipeline stages, and without their communicators.
 
     Raises NotComposable.
     """

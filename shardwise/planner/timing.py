@@ -8,7 +8,7 @@ Within a phase (forward, backward, clip, optimizer):
 - **Other collectives** overlap with them, on accelerators. Exposed is what takes longer than the passes of the
   micro-batches in which they are called, the first one of each pass, and ``interference`` for each overlapped second:
   both sides compete for multiprocessors and memory. On the CPU gloo blocks, so nothing overlaps.
-- **Messages between stages** belong to their schedule, which is played with the seconds of every rank
+- **Messages between pipeline stages** belong to their schedule, which is played with the seconds of every rank
   (technique/place.py). ``sending`` is what one of them takes.
 - **Offload**: copies to and from the host, disk reads and writes, and CPU kernels run concurrently with the device. A
   phase takes the longest of them.
@@ -52,7 +52,7 @@ class StepTime:
     Attributes:
         passes: seconds of all micro-batches by phase, without messages between stages and without collectives that
             are called once a step.
-        sending: seconds of one message to another stage.
+        sending: seconds of one message to another pipeline stage.
     """
 
     seconds: float

@@ -22,7 +22,7 @@ from shardwise.runtime.torch_private import is_strided_shard
 Slices = tuple[slice, ...]
 """One slice per dim of the global tensor."""
 
-# Name prefixes added by activation checkpointing, torch.compile and stages.
+# Name prefixes added by activation checkpointing, torch.compile and pipeline stages.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_stage\d+)\.")
 
 

@@ -68,7 +68,7 @@ def kept_inputs(blocks: int, inputs: int) -> list[int]:
 
 
 class Chain:
-    """Wrappers of all blocks of a stage."""
+    """Wrappers of all blocks of a pipeline stage."""
 
     def __init__(self, blocks: Sequence[nn.Module], inputs: int) -> None:
         self.inputs = inputs
