@@ -15,7 +15,7 @@ from published import Published, read
 from shardwise.core.strategy import Layout
 from shardwise.core.timetable import Timetable
 from shardwise.hardware.cluster import Cluster
-from shardwise.planner.timing import step_time
+from shardwise.planner.timing import predicted_step_time
 
 STALE, PASSES = 1.5, 8
 """A run is dropped if its source has another with the same settings that is so many times as fast."""
@@ -61,7 +61,7 @@ def cases_of(folder: Path, counting: bool) -> tuple[list[Case], Counter[str]]:
 def predicted(case: Case, cluster: Cluster | None = None, quick: bool = False) -> float:
     """Seconds of a step, without a factor; ``quick`` takes a closed form instead of playing the schedule."""
     run, cluster = case.run, cluster or case.cluster
-    times = [step_time(cost, case.layout, cluster) for cost in case.stages.costs]
+    times = [predicted_step_time(cost, case.layout, cluster) for cost in case.stages.costs]
     if run.pipeline == 1:
         return times[0].seconds
     count = run.passes

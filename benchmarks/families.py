@@ -38,7 +38,7 @@ from machine import described  # noqa: E402
 from shardwise.core.errors import ShardwiseError  # noqa: E402
 from shardwise.recipe.load import recipe_of  # noqa: E402
 from shardwise.technique import SETTINGS  # noqa: E402
-from shardwise.verifier.verify import TOLERANCE  # noqa: E402
+from shardwise.verifier.verify import TOLERANCES  # noqa: E402
 from tests.harness.corpora import EVEN  # noqa: E402
 from tests.harness.families import causal_families, save_tiny  # noqa: E402
 from tests.harness.parity import Parity, Trial  # noqa: E402
@@ -139,7 +139,7 @@ def trained(way: Way, model: Path, parity: Parity, pool: Pool) -> str:
         rounds = precision == "fp32" or any("rounds to fp32" in note for note in verdict.notes)
         return (
             YES
-            if apart <= TOLERANCE["fp32" if rounds else "fp64"]
+            if apart <= TOLERANCES["fp32" if rounds else "fp64"]
             else f"trains; its {name} differs by {apart:.1e}"
         )
     return failed
@@ -151,7 +151,7 @@ def compared(model: Path, pool: Pool) -> str:
         (apart,) = pool.run(1, logit_difference, str(model), VOCABULARY, LENGTH)
     except Exception as error:
         return reason(error)
-    return YES if apart <= TOLERANCE["fp32"] else f"logits differ by {apart:.1e}"
+    return YES if apart <= TOLERANCES["fp32"] else f"logits differ by {apart:.1e}"
 
 
 def reason(error: Exception) -> str:

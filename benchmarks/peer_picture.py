@@ -9,11 +9,11 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from shardwise.core.units import MiB
-from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE
+from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES
 
 
 @matplotlib.rc_context(STYLE)
-def peer_picture(rows: Sequence[Mapping[str, Any]], width: float = WIDE) -> Figure:
+def peer_picture(rows: Sequence[Mapping[str, Any]], width: float = WIDE_INCHES) -> Figure:
     """Bars of each contender that ended; those of this package are in the accent colour.
 
     Args:

@@ -21,7 +21,7 @@ from shardwise.model import decoder
 from shardwise.runtime import language_loss
 from shardwise.runtime.parallel import tensor
 from shardwise.runtime.parallel.tp_collectives import TPGroup, exchanged
-from shardwise.runtime.parallel.vocabulary import WHOLE, Vocabulary
+from shardwise.runtime.parallel.vocabulary import WHOLE_VOCABULARY, Vocabulary
 from shardwise.runtime.recompute import selective
 
 Loss = Callable[[Tensor, Tensor, Vocabulary], Tensor]
@@ -78,7 +78,7 @@ class _Softmax(torch.autograd.Function):
         return softmax.mul_(grads[0]), None, None
 
 
-def _fp32(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> Tensor:
+def _fp32(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> Tensor:
     """``F.cross_entropy(logits.float(), labels)``."""
     wide, flat = logits.flatten(0, -2).float(), labels.flatten()
     if vocabulary.sharded:
@@ -87,13 +87,13 @@ def _fp32(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> Ten
     return F.cross_entropy(wide, flat, reduction="sum")
 
 
-def _fp32_in_chunks(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> Tensor:
+def _fp32_in_chunks(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> Tensor:
     """The same of eight chunks of the sequence, one after the other."""
     parts = zip(logits.chunk(8, dim=1), labels.chunk(8, dim=1), strict=True)
     return torch.stack([_fp32(part, label, vocabulary) for part, label in parts]).sum()
 
 
-def _softmax(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> Tensor:
+def _softmax(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> Tensor:
     loss: Tensor = _Softmax.apply(logits.flatten(0, -2).float(), labels.flatten(), vocabulary)
     return loss
 
@@ -102,7 +102,7 @@ LOSSES: dict[str, Loss] = {"fp32": _fp32, "fp32 in chunks": _fp32_in_chunks, "so
 """By the name in stacks.py."""
 
 
-def keeps_every_second(call: selective.Call, args: Any, kwargs: Any, result: Any) -> bool:
+def keeps_every_second(call: selective.OperationCall, args: Any, kwargs: Any, result: Any) -> bool:
     """Whether torchtitan's selective recomputation keeps a result: that of attention, and every second product.
 
     Products of 8 bits are among them: its mode sees ``aten.mm`` of two Float8Tensors before these take it apart.

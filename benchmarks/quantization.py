@@ -22,7 +22,7 @@ from machine import described
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import check_method, scheme_of
-from shardwise.plugins.quantize.job import quantize
+from shardwise.plugins.quantize.job import quantize_model
 from shardwise.plugins.quantize.settings import Settings
 
 RESULTS = Path(__file__).parent / "results" / "quantization.json"
@@ -39,7 +39,7 @@ def measured(model: str, scheme: str, method: str, tokenizer: str) -> dict[str, 
         settings = Settings(
             model, Path(scratch) / "out", scheme, method, None, None, tokenizer, SEQUENCES, LENGTH
         )
-        found = quantize(settings).as_dict()
+        found = quantize_model(settings).as_dict()
     weights = sum(row["shape"][0] * row["shape"][1] for row in found["layers"])
     return {
         **{

@@ -26,7 +26,7 @@ from machine import described
 from torch import Tensor
 
 from shardwise.core.scheme import scheme_of
-from shardwise.plugins.quantize.methods.base import Method, relative_output_error
+from shardwise.plugins.quantize.methods.base import QuantizationMethod, relative_output_error
 from shardwise.plugins.quantize.methods.expansion import expand
 from shardwise.plugins.quantize.methods.hqq import HalfQuadratic
 from shardwise.plugins.quantize.methods.kashin import Kashin
@@ -121,7 +121,9 @@ WEIGHTS = {
 }
 
 
-def quantized(method: Method, scheme: Any, rotated: bool = False) -> Callable[[Tensor], tuple[float, float]]:
+def quantized(
+    method: QuantizationMethod, scheme: Any, rotated: bool = False
+) -> Callable[[Tensor], tuple[float, float]]:
     """(relative error, bits) of a method; ``rotated``: of the weight times a random Hadamard matrix."""
 
     def measure(weight: Tensor) -> tuple[float, float]:

@@ -30,7 +30,7 @@ from machine import described
 from matplotlib.figure import Figure
 from published import NODE, Inexpressible, Published, expressed, lines
 
-from shardwise.report.pictures import INK, MUTED, STYLE, WIDE, png
+from shardwise.report.pictures import INK, MUTED, STYLE, WIDE_INCHES, png
 
 RESULTS = Path(__file__).parent / "results" / "scaling-curves.json"
 FACTORS = Path(__file__).parent / "results" / "time-accuracy.json"
@@ -169,7 +169,7 @@ def _tera(rate: float | None) -> str:
 
 
 @matplotlib.rc_context(STYLE)
-def picture(points: Sequence[Point], width: float = WIDE) -> Figure:
+def picture(points: Sequence[Point], width: float = WIDE_INCHES) -> Figure:
     """Weak and strong scaling: predictions are lines, published runs are circles of the same colour."""
     figure = Figure(figsize=(width, 4.6), layout="constrained")
     for axes, strong in zip(figure.subplots(1, 2, sharey=True), (False, True), strict=True):

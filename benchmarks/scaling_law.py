@@ -27,7 +27,7 @@ import torch
 from machine import described
 from wsd import Training
 
-from shardwise.checkpoint.checkpoint import save
+from shardwise.checkpoint.checkpoint import save_checkpoint
 from shardwise.checkpoint.manifest import committed
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.units import format_count
@@ -35,7 +35,7 @@ from shardwise.launch.process import World, join
 from shardwise.plugins.scaling.budgeting import of_size
 from shardwise.plugins.scaling.family import sized
 from shardwise.plugins.scaling.files import law_text
-from shardwise.plugins.scaling.fit import Fit, TrainedPoint, fit
+from shardwise.plugins.scaling.fit import Fit, TrainedPoint, fit_law
 from shardwise.plugins.scaling.isoflop import envelope, exponent, isoflops
 from shardwise.plugins.scaling.report.pictures import scaling_picture
 from shardwise.recipe.load import recipe_of
@@ -122,7 +122,7 @@ class Runs:
         every = max(1, training.recipe.steps // 8)
         while training.state.step < until:
             training.train(min(until, (training.state.step // every + 1) * every))
-            save(
+            save_checkpoint(
                 training.run,
                 training.state,
                 self.folder / str(made),
@@ -259,7 +259,7 @@ def main() -> None:
     with join("cpu") as world:
         runs = Runs(sweep, asked.runs / asked.sweep, world)
         points = [point for size in sweep.fitted for point in runs.train_size(*size)]
-        found = fit(points, name=f"scaling-law-{asked.sweep}")
+        found = fit_law(points, name=f"scaling-law-{asked.sweep}")
         width, layers, steps = sweep.predicted
         made, tokens = sized(runs.pattern, width, layers), steps * BATCH * LENGTH
         prediction = predicted_once(runs.folder / "prediction.json", found, made, tokens)

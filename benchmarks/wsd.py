@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from machine import described
 
-from shardwise.checkpoint.checkpoint import save, start
+from shardwise.checkpoint.checkpoint import save_checkpoint, start
 from shardwise.data import Data, open_data
 from shardwise.engine.build import build
 from shardwise.engine.run import Run
@@ -91,7 +91,7 @@ class Training:
             self.state = TrainState(index + 1, self.state.tokens + int(result.tokens))
 
     def save(self, folder: Path) -> None:
-        save(self.run, self.state, folder, keep=len(BUDGETS), fingerprint=self.data.fingerprint)
+        save_checkpoint(self.run, self.state, folder, keep=len(BUDGETS), fingerprint=self.data.fingerprint)
 
     def held_out(self) -> float:
         return evaluate(self.run, self.data.held_out(0, 0, 1, self.size))

@@ -31,13 +31,13 @@ from pydantic import BaseModel
 
 import shardwise
 from benchmarks import gpu_page, house
-from shardwise.cli.main import VERBS
+from shardwise.cli.main import ALL_VERBS
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.fit_advice import Remedy
 from shardwise.core.ledger import Ledger
 from shardwise.core.strategy import Setting
 from shardwise.core.units import MINUS, format_bytes, format_count, format_rate, format_seconds
-from shardwise.hardware.device import DTYPES
+from shardwise.hardware.device import RATED_DTYPES
 from shardwise.hardware.profiles import PROFILES
 from shardwise.recipe.load import SECTIONS, recipe_of
 from shardwise.recipe.presets import PRESETS
@@ -211,7 +211,7 @@ def _placeholder(kind: Any) -> str:
 
 
 def usage_of(verb: str) -> str:
-    parts, module = [], VERBS[verb]
+    parts, module = [], ALL_VERBS[verb]
     for written, _, _ in parameters_of(module.command):
         required = written[0] not in "-[" or (verb == "train" and written.startswith("--out"))
         parts.append(written if required or written[0] == "[" else f"[{written}]")
@@ -220,7 +220,7 @@ def usage_of(verb: str) -> str:
 
 def short_usage(verb: str) -> str:
     """Without the options, where these are many."""
-    module = VERBS[verb]
+    module = ALL_VERBS[verb]
     arguments = [written for written, _, _ in parameters_of(module.command) if not written.startswith("-")]
     if len(list(parameters_of(module.command))) - len(arguments) <= MANY_OPTIONS:
         return usage_of(verb)
@@ -230,7 +230,7 @@ def short_usage(verb: str) -> str:
 def verbs() -> str:
     rows = (
         (code(short_usage(verb)), str(inspect.getdoc(module.command)).splitlines()[0].rstrip("."))
-        for verb, module in VERBS.items()
+        for verb, module in ALL_VERBS.items()
     )
     return table(("command", "does"), rows)
 
@@ -247,7 +247,7 @@ def commands() -> str:
         title = f"## {verb}\n\n```text\n{usage_of(verb)}\n```\n\n{inspect.getdoc(module.command)}\n\n"
         return title + table(("argument or option", "default", "meaning"), rows())
 
-    return "\n\n".join(section(*verb) for verb in VERBS.items())
+    return "\n\n".join(section(*verb) for verb in ALL_VERBS.items())
 
 
 def exit_codes() -> str:
@@ -285,11 +285,11 @@ def models() -> str:
 def devices() -> str:
     def rows() -> Iterator[Sequence[object]]:
         for name, p in PROFILES.items():
-            flops = (f"{p.flops[dtype] / 1e12:g}" if dtype in p.flops else "–" for dtype in DTYPES)
+            flops = (f"{p.flops[dtype] / 1e12:g}" if dtype in p.flops else "–" for dtype in RATED_DTYPES)
             rates = (p.memory_bandwidth, p.link_bandwidth, p.network_bandwidth)
             yield code(name), format_bytes(p.memory_bytes), *flops, *(format_rate(r, "B") for r in rates)
 
-    head = ("device", "memory", *DTYPES, "memory bandwidth", "link", "network")
+    head = ("device", "memory", *RATED_DTYPES, "memory bandwidth", "link", "network")
     return table(head, rows(), "l" + "r" * (len(head) - 1))
 
 
@@ -502,11 +502,11 @@ def ladder() -> str:
 def shown_plan() -> str:
     """The output of ``shardwise plan``, as a terminal of SHOWN_WIDTH columns has it."""
     from shardwise.jobs.planning import make_plan
-    from shardwise.jobs.request import read
+    from shardwise.jobs.request import read_request
     from shardwise.planner.answer import answer_of
     from shardwise.report.tables import plan_text
 
-    asked, cluster = read(ROOT / SHOWN_RECIPE, [])
+    asked, cluster = read_request(ROOT / SHOWN_RECIPE, [])
     shown = make_plan(asked, cluster, compare=True)
     text = plan_text(shown, SHOWN_WIDTH, answer=answer_of(asked, cluster, shown), brief=True)
     return f"```console\n$ shardwise plan {SHOWN_RECIPE}\n{text}```"
@@ -514,11 +514,11 @@ def shown_plan() -> str:
 
 def recomputation(kinds: Sequence[str] = ACTIVATION_CHECKPOINTING.examples) -> str:
     """What values of ``activation_checkpointing`` hold and cost, for the recipe that the README shows."""
-    from shardwise.jobs.request import read
+    from shardwise.jobs.request import read_request
     from shardwise.model.open import blueprint_of
     from shardwise.planner.predict import predict
 
-    asked, cluster = read(ROOT / SHOWN_RECIPE, [])
+    asked, cluster = read_request(ROOT / SHOWN_RECIPE, [])
     blueprint = blueprint_of(asked)
 
     def rows() -> Iterator[Sequence[object]]:
@@ -545,12 +545,12 @@ def binomial(blocks: int = 32) -> str:
 
 def activation_offload() -> str:
     """What moving activations to host memory holds and costs, for the recipe that the README shows."""
-    from shardwise.jobs.request import read
+    from shardwise.jobs.request import read_request
     from shardwise.model.open import blueprint_of
     from shardwise.planner.predict import predict
     from shardwise.planner.timing import offload_phases
 
-    asked, cluster = read(ROOT / SHOWN_RECIPE, [])
+    asked, cluster = read_request(ROOT / SHOWN_RECIPE, [])
     blueprint = blueprint_of(asked)
 
     def rows() -> Iterator[Sequence[object]]:

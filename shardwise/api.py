@@ -41,7 +41,7 @@ from shardwise.jobs.session import Session as Session
 from shardwise.jobs.session import open_session
 from shardwise.jobs.trained_run import TrainedRun as TrainedRun
 from shardwise.jobs.trained_run import trained_run
-from shardwise.launch.launcher import preloaded, run_ranks
+from shardwise.launch.launcher import preloaded_run, run_ranks
 from shardwise.recipe.installed import recipe_file
 from shardwise.recipe.load import load_recipe
 from shardwise.recipe.sections import Recipe as Recipe
@@ -278,8 +278,10 @@ def _trained(
     with giving(given.objects) as environment, live_bar(out, given.recipe.steps, progress):
         workers = partial(_run_workers, environment=environment)
         cluster = cluster_of(given.recipe.cluster)
-        with preloaded(cluster.world_size, cluster.nodes):
-            training.train(given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory)
+        with preloaded_run(cluster.world_size, cluster.nodes):
+            training.train_in_folder(
+                given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory
+            )
     return trained_run(out)
 
 
@@ -316,11 +318,11 @@ def merge(
         dtype: fp32, bf16 or fp16; None keeps the dtype of the base.
         undo: take the adapter out of a merged model instead.
     """
-    from shardwise.exporter.merge import merge, unmerge  # transformers takes seconds
+    from shardwise.exporter.merge import merge_adapter, unmerge  # transformers takes seconds
 
     if undo:
         return unmerge(str(base), path_of(adapter), path_of(out), dtype).folder
-    return merge(str(base), path_of(adapter), path_of(out), dtype)[0].folder
+    return merge_adapter(str(base), path_of(adapter), path_of(out), dtype)[0].folder
 
 
 def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:
@@ -334,7 +336,7 @@ def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:
         ResourceError: the plan does not fit.
         RankError: a process failed, with the reason; its logs are kept.
     """
-    return verifying.verify(recipe, cluster_of(recipe.cluster), _run_workers, plan=plan, steps=steps)[1]
+    return verifying.verify_plan(recipe, cluster_of(recipe.cluster), _run_workers, plan=plan, steps=steps)[1]
 
 
 def _run_workers(

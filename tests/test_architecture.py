@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.core.strategy import Setting
 from shardwise.technique import SETTINGS
+from shardwise.technique.pipeline import technique as pipeline_technique
 
 PACKAGE = Path(__file__).parent.parent / "shardwise"
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -53,7 +55,6 @@ FORBIDDEN = {
 # Imports against the order that are to be removed; nothing may be added here.
 PENDING = {("checkpoint/checkpoint.py", "trainer")}
 WITHOUT_TECHNIQUES = ("core", "hardware", "recipe", "runtime", "model", "technique", None)
-MOST_NAMING_PIPELINES = 13
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 
@@ -154,13 +155,44 @@ def test_technique_names_stay_in_their_files() -> None:
             )
 
 
-def test_pipelines_stay_in_their_rooms() -> None:
-    """Other files speak of stages and places. These name the setting, a key of plan.json, the picture or the list."""
-    rooms = [PACKAGE / room / "pipeline" for room in ("core", "technique", "engine", "report")]
-    outside = (path for path in PACKAGE.rglob("*") if not any(path.is_relative_to(room) for room in rooms))
-    sources = (path for path in outside if path.suffix in (".py", ".html"))
-    naming = [path for path in sources if "pipeline" in path.read_text(encoding="utf-8").lower()]
-    assert len(naming) <= MOST_NAMING_PIPELINES, sorted(str(path.relative_to(PACKAGE)) for path in naming)
+def test_settings_of_pipelines_stay_in_their_room() -> None:
+    """Other files ask the strategy's technique, never its settings: neither by name nor by their keys as strings."""
+    settings = {
+        name: value.key
+        for name, value in vars(pipeline_technique).items()
+        if name.startswith("PIPELINE_") and isinstance(value, Setting)
+    }
+    keys = set(settings.values())
+    assert "pipeline_parallel" in keys
+    order = PACKAGE / "technique" / "__init__.py"  # it lists the techniques
+    for path in FILES:
+        if path.is_relative_to(PACKAGE / "technique" / "pipeline"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        read = {(name, line) for name, line in _read_by_name(tree) if name in keys}
+        if path != order:
+            read |= {(name, node.lineno) for name, node in _imported_names(tree) if name in settings}
+        assert not read, f"{path.relative_to(PACKAGE)} reads settings of pipelines: {sorted(read)}"
+
+
+def _read_by_name(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Names that are read as attributes, as keys in brackets, or as first strings of ``get`` and ``getattr``."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name):
+                yield name, node.lineno
+            case ast.Subscript(slice=ast.Constant(value=str(name))):
+                yield name, node.lineno
+            case ast.Call(func=ast.Attribute(attr="get" | "pop"), args=[ast.Constant(value=str(name)), *_]):
+                yield name, node.lineno
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                yield name, node.lineno
+
+
+def _imported_names(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((alias.name, node) for alias in node.names)
 
 
 def test_no_dumping_grounds() -> None:
@@ -184,8 +216,8 @@ def test_nothing_unpickles_or_evaluates() -> None:
 def test_recipes_are_checked_without_torch() -> None:
     """Reading and checking a recipe, its cluster and the rules must not load torch (it takes seconds)."""
     code = (
-        "import sys; import shardwise.cli.main; from shardwise.jobs.request import read;"
-        " from pathlib import Path; read(Path('recipes/quickstart.yaml'), []);"
+        "import sys; import shardwise.cli.main; from shardwise.jobs.request import read_request;"
+        " from pathlib import Path; read_request(Path('recipes/quickstart.yaml'), []);"
         " assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)

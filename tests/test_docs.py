@@ -29,7 +29,7 @@ import typer
 from shardwise.cli.main import app
 from shardwise.cli.main import run as run_command
 from shardwise.core.errors import DataError
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.recipe.load import load_recipe, recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, layout_of, micro_batches, strategy_from
@@ -98,7 +98,7 @@ generate = load_generate()
 
 def feasible(recipe_file: Path, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe as the command does, with rules and layout."""
-    recipe, cluster = read(recipe_file, overrides or [])
+    recipe, cluster = read_request(recipe_file, overrides or [])
     strategy = strategy_from(recipe.strategy)
     layout = layout_of(strategy, cluster.world_size)
     assert layout.world_size == cluster.world_size
@@ -226,7 +226,7 @@ def test_the_readme_shows_todays_plan() -> None:
 def test_keys_of_a_plan_are_those_of_the_code() -> None:
     from shardwise.jobs.planning import make_plan
 
-    plan = make_plan(*read(ROOT / "recipes" / "laptop-tiny.yaml", ["model.layers=1"]))
+    plan = make_plan(*read_request(ROOT / "recipes" / "laptop-tiny.yaml", ["model.layers=1"]))
     keys = _keys_under(ROOT / "docs" / "reference" / "files.md", "`plan.json`")
     assert keys == set(plan.as_dict())
 
@@ -269,12 +269,12 @@ def _keys_under(page: Path, title: str) -> set[str]:
 
 
 def test_tolerances_are_those_of_the_code() -> None:
-    from shardwise.verifier.verify import TOLERANCE
+    from shardwise.verifier.verify import TOLERANCES
 
     text = (ROOT / "docs" / "how-to" / "verify-a-strategy.md").read_text(encoding="utf-8")
     assert {
         name: float(size) for name, size in re.findall(r"^\| `(\w+)` \| (\S+) \|$", text, re.M)
-    } == TOLERANCE
+    } == TOLERANCES
 
 
 # ---- what ZeRO sends and holds ------------------------------------------------------------------------------
@@ -515,14 +515,14 @@ def test_what_a_learning_rate_says_reads_as_shown(tmp_path: Path) -> None:
 
     from shardwise.checkpoint.resume_checks import require_steps_left
     from shardwise.core.errors import RecipeError
-    from shardwise.recipe.lr_scaling import sentences
+    from shardwise.recipe.lr_scaling import scaling_sentences
 
     page = ROOT / "docs" / "how-to" / "choose-a-learning-rate.md"
     [block] = [block for block in blocks(page, "yaml") if "scale_learning_rate" in block.text]
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{block.text}model: {{preset: tiny}}\nsteps: 500\n", encoding="utf-8")
     recipe = load_recipe(path, [], SETTINGS)
-    said = list(sentences(recipe))
+    said = list(scaling_sentences(recipe))
     with pytest.raises(RecipeError) as rule:
         load_recipe(path, ["batch_size=8192"], SETTINGS)
     ended: Any = SimpleNamespace(state=SimpleNamespace(step=500))

@@ -16,7 +16,7 @@ from shardwise.core.errors import DataError, OutOfMemory, RecipeError, ResourceE
 from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
 from shardwise.jobs import planning, training, verifying
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.launch import launcher as launching
 from shardwise.planner import oom_advice as nearest
 from shardwise.recipe import load as recipes
@@ -110,11 +110,11 @@ def test_a_refused_recipe_is_read_once(recipe_file: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(recipes, "read_document", lambda path: files.append(path) or document(path))
     recipe_file.write_text(recipe_file.read_text().replace("zero_stage: 0", "tensor_parallel: 2"))
     with pytest.raises(RecipeError) as caught:
-        read(recipe_file, [])
+        read_request(recipe_file, [])
     assert caught.value.where == f"{recipe_file}:6: strategy.tensor_parallel"
     assert files == [recipe_file]
     with pytest.raises(RecipeError, match=r"command line: strategy\.tensor_parallel"):
-        read(recipe_file, ["strategy.tensor_parallel=4"])
+        read_request(recipe_file, ["strategy.tensor_parallel=4"])
 
 
 @pytest.mark.parametrize("sizes", [[2], [2, 1]], ids=["halved", "final"])
@@ -140,12 +140,12 @@ def test_the_ranks_start_again_after_an_oom(
     monkeypatch.setattr(planning, "make_plan", planned)
     monkeypatch.setattr(nearest, "nearest_in_words", lambda *arguments: f"use less than {arguments[-1]}")
     monkeypatch.setattr(training, "finish", lambda folder, progress: folder)
-    recipe, cluster = read(recipe_file, [])
+    recipe, cluster = read_request(recipe_file, [])
     if sizes == [2]:
-        training.train(recipe, cluster, out, ranks, plan=plan, say=said.append)
+        training.train_in_folder(recipe, cluster, out, ranks, plan=plan, say=said.append)
     else:
         with pytest.raises(ResourceError, match=f"with 1.00 GiB already allocated; use less than {GiB}"):
-            training.train(recipe, cluster, out, ranks, plan=plan, say=said.append)
+            training.train_in_folder(recipe, cluster, out, ranks, plan=plan, say=said.append)
     assert started == [2, 1]
     assert said[1:][:1] == [
         "out of memory on rank 0 in step 2: micro_batch_size is now 1, accumulated 4 times; going on from the start"

@@ -15,7 +15,7 @@ from shardwise.dryrun.run import dry_run
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
-from shardwise.runtime.parallel.vocabulary import WHOLE
+from shardwise.runtime.parallel.vocabulary import WHOLE_VOCABULARY
 from shardwise.runtime.recompute import selective
 from shardwise.technique import SETTINGS, strategy_from
 
@@ -35,9 +35,9 @@ def test_a_loss_is_cross_entropy(practised: Any, name: str) -> None:
     own, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     expected = F.cross_entropy(own.flatten(0, 1), labels.flatten(), reduction="sum")
     if name == "sharded":
-        found = practised._LogSoftmax.apply(theirs.flatten(0, 1), labels.flatten(), WHOLE)
+        found = practised._LogSoftmax.apply(theirs.flatten(0, 1), labels.flatten(), WHOLE_VOCABULARY)
     else:
-        found = practised.LOSSES[name](theirs, labels, WHOLE)
+        found = practised.LOSSES[name](theirs, labels, WHOLE_VOCABULARY)
     (3 * expected).backward()
     (3 * found).backward()
     torch.testing.assert_close(found, expected)

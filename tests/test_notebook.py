@@ -77,7 +77,7 @@ def test_the_bar_follows_the_metrics_of_a_notebook_s_run(
     assert not in_notebook()
     monkeypatch.setitem(sys.modules, "IPython", module)
     monkeypatch.setitem(sys.modules, "IPython.display", html)
-    monkeypatch.setattr("shardwise.jobs.live_bar.SECONDS", 0.01)
+    monkeypatch.setattr("shardwise.jobs.live_bar.METRICS_POLL_SECONDS", 0.01)
     folder = tmp_path / "run"
     with live_bar(folder, 30):
         time.sleep(0.05)

@@ -10,8 +10,8 @@ import pytest
 
 from shardwise.core.plan import Plan
 from shardwise.hardware.cluster import cluster_of
-from shardwise.jobs.plan_cache import FOLDER, remembered
-from shardwise.jobs.request import read
+from shardwise.jobs.plan_cache import PLANS_FOLDER, cached_plan
+from shardwise.jobs.request import read_request
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
@@ -38,7 +38,7 @@ def made(asked: Recipe, compare: bool = False) -> int:
         count.append(small_plan())
         return count[-1]
 
-    assert remembered(asked, cluster_of(asked.cluster), compare, make).as_dict() == small_plan().as_dict()
+    assert cached_plan(asked, cluster_of(asked.cluster), compare, make).as_dict() == small_plan().as_dict()
     return len(count)
 
 
@@ -66,7 +66,7 @@ def test_models_whose_files_may_change_are_planned_anew() -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff\xfe"])
 def test_a_damaged_file_is_replaced(tmp_path: Path, content: bytes) -> None:
     assert made(recipe()) == 1
-    (path,) = (tmp_path / FOLDER).glob("*.json")
+    (path,) = (tmp_path / PLANS_FOLDER).glob("*.json")
     path.write_bytes(content)
     assert [made(recipe()), made(recipe())] == [1, 0]
 
@@ -80,8 +80,8 @@ def test_a_repeated_plan_loads_no_torch(tmp_path: Path) -> None:
     """The command of a recipe whose plan is stored: `--json` and the table of it."""
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe().model_dump_json(exclude_defaults=True))
-    asked, cluster = read(path, [])
-    remembered(asked, cluster, True, small_plan)
+    asked, cluster = read_request(path, [])
+    cached_plan(asked, cluster, True, small_plan)
     code = (
         "import sys; from shardwise.cli.main import run;"
         f"code = run(['plan', {str(path)!r}]);"

@@ -36,7 +36,7 @@ from shardwise.model.adapted import AdaptedModel
 from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles, write_adapter
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
 
-Place = tuple[tuple[int, int], ...]
+ShardRange = tuple[tuple[int, int], ...]
 """Start and end of a shard in every dim of the whole tensor."""
 
 
@@ -66,22 +66,22 @@ def adapter_writer(run: Run, folder: Path, checkpoint: Path | None = None) -> Ca
         return lambda: None
     parameters = parameters_of(run)
     dtype = run.options.dtypes.compute
-    tensors = {name: tensor.to(dtype) for name, tensor in gathered(run, parameters).items()}
+    tensors = {name: tensor.to(dtype) for name, tensor in gathered_adapter(run, parameters).items()}
     fingerprint, target = blueprint.base_fingerprint(run.model), folder / ADAPTER
 
     def write() -> None:
-        entries = {SAVED_AS: hash_of(checkpoint / manifests.NAME)} if checkpoint else {}
-        _write(target, tensors, blueprint, fingerprint, entries)
+        entries = {SAVED_AS: hash_of(checkpoint / manifests.MANIFEST)} if checkpoint else {}
+        _write_adapter(target, tensors, blueprint, fingerprint, entries)
 
     return lambda: on_rank_0(write)
 
 
-def gathered(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def gathered_adapter(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """The unsharded adapter tensors on the CPU of every rank, by name. Raises CheckpointError for an incomplete one."""
     assert isinstance(run.blueprint, AdaptedModel)
     shapes = run.blueprint.adapter_shapes
-    mine = {name: _place(p) for name, p in parameters.items() if name in shapes}
-    everyone: list[dict[str, Place]] = [mine] * dist.get_world_size()
+    mine = {name: _shard_range(p) for name, p in parameters.items() if name in shapes}
+    everyone: list[dict[str, ShardRange]] = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     whole: dict[str, Tensor] = {}
     for name, shape in shapes.items():
@@ -96,14 +96,14 @@ def gathered(run: Run, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tens
     return whole
 
 
-def _place(parameter: Tensor) -> Place:
+def _shard_range(parameter: Tensor) -> ShardRange:
     """Range of this rank's shard in the whole tensor; () if the shard is empty."""
     if local_part(parameter).numel() == 0:
         return ()
     return tuple((span.start, span.stop) for span in local_slices(parameter))
 
 
-def _require_whole(name: str, shape: tuple[int, ...], places: set[Place]) -> None:
+def _require_whole(name: str, shape: tuple[int, ...], places: set[ShardRange]) -> None:
     found = sum(math.prod(stop - start for start, stop in place) for place in places if place)
     if found != math.prod(shape):
         raise CheckpointError(
@@ -114,7 +114,7 @@ def _require_whole(name: str, shape: tuple[int, ...], places: set[Place]) -> Non
         )
 
 
-def _write(
+def _write_adapter(
     target: Path,
     tensors: Mapping[str, Tensor],
     model: AdaptedModel,
@@ -126,7 +126,7 @@ def _write(
     try:
         shutil.rmtree(staged, ignore_errors=True)
         write_adapter(staged, tensors, model.config(), fingerprint, entries)
-        _require_same(staged, tensors)
+        _require_equal_tensors(staged, tensors)
         for path in staged.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -142,7 +142,7 @@ def _write(
         raise commit.unwritable(error, target.parent) from error
 
 
-def _require_same(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _require_equal_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless the files hold the given tensors."""
     files = AdapterFiles(folder)
     for name, tensor in tensors.items():

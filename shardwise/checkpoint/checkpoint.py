@@ -35,6 +35,7 @@ from shardwise.checkpoint.resume_checks import candidates, require_steps_left
 from shardwise.checkpoint.shards import DTYPES, ShardReader, ShardWriter
 from shardwise.core.errors import CheckpointError, DataError, ResourceError, ShardwiseError
 from shardwise.core.paths import path_of
+from shardwise.core.progress import Say
 from shardwise.engine.run import Run
 from shardwise.engine.run_state import OPTIMIZER, tensors_of
 from shardwise.engine.train_state import TrainState
@@ -44,8 +45,7 @@ from shardwise.trainer.faults.oom_record import is_oom
 
 T = TypeVar("T")
 Warn = Callable[[str], None]
-Say = Callable[[str], None]
-Kind = tuple[str, tuple[int, ...]]
+TensorKind = tuple[str, tuple[int, ...]]
 """(safetensors dtype, shape) of a tensor."""
 
 
@@ -59,7 +59,7 @@ _MORE_ROOM = "leave the host more memory; checkpoints are as they were"
 # ---- saving -----------------------------------------------------------------------------------------------
 
 
-def save(run: Run, state: TrainState, folder: Path, keep: int, fingerprint: str = "") -> Path:
+def save_checkpoint(run: Run, state: TrainState, folder: Path, keep: int, fingerprint: str = "") -> Path:
     """Save a run after ``state.step`` steps as ``folder``/step-N. Collective. Returns that path.
 
     Keeps the ``keep`` (at least 1) newest checkpoints up to this step, and all of them while the guard suspects a loss
@@ -79,7 +79,7 @@ def save_tensors(
     description: Manifest,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write and commit what ``planner`` plans for ``tensors``. Collective over ``group``. Raises like ``save``."""
+    """Write and commit what ``planner`` plans for ``tensors``. Collective. Raises like ``save_checkpoint``."""
     writer = ShardWriter(folder, description, keep)
     try:
         with torch.no_grad():
@@ -96,7 +96,7 @@ def description_of(run: Run, state: TrainState, fingerprint: str) -> Manifest:
         world_size=_world_size(),
         files={},
         tensors={},
-        order=_order(run),
+        order=_order_settings(run),
         data=fingerprint,
         recipe=xxhash.xxh3_128_hexdigest(dump_recipe(run.recipe).encode()),
         strategy=dict(run.strategy.values),
@@ -104,7 +104,7 @@ def description_of(run: Run, state: TrainState, fingerprint: str) -> Manifest:
     )
 
 
-def _order(run: Run) -> dict[str, int]:
+def _order_settings(run: Run) -> dict[str, int]:
     """Settings that, with the data, determine the order of samples."""
     return {"seed": run.recipe.seed, "batch_size": run.recipe.batch_size}
 
@@ -124,14 +124,14 @@ def restore(run: Run, folder: Path, fingerprint: str = "", warn: Warn = to_stder
         DataError: it was trained on other data (an empty ``fingerprint`` is not compared).
         ResourceError: the folder cannot be prepared.
     """
-    on_rank_0(lambda: commit.prepare(folder))
+    on_rank_0(lambda: commit.prepare_folder(folder))
     found = _newest_whole(on_rank_0(lambda: manifests.committed(folder)), _or_delete(folder), warn)
     if found is None:
         return None
     checkpoint, manifest = found
-    on_rank_0(lambda: _set_aside(folder, checkpoint))
+    on_rank_0(lambda: _set_damaged_aside(folder, checkpoint))
     _warn_of_range(run, manifest, warn)
-    return _load(run, checkpoint, manifest, fingerprint)
+    return _load_checkpoint(run, checkpoint, manifest, fingerprint)
 
 
 def start(run: Run, source: Path, fingerprint: str = "", warn: Warn = to_stderr) -> TrainState:
@@ -146,7 +146,7 @@ def start(run: Run, source: Path, fingerprint: str = "", warn: Warn = to_stderr)
     checkpoint, manifest = found
     require_steps_left(run.recipe, checkpoint, manifest)
     _warn_of_range(run, manifest, warn)
-    state = _load(run, checkpoint, manifest, fingerprint)
+    state = _load_checkpoint(run, checkpoint, manifest, fingerprint)
     return replace(state, best=None)  # its checkpoint is in the folder of the other run
 
 
@@ -176,7 +176,7 @@ def restore_before(
     found = _newest_whole(earlier, _or_delete(folder), warn)
     if found is None:
         return None
-    state = _load(run, *found, fingerprint)
+    state = _load_checkpoint(run, *found, fingerprint)
     on_rank_0(lambda: commit.retire_after(folder, manifests.step_of(found[0]) or 0))
     return state
 
@@ -188,7 +188,7 @@ def has_before(folder: Path, step: int) -> bool:
     )
 
 
-def _load(run: Run, checkpoint: Path, manifest: Manifest, fingerprint: str) -> TrainState:
+def _load_checkpoint(run: Run, checkpoint: Path, manifest: Manifest, fingerprint: str) -> TrainState:
     """Load a verified checkpoint, after checking that its model and sample order are those of the run."""
     _require_same_samples(run, manifest, fingerprint, checkpoint)
     tensors = tensors_of(run)
@@ -243,7 +243,7 @@ def _newest_whole(found: list[Path], fix: str, warn: Warn) -> tuple[Path, Manife
     return None
 
 
-def _set_aside(folder: Path, whole: Path) -> None:
+def _set_damaged_aside(folder: Path, whole: Path) -> None:
     """Rename the damaged checkpoints newer than ``whole``, so that they do not count for ``keep``."""
     found = manifests.committed(folder)
     for damaged in found[: found.index(whole)]:
@@ -252,11 +252,11 @@ def _set_aside(folder: Path, whole: Path) -> None:
 
 def verified(checkpoint: Path) -> Manifest:
     """Verify a checkpoint: rank 0 reads the manifest, the ranks divide the files. Raises Damaged on every rank."""
-    manifest = on_rank_0(lambda: manifests.read(checkpoint))
+    manifest = on_rank_0(lambda: manifests.read_manifest(checkpoint))
     verdict = None
     for name in sorted(manifest.files)[_rank() :: _world_size()]:
         try:
-            manifests.verify(checkpoint, name, manifest.files[name])
+            manifests.verify_file(checkpoint, name, manifest.files[name])
         except Damaged as damage:
             verdict = damage
     for found in _from_all(verdict):
@@ -266,7 +266,7 @@ def verified(checkpoint: Path) -> Manifest:
 
 
 def _require_same_samples(run: Run, manifest: Manifest, fingerprint: str, checkpoint: Path) -> None:
-    for key, value in _order(run).items():
+    for key, value in _order_settings(run).items():
         if manifest.order.get(key) != value:
             raise CheckpointError(
                 "the checkpoint is of another run",
@@ -283,7 +283,7 @@ def _require_same_samples(run: Run, manifest: Manifest, fingerprint: str, checkp
         )
 
 
-def _of_all_places(run: Run, tensors: dict[str, Tensor]) -> dict[str, Kind]:
+def _of_all_places(run: Run, tensors: dict[str, Tensor]) -> dict[str, TensorKind]:
     """(dtype, shape) of every tensor of the run, by name, also of blocks that other ranks hold."""
     mine = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     place = run.options.place
@@ -294,7 +294,7 @@ def _of_all_places(run: Run, tensors: dict[str, Tensor]) -> dict[str, Kind]:
     return {name: kind for held in every for name, kind in held.items()}
 
 
-def _require_same_tensors(expected: dict[str, Kind], manifest: Manifest, checkpoint: Path) -> None:
+def _require_same_tensors(expected: dict[str, TensorKind], manifest: Manifest, checkpoint: Path) -> None:
     found = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
     different = {name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)}
     if different:
@@ -302,12 +302,12 @@ def _require_same_tensors(expected: dict[str, Kind], manifest: Manifest, checkpo
         raise CheckpointError(
             "the checkpoint is of another model",
             where=str(checkpoint),
-            why=f"{name} is {_shown(found.get(name))} in it and {_shown(expected.get(name))} in this run",
+            why=f"{name} is {_kind_text(found.get(name))} in it and {_kind_text(expected.get(name))} in this run",
             fix="use the recipe it was trained with, or train into another folder",
         )
 
 
-def _shown(tensor: Kind | None) -> str:
+def _kind_text(tensor: TensorKind | None) -> str:
     return f"{tensor[0]}{list(tensor[1])}" if tensor else "absent"
 
 

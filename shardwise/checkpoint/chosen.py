@@ -34,7 +34,7 @@ def chosen_checkpoint(folder: Path, which: Which = "latest") -> Path:
         raise CheckpointError("no checkpoint", where=str(folder), fix=fix)
     if which == "latest":
         return newest
-    best = manifests.read(newest).state.best
+    best = manifests.read_manifest(newest).state.best
     if best is None:
         raise CheckpointError(
             "the run has no best checkpoint",

@@ -37,7 +37,7 @@ from shardwise.engine.train_state import TrainState
 _STAGED = re.compile(r"tmp-(\d+)-[0-9a-f]+")
 
 
-def prepare(folder: Path) -> None:
+def prepare_folder(folder: Path) -> None:
     """Prepare ``folder`` for saving: create it, check that it is writable, clean up after a crash.
 
     One process per run calls it, at the start, under the run's lock. Raises ResourceError.
@@ -47,29 +47,29 @@ def prepare(folder: Path) -> None:
         probe = folder / f"tmp-probe-{secrets.token_hex(4)}"
         probe.write_bytes(b"x" * 4096)
         sync_folder(folder)
-        _sweep(folder)  # with the probe
+        _clean_up(folder)  # with the probe
     except OSError as error:
         raise unwritable(error, folder) from error
 
 
-def _sweep(folder: Path) -> None:
+def _clean_up(folder: Path) -> None:
     for path in sorted(folder.glob("tmp-*"), reverse=True):
         if path.is_symlink() or not path.is_dir():
             path.unlink()
-        elif not _finished(path):
+        elif not _publish_staged(path):
             shutil.rmtree(path)
 
 
-def _finished(staged: Path) -> bool:
+def _publish_staged(staged: Path) -> bool:
     """Publish a staged checkpoint if only the rename is missing; return whether it did."""
     match = _STAGED.fullmatch(staged.name)
     final = staged.parent / f"step-{match[1]}" if match else staged
-    if final.exists() or not (staged / manifests.NAME).exists():
+    if final.exists() or not (staged / manifests.MANIFEST).exists():
         return False
     try:
-        content = manifests.read(staged)
+        content = manifests.read_manifest(staged)
         for name, entry in content.files.items():
-            manifests.verify(staged, name, entry)
+            manifests.verify_file(staged, name, entry)
     except Damaged:
         return False
     if f"step-{content.state.step}" != final.name:
@@ -93,13 +93,13 @@ def stage(folder: Path, step: int, needed: int) -> Path:
 def publish(staged: Path, content: Manifest, keep: int) -> Path:
     """Commit a staged checkpoint, after all files are written and synced; return its final path."""
     folder = staged.parent
-    with (staged / manifests.NAME).open("xb") as file:
+    with (staged / manifests.MANIFEST).open("xb") as file:
         file.write(content.to_bytes())
         file.flush()
         os.fsync(file.fileno())
     sync_folder(staged)
     final = folder / f"step-{content.state.step}"
-    replaced = _set_aside(final) if final.exists() else None
+    replaced = _rename_retired(final) if final.exists() else None
     try:
         staged.rename(final)
     except OSError:
@@ -134,10 +134,10 @@ def retire_after(folder: Path, step: int) -> None:
 def _delete(checkpoints: Iterable[Path]) -> None:
     for path in checkpoints:
         with contextlib.suppress(OSError):
-            shutil.rmtree(_set_aside(path))
+            shutil.rmtree(_rename_retired(path))
 
 
-def _set_aside(checkpoint: Path) -> Path:
+def _rename_retired(checkpoint: Path) -> Path:
     """Rename a checkpoint before its deletion, so that a half-deleted one is never read."""
     retired = checkpoint.parent / f"tmp-retired-{checkpoint.name}-{secrets.token_hex(8)}"
     checkpoint.rename(retired)

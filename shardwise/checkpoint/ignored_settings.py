@@ -18,7 +18,7 @@ from shardwise.core.user_objects import PATTERN, without_folder
 from shardwise.recipe.section import Section
 from shardwise.recipe.sections import Recipe
 
-_COMPARED = 1 << 20
+_HASHED_BYTES = 1 << 20
 """Bytes at both ends of a file of weights: of other weights, some of them differ."""
 
 
@@ -100,18 +100,18 @@ def _is_copy(before: Path, now: Path) -> bool:
     """Whether two paths have the same content."""
     if not before.is_absolute() or not before.exists() or not now.exists():
         return False
-    return before.samefile(now) or _content(before) == _content(now)
+    return before.samefile(now) or _file_digests(before) == _file_digests(now)
 
 
-def _content(path: Path) -> dict[str, tuple[int, str]]:
+def _file_digests(path: Path) -> dict[str, tuple[int, str]]:
     """Size, and a hash of both ends, of a file or of every file of a folder, by name."""
     files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
     hashes = {}
     for file in files:
         size = file.stat().st_size
         with file.open("rb") as opened:
-            ends = xxhash.xxh3_128(opened.read(_COMPARED))
-            opened.seek(max(0, size - _COMPARED))
-            ends.update(opened.read(_COMPARED))
+            ends = xxhash.xxh3_128(opened.read(_HASHED_BYTES))
+            opened.seek(max(0, size - _HASHED_BYTES))
+            ends.update(opened.read(_HASHED_BYTES))
         hashes["" if path.is_file() else file.name] = size, ends.hexdigest()
     return hashes

@@ -36,12 +36,12 @@ from pydantic import (
 
 from shardwise.core.errors import CheckpointError
 from shardwise.core.file_hash import hash_of
-from shardwise.core.json_file import Count, checked, fault_of, plain
+from shardwise.core.json_file import PositiveInt, checked, fault_of, plain
 from shardwise.engine.train_state import TrainState
 
-FORMAT = 2
-NAME = "manifest.json"
-LARGEST = 1 << 30
+MANIFEST_FORMAT = 2
+MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 1 << 30
 """A manifest of more bytes is not read."""
 
 ITEM_BYTES: Mapping[str, int] = {
@@ -51,8 +51,8 @@ ITEM_BYTES: Mapping[str, int] = {
 """Bytes of an element, by safetensors' name of the dtype. Other dtypes are not saved."""
 MOST_DIMS = 16
 
-_FILE = re.compile(r"(weights|optimizer)-\d{5,}\.safetensors")
-_STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
+_SHARD_FILE = re.compile(r"(weights|optimizer)-\d{5,}\.safetensors")
+_STEP_FOLDER = re.compile(r"step-(0|[1-9]\d{0,17})")
 
 
 class Damaged(Exception):
@@ -68,7 +68,7 @@ class UnknownFormat(ValueError):
     """A whole manifest that another version of Shardwise wrote."""
 
 
-def _name_of(number: Any, info: ValidationInfo) -> str:
+def _file_name(number: Any, info: ValidationInfo) -> str:
     """The name of a file of the manifest, which the context lists. Raises ValueError."""
     names: Sequence[str] = info.context or ()
     if type(number) is not int or not 0 <= number < len(names):
@@ -77,14 +77,14 @@ def _name_of(number: Any, info: ValidationInfo) -> str:
 
 
 def _checked_name(name: str) -> str:
-    if not _FILE.fullmatch(name):
+    if not _SHARD_FILE.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a checkpoint's file")
     return name
 
 
 Whole = Annotated[int, Field(ge=0)]
 FileName = Annotated[str, AfterValidator(_checked_name)]
-FileNumber = Annotated[str, BeforeValidator(_name_of)]
+FileNumber = Annotated[str, BeforeValidator(_file_name)]
 """The name of a file; in the manifest, its position in ``files``."""
 
 
@@ -162,7 +162,7 @@ class Manifest:
     """
 
     state: TrainState
-    world_size: Count
+    world_size: PositiveInt
     files: Mapping[FileName, FileEntry]
     tensors: Mapping[str, TensorEntry]
     order: Mapping[str, Whole]
@@ -174,7 +174,9 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The only valid bytes of this manifest."""
         files, tensors = dict(sorted(self.files.items())), dict(sorted(self.tensors.items()))
-        return _sealed({"format": FORMAT} | _plain(replace(self, files=files, tensors=tensors)))
+        return _with_digest(
+            {"format": MANIFEST_FORMAT} | _manifest_json(replace(self, files=files, tensors=tensors))
+        )
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
@@ -186,21 +188,21 @@ class Manifest:
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
         body = {name: value for name, value in values.items() if name != "xxh3_128"}
-        if _sealed(body) != raw:
+        if _with_digest(body) != raw:
             raise ValueError("its content does not match its hash")
-        if body.get("format") != FORMAT:
-            raise UnknownFormat(f"its format is {body.get('format')!r}, this version reads {FORMAT}")
+        if body.get("format") != MANIFEST_FORMAT:
+            raise UnknownFormat(f"its format is {body.get('format')!r}, this version reads {MANIFEST_FORMAT}")
         try:
             files = body.get("files")
             manifest = checked(raw, cls, list(files) if isinstance(files, dict) else [])
         except ValidationError as error:
             raise ValueError(f"a field is missing or malformed ({': '.join(fault_of(error))})") from None
-        if {"format": FORMAT} | _plain(manifest) != body:
+        if {"format": MANIFEST_FORMAT} | _manifest_json(manifest) != body:
             raise ValueError("a field is missing or unknown")
         return manifest
 
 
-def _plain(manifest: Manifest) -> dict[str, Any]:
+def _manifest_json(manifest: Manifest) -> dict[str, Any]:
     """The manifest as its file holds it, where pieces name their file by its position."""
     numbers = {name: number for number, name in enumerate(manifest.files)}
     body = plain(manifest)
@@ -212,7 +214,7 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
     return body
 
 
-def _sealed(body: dict[str, Any]) -> bytes:
+def _with_digest(body: dict[str, Any]) -> bytes:
     text = json.dumps(body, indent=None, separators=(",", ":"), ensure_ascii=True)
     digest = xxhash.xxh3_128_hexdigest(text.encode())
     return (text[:-1] + f',"xxh3_128":"{digest}"}}\n').encode()
@@ -223,7 +225,7 @@ def _sealed(body: dict[str, Any]) -> bytes:
 
 def step_of(checkpoint: Path) -> int | None:
     """The N of a folder named step-N, else None."""
-    match = _STEP.fullmatch(checkpoint.name)
+    match = _STEP_FOLDER.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
 
@@ -234,17 +236,17 @@ def committed(folder: Path) -> list[Path]:
     found = [
         (step, path)
         for path in folder.iterdir()
-        if (step := step_of(path)) is not None and not path.is_symlink() and (path / NAME).exists()
+        if (step := step_of(path)) is not None and not path.is_symlink() and (path / MANIFEST).exists()
     ]
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def read(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint, itself verified. Raises Damaged; CheckpointError for another format."""
-    path = checkpoint / NAME
+    path = checkpoint / MANIFEST
     try:
         size = _regular(path)
-        if size > LARGEST:
+        if size > LARGEST_MANIFEST:
             raise Damaged(path, f"it has {size} bytes")
         manifest = Manifest.from_bytes(path.read_bytes())
     except OSError as error:
@@ -271,7 +273,7 @@ def _has_room(manifest: Manifest) -> bool:
     return bool(used) and all(size <= manifest.files[name].bytes for name, size in used.items())
 
 
-def verify(checkpoint: Path, name: str, entry: FileEntry) -> None:
+def verify_file(checkpoint: Path, name: str, entry: FileEntry) -> None:
     """Read a whole file and compare it with its entry. Raises Damaged."""
     path = checkpoint / name
     try:

@@ -71,11 +71,11 @@ class SavePlanner(DefaultSavePlanner):
         divided = _divided(self.state_dict)
         plain = {name: value for name, value in self.state_dict.items() if name not in divided}
         items = create_default_local_save_plan(plain, self.is_coordinator).items
-        self.plan = SavePlan([*items, *(_written(name, tensor) for name, tensor in divided.items())])
+        self.plan = SavePlan([*items, *(_write_item(name, tensor) for name, tensor in divided.items())])
         return self.plan
 
 
-def _written(name: str, tensor: DTensor) -> WriteItem:
+def _write_item(name: str, tensor: DTensor) -> WriteItem:
     chunk = chunk_of(tensor)
     properties = TensorProperties.create_from_tensor(local_part(tensor))
     data = TensorWriteData(chunk, properties, tensor.size())

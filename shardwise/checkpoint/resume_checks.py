@@ -28,7 +28,7 @@ from shardwise.core.paths import path_of
 from shardwise.core.user_objects import without_folder
 from shardwise.recipe.sections import AdapterSpec, DataSpec, Recipe
 
-_KEY = "checkpoint.start_from"
+_START_FROM = "checkpoint.start_from"
 _LARGEST_HEADER = 100_000_000
 """Bytes of the header of a safetensors file, as the format limits it."""
 
@@ -49,7 +49,7 @@ def check_start(recipe: Recipe, run_folder: Path) -> None:
         return
     newest = candidates(path_of(recipe.checkpoint.start_from))[0]
     try:
-        manifest = manifests.read(newest)
+        manifest = manifests.read_manifest(newest)
     except Damaged:
         return
     require_steps_left(recipe, newest, manifest)
@@ -65,7 +65,7 @@ def finished(recipe: Recipe, run_folder: Path) -> str:
         return ""
     for checkpoint in manifests.committed(run_folder / CHECKPOINTS):
         try:
-            manifest = manifests.read(checkpoint)
+            manifest = manifests.read_manifest(checkpoint)
             if manifest.state.step < recipe.steps:
                 return ""
         except Damaged:
@@ -84,7 +84,9 @@ def left_to_write(recipe: Recipe, run_folder: Path, checkpoint: Path) -> list[st
     A run that is killed in between has done all its steps, but an old adapter or none, and no report.
     """
     left = []
-    if recipe.adapter is not None and _saved_as(run_folder / ADAPTER) != hash_of(checkpoint / manifests.NAME):
+    if recipe.adapter is not None and _saved_as(run_folder / ADAPTER) != hash_of(
+        checkpoint / manifests.MANIFEST
+    ):
         left.append(ADAPTER)
     if not (run_folder / REPORT).exists():
         left.append(REPORT)
@@ -125,23 +127,23 @@ _OTHER_DATA = (DataError, "the checkpoint was trained on other data", "")
 def _require_same_run(before: Recipe, now: Recipe, folder: Path) -> None:
     """Raise CheckpointError, or DataError for data, if the run of ``before`` cannot resume as ``now``."""
     was, says = before.data, now.data
-    _require_same(_OTHER_RUN, folder, _model_of(before), _model_of(now))
-    _require_same(_OTHER_ORDER, folder, _order_of(before), _order_of(now))
+    _require_equal_values(_OTHER_RUN, folder, _model_of(before), _model_of(now))
+    _require_equal_values(_OTHER_ORDER, folder, _order_of(before), _order_of(now))
     if now.model.factory is not None:  # a factory has its own dataset, without tokens
         key = "data.held_out"
-        _require_same(_OTHER_DATA, folder, {key: was.held_out}, {key: says.held_out})
+        _require_equal_values(_OTHER_DATA, folder, {key: was.held_out}, {key: says.held_out})
         return
-    _require_same(_OTHER_DATA, folder, _cut_of(was), _cut_of(says))
+    _require_equal_values(_OTHER_DATA, folder, _cut_of(was), _cut_of(says))
     if not _same_tokenizer(was.tokenizer, says.tokenizer):
         key = "data.tokenizer"
-        _require_same(_OTHER_DATA, folder, {key: was.tokenizer}, {key: says.tokenizer})
+        _require_equal_values(_OTHER_DATA, folder, {key: was.tokenizer}, {key: says.tokenizer})
     if was.begin != says.begin and _adds_begin(says):
-        _require_same(_OTHER_DATA, folder, {"data.begin": was.begin}, {"data.begin": says.begin})
+        _require_equal_values(_OTHER_DATA, folder, {"data.begin": was.begin}, {"data.begin": says.begin})
     if (was.format, was.train_on) != (says.format, says.train_on):
-        _require_same(_OTHER_DATA, folder, _found_in(says, was), _found_in(says, says))
+        _require_equal_values(_OTHER_DATA, folder, _found_in(says, was), _found_in(says, says))
 
 
-def _require_same(
+def _require_equal_values(
     error: tuple[type[ShardwiseError], str, str], folder: Path, was: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
     """Raise an error of ``kind`` for the first key with another value."""
@@ -218,11 +220,11 @@ def candidates(source: Path) -> list[Path]:
     """The checkpoints in ``source``, newest first. Raises CheckpointError if there are none."""
     if found := manifests.committed(source):
         return found
-    if (source / manifests.NAME).exists():
+    if (source / manifests.MANIFEST).exists():
         return [source]
     raise CheckpointError(
         "no checkpoint to start from",
-        where=f"{_KEY}: {source}",
+        where=f"{_START_FROM}: {source}",
         why="it has no manifest.json, and no step-N below it has one"
         if source.is_dir()
         else "the folder does not exist",
@@ -235,7 +237,7 @@ def require_steps_left(recipe: Recipe, checkpoint: Path, manifest: Manifest) -> 
     if manifest.state.step >= recipe.steps:
         raise RecipeError(
             "nothing is left to train",
-            where=f"{_KEY}: {checkpoint}",
+            where=f"{_START_FROM}: {checkpoint}",
             why=f"its step is {manifest.state.step}, and steps is {recipe.steps}",
             fix="raise steps, or start from an earlier checkpoint",
         )

@@ -160,7 +160,7 @@ def with_date(recipe: Recipe, folder: Path | None = None) -> Recipe:
     return recipe.model_copy(update={"data": data})
 
 
-def require_base(folder: Path, recipe: Recipe) -> None:
+def require_base_in_place(folder: Path, recipe: Recipe) -> None:
     """Raise RecipeError if the base model of the run is neither where it was nor where the folder has moved."""
     base = recipe.model.hf
     if base is not None and only_a_path(base) and not path_of(base).exists():

@@ -27,11 +27,11 @@ class SavedWeights:
     def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
         try:
-            manifest = manifests.read(checkpoint)
+            manifest = manifests.read_manifest(checkpoint)
             self.strategy = _strategy_of(manifest, checkpoint)
             self._tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith(OPTIMIZER)}
             for file in sorted({piece.file for entry in self._tensors.values() for piece in entry.pieces}):
-                manifests.verify(checkpoint, file, manifest.files[file])
+                manifests.verify_file(checkpoint, file, manifest.files[file])
         except Damaged as damage:
             raise CheckpointError(
                 "the checkpoint is damaged", where=str(damage.path), why=damage.reason
@@ -65,7 +65,7 @@ def _strategy_of(manifest: Manifest, checkpoint: Path) -> Strategy:
         try:
             setting.parse(manifest.strategy.get(setting.key, setting.default))
         except ValueError as error:
-            raise Damaged(checkpoint / manifests.NAME, f"strategy.{setting.key}: {error}") from None
+            raise Damaged(checkpoint / manifests.MANIFEST, f"strategy.{setting.key}: {error}") from None
     return strategy_from(manifest.strategy)
 
 

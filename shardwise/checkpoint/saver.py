@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.adapter import adapter_writer
-from shardwise.checkpoint.checkpoint import description_of, save, save_tensors
+from shardwise.checkpoint.checkpoint import description_of, save_checkpoint, save_tensors
 from shardwise.checkpoint.planners import SavePlanner
 from shardwise.checkpoint.run_folder import CHECKPOINTS
 from shardwise.engine.run import Run
@@ -48,7 +48,7 @@ class Saver:
         checkpoints, keep = self._folder / CHECKPOINTS, self._run.recipe.checkpoint.keep
         checkpoint = checkpoints / f"step-{state.step}"
         if self._background is None:
-            save(self._run, state, checkpoints, keep, self._fingerprint)
+            save_checkpoint(self._run, state, checkpoints, keep, self._fingerprint)
             adapter_writer(self._run, self._folder, checkpoint)()
             return
         after = adapter_writer(self._run, self._folder, checkpoint)
@@ -83,7 +83,7 @@ class _Background:
         """Copy the run and ``write`` the copy in a thread; ``wait`` then calls ``after``."""
         tensors, planner = tensors_of(self._run), SavePlanner(self._copy.tensors)
         self._copy.take()
-        copied = _recorded(self._run.device)
+        copied = _event_wait(self._run.device)
         saving = self._saving = Future()
 
         def work() -> None:
@@ -104,7 +104,7 @@ class _Background:
             self._after()
 
 
-def _recorded(device: torch.device) -> Callable[[], None]:
+def _event_wait(device: torch.device) -> Callable[[], None]:
     """A function that waits until the device has done its present work."""
     if kind_of(device).is_host:
         return lambda: None

@@ -53,7 +53,7 @@ from shardwise.engine.run_state import OPTIMIZER
 from shardwise.model.files.safetensors_reader import DTYPES as DTYPES
 from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME as DTYPES_BY_NAME
 
-_CHUNK = 1 << 24
+_WRITE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,14 @@ def write_shard(path: Path, items: Sequence[tuple[WriteItem, Tensor]]) -> Shard:
         ):
             view = memoryview(content)
             while view:
-                written = file.write(view[:_CHUNK])
+                written = file.write(view[:_WRITE_BYTES])
                 digest.update(view[:written])
                 heartbeat.mark()
                 view = view[written:]
         os.fsync(file.fileno())
-    pieces = tuple((i.index.fqn, tuple(_chunk(i).offsets), tuple(_chunk(i).sizes)) for i in ordered)
+    pieces = tuple(
+        (i.index.fqn, tuple(_chunk_metadata(i).offsets), tuple(_chunk_metadata(i).sizes)) for i in ordered
+    )
     return Shard(path.name, FileEntry(8 + len(text) + end, digest.hexdigest()), pieces)
 
 
@@ -103,7 +105,7 @@ def _layout_of(items: Sequence[WriteItem]) -> tuple[list[WriteItem], bytes, int]
     offsets: dict[str, Any] = {}
     end = 0
     for item in ordered:
-        name, chunk = item.index.fqn, _chunk(item)
+        name, chunk = item.index.fqn, _chunk_metadata(item)
         start, end = end, end + chunk.sizes.numel() * _dtype(item).itemsize
         header[name] = {
             "dtype": DTYPES[_dtype(item)],
@@ -127,7 +129,7 @@ def _contents(tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
             yield tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+def _chunk_metadata(item: WriteItem) -> ChunkStorageMetadata:
     assert item.tensor_data is not None
     return item.tensor_data.chunk
 
@@ -137,7 +139,7 @@ def _dtype(item: WriteItem) -> torch.dtype:
     return item.tensor_data.properties.dtype
 
 
-def _parts(plan: SavePlan) -> dict[str, list[WriteItem]]:
+def _items_by_file(plan: SavePlan) -> dict[str, list[WriteItem]]:
     """The items of a rank's files, by the first part of the file's name."""
     parts: dict[str, list[WriteItem]] = {"weights": [], "optimizer": []}
     for item in plan.items:
@@ -178,7 +180,7 @@ class ShardWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0: create the staging folder for all ranks. Raises ResourceError if the disk is too small."""
         # Not tensor_storage_size(): that is the size of the whole tensor, once per rank that holds a piece.
-        needed = sum(_file_bytes(items) for plan in plans for items in _parts(plan).values())
+        needed = sum(_file_bytes(items) for plan in plans for items in _items_by_file(plan).values())
         try:
             self.staged = commit.stage(self.folder, self.manifest.state.step, needed)
         except OSError as error:
@@ -188,7 +190,7 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         staged, needed = cast("tuple[Path, int]", plan.storage_data)
         results = []
-        for part, items in _parts(plan).items():
+        for part, items in _items_by_file(plan).items():
             pairs = [(item, cast("Tensor", planner.resolve_data(item)).detach()) for item in items]
             try:
                 shard = write_shard(staged / f"{part}-{self.rank:05}.safetensors", pairs)

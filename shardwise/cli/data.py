@@ -14,7 +14,7 @@ import typer
 
 from shardwise.cli.common import Overrides, RecipeArgument
 from shardwise.cli.spinner import working
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +40,7 @@ def command(
     from shardwise.data.text import open_tokens, tokenizer_of
     from shardwise.data.tokenizer_probe import differences
 
-    asked, _ = read(recipe, overrides or [])
+    asked, _ = read_request(recipe, overrides or [])
     if asked.model.factory is not None:
         what, why = "a factory's data cannot be shown", "it may bring its own, in tensors of its own"
         raise RecipeError(what, where="model.factory", why=why)
@@ -50,14 +50,16 @@ def command(
     for part in asked.data.parts:
         with working(f"reading {part.source}"):
             opened = open_tokens(part, tokenizer, default_root(), objective=asked.model.objective)
-        _show(console, opened, part, tokenizer, samples)
+        _show_source(console, opened, part, tokenizer, samples)
     with working("comparing with transformers' tokenizer"):
         found = list(differences(tokenizer, asked.data.tokenizer))
     for sentence in found:
         console.print(sentence, markup=False, soft_wrap=True, style="yellow")
 
 
-def _show(console: Console, opened: Opened, spec: DataSpec, tokenizer: Tokenizer, samples: int) -> None:
+def _show_source(
+    console: Console, opened: Opened, spec: DataSpec, tokenizer: Tokenizer, samples: int
+) -> None:
     """The description of one source, and its first samples."""
     # A terminal shows no colour where it is dumb, or where NO_COLOR forbids it.
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
@@ -70,10 +72,10 @@ def _show(console: Console, opened: Opened, spec: DataSpec, tokenizer: Tokenizer
         note = f", {opened.note(sample)}" if opened.note(sample) else ""
         console.print(f"\nsample {sample}{note}", style="bold", markup=False)
         for document in opened.documents(sample):
-            console.print(_shown(document, tokenizer, coloured), soft_wrap=True)
+            console.print(_document_runs(document, tokenizer, coloured), soft_wrap=True)
 
 
-def _shown(document: Document, tokenizer: Tokenizer, coloured: bool) -> Shown:
+def _document_runs(document: Document, tokenizer: Tokenizer, coloured: bool) -> Shown:
     """One document, in runs of tokens that are trained on and that are not."""
     from rich.text import Text as Shown
 

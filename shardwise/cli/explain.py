@@ -59,37 +59,37 @@ def command(
     from rich.console import Console
 
     if subject is Subject.checkpointing:
-        _checkpointing(model, depth, tokens, png, as_json)
+        _explain_checkpointing(model, depth, tokens, png, as_json)
         return
-    from shardwise.core.model_state import SIZES
-    from shardwise.jobs.explaining import counted, parameters_of, tokens_within
+    from shardwise.core.model_state import PAPER_MODELS
+    from shardwise.jobs.explaining import counted_states, parameter_count, tokens_within
     from shardwise.recipe.presets import PRESETS
-    from shardwise.report.explained import memory_table, paper_table, values_of, zero_table
+    from shardwise.report.explained import memory_table, paper_table, state_json, zero_table
 
-    numbers = _numbers(ranks)
+    numbers = _rank_counts(ranks)
     if model is None:
         if subject is Subject.memory or as_json:
             raise RecipeError("no MODEL", where="command line", fix="name a preset, a folder or a Hub id")
-        _show(Console(), paper_table(SIZES, numbers))
+        _print_parts(Console(), paper_table(PAPER_MODELS, numbers))
         return
     cells = [(0, 1)]
     if subject is Subject.zero:
         cells = [(0, numbers[-1]), *((stage, number) for stage in (1, 2, 3) for number in numbers)]
         tokens = min(tokens, 128)
     shape, tokens = PRESETS.get(model), tokens_within(model, tokens)
-    parameters = parameters_of(model)
-    states = _with_progress(counted, model, cells, tokens)
+    parameters = parameter_count(model)
+    states = _with_progress(counted_states, model, cells, tokens)
     if as_json:
-        rows = [values_of(parameters, state) for state in states]
+        rows = [state_json(parameters, state) for state in states]
         print(json.dumps({"model": model, "parameters": parameters, "counted": rows}, indent=1))
     elif subject is Subject.zero:
-        _show(Console(), paper_table([parameters], numbers))
-        _show(Console(), zero_table(model, parameters, states))
+        _print_parts(Console(), paper_table([parameters], numbers))
+        _print_parts(Console(), zero_table(model, parameters, states))
     else:
-        _show(Console(), memory_table(model, parameters, tokens, states[0], shape))
+        _print_parts(Console(), memory_table(model, parameters, tokens, states[0], shape))
 
 
-def _checkpointing(
+def _explain_checkpointing(
     model: str | None, depth: int | None, tokens: int, png: Path | None, as_json: bool
 ) -> None:
     """Dry runs of one model under each value of activation_checkpointing."""
@@ -112,10 +112,10 @@ def _checkpointing(
 
     from shardwise.report.explained import checkpointing_table
 
-    _show(Console(), checkpointing_table(block_times, model, tokens))
+    _print_parts(Console(), checkpointing_table(block_times, model, tokens))
 
 
-def _numbers(text: str | None) -> list[int]:
+def _rank_counts(text: str | None) -> list[int]:
     """Numbers of ranks, ascending. Raises RecipeError."""
     from shardwise.core.model_state import RANKS
 
@@ -134,6 +134,6 @@ def _with_progress(count: Any, *asked: Any) -> list[CountedState]:
         return list(count(*asked, progress=said))
 
 
-def _show(console: Any, parts: Iterator[RenderableType]) -> None:
+def _print_parts(console: Any, parts: Iterator[RenderableType]) -> None:
     for part in parts:
         console.print(part)

@@ -14,9 +14,9 @@ from shardwise.cli.init import DataArgument, DeviceOption, Epochs, MethodOption,
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import plugin
-from shardwise.recipe.fine_tuning import Method
+from shardwise.recipe.fine_tuning import FineTuningMethod
 
-INDENT, WIDTH, LINES = 10, 100, 3
+INDENT, WIDTH, TEXT_LINES = 10, 100, 3
 """Of a sample: columns before its texts, the longest line, and most lines of a text."""
 
 
@@ -35,19 +35,19 @@ def command(
     """Fine-tune a model: find the devices, choose full, LoRA or QLoRA by the plan, train, name the next commands."""
     from shardwise.jobs.finetuning import (
         EPOCHS,
-        RECIPE,
+        FINETUNE_RECIPE,
         Options,
-        choose,
+        choose_method,
         draft,
         going_on,
         hardware_here,
         require_no_run,
     )
-    from shardwise.jobs.training import train
-    from shardwise.launch.launcher import preloaded
+    from shardwise.jobs.training import train_in_folder
+    from shardwise.launch.launcher import preloaded_run
     from shardwise.launch.placement import launched_by
 
-    file = out / RECIPE
+    file = out / FINETUNE_RECIPE
     if launched_by() is not None:
         why = "finetune starts its own processes"
         fix = "write a recipe with `shardwise init`, and train it with `shardwise train`"
@@ -55,8 +55,8 @@ def command(
     with ExitStack() as stack:
         with working("reading the data") as progress:
             hardware = hardware_here(device.value if device else None)
-            stack.enter_context(preloaded(hardware.count))
-            wanted: Method | None = method.value if method else None
+            stack.enter_context(preloaded_run(hardware.count))
+            wanted: FineTuningMethod | None = method.value if method else None
             if file.is_file():
                 given = Options(epochs, wanted, hardware.device if device else None)
                 recipe, cluster = going_on(file, model, data, given, overrides or ())
@@ -64,14 +64,14 @@ def command(
             else:
                 require_no_run(out)
                 asked = draft(model, data, epochs or EPOCHS, hardware)
-                chosen = choose(asked, wanted, overrides or (), progress)
+                chosen = choose_method(asked, wanted, overrides or (), progress)
                 text, recipe, cluster, plan = chosen
                 out.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, encoding="utf-8")
         typer.echo(f"{file}: the recipe, {'read' if plan is None else 'written'}")
         with working() as progress:
             say = progress.stopping(typer.echo)
-            train(recipe, cluster, out, run_workers, plan=plan, say=say, progress=progress)
+            train_in_folder(recipe, cluster, out, run_workers, plan=plan, say=say, progress=progress)
     _finish(out, cluster.device.traits.torch_type)
 
 
@@ -91,7 +91,7 @@ def _finish(out: Path, device: str) -> None:
         finish_model(out, target, recipe, plan, loss)
     for answer in _answers(out, device):
         parts = {"prompt": answer.question.asked, "answer": answer.text, "expected": answer.question.expected}
-        typer.echo("\n" + "\n".join(_shown(name, text) for name, text in parts.items()))
+        typer.echo("\n" + "\n".join(_sample_text(name, text) for name, text in parts.items()))
     typer.echo(f"\n{target}: {'adapter' if recipe.adapter else 'model'}, tokenizer and model card")
     for line in next_lines(next_commands(out)):
         typer.echo(line)
@@ -111,10 +111,10 @@ def _answers(out: Path, device: str) -> list[Any]:
         return []
 
 
-def _shown(name: str, text: str) -> str:
+def _sample_text(name: str, text: str) -> str:
     """A part of a sample: its name, and up to three lines of its text below each other."""
     lines = [line for line in text.splitlines() if line.strip()] or [""]
-    shown = [line if len(line) <= WIDTH else f"{line[:WIDTH]} …" for line in lines[:LINES]]
-    if len(lines) > LINES:
+    shown = [line if len(line) <= WIDTH else f"{line[:WIDTH]} …" for line in lines[:TEXT_LINES]]
+    if len(lines) > TEXT_LINES:
         shown.append("…")
     return textwrap.indent("\n".join(shown), " " * INDENT).replace(" " * INDENT, name.ljust(INDENT), 1)

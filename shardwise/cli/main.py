@@ -45,8 +45,8 @@ def _verbs() -> Iterator[tuple[str, ModuleType]]:
             yield name, module
 
 
-VERBS = dict(_verbs())
-for name, module in VERBS.items():
+ALL_VERBS = dict(_verbs())
+for name, module in ALL_VERBS.items():
     app.command(name=name)(module.command)
 
 
@@ -57,7 +57,7 @@ def _print_version(asked: bool) -> None:
 
 
 @app.callback()
-def _options(
+def _global_options(
     version: Annotated[
         bool,
         typer.Option("--version", help="print the version and exit", callback=_print_version, is_eager=True),
@@ -101,13 +101,13 @@ def _invoked(arguments: list[str]) -> int:
     except typer.Exit as end:
         return end.exit_code
     except UsageError as error:
-        raise _usage(error) from error
+        raise _usage_error(error) from error
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     return 0
 
 
-def _usage(error: Exception) -> RecipeError:
+def _usage_error(error: Exception) -> RecipeError:
     """A wrong verb, option or argument, as one line."""
     context = getattr(error, "ctx", None)
     verb = context.command_path if context else "shardwise"

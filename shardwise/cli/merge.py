@@ -24,7 +24,7 @@ def command(
     undo: Annotated[bool, typer.Option("--undo", help="unmerge: take the adapter out again")] = False,
 ) -> None:
     """Merge an adapter into its base, layer by layer, and write the model as a Hugging Face folder."""
-    from shardwise.exporter.merge import merge, unmerge
+    from shardwise.exporter.merge import merge_adapter, unmerge
 
     kind = dtype.value if dtype else None
     if undo:
@@ -33,6 +33,6 @@ def command(
         typer.echo(told_of_writing(found))
         return
     with working("merging"):
-        written, merged = merge(base, adapter, out, kind)
+        written, merged = merge_adapter(base, adapter, out, kind)
     typer.echo(told_of_writing(written))
     typer.echo(told_of_merge(merged))

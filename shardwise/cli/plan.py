@@ -18,7 +18,7 @@ from shardwise.core.answer import DeviceTry
 from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import plugin, require_plugin
 from shardwise.hardware.cluster import Cluster
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.recipe.installed import recipe_file
 from shardwise.recipe.sections import Recipe
 
@@ -130,8 +130,8 @@ def command(
         )
     fewest = objective is Objective.devices
     overrides = [*(overrides or ()), *_objective_of(objective, within)]
-    asked, cluster = _read(recipe, overrides, model, world)
-    _plan(asked, cluster, _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot))
+    options = _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot)
+    _show_plan(*_read_recipe(recipe, overrides, model, world), options)
 
 
 def _objective_of(objective: Objective | None, within: float | None) -> list[str]:
@@ -148,7 +148,9 @@ def _serving() -> ModuleType:
     return require_plugin("serve.commands.plan", "--serve")
 
 
-def _read(recipe: Path, overrides: list[str], model: str | None, world: str | None) -> tuple[Recipe, Cluster]:
+def _read_recipe(
+    recipe: Path, overrides: list[str], model: str | None, world: str | None
+) -> tuple[Recipe, Cluster]:
     """A recipe, or the one that another trainer's file becomes."""
     importers = plugin("importers.checked")
     if importers is not None and importers.is_foreign(recipe):
@@ -162,10 +164,10 @@ def _read(recipe: Path, overrides: list[str], model: str | None, world: str | No
         raise RecipeError(
             "--model and --world are for other trainers' files", where=str(recipe), why=why, fix=fix
         )
-    return read(recipe, overrides)
+    return read_request(recipe, overrides)
 
 
-def _plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
+def _show_plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
     from shardwise.jobs.planning import make_plan, refuse_unfit
 
     tried: tuple[DeviceTry, ...] = ()

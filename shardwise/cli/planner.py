@@ -16,8 +16,8 @@ from shardwise.cli.terminal_output import keep_writing
 from shardwise.core.paths import path_of
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import advised_error
-from shardwise.jobs.request import read
-from shardwise.jobs.training import prepare
+from shardwise.jobs.request import read_request
+from shardwise.jobs.training import prepare_training
 from shardwise.recipe.sections import Recipe
 
 FINISHED = 100
@@ -26,12 +26,12 @@ FINISHED = 100
 
 def main(step: str, recipe_file: str, folder: str, *overrides: str) -> int:
     """Do one step and return the exit code; an error is one line on standard error."""
-    action = STEPS[step]
-    return guarded(lambda: action(*read(path_of(recipe_file), overrides), path_of(folder)))
+    action = PLANNING_STEPS[step]
+    return guarded(lambda: action(*read_request(path_of(recipe_file), overrides), path_of(folder)))
 
 
 def _prepare(recipe: Recipe, cluster: Cluster, folder: Path) -> int:
-    planned = prepare(recipe, cluster, folder, None, lambda line: print(line, flush=True))
+    planned = prepare_training(recipe, cluster, folder, None, lambda line: print(line, flush=True))
     return FINISHED if planned is None else 0
 
 
@@ -40,7 +40,7 @@ def _advise(recipe: Recipe, cluster: Cluster, folder: Path) -> int:
     return 0
 
 
-STEPS: Mapping[str, Callable[[Recipe, Cluster, Path], int]] = {
+PLANNING_STEPS: Mapping[str, Callable[[Recipe, Cluster, Path], int]] = {
     "prepare": _prepare,
     "advise": _advise,
 }

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
-_unread: set[int] = set()
+_closed_descriptors: set[int] = set()
 """Descriptors whose readers have gone."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _dropped: list[OSError] = []
 """Errors of text that a full disk did not take."""
 
@@ -35,7 +35,7 @@ def dropped_output() -> OSError | None:
 def while_read(pieces: Iterable[T]) -> Iterator[T]:
     """The pieces, until the reader of standard output has gone; for output that is made only to be read."""
     for piece in pieces:
-        if 1 in _unread:
+        if 1 in _closed_descriptors:
             return
         yield piece
 
@@ -47,13 +47,13 @@ class _Unbroken(io.FileIO):
         try:
             return super().write(data)
         except BrokenPipeError:
-            _unread.add(self.fileno())
+            _closed_descriptors.add(self.fileno())
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             return super().write(data)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in _DISK_FULL:
                 raise
             _dropped.append(error)
             return memoryview(data).nbytes

@@ -14,7 +14,7 @@ import typer
 from shardwise.cli.common import Overrides, RecipeArgument, next_lines, path_option, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.launch.placement import launched_by
 
 
@@ -34,14 +34,14 @@ def command(
         raise RecipeError(
             "--out is missing", where="command line", fix="give the folder of the run: --out DIR"
         )
-    wanted, cluster = read(recipe, overrides or [])
+    wanted, cluster = read_request(recipe, overrides or [])
     if (placement := launched_by()) is None:
-        from shardwise.jobs.training import train
-        from shardwise.launch.launcher import preloaded
+        from shardwise.jobs.training import train_in_folder
+        from shardwise.launch.launcher import preloaded_run
 
-        with preloaded(cluster.world_size, cluster.nodes), working() as progress:
+        with preloaded_run(cluster.world_size, cluster.nodes), working() as progress:
             say = progress.stopping(typer.echo)
-            if train(
+            if train_in_folder(
                 wanted, cluster, out, run_workers, exact_memory=exact_memory, say=say, progress=progress
             ):
                 from shardwise.jobs.next_commands import next_commands  # loads torch

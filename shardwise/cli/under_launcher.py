@@ -35,7 +35,7 @@ def train_as_rank(
 
     if rank != 0:
         return _exit_code(
-            _train(out, rank, lambda: run_rank("train", out, exact_memory, device, lambda: 0)), out
+            _train_as_rank(out, rank, lambda: run_rank("train", out, exact_memory, device, lambda: 0)), out
         )
 
     def elsewhere(step: str, *, capture: bool) -> subprocess.CompletedProcess[str]:
@@ -48,7 +48,7 @@ def train_as_rank(
         return code if code >= 0 else _report_killed(-code)
 
     with claim(out):
-        code = _train(out, rank, lambda: run_rank("train", out, exact_memory, device, plan_elsewhere))
+        code = _train_as_rank(out, rank, lambda: run_rank("train", out, exact_memory, device, plan_elsewhere))
         if code == 0 or (code == FINISHED and lacks_page(out)):
             finish(out)
         exit_code = _exit_code(code, out)
@@ -57,7 +57,7 @@ def train_as_rank(
         return exit_code
 
 
-def _train(out: Path, rank: int, train: Callable[[], None]) -> int:
+def _train_as_rank(out: Path, rank: int, train: Callable[[], None]) -> int:
     """This rank's exit code: that of OutOfMemory also when the OOM of another rank broke this rank's collectives."""
     from shardwise.launch.alarm import leave_it_to_the_alarm
     from shardwise.worker import attempt, report

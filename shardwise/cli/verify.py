@@ -10,8 +10,8 @@ import typer
 from shardwise.cli.common import AsJson, Overrides, RecipeArgument, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import NumericsError
-from shardwise.jobs.request import read
-from shardwise.verifier.verdict import Counted
+from shardwise.jobs.request import read_request
+from shardwise.verifier.verdict import ComparedCounts
 
 if TYPE_CHECKING:
     from shardwise.verifier.verdict import Verdict
@@ -24,12 +24,12 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Train the strategy and a single-process reference on the same data and compare them."""
-    asked = read(recipe, overrides or [])
-    from shardwise.jobs.verifying import verify
+    asked = read_request(recipe, overrides or [])
+    from shardwise.jobs.verifying import verify_plan
 
     with working() as progress:
-        plan, verdict = verify(*asked, run_workers, steps=steps, progress=progress)
-    typer.echo(json.dumps(verdict.as_dict()) if as_json else _table(plan.line, verdict))
+        plan, verdict = verify_plan(*asked, run_workers, steps=steps, progress=progress)
+    typer.echo(json.dumps(verdict.as_dict()) if as_json else _verdict_table(plan.line, verdict))
     if not verdict.passed:
         raise NumericsError(
             "the strategy does not train as one process does",
@@ -56,31 +56,31 @@ def _why(verdict: Verdict) -> str:
     return f"a relative difference of the {above[0]} is above what rounding noise explains{where}"
 
 
-def _table(line: str, verdict: Verdict) -> str:
+def _verdict_table(line: str, verdict: Verdict) -> str:
     lines = [
-        f"{line} against one plain process{_in(verdict)}, {verdict.steps} steps, largest relative difference:"
+        f"{line} against one plain process{_in_precision(verdict)}, {verdict.steps} steps, largest relative difference:"
     ]
-    lines += _rows(verdict)
+    lines += _verdict_rows(verdict)
     if (proof := verdict.proof) is not None:
         lines.append(f"the same layout in {proof.precision} against one plain process in {proof.precision}:")
-        lines += _rows(proof)
+        lines += _verdict_rows(proof)
     return "\n".join(lines)
 
 
-def _in(verdict: Verdict) -> str:
+def _in_precision(verdict: Verdict) -> str:
     return "" if verdict.allowed is None else f" in {verdict.precision}"
 
 
-def _rows(verdict: Verdict) -> list[str]:
+def _verdict_rows(verdict: Verdict) -> list[str]:
     """Quantities with their differences, notes, and whether the comparison passed."""
     said = "passed" if verdict.agrees else "FAILED"
     if verdict.allowed is None:
         lines = [f"  {name:<14} {difference:.2e}" for name, difference, _ in verdict.rows]
         lines += [f"  {note}" for note in verdict.notes]
         return [*lines, f"  {said} at a tolerance of {verdict.tolerance:g}"]
-    counted = verdict.counted or Counted(*[(1, 1)] * 4)
+    counted = verdict.counted or ComparedCounts(*[(1, 1)] * 4)
     lines = [
-        f"  {name:<14} {_within(difference, limit, *count)}"
+        f"  {name:<14} {_against_limit(difference, limit, *count)}"
         for (name, difference, limit), count in zip(verdict.rows, vars(counted).values(), strict=True)
     ]
     if any(verdict.skipped):
@@ -90,7 +90,7 @@ def _rows(verdict: Verdict) -> list[str]:
     return [*lines, f"  {said} within the rounding noise of plain processes"]
 
 
-def _within(difference: float, limit: float, compared: int, whole: int) -> str:
+def _against_limit(difference: float, limit: float, compared: int, whole: int) -> str:
     """A difference and its limit, and in how many steps or parameters noise leaves it comparable."""
     if not whole:
         return "not compared"

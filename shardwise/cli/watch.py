@@ -12,12 +12,14 @@ import typer
 
 from shardwise.cli.common import path_argument
 
-PORT = 7465
+PAGE_PORT = 7465
 
 
 def command(
     run: Annotated[Path, path_argument("folder of a run", "DIR")],
-    port: Annotated[int, typer.Option(help="port on 127.0.0.1; 0 takes a free one", min=0, max=65535)] = PORT,
+    port: Annotated[
+        int, typer.Option(help="port on 127.0.0.1; 0 takes a free one", min=0, max=65535)
+    ] = PAGE_PORT,
     open_browser: Annotated[
         bool, typer.Option("--open", help="open the page in the default browser")
     ] = False,

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NAME = "attempts.jsonl"
+ATTEMPTS = "attempts.jsonl"
 _METRICS = "metrics.jsonl"
-_TAIL = 1 << 16
+_READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Attempts:
         """The launcher starts the ranks. Starts a new file for a folder without metrics."""
         metrics = self._folder / _METRICS
         if not metrics.exists():
-            (self._folder / NAME).unlink(missing_ok=True)
+            (self._folder / ATTEMPTS).unlink(missing_ok=True)
         last = metrics.stat().st_mtime if metrics.exists() else None
         self._append("began", reached=_last_step(metrics), last=last)
 
@@ -66,7 +66,7 @@ class Attempts:
 
     def _append(self, event: str, **values: Any) -> None:
         line = json.dumps({"event": event, "time": time.time(), **values}) + "\n"
-        with contextlib.suppress(OSError), (self._folder / NAME).open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), (self._folder / ATTEMPTS).open("a", encoding="utf-8") as file:
             file.write(line)
 
 
@@ -76,7 +76,7 @@ def interruptions(folder: Path) -> tuple[Interruption, ...]:
     end: tuple[float, str] | None = None
     pending: tuple[int, float, str] | None = None
     before = False
-    for line in _lines(folder / NAME):
+    for line in _json_lines(folder / ATTEMPTS):
         match line:
             case {"event": "ended", "time": float(at), "error": str(error)}:
                 end = (at, error)
@@ -92,7 +92,7 @@ def interruptions(folder: Path) -> tuple[Interruption, ...]:
     return tuple(found)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(OSError):
         for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
             with contextlib.suppress(ValueError):
@@ -104,6 +104,6 @@ def _last_step(metrics: Path) -> int:
     """The step of the last complete line; 0 without one."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError), metrics.open("rb") as file:
         file.seek(0, 2)
-        file.seek(max(0, file.tell() - _TAIL))
+        file.seek(max(0, file.tell() - _READ_BYTES))
         return int(json.loads(file.read().split(b"\n")[-2])["step"])
     return 0

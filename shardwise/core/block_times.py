@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from shardwise.core.json_file import CLOSED, Count, Size
+from shardwise.core.json_file import CLOSED, PositiveInt, Size
 
 RunKind: TypeAlias = Literal["forward", "again", "backward"]
 
-Run: TypeAlias = tuple[Size, RunKind, Size, Size]
+BlockRun: TypeAlias = tuple[Size, RunKind, Size, Size]
 """Block, kind, first event and last event."""
 
-Kept: TypeAlias = tuple[Size, Size, Size, Size]
+KeptBytes: TypeAlias = tuple[Size, Size, Size, Size]
 """Block, first event, last event and bytes of activations that the block has allocated and that are in memory."""
 
 
@@ -32,10 +32,10 @@ class BlockTimes:
 
     __pydantic_config__ = CLOSED
 
-    blocks: Count
-    end: Count
-    runs: tuple[Run, ...]
-    kept: tuple[Kept, ...]
+    blocks: PositiveInt
+    end: PositiveInt
+    runs: tuple[BlockRun, ...]
+    kept: tuple[KeptBytes, ...]
 
     @property
     def forward_runs(self) -> float:

@@ -17,7 +17,7 @@ from shardwise.core.paths import path_of
 MOST_FILES = 4096
 """When a folder has more, the older half is deleted."""
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def default_root() -> Path:
@@ -56,7 +56,7 @@ def store(path: Path, content: bytes) -> None:
         write_whole(path, content)
         _make_room(path.parent, path.suffix)
     except (OSError, ResourceError) as error:
-        log.debug("%s is not stored: %s", path, error)
+        logger.debug("%s is not stored: %s", path, error)
 
 
 def _make_room(folder: Path, suffix: str) -> None:

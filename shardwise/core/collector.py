@@ -13,7 +13,7 @@ from contextlib import contextmanager
 _THRESHOLD = 20_000
 """Objects between two collections of the youngest; Python's default is 700."""
 
-_depth = 0
+_pause_depth = 0
 
 
 @contextmanager
@@ -35,16 +35,16 @@ def frozen() -> Iterator[None]:
     Within another ``frozen``, objects that have come into being since are exempt, too. Processes that are forked then
     share the pages of all of them.
     """
-    global _depth
+    global _pause_depth
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(_THRESHOLD, *before[1:])
-    _depth += 1
+    _pause_depth += 1
     try:
         yield
     finally:
-        _depth -= 1
-        if _depth == 0:
+        _pause_depth -= 1
+        if _pause_depth == 0:
             gc.set_threshold(*before)
             gc.unfreeze()
 

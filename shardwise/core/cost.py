@@ -131,8 +131,13 @@ class StepCost:
         )
 
 
-Counted: TypeAlias = Kernel | Collective | Transfer
+CountedCall: TypeAlias = Kernel | Collective | Transfer
 """What a dry run counts."""
+
+CONTROL_AXIS = "control"
+"""Axis name for collectives of a single element (token count, loss, gradient norm).
+
+They are not traffic of the strategy, so they are not listed under the mesh axis of their group."""
 
 Kind = TypeVar("Kind", Kernel, Collective, Transfer)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardwise.core.units import GiB, KiB, MiB, TiB
 
-_UNITS = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("B", 1))
+_BYTE_UNITS = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB), ("B", 1))
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class MemoryUnit:
 
 def unit_for(largest: float) -> MemoryUnit:
     """The unit for a table with this largest size."""
-    name, size = next((pair for pair in _UNITS if largest >= pair[1]), _UNITS[-1])
+    name, size = next((pair for pair in _BYTE_UNITS if largest >= pair[1]), _BYTE_UNITS[-1])
     decimals = 0 if size == 1 else 2 if largest / size < 99.995 else 1
     return MemoryUnit(name, size, decimals)
 
 
-def share(part: float, whole: float) -> str:
+def percent_text(part: float, whole: float) -> str:
     """`part` of `whole` in percent: `62 %`, `<1 %`, or "" if `whole` is 0."""
     if not whole:
         return ""

@@ -6,13 +6,13 @@ import xxhash
 
 from shardwise.core import heartbeat
 
-_CHUNK = 1 << 20
+_READ_CHUNK = 1 << 20
 
 
 def hash_of(path: Path) -> str:
     """XXH3-128 of a file's content, read in pieces that stay in the processor's cache. Raises OSError."""
     digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_CHUNK))
+    buffer = memoryview(bytearray(_READ_CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])

@@ -25,8 +25,8 @@ SLOT = 2048
 ABSENT, RUNNING, ENDED = range(3)
 """States of a rank: it never began, it runs or was lost, it came to its own end."""
 
-_STATE, _MARKS, _STEP, _LIMIT, _LENGTH, _LINE = 0, 8, 16, 24, 32, 40
-_INTEGER, _FLOAT = struct.Struct("<Q"), struct.Struct("<d")
+_STATE_AT, _MARKS_AT, _STEP_AT, _LIMIT_AT, _LENGTH_AT, _LINE_AT = 0, 8, 16, 24, 32, 40
+_UINT64, _DOUBLE = struct.Struct("<Q"), struct.Struct("<d")
 
 
 @dataclass(frozen=True)
@@ -55,38 +55,40 @@ class Heartbeat:
         self._marks = 0
 
     def begin(self) -> None:
-        _INTEGER.pack_into(self._slot, _STATE, RUNNING)
+        _UINT64.pack_into(self._slot, _STATE_AT, RUNNING)
 
     def mark(self) -> None:
         """Progress was made."""
         self._marks += 1
-        _INTEGER.pack_into(self._slot, _MARKS, self._marks)
+        _UINT64.pack_into(self._slot, _MARKS_AT, self._marks)
 
     def at_step(self, number: int) -> None:
         """Optimizer step ``number``, from 1, begins."""
-        _INTEGER.pack_into(self._slot, _STEP, number)
+        _UINT64.pack_into(self._slot, _STEP_AT, number)
         self.mark()
 
     def watch(self, limit: float) -> None:
         """From now on, ``limit`` seconds without a mark on any rank are a hang. 0 ends the watch."""
-        _FLOAT.pack_into(self._slot, _LIMIT, limit)
+        _DOUBLE.pack_into(self._slot, _LIMIT_AT, limit)
         self.mark()
 
     def tell(self, line: str) -> None:
         """Leave the error line for the launcher."""
-        text = line.encode("utf-8", "replace")[: SLOT - _LINE]
-        self._slot[_LINE : _LINE + len(text)] = text
-        _INTEGER.pack_into(self._slot, _LENGTH, len(text))
+        text = line.encode("utf-8", "replace")[: SLOT - _LINE_AT]
+        self._slot[_LINE_AT : _LINE_AT + len(text)] = text
+        _UINT64.pack_into(self._slot, _LENGTH_AT, len(text))
 
     def end(self) -> None:
         """This rank comes to its own end, well or not."""
-        _INTEGER.pack_into(self._slot, _STATE, ENDED)
+        _UINT64.pack_into(self._slot, _STATE_AT, ENDED)
 
     def read(self) -> Beat:
-        state, marks, step = (int(_INTEGER.unpack_from(self._slot, at)[0]) for at in (_STATE, _MARKS, _STEP))
-        length = int(_INTEGER.unpack_from(self._slot, _LENGTH)[0])
-        line = bytes(self._slot[_LINE : _LINE + length]).decode("utf-8", "replace")
-        return Beat(state, marks, step, float(_FLOAT.unpack_from(self._slot, _LIMIT)[0]), line)
+        state, marks, step = (
+            int(_UINT64.unpack_from(self._slot, at)[0]) for at in (_STATE_AT, _MARKS_AT, _STEP_AT)
+        )
+        length = int(_UINT64.unpack_from(self._slot, _LENGTH_AT)[0])
+        line = bytes(self._slot[_LINE_AT : _LINE_AT + length]).decode("utf-8", "replace")
+        return Beat(state, marks, step, float(_DOUBLE.unpack_from(self._slot, _LIMIT_AT)[0]), line)
 
 
 own = Heartbeat(memoryview(bytearray(SLOT)))
@@ -107,7 +109,7 @@ def attach() -> None:
     if descriptor is not None:
         memory = memoryview(mmap.mmap(int(descriptor), 0))
         os.close(int(descriptor))
-        own = Heartbeat(_slots(memory)[int(os.environ["RANK"])])
+        own = Heartbeat(_rank_slots(memory)[int(os.environ["RANK"])])
     own.begin()
 
 
@@ -123,8 +125,11 @@ def shared(ranks: int) -> Iterator[tuple[int, list[Heartbeat]]]:
         file = tempfile.TemporaryFile()  # noqa: SIM115
     with file:
         file.truncate(ranks * SLOT)
-        yield file.fileno(), [Heartbeat(slot) for slot in _slots(memoryview(mmap.mmap(file.fileno(), 0)))]
+        yield (
+            file.fileno(),
+            [Heartbeat(slot) for slot in _rank_slots(memoryview(mmap.mmap(file.fileno(), 0)))],
+        )
 
 
-def _slots(memory: memoryview) -> list[memoryview]:
+def _rank_slots(memory: memoryview) -> list[memoryview]:
     return [memory[at : at + SLOT] for at in range(0, len(memory), SLOT)]

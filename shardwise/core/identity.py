@@ -17,7 +17,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-NAME = "starts.jsonl"
+STARTS = "starts.jsonl"
 _PACKAGES = ("shardwise", "torch", "transformers")
 
 
@@ -47,7 +47,7 @@ class Start:
             shlex.join([_program(Path(sys.argv[0])), *sys.argv[1:]]),
             platform.node(),
             _commit(),
-            dict(_versions()),
+            dict(_library_versions()),
             str(folder.absolute()),
         )
 
@@ -59,7 +59,7 @@ class Start:
 
 
 def append(folder: Path, start: Start) -> None:
-    with contextlib.suppress(OSError), (folder / NAME).open("a", encoding="utf-8") as file:
+    with contextlib.suppress(OSError), (folder / STARTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(start)) + "\n")
 
 
@@ -67,7 +67,7 @@ def starts(folder: Path) -> list[Start]:
     """The starts of a run, in order."""
     found = []
     with contextlib.suppress(OSError):
-        for line in (folder / NAME).read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (folder / STARTS).read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError):
                 start = Start(**json.loads(line))
                 texts = (start.time, start.command, start.host, start.commit, start.folder)
@@ -90,7 +90,7 @@ def _commit() -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _versions() -> list[tuple[str, str]]:
+def _library_versions() -> list[tuple[str, str]]:
     found = [("Python", platform.python_version())]
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -24,17 +24,17 @@ T = TypeVar("T")
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Total = Annotated[int, Field(ge=0, lt=2**128)]
 """A number that 64 bits may not hold, as the FLOPs of a batch of 405B weights."""
-Count = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 CLOSED = ConfigDict(extra="forbid")
 """For ``__pydantic_config__`` of a class that accepts no other keys."""
 
-_LINE = re.compile(r" at line (\d+) column \d+")
+_JSON_POSITION = re.compile(r" at line (\d+) column \d+")
 _OTHER_VERSION = {"value_error", "unexpected_keyword_argument", "literal_error"}
 """Kinds of faults in files that are well-formed but hold what this version does not know."""
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+_type_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def written_as(
@@ -50,7 +50,7 @@ def written_as(
 
 def plain(value: Any) -> dict[str, Any]:
     """A dataclass as the data that its file holds: dictionaries, lists, numbers and text."""
-    return _adapter(type(value)).dump_python(value, mode="json")
+    return _type_adapter(type(value)).dump_python(value, mode="json")
 
 
 def text_of(value: Any) -> str:
@@ -60,10 +60,10 @@ def text_of(value: Any) -> str:
 
 def read_json(path: Path, kind: type[T]) -> T:
     """Read a file that ``text_of`` wrote. Raises DataError, with the line or the key at fault."""
-    return parsed(read_text(path), kind, path)
+    return parse_json(read_text(path), kind, path)
 
 
-def parsed(text: str, kind: type[T], path: Path, line: int | None = None) -> T:
+def parse_json(text: str, kind: type[T], path: Path, line: int | None = None) -> T:
     """The value in ``text``, a whole file or its line ``line``. Raises DataError."""
     try:
         return checked(text, kind)
@@ -71,9 +71,9 @@ def parsed(text: str, kind: type[T], path: Path, line: int | None = None) -> T:
         invalid = error.errors(include_url=False)[0]["type"]
         key, why = fault_of(error)
     if invalid == "json_invalid":
-        inner = _LINE.search(why)
+        inner = _JSON_POSITION.search(why)
         number = (line or 1) + (int(inner[1]) if inner else 1) - 1
-        raise DataError(f"{path.name} is not JSON", where=f"{path}:{number}", why=_LINE.sub("", why))
+        raise DataError(f"{path.name} is not JSON", where=f"{path}:{number}", why=_JSON_POSITION.sub("", why))
     where = f"{path}:{line}" if line else str(path)
     other = f"{path.name} is not a {path.stem} of this version"
     raise DataError(
@@ -85,7 +85,7 @@ def parsed(text: str, kind: type[T], path: Path, line: int | None = None) -> T:
 
 def checked(text: str | bytes, kind: type[T], context: Any = None) -> T:
     """The value in ``text``. Raises pydantic's ValidationError."""
-    value: T = _adapter(kind).validate_json(text, strict=True, context=context)
+    value: T = _type_adapter(kind).validate_json(text, strict=True, context=context)
     return value
 
 

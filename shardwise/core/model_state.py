@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from shardwise.core.ledger import Ledger
 
 RANKS = (1, 4, 16, 64, 256, 1024)
-SIZES = (7.5e9, 128e9, 1e12)
+PAPER_MODELS = (7.5e9, 128e9, 1e12)
 """Parameters of the models in the paper's table."""
 
-PAPER: dict[int, tuple[int, int]] = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}
+PAPER_BYTES: dict[int, tuple[int, int]] = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}
 """By ZeRO stage: bytes per parameter that every rank holds, and bytes that are divided by the number of ranks."""
 
 
 def paper_bytes(stage: int, ranks: int) -> float:
     """Bytes of model state per parameter and rank by the paper."""
-    whole, divided = PAPER[stage]
+    whole, divided = PAPER_BYTES[stage]
     return whole + divided / ranks
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-Row = tuple[str, str, float]
+BarRow = tuple[str, str, float]
 """Name, value, and length of the bar as a share of the longest."""
 
 
-def card(title: str, line: str, facts: Sequence[str], rows: Iterable[Row] = (), more: str = "") -> str:
+def notebook_card(
+    title: str, line: str, facts: Sequence[str], rows: Iterable[BarRow] = (), more: str = ""
+) -> str:
     """The HTML of one object.
 
     Args:
@@ -20,7 +22,7 @@ def card(title: str, line: str, facts: Sequence[str], rows: Iterable[Row] = (), 
         more: further HTML, already escaped.
     """
     said = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
-    table = "".join(_row(*row) for row in rows)
+    table = "".join(_bar_row(*row) for row in rows)
     return (
         f'<div style="max-width:42em"><b>{escape(title)}</b><br><code>{escape(line)}</code>'
         f'<ul style="margin:.4em 0">{said}</ul>'
@@ -29,7 +31,7 @@ def card(title: str, line: str, facts: Sequence[str], rows: Iterable[Row] = (), 
     )
 
 
-def _row(name: str, value: str, share: float) -> str:
+def _bar_row(name: str, value: str, share: float) -> str:
     bar = f'<div style="width:{100 * share:.1f}%;height:.6em;background:currentColor;opacity:.45"></div>'
     cell = 'style="text-align:{};padding:.1em .6em;white-space:nowrap"'
     return (

@@ -99,7 +99,7 @@ class PathBase:
     @classmethod
     def of_file(cls, file: Path) -> PathBase:
         """Of a file, which may be one that a run has written."""
-        folder = _whole(file).parent
+        folder = _absolute(file).parent
         started = starts(folder) if file.name in RUN_RECIPES else []
         if not started:
             return cls(tuple(dict.fromkeys((folder, Path.cwd()))))
@@ -112,7 +112,7 @@ class PathBase:
         if path.is_absolute():
             return str(path if os.path.lexists(path) else self._after_move(path))
         there = next((at for folder in self.folders if os.path.lexists(at := folder / path)), None)
-        return name if there is None else str(_whole(there))
+        return name if there is None else str(_absolute(there))
 
     def located_source(self, name: str) -> str:
         """The same for a data source: ``stdlib``, a URL, PATH, PATH#SPLIT, a glob or an id."""
@@ -162,6 +162,6 @@ def _matches(pattern: str) -> bool:
     return next(glob.iglob(pattern, recursive=True), None) is not None
 
 
-def _whole(path: Path) -> Path:
+def _absolute(path: Path) -> Path:
     """An absolute path; links are followed only where ``..`` comes after one."""
     return path.resolve() if ".." in path.parts else path.absolute()

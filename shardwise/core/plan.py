@@ -16,10 +16,10 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from shardwise.core.block_times import BlockTimes
 from shardwise.core.errors import DataError, one_line
-from shardwise.core.figures import of_capacity, share, tokens_rate
+from shardwise.core.figures import of_capacity, percent_text, tokens_rate
 from shardwise.core.json_file import (
-    Count,
     Finite,
+    PositiveInt,
     Seconds,
     Size,
     Total,
@@ -29,7 +29,7 @@ from shardwise.core.json_file import (
     written_as,
 )
 from shardwise.core.ledger import Ledger
-from shardwise.core.notebook_html import card
+from shardwise.core.notebook_html import notebook_card
 from shardwise.core.strategy import Axis, Layout, Setting, Strategy
 from shardwise.core.timetable import Timetable
 from shardwise.core.units import format_bytes, format_count, format_seconds
@@ -44,7 +44,7 @@ def _axes_by_name(degrees: Mapping[str, int]) -> Layout:
     return Layout(tuple((Axis(name), degree) for name, degree in degrees.items()))
 
 
-Degrees = Annotated[Layout, written_as(dict[str, Count], _axes_by_name, lambda layout: layout.degrees)]
+Degrees = Annotated[Layout, written_as(dict[str, PositiveInt], _axes_by_name, lambda layout: layout.degrees)]
 
 
 Unit: TypeAlias = Literal["tokens", "samples"]
@@ -245,7 +245,7 @@ class Plan:
     host: HostMemory
     disk: DiskSpace
     layout: Degrees
-    devices_per_node: Count
+    devices_per_node: PositiveInt
     pipeline: Timetable | None
     sites: tuple[AllocationSite, ...] = ()
     blocks: BlockTimes | None = None
@@ -286,7 +286,7 @@ class Plan:
             of_capacity(self.peak.bytes, self.capacity_bytes),
             f"{format_seconds(step.seconds)}/step",
             tokens_rate(step.tokens_per_second, step.unit),
-            f"MFU {share(step.mfu, 1)}",
+            f"MFU {percent_text(step.mfu, 1)}",
         )
 
     @property
@@ -326,7 +326,7 @@ class Plan:
         ]
         rows = sorted(((size, row) for row, size in self.ledger.as_dict().items() if size), reverse=True)
         bars = [(row.replace("_", " "), format_bytes(size), size / rows[0][0]) for size, row in rows]
-        return card("Plan", self.line, facts, bars)
+        return notebook_card("Plan", self.line, facts, bars)
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``plan --json`` prints and ``plan.json`` holds."""

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from shardwise.core.json_file import Seconds, Size
 from shardwise.core.ledger import Ledger
-from shardwise.core.pipeline.schedule import Action, Kind, Played
+from shardwise.core.pipeline.schedule import Action, PassKind, Played
 
 Which: TypeAlias = Literal["latest", "best"]
 """The newest complete checkpoint of a run, or the one with the best value of ``checkpoint.best``."""
@@ -91,7 +91,7 @@ class RankPasses:
     """The passes of one rank in one step: kind, stage, micro-batch, begin and end in seconds from the first pass."""
 
     rank: Size
-    spans: tuple[tuple[Kind, Size, Size, Seconds, Seconds], ...]
+    spans: tuple[tuple[PassKind, Size, Size, Seconds, Seconds], ...]
 
 
 @dataclass(frozen=True)

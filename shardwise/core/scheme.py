@@ -8,14 +8,14 @@ from typing import Literal
 
 from shardwise.core.errors import RecipeError
 
-Kind = Literal["int", "float8", "nf4"]
+NumberKind = Literal["int", "float8", "nf4"]
 GROUPS = (16, 32, 64, 128, 256)
 """Group sizes: input channels that share a scale."""
 
-METHODS = ("rtn", "hqq", "gptq", "awq", "kashin")
+QUANTIZATION_METHODS = ("rtn", "hqq", "gptq", "awq", "kashin")
 """The methods by name; each has a file in plugins/quantize/methods."""
 
-_INTEGER = re.compile(r"w([2-8])a(8|16)(?:-(?:g(\d+)|(channel)))?")
+_INTEGER_SCHEME = re.compile(r"w([2-8])a(8|16)(?:-(?:g(\d+)|(channel)))?")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Scheme:
         activation_bits: 16 keeps activations as they are; 8 quantizes them per token while the model serves.
     """
 
-    kind: Kind
+    kind: NumberKind
     bits: int
     group: int | None
     activation_bits: int
@@ -52,7 +52,7 @@ def scheme_of(name: str) -> Scheme:
         return Scheme("float8", 8, None, 8)
     if name == "nf4":
         return Scheme("nf4", 4, 64, 16)
-    found = _INTEGER.fullmatch(name)
+    found = _INTEGER_SCHEME.fullmatch(name)
     if found is None:
         raise RecipeError(
             f"no scheme is called {name}",
@@ -85,9 +85,11 @@ def scheme_of(name: str) -> Scheme:
 
 def check_method(method: str, scheme: Scheme) -> None:
     """Refuse a method that does not exist or that cannot produce a scheme. Raises RecipeError."""
-    if method not in METHODS:
+    if method not in QUANTIZATION_METHODS:
         raise RecipeError(
-            f"no method is called {method}", where="--method", fix=f"give one of {', '.join(METHODS)}"
+            f"no method is called {method}",
+            where="--method",
+            fix=f"give one of {', '.join(QUANTIZATION_METHODS)}",
         )
     why = _obstacle(method, scheme)
     if why:

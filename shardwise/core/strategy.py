@@ -296,7 +296,7 @@ class Layout:
         return set(axis.split("+")) <= self.degrees.keys()
 
     def degree(self, axis: Axis | str) -> int:
-        return math.prod(self.degrees[part] for part in _name(axis).split("+"))
+        return math.prod(self.degrees[part] for part in _axis_name(axis).split("+"))
 
     def ranks(self, selects: Callable[[Axis], bool]) -> int:
         """The product of the degrees of the axes that ``selects`` names."""
@@ -314,7 +314,7 @@ class Layout:
 
     def stride(self, axis: Axis | str) -> int:
         """Distance in ranks between neighbours along ``axis`` (row-major rank numbering)."""
-        stride, fastest = 1, _name(axis).rpartition("+")[2]
+        stride, fastest = 1, _axis_name(axis).rpartition("+")[2]
         for other, degree in reversed(self.axes):
             if other.name == fastest:
                 return stride
@@ -333,5 +333,5 @@ class Layout:
         return number
 
 
-def _name(axis: Axis | str) -> str:
+def _axis_name(axis: Axis | str) -> str:
     return axis.name if isinstance(axis, Axis) else axis

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pydantic import model_validator
 
-from shardwise.core.json_file import CLOSED, Count, Seconds, Size
+from shardwise.core.json_file import CLOSED, PositiveInt, Seconds, Size
 from shardwise.core.pipeline.schedule import (
     SCHEDULES,
     Action,
@@ -29,7 +29,7 @@ from shardwise.core.pipeline.schedule import (
 KEY = "pipeline"
 """Of a plan's timetable in plan.json."""
 
-PARTS = 2
+STAGES_PER_RANK = 2
 """Stages on each rank of the interleaved schedule, where the plan's own has one."""
 
 
@@ -50,9 +50,9 @@ class Timetable:
     __pydantic_config__ = CLOSED
 
     schedule: str
-    ranks: Count
-    stages_per_rank: Count
-    micro_batches: Count
+    ranks: PositiveInt
+    stages_per_rank: PositiveInt
+    micro_batches: PositiveInt
     forward: tuple[Seconds, ...]
     backward: tuple[Seconds, ...]
     place: Size = 0
@@ -67,7 +67,7 @@ class Timetable:
 
     def stages_of(self, schedule: str) -> int:
         """Stages on each rank under a schedule."""
-        return max(PARTS, self.stages_per_rank) if schedule == "interleaved" else 1
+        return max(STAGES_PER_RANK, self.stages_per_rank) if schedule == "interleaved" else 1
 
     def seconds(self, action: Action, stages_per_rank: int) -> float:
         """How long one pass takes where ranks have so many stages."""

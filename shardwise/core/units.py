@@ -76,26 +76,26 @@ def format_more_bytes(size: float) -> str:
 
 def parse_bytes(text: str | int) -> int:
     """Bytes from `16GiB`, `16 GB` (decimal), `512M` (decimal) or a number. Raises ValueError with a message."""
-    number, unit = _split(text, "a size such as 16GiB")
+    number, unit = _split_unit(text, "a size such as 16GiB")
     name = unit.lower().removesuffix("b")
     factors = {"": 1} | {p: 1000**i for i, p in enumerate("kmgtpe", 1)}
     factors |= {f"{p}i": 1024**i for i, p in enumerate("kmgtpe", 1)}
     if name not in factors:
         raise ValueError(f"{unit!r} is not a unit of size; use B, KiB, MiB, GiB, TiB or KB, MB, GB, TB")
-    return _whole(number * factors[name], text)
+    return _whole_number(number * factors[name], text)
 
 
 def parse_count(text: str | int) -> int:
     """A count from `8B`, `1.5M`, `300K`, `2T` or a plain number. Raises ValueError with a message."""
-    number, unit = _split(text, "a count such as 8B")
+    number, unit = _split_unit(text, "a count such as 8B")
     if unit.upper() not in _DECIMAL:
         raise ValueError(f"{unit!r} is not a unit of count; use K, M, B, T or Q")
-    return _whole(number * 1000 ** _DECIMAL.index(unit.upper()), text)
+    return _whole_number(number * 1000 ** _DECIMAL.index(unit.upper()), text)
 
 
 def parse_seconds(text: str | float) -> float:
     """Seconds from `30s`, `5 min`, `1.5h`, `250ms` or a plain number. Raises ValueError with a message."""
-    number, unit = _split(text, "a duration such as 30s")
+    number, unit = _split_unit(text, "a duration such as 30s")
     if (unit or "s") not in _SECONDS:
         raise ValueError(f"{unit!r} is not a unit of time; use {', '.join(_SECONDS)}")
     return number * _SECONDS[unit or "s"]
@@ -119,14 +119,14 @@ def _scaled(value: float, base: int, units: tuple[str, ...], gap: str = "") -> s
     return f"{MINUS if value < 0 else ''}{number}{gap}{units[index]}"
 
 
-def _split(text: str | float, example: str) -> tuple[float, str]:
+def _split_unit(text: str | float, example: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(str(text)) if not isinstance(text, bool) else None
     if match is None or not math.isfinite(float(match[1])):
         raise ValueError(f"{str(text)[:40]!r} is not {example}")
     return float(match[1]), match[2]
 
 
-def _whole(value: float, text: object) -> int:
+def _whole_number(value: float, text: object) -> int:
     if value > 2**63:
         raise ValueError(f"{str(text)[:40]!r} is out of range")
     return round(value)

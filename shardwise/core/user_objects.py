@@ -26,8 +26,8 @@ PATTERN = r"^(.*/)?[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 GIVEN = "python"
 """The module in the name of an object that was given in Python."""
 
-_FILE = "SHARDWISE_OBJECTS"
-_given: dict[str, object] = {}
+_OBJECTS_VARIABLE = "SHARDWISE_OBJECTS"
+_python_objects: dict[str, object] = {}
 
 
 def without_folder(target: str | None) -> str | None:
@@ -82,32 +82,32 @@ def _is_of_another_folder(module: ModuleType, folder: str) -> bool:
 
 
 def _of_python(name: str, where: str) -> Any:
-    if name not in _given and _FILE in os.environ:
+    if name not in _python_objects and _OBJECTS_VARIABLE in os.environ:
         import cloudpickle
 
-        importable, pickled = cloudpickle.loads(Path(os.environ[_FILE]).read_bytes())
+        importable, pickled = cloudpickle.loads(Path(os.environ[_OBJECTS_VARIABLE]).read_bytes())
         sys.path += [folder for folder in importable if folder not in sys.path]
-        _given.update(cloudpickle.loads(pickled))
-    if name not in _given:
+        _python_objects.update(cloudpickle.loads(pickled))
+    if name not in _python_objects:
         raise RecipeError(
             "this object is not here",
             where=where,
             why="it was given to a function of Python, and is not in any file",
             fix="call that function again with the same objects",
         )
-    return _given[name]
+    return _python_objects[name]
 
 
 @contextmanager
 def here(objects: Mapping[str, object]) -> Iterator[None]:
     """Within it ``python:NAME`` names these objects in this process."""
-    before = dict(_given)
-    _given.update(objects)
+    before = dict(_python_objects)
+    _python_objects.update(objects)
     try:
         yield
     finally:
-        _given.clear()
-        _given.update(before)
+        _python_objects.clear()
+        _python_objects.update(before)
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def giving(objects: Mapping[str, object]) -> Iterator[dict[str, str]]:
     with here(objects), tempfile.TemporaryDirectory(prefix="shardwise-") as folder:  # for this user alone
         path = Path(folder) / "objects"
         path.write_bytes(cloudpickle.dumps((sys.path, _pickled(objects, cloudpickle.dumps))))
-        yield {_FILE: str(path)}
+        yield {_OBJECTS_VARIABLE: str(path)}
 
 
 def _pickled(objects: Mapping[str, object], dumps: Any) -> bytes:

@@ -160,7 +160,7 @@ class CachingAllocator:
         """
         streams = {id(pool): key for key, pool in self._pools.items()}
         free = (block for pool in self._pools.values() for _, _, block in pool.blocks)
-        firsts = {id(first): first for first in map(_first, (*allocated, *free))}
+        firsts = {id(first): first for first in map(_first_block, (*allocated, *free))}
         for first in sorted(firsts.values(), key=lambda block: block.address):
             yield *streams[id(first.pool)], first
 
@@ -295,7 +295,7 @@ class CachingAllocator:
         for _, unmapped in pool.unmapped:
             before = unmapped.previous
             start = before if before is not None and before.free else unmapped
-            if _extent(start, size) >= size:
+            if _free_extent(start, size) >= size:
                 return start
         length = _RANGE if self.limit == math.inf else int(self.limit) * 9 // 8
         length = -(-max(length, size) // pool.granule) * pool.granule
@@ -344,7 +344,7 @@ def segment_size(size: int) -> int:
     return -(-size // SEGMENT_STEP) * SEGMENT_STEP
 
 
-def _first(block: MemoryBlock) -> MemoryBlock:
+def _first_block(block: MemoryBlock) -> MemoryBlock:
     """The first block of the segment."""
     while block.previous is not None:
         block = block.previous
@@ -357,7 +357,7 @@ def _reach(block: MemoryBlock) -> int:
     return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
-def _extent(start: MemoryBlock, size: int) -> int:
+def _free_extent(start: MemoryBlock, size: int) -> int:
     """Free or unmapped bytes from ``start`` on, counted until they reach ``size``."""
     found = 0
     block: MemoryBlock | None = start

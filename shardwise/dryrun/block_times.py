@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from shardwise.core.block_times import BlockTimes, Kept, Run, RunKind
+from shardwise.core.block_times import BlockRun, BlockTimes, KeptBytes, RunKind
 from shardwise.dryrun.reading import category
 from shardwise.dryrun.tracker import Allocation, Tracker
 
-FINE = 0.2
+SMALLEST_CHANGE = 0.2
 """Changes of a block's kept bytes below this share of its most are left out."""
 
 
@@ -33,7 +33,7 @@ def block_times(tracker: Tracker, since: int, blocks: Sequence[str]) -> BlockTim
     kept = [(place, each) for place, each in own if category(each, tracker) == "activations"]
     runs = tuple(_runs(own, since))
     end = max(last for *_, last in runs) + 1
-    return BlockTimes(len(blocks), end, runs, tuple(_kept(kept, len(blocks), since + end, since)))
+    return BlockTimes(len(blocks), end, runs, tuple(_kept_bytes(kept, len(blocks), since + end, since)))
 
 
 def _owner(module: str, owners: dict[str, int]) -> int | None:
@@ -45,12 +45,12 @@ def _owner(module: str, owners: dict[str, int]) -> int | None:
     return None
 
 
-def _runs(own: Sequence[tuple[int, Allocation]], since: int) -> Iterator[Run]:
+def _runs(own: Sequence[tuple[int, Allocation]], since: int) -> Iterator[BlockRun]:
     """Allocations of one block and kind in a row as one run."""
     running: tuple[int, RunKind] | None = None
     begin = last = 0
     for place, each in own:
-        kind = _kind(each)
+        kind = _run_kind(each)
         if kind is None:
             continue
         if running != (place, kind):
@@ -62,7 +62,7 @@ def _runs(own: Sequence[tuple[int, Allocation]], since: int) -> Iterator[Run]:
         yield *running, begin, last
 
 
-def _kind(allocation: Allocation) -> RunKind | None:
+def _run_kind(allocation: Allocation) -> RunKind | None:
     if allocation.phase == "forward":
         return "forward"
     if allocation.phase == "backward":
@@ -70,8 +70,10 @@ def _kind(allocation: Allocation) -> RunKind | None:
     return None
 
 
-def _kept(kept: Sequence[tuple[int, Allocation]], blocks: int, end: int, since: int) -> Iterator[Kept]:
-    """Each block's kept bytes as steps that differ by more than FINE."""
+def _kept_bytes(
+    kept: Sequence[tuple[int, Allocation]], blocks: int, end: int, since: int
+) -> Iterator[KeptBytes]:
+    """Each block's kept bytes as steps that differ by more than SMALLEST_CHANGE."""
     changes: list[dict[int, int]] = [{} for _ in range(blocks)]
     for place, each in kept:
         until = end if each.died is None else min(end, each.died)
@@ -85,7 +87,11 @@ def _kept(kept: Sequence[tuple[int, Allocation]], blocks: int, end: int, since: 
         most = max((size for _, size in levels), default=0)
         steps: list[tuple[int, int]] = []
         for event, size in levels:
-            if not steps or abs(size - steps[-1][1]) > FINE * most or (size == 0) != (steps[-1][1] == 0):
+            if (
+                not steps
+                or abs(size - steps[-1][1]) > SMALLEST_CHANGE * most
+                or (size == 0) != (steps[-1][1] == 0)
+            ):
                 steps.append((event, size))
         for (begin, size), (until, _) in pairwise([*steps, (end, 0)]):
             if size and until > begin:

@@ -14,15 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.cost import Collective, Kernel
-from shardwise.runtime.flops import bytes_of, flops_of, product_shape
+from shardwise.core.cost import CONTROL_AXIS, Collective, Kernel
+from shardwise.runtime.flops import flops_of, product_shape, tensor_bytes
 from shardwise.runtime.operands import tensors_in
 from shardwise.runtime.torch_private import group_named
-
-CONTROL_AXIS = "control"
-"""Axis name for collectives of a single element (token count, loss, gradient norm).
-
-They are not traffic of the strategy, so they are not listed under the mesh axis of their group."""
 
 TEMPLATED = ("aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_")
 """Operations that read only the shape of their argument."""
@@ -34,7 +29,7 @@ _LOOKUPS = frozenset({"aten::embedding", "aten::gather", "aten::index_select", "
 _SCATTERS = frozenset({"aten::scatter_add_", "aten::index_add_"})
 """Operations that touch only the rows or elements of their first argument that the indices name."""
 
-_KINDS: dict[str, str] = {
+_COLLECTIVES: dict[str, str] = {
     "allgather": "all_gather",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -90,15 +85,15 @@ def kernels_of(
 def _moved_bytes(name: str, args: tuple[Any, ...], out: Any, distinct: Collection[Tensor]) -> int:
     """Bytes that one call reads and writes: all of its tensors, except where it touches only a part of one."""
     if name.startswith(TEMPLATED):
-        return bytes_of(tensors_in(out))
+        return tensor_bytes(tensors_in(out))
     if name == "fsdp::all_gather_copy_in":
-        return 2 * bytes_of(args[0])
+        return 2 * tensor_bytes(args[0])
     if name not in _LOOKUPS and name not in _SCATTERS:
-        return bytes_of(distinct)
+        return tensor_bytes(distinct)
     others = [tensor for tensor in distinct if tensor is not args[0]]
     if name in _LOOKUPS:  # reads as much of the table as it returns
-        return bytes_of(others) + bytes_of(tensors_in(out))
-    return bytes_of(others) + 2 * bytes_of(args[-1:])
+        return tensor_bytes(others) + tensor_bytes(tensors_in(out))
+    return tensor_bytes(others) + 2 * tensor_bytes(args[-1:])
 
 
 _DTYPES: Mapping[torch.dtype, str] = {
@@ -128,7 +123,7 @@ def collective_of(
 ) -> Collective | None:
     """The collective of a c10d call; None for calls that send no data (wait, barrier on a fake group)."""
     name = func.name().split("::")[1].strip("_")
-    kind = next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), None)
+    kind = next((kind for prefix, kind in _COLLECTIVES.items() if name.startswith(prefix)), None)
     group = group_of(args, kwargs)
     if kind is None or group is None:
         return None

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 
-def _loss(log_probs: Tensor, targets: Tensor, *lengths: Any, **named: Any) -> tuple[Tensor, Tensor]:
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *lengths: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """log_probs [time, batch, classes]; targets [batch, longest], or all of them in one row."""
     time, batch, _ = log_probs.shape
     return log_probs.new_empty(batch), log_probs.new_empty(batch, time, 2 * targets.shape[-1] + 1)
@@ -36,7 +36,7 @@ def _loss_backward(
 
 
 CTC: Mapping[str, Callable[..., Any]] = {
-    **{f"aten::_ctc_loss{lengths}": _loss for lengths in ("", ".Tensor")},
+    **{f"aten::_ctc_loss{lengths}": _ctc_loss for lengths in ("", ".Tensor")},
     **{f"aten::_ctc_loss_backward{lengths}": _loss_backward for lengths in ("", ".Tensor")},
 }
 """Lengths may be numbers or tensors."""

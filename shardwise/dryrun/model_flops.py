@@ -14,7 +14,7 @@ import functools
 import torch
 
 from shardwise.dryrun.counting import dtype_named
-from shardwise.dryrun.target import TARGETS
+from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.model.blueprint import Blueprint, batch_shapes, loss_of
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.flops import FlopCounter
@@ -31,7 +31,7 @@ def model_flops(blueprint: Blueprint, data: DataSpec, batch_size: int, dtype: st
     """
 
     def counted(depth: int | None) -> int:
-        return _counted(blueprint, data, batch_size, dtype, device_kind, depth)
+        return _counted_flops(blueprint, data, batch_size, dtype, device_kind, depth)
 
     depth = blueprint.depth
     if depth is None or depth <= 2:
@@ -40,7 +40,7 @@ def model_flops(blueprint: Blueprint, data: DataSpec, batch_size: int, dtype: st
     return one + (depth - 1) * (two - one)
 
 
-def _counted(
+def _counted_flops(
     blueprint: Blueprint, data: DataSpec, batch_size: int, dtype: str, device_kind: str, depth: int | None
 ) -> int:
     others = blueprint.minimises.frozen_models()
@@ -52,7 +52,7 @@ def _counted(
     shapes = batch_shapes(blueprint, data)
     counter = FlopCounter()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng(devices=[]), fake, counter, TARGETS[device_kind].kernels(1):
+    with torch.random.fork_rng(devices=[]), fake, counter, TARGET_KERNELS[device_kind].kernels(1):
         for made, built in ((blueprint, model), *((others[role], frozen[role]) for role in frozen)):
             built.to_empty(device="cpu")
             made.compute_in(built, dtype_named(dtype))

@@ -20,7 +20,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.shard_slices import canonical_name
 from shardwise.runtime.torch_private import current_autograd_node, tree_iter
 
-_KEY = "shardwise.module"
+_MODULE_KEY = "shardwise.module"
 
 
 def refused(operation: str, module: str, in_optimizer: bool = False) -> RecipeError:
@@ -69,7 +69,7 @@ class RunningModule:
         if node is None:
             self._last_in_backward = ""
         else:
-            self._last_in_backward = node.metadata.get(_KEY, self._last_in_backward)
+            self._last_in_backward = node.metadata.get(_MODULE_KEY, self._last_in_backward)
         return self._last_in_backward
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
@@ -80,8 +80,8 @@ class RunningModule:
         for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 node: Any = tensor.grad_fn
-                if _KEY not in node.metadata:
-                    node.metadata[_KEY] = name
+                if _MODULE_KEY not in node.metadata:
+                    node.metadata[_MODULE_KEY] = name
                     # Not every node allocates, or runs an operation at all: an addition passes gradients on.
                     node.register_prehook(partial(self._backward_of, name))
 

@@ -16,17 +16,17 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.core.cost import Counted
+from shardwise.core.cost import CountedCall
 from shardwise.core.ledger import Ledger
 from shardwise.dryrun.reading import category
 from shardwise.dryrun.tracker import Allocation, Tracker
 
-ROWS: tuple[str, ...] = tuple(field.name for field in fields(Ledger))
+LEDGER_ROWS: tuple[str, ...] = tuple(field.name for field in fields(Ledger))
 _FREED = " freed"
-START = "start"
+STEP_START = "start"
 """The name of the moment before the step."""
 
-_BLOCK = re.compile(r"(?<=\.)\d+")
+_BLOCK_NUMBER = re.compile(r"(?<=\.)\d+")
 
 Bytes = npt.NDArray[np.int64]
 
@@ -45,19 +45,19 @@ class MemoryMoments:
     names: tuple[str, ...]
     passes: npt.NDArray[np.int64]
     bytes: Bytes
-    calls: tuple[tuple[int | None, Counted], ...]
+    calls: tuple[tuple[int | None, CountedCall], ...]
 
 
 def moments(tracker: Tracker, since: int, depth: int | None) -> MemoryMoments:
     """The moments of a step that began at ``since``, of a model of ``depth`` blocks."""
     held = [a for a in tracker.allocations if not a.on_host]
-    levels = _levels(held, tracker)
+    levels = _levels_by_row(held, tracker)
     _take_samples_out(levels, held, since, tracker)
     born = {a.born: a for a in held if a.born > since}
     freed = {a.died for a in held if a.died is not None}
     sizes = dict(tracker.workspaces)
     places = _places(born, depth)
-    names, passes, times, latest = [START], [-1], [since], -1
+    names, passes, times, latest = [STEP_START], [-1], [since], -1
     for time in sorted({time for time in (*born, *freed, *sizes) if time > since}):
         if time in born:
             running = born[time].micro_batch
@@ -74,14 +74,14 @@ def moments(tracker: Tracker, since: int, depth: int | None) -> MemoryMoments:
         passes.append(latest)
         times.append(time)
     bytes_ = levels[times]
-    bytes_[:, ROWS.index("communication")] += [sizes.get(time, 0) for time in times]
+    bytes_[:, LEDGER_ROWS.index("communication")] += [sizes.get(time, 0) for time in times]
     return MemoryMoments(tuple(names), np.array(passes), bytes_, tuple(tracker.calls))
 
 
-def _levels(held: list[Allocation], tracker: Tracker) -> Bytes:
+def _levels_by_row(held: list[Allocation], tracker: Tracker) -> Bytes:
     """Bytes by row of the ledger at every time."""
-    changes = np.zeros((tracker.now + 2, len(ROWS)), dtype=np.int64)
-    rows = [ROWS.index(category(a, tracker)) for a in held]
+    changes = np.zeros((tracker.now + 2, len(LEDGER_ROWS)), dtype=np.int64)
+    rows = [LEDGER_ROWS.index(category(a, tracker)) for a in held]
     sizes = np.array([a.size for a in held])
     np.add.at(changes, ([a.born for a in held], rows), sizes)
     freed = [(i, a.died) for i, a in enumerate(held) if a.died is not None]
@@ -96,7 +96,7 @@ def _take_samples_out(levels: Bytes, held: list[Allocation], since: int, tracker
     for allocation in held:
         if allocation.born <= since and "activations" in allocation.origin.tags:
             until = tracker.now + 2 if allocation.died is None else allocation.died
-            levels[allocation.born : until, ROWS.index("activations")] -= allocation.size
+            levels[allocation.born : until, LEDGER_ROWS.index("activations")] -= allocation.size
 
 
 def _places(born: dict[int, Allocation], depth: int | None) -> dict[int, str]:
@@ -127,7 +127,9 @@ def numbered(where: str, depth: int | None) -> str:
     """The module with its block numbered from the last, which is -1, if it is in the second half."""
     if depth is None:
         return where
-    return _BLOCK.sub(lambda m: m[0] if 2 * int(m[0]) < depth else str(int(m[0]) - depth), where, count=1)
+    return _BLOCK_NUMBER.sub(
+        lambda m: m[0] if 2 * int(m[0]) < depth else str(int(m[0]) - depth), where, count=1
+    )
 
 
 def unnumbered(where: str, depth: int) -> str:

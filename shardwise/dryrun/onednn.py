@@ -28,11 +28,11 @@ from torch import Tensor
 
 from shardwise.runtime.torch_private_onednn import convolution_backend
 
-_FIRST = 3
+_FEW_CHANNELS = 3
 """A convolution of at most so many channels reads them as they are."""
 
 
-Form = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
+ConvolutionForm = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
 """Of a convolution: stride, padding, dilation, whether it is transposed, its output padding, groups."""
 
 
@@ -47,7 +47,7 @@ class _Like:
 Sized = Tensor | _Like
 
 
-def _extent(x: Tensor, weight: Tensor, form: Form) -> list[int]:
+def _output_shape(x: Tensor, weight: Tensor, form: ConvolutionForm) -> list[int]:
     """The spatial shape of a convolution's result."""
     strides, paddings, dilations, transposed, more, _ = form
     found = []
@@ -61,24 +61,24 @@ def _extent(x: Tensor, weight: Tensor, form: Form) -> list[int]:
     return found
 
 
-def _block() -> int:
+def _block_channels() -> int:
     """Channels of a block."""
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
-def _bytes(tensor: Sized) -> int:
+def _size_of(tensor: Sized) -> int:
     return math.prod(tensor.shape) * tensor.itemsize
 
 
 def _blocked(tensor: Sized) -> int:
     """Bytes of [n, channels, ...] in blocks of channels."""
     channels = tensor.shape[1]
-    return _bytes(tensor) // channels * -(-channels // _block()) * _block()
+    return _size_of(tensor) // channels * -(-channels // _block_channels()) * _block_channels()
 
 
 def _reordered(tensor: Tensor) -> int:
     """Bytes of the copy that a convolution reads."""
-    return 0 if tensor.shape[1] <= _FIRST else _blocked(tensor)
+    return 0 if tensor.shape[1] <= _FEW_CHANNELS else _blocked(tensor)
 
 
 def _channels_last(*tensors: Tensor) -> bool:
@@ -104,14 +104,14 @@ def _convolution(
     form = (stride, padding, dilation, transposed, output_padding, groups)
     backend = convolution_backend(x, weight, bias, *form)
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
-    y = _Like((len(x), channels, *_extent(x, weight, form)), x.itemsize)
+    y = _Like((len(x), channels, *_output_shape(x, weight, form)), x.itemsize)
     if backend.startswith("Slow"):
         size = _unfolded(backend, y if transposed else x, weight, x if transposed else y, groups)
     elif _channels_last(x, weight):
-        size = _bytes(weight)
+        size = _size_of(weight)
     else:
         again = 2 if transposed and math.prod(stride) > 1 else 1
-        size = max(_reordered(x) + _bytes(weight) + _blocked(y) - _bytes(y), again * _blocked(y))
+        size = max(_reordered(x) + _size_of(weight) + _blocked(y) - _size_of(y), again * _blocked(y))
     workspace = x.new_empty(size, dtype=torch.uint8)
     found = torch.ops.aten.convolution(x, weight, bias, *form)
     del workspace
@@ -140,16 +140,18 @@ def _convolution_backward(
         if not transposed:
             sizes.append(_unfolded(backend, x, weight, dy, groups, to_x))
     elif _channels_last(x, dy, weight):
-        sizes.append(_bytes(weight) * (1 if x.itemsize == 4 else 3))
+        sizes.append(_size_of(weight) * (1 if x.itemsize == 4 else 3))
     else:
         if to_x:
             strided = math.prod(stride) > 1 and not transposed
             again = 2 if strided else 1
-            dx = _bytes(x) if x.shape[1] == 1 or strided else _blocked(x)
-            own = _bytes(weight) if to_weight else 0
-            sizes.append(max(_blocked(dy) + _bytes(weight) + dx - _bytes(x), again * dx) - own)
+            dx = _size_of(x) if x.shape[1] == 1 or strided else _blocked(x)
+            own = _size_of(weight) if to_weight else 0
+            sizes.append(max(_blocked(dy) + _size_of(weight) + dx - _size_of(x), again * dx) - own)
         if to_weight:
-            sizes.append(max(_blocked(dy) + _reordered(x) + _of_half(dy, x, weight, threads), _bytes(weight)))
+            sizes.append(
+                max(_blocked(dy) + _reordered(x) + _of_half(dy, x, weight, threads), _size_of(weight))
+            )
     workspace = x.new_empty(max(sizes), dtype=torch.uint8)
     found = torch.ops.aten.convolution_backward(dy, x, weight, bias_sizes, *form, output_mask)
     del workspace
@@ -160,10 +162,10 @@ def _of_half(dy: Tensor, x: Tensor, weight: Tensor, threads: int) -> int:
     """The gradient of a weight in 16 bits: summed in fp32, from transposed samples of each thread."""
     if x.itemsize != 2:
         return 0
-    wide = 2 * _bytes(weight)
-    if x.shape[1] <= _FIRST or weight.shape[1] == 1 or math.prod(weight.shape[2:]) == 1:
+    wide = 2 * _size_of(weight)
+    if x.shape[1] <= _FEW_CHANNELS or weight.shape[1] == 1 or math.prod(weight.shape[2:]) == 1:
         return wide
-    return wide + (_bytes(dy) + _bytes(x)) * min(threads, len(x)) // len(x)
+    return wide + (_size_of(dy) + _size_of(x)) * min(threads, len(x)) // len(x)
 
 
 def _unfolded(backend: str, x: Sized, weight: Tensor, y: Sized, groups: int, to_x: bool = False) -> int:
@@ -176,10 +178,10 @@ def _unfolded(backend: str, x: Sized, weight: Tensor, y: Sized, groups: int, to_
         return 0
     columns = x.shape[0] * x.shape[1] // groups * window * math.prod(y.shape[2:]) * x.itemsize
     if backend.startswith("SlowDilated"):
-        return columns // x.shape[0] + (_bytes(x) + _bytes(y) if to_x else 0)
+        return columns // x.shape[0] + (_size_of(x) + _size_of(y) if to_x else 0)
     if backend == "Slow3d" and to_x:
         return columns * 3 // 2
-    return columns + (_bytes(y) if groups > 1 else 0)
+    return columns + (_size_of(y) if groups > 1 else 0)
 
 
 KERNELS: Mapping[str, int] = {
@@ -197,8 +199,8 @@ and bf16, 54 to 79 KiB forward and 174 to 236 KiB backward."""
 _SAVED = 5
 """Values that an LSTM saves for each hidden one: four gates and the cell."""
 
-_FORWARD: Mapping[torch.dtype, float] = {torch.float32: 4.0, torch.bfloat16: 0.5}
-_BACKWARD: Mapping[torch.dtype, tuple[float, float, float]] = {
+_LSTM_FORWARD: Mapping[torch.dtype, float] = {torch.float32: 4.0, torch.bfloat16: 0.5}
+_LSTM_BACKWARD: Mapping[torch.dtype, tuple[float, float, float]] = {
     torch.float32: (4.5, 2.0, 4.7),
     torch.bfloat16: (2.2, 5.2, 10.1),
 }
@@ -208,16 +210,16 @@ fits to seven shapes on AMD Zen 5 (oneDNN 3.12), each within 4 %."""
 
 def _lstm(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
     output, hidden, cell, _ = torch.ops.aten.mkldnn_rnn_layer(x, *args)
-    saved = x.new_empty(_SAVED * _bytes(output), dtype=torch.uint8)
-    workspace = x.new_empty(int(_FORWARD.get(x.dtype, 0.0) * _bytes(output)), dtype=torch.uint8)
+    saved = x.new_empty(_SAVED * _size_of(output), dtype=torch.uint8)
+    workspace = x.new_empty(int(_LSTM_FORWARD.get(x.dtype, 0.0) * _size_of(output)), dtype=torch.uint8)
     del workspace
     return output, hidden, cell, saved
 
 
 def _lstm_backward(x: Tensor, w1: Tensor, w2: Tensor, *args: Any) -> Any:
-    of_output, of_input, of_weights = _BACKWARD.get(x.dtype, (0.0, 0.0, 0.0))
+    of_output, of_input, of_weights = _LSTM_BACKWARD.get(x.dtype, (0.0, 0.0, 0.0))
     output: Tensor = args[4]
-    size = of_output * _bytes(output) + of_input * _bytes(x) + of_weights * (_bytes(w1) + _bytes(w2))
+    size = of_output * _size_of(output) + of_input * _size_of(x) + of_weights * (_size_of(w1) + _size_of(w2))
     workspace = x.new_empty(int(size), dtype=torch.uint8)
     found = torch.ops.aten.mkldnn_rnn_layer_backward(x, w1, w2, *args)
     del workspace

@@ -59,7 +59,7 @@ def _phase_end(time: int, tracker: Tracker) -> int:
 
 def highest(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, tuple[int, int]]:
     """The highest level of device memory (or host memory) in every phase since a time: (bytes, time)."""
-    changes = _changes(tracker, on_host)
+    changes = _byte_changes(tracker, on_host)
     best: dict[str, tuple[int, int]] = {}
     starts = [start for start, _ in tracker.phases]
     workspaces = {} if on_host else dict(tracker.workspaces)
@@ -78,7 +78,7 @@ def highest(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str
 def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, Peak]:
     """The peak of device memory (or host memory) in every phase since a time."""
     workspaces = {} if on_host else dict(tracker.workspaces)
-    names = _names(tracker, on_host)
+    names = _module_names(tracker, on_host)
     return {
         phase: Peak(
             ledger_at(tracker, time, on_host).plus(communication=workspaces.get(time, 0)),
@@ -90,7 +90,7 @@ def peaks(tracker: Tracker, since: int = 0, on_host: bool = False) -> dict[str, 
 
 
 def peaks_of_passes(tracker: Tracker, entries: Sequence[tuple[int, str]], count: int) -> tuple[Peak, ...]:
-    """The peaks of the first, second and last of ``count`` passes of each kind and stage; () for other orders.
+    """The peaks of the first, second and last of ``count`` passes of each kind and pipeline stage; () for other orders.
 
     Each of these peaks is linear in the number of micro-batches. The peak of a phase is not linear: with more
     micro-batches it may move to another pass.
@@ -104,7 +104,7 @@ def peaks_of_passes(tracker: Tracker, entries: Sequence[tuple[int, str]], count:
         return ()
     starts = [time for time, _ in entries]
     after = min((start for start, _ in tracker.phases if start > starts[-1]), default=tracker.now + 1)
-    levels, names, workspaces = _levels(tracker), _names(tracker), dict(tracker.workspaces)
+    levels, names, workspaces = _device_levels(tracker), _module_names(tracker), dict(tracker.workspaces)
     found = []
     for number in chosen:
         time = max(range(starts[number], [*starts, after][number + 1]), key=lambda each: levels[each])
@@ -114,7 +114,7 @@ def peaks_of_passes(tracker: Tracker, entries: Sequence[tuple[int, str]], count:
 
 
 def _chosen_passes(phases: Sequence[str], count: int) -> list[int]:
-    """The first, second and last pass of each kind and stage, by number in order.
+    """The first, second and last pass of each kind and pipeline stage, by number in order.
 
     Either every stage makes ``count`` forward passes in a row, and then every stage its backward passes; or the last
     stage's own passes take turns, one forward and one backward.
@@ -136,15 +136,15 @@ def _chosen_passes(phases: Sequence[str], count: int) -> list[int]:
     return [first + stride * number for first, stride in firsts for number in (0, 1, count - 1)]
 
 
-def _levels(tracker: Tracker) -> list[int]:
+def _device_levels(tracker: Tracker) -> list[int]:
     """Bytes of device memory at every time."""
-    changes = _changes(tracker)
+    changes = _byte_changes(tracker)
     workspaces = dict(tracker.workspaces)
     totals = itertools.accumulate(changes.get(time, 0) for time in range(tracker.now + 1))
     return [total + workspaces.get(time, 0) for time, total in enumerate(totals)]
 
 
-def _names(tracker: Tracker, on_host: bool = False) -> dict[int, str]:
+def _module_names(tracker: Tracker, on_host: bool = False) -> dict[int, str]:
     """The module of every allocation in device memory, or in host memory, by when it began."""
     return {a.born: (a.where or f"the loss ({a.operation})") for a in _allocations(tracker, on_host)}
 
@@ -163,7 +163,7 @@ def _allocations(tracker: Tracker, on_host: bool) -> list[Allocation]:
     return [a for a in tracker.allocations if a.on_host == on_host]
 
 
-def _changes(tracker: Tracker, on_host: bool = False) -> dict[int, int]:
+def _byte_changes(tracker: Tracker, on_host: bool = False) -> dict[int, int]:
     changes: dict[int, int] = {}
     for a in _allocations(tracker, on_host):
         changes[a.born] = changes.get(a.born, 0) + a.size
@@ -184,7 +184,7 @@ def ledger_at(tracker: Tracker, time: int, on_host: bool = False) -> Ledger:
 
 def timeline(tracker: Tracker, since: int, points: int = 200) -> list[Sample]:
     """The device's ledger over time: at most ``points`` samples, each the peak of its interval."""
-    changes = _changes(tracker)
+    changes = _byte_changes(tracker)
     span = max(1, -(-(tracker.now - since + 1) // points))
     rows = {a: category(a, tracker) for a in _allocations(tracker, on_host=False)}
     by_time: dict[int, list[tuple[str, int]]] = {}

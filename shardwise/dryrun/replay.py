@@ -22,7 +22,7 @@ from shardwise.dryrun.allocator import CachingAllocator, MemoryBlock, OutOfMemor
 from shardwise.dryrun.tracker import Allocation
 from shardwise.hardware.allocator_options import AllocatorOptions
 
-STEPS = 4
+REPLAYED_STEPS = 4
 """Most steps that are replayed. Llama-3-8B on 8 devices reserves no more after the second."""
 
 
@@ -97,13 +97,17 @@ class _Player:
             self._run(self._build)
             for size in self._workspaces:
                 allocator.allocate(size)
-            for steps in range(1, STEPS + 1):
+            for steps in range(1, REPLAYED_STEPS + 1):
                 before, retries = allocator.peak_reserved, allocator.retries
                 if steps > 1:
                     self._between()
                 self._run(self._step)
                 retries = allocator.retries - retries
-                if steps > 1 and allocator.peak_reserved == before and (retries == 0 or steps == STEPS):
+                if (
+                    steps > 1
+                    and allocator.peak_reserved == before
+                    and (retries == 0 or steps == REPLAYED_STEPS)
+                ):
                     break
         except OutOfMemoryError as problem:
             at = self._now

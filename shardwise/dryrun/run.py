@@ -28,7 +28,7 @@ from shardwise.dryrun.replay import Replay, Trace
 from shardwise.dryrun.sites import sites_at_peak
 from shardwise.dryrun.snapshot import memory_snapshot
 from shardwise.dryrun.tally import Tally
-from shardwise.dryrun.target import TARGETS, Target
+from shardwise.dryrun.target import TARGET_KERNELS, TargetKernels
 from shardwise.dryrun.tracker import Tracker, axis_names
 from shardwise.dryrun.world import fake_world
 from shardwise.engine.build import assemble, materialise
@@ -109,7 +109,7 @@ class DryRun:
         return max(self.peaks.values(), key=lambda peak: peak.bytes)
 
 
-LISTED = 1024
+MOST_LISTED = 1024
 """Micro-batches whose tensors are allocated one by one."""
 
 
@@ -136,12 +136,12 @@ def dry_run(
     """
     world_size = cluster.world_size
     count = micro_batches(strategy, layout_of(strategy, world_size), recipe.batch_size)
-    target = TARGETS[cluster.device.kind]
+    target = TARGET_KERNELS[cluster.device.kind]
     with fake_world(rank, world_size), separate_host_memory(not target.is_host):
         site = assemble(recipe, blueprint, strategy, world_size, "cpu", depth)
         if (place := site.options.place) is not None:
             site.options.place = place = place.reduced(reduced)
-        elements, even = weights_in(site.view.model), _even(site)
+        elements, even = weights_in(site.view.model), _is_even(site)
         modules, fake = RunningModule(site.view.model), StaticFakeMode(allow_non_fake_inputs=True)
         tracker = _tracker(site, target, modules, fake)
         kernels = target.kernels(cluster.devices_per_node)
@@ -183,7 +183,7 @@ def place_of(
         return assemble(recipe, blueprint, strategy, cluster.world_size, "cpu", 1).options.place
 
 
-def _tracker(site: Site, target: Target, modules: RunningModule, fake: StaticFakeMode) -> Tracker:
+def _tracker(site: Site, target: TargetKernels, modules: RunningModule, fake: StaticFakeMode) -> Tracker:
     """One that knows the mesh axis of every group."""
     mesh = site.context.mesh
     axes = [(name, mesh.get_group(name)) for name in mesh.mesh_dim_names or ()]
@@ -195,8 +195,8 @@ def _tracker(site: Site, target: Target, modules: RunningModule, fake: StaticFak
     return tracker
 
 
-def _even(site: Site) -> bool:
-    """Whether every rank of this one's stage holds equally much of every parameter."""
+def _is_even(site: Site) -> bool:
+    """Whether every rank of this one's pipeline stage holds equally much of every parameter."""
     return all(p.numel() == local(p).numel() * shards_of(p) for p in site.view.model.parameters())
 
 
@@ -258,11 +258,11 @@ def _fake_batches(
     """All of a step's samples lie on the device from its start, also those that are not run here.
 
     Args:
-        counts: micro-batches that are run, and all. Of these, more than LISTED are one tensor of each kind.
+        counts: micro-batches that are run, and all. Of these, more than MOST_LISTED are one tensor of each kind.
     """
     shapes = batch_shapes(run.blueprint, recipe.data)
     few, count = counts
-    listed = min(count, max(few, LISTED))
+    listed = min(count, max(few, MOST_LISTED))
     sizes = [strategy[MICRO_BATCH_SIZE]] * listed
     if rest := count - listed:
         sizes.append(strategy[MICRO_BATCH_SIZE] * rest)

@@ -11,12 +11,12 @@ from shardwise.core.plan import AllocationSite
 from shardwise.dryrun.reading import category, highest
 from shardwise.dryrun.tracker import Allocation, Tracker
 
-LISTED = 40
+MOST_SITES = 40
 """Most sites; the smallest of more are one row without a module."""
 
 WORKSPACE = "workspace of a collective"
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def sites_at_peak(tracker: Tracker, since: int) -> tuple[AllocationSite, ...]:
@@ -31,8 +31,8 @@ def sites_at_peak(tracker: Tracker, since: int) -> tuple[AllocationSite, ...]:
             count, size = found.get(key, (0, 0))
             found[key] = count + 1, size + each.size
     listed = sorted(found.items(), key=lambda pair: (-pair[1][1], pair[0]))
-    sites = [AllocationSite(*key, tensors=count, bytes=size) for key, (count, size) in listed[:LISTED]]
-    rest = [pair for _, pair in listed[LISTED:]]
+    sites = [AllocationSite(*key, tensors=count, bytes=size) for key, (count, size) in listed[:MOST_SITES]]
+    rest = [pair for _, pair in listed[MOST_SITES:]]
     if rest:
         others = AllocationSite(
             "", "", "", "", sum(count for count, _ in rest), sum(size for _, size in rest)
@@ -43,5 +43,5 @@ def sites_at_peak(tracker: Tracker, since: int) -> tuple[AllocationSite, ...]:
 
 def site_of(allocation: Allocation, tracker: Tracker) -> tuple[str, str, str, str]:
     """The row of the ledger, the phase, the module without numbers, and the operation."""
-    module = _NUMBER.sub("*", allocation.where)
+    module = _INDEX.sub("*", allocation.where)
     return category(allocation, tracker), allocation.phase, module, allocation.operation

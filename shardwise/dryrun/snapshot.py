@@ -15,13 +15,20 @@ from shardwise.dryrun.reading import category
 from shardwise.dryrun.tracker import Allocation, Tracker
 from shardwise.hardware.allocator_options import AllocatorOptions
 
-Values = dict[str, Any]
+SnapshotValues = dict[str, Any]
 
-FIRST: Values = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": [], "category": "unknown"}
+FIRST: SnapshotValues = {
+    "action": "snapshot",
+    "addr": 0,
+    "size": 0,
+    "stream": 0,
+    "frames": [],
+    "category": "unknown",
+}
 """The first event: the viewer fails where there are categories, and none is unknown."""
 
 
-def memory_snapshot(tracker: Tracker, options: AllocatorOptions) -> Values:
+def memory_snapshot(tracker: Tracker, options: AllocatorOptions) -> SnapshotValues:
     """The build and one step: every allocation and free of device memory, and the segments at the end."""
     held = [a for a in tracker.allocations if not a.on_host]
     events = sorted(
@@ -29,7 +36,7 @@ def memory_snapshot(tracker: Tracker, options: AllocatorOptions) -> Values:
         + [(a.died, i) for i, a in enumerate(held) if a.died is not None]
     )
     allocator, living = CachingAllocator(options), dict[int, tuple[MemoryBlock, Allocation]]()
-    trace: list[Values] = [FIRST]
+    trace: list[SnapshotValues] = [FIRST]
     for _, index in events:
         allocation = held[index]
         if index in living:
@@ -52,17 +59,20 @@ def memory_snapshot(tracker: Tracker, options: AllocatorOptions) -> Values:
     }
 
 
-def _freed(block: MemoryBlock, allocation: Allocation, tracker: Tracker) -> list[Values]:
+def _freed(block: MemoryBlock, allocation: Allocation, tracker: Tracker) -> list[SnapshotValues]:
     actions = ("free_requested", "free_completed")
     return [_entry(action, block.address, allocation.size, allocation, tracker) for action in actions]
 
 
-def _entry(action: str, address: int, size: int, allocation: Allocation, tracker: Tracker) -> Values:
+def _entry(action: str, address: int, size: int, allocation: Allocation, tracker: Tracker) -> SnapshotValues:
     entry = {"action": action, "addr": address, "size": size, "stream": allocation.stream}
-    return entry | {"frames": _frames(allocation, tracker), "category": category(allocation, tracker)}
+    return entry | {
+        "frames": _allocation_frames(allocation, tracker),
+        "category": category(allocation, tracker),
+    }
 
 
-def _frames(allocation: Allocation, tracker: Tracker) -> list[Values]:
+def _allocation_frames(allocation: Allocation, tracker: Tracker) -> list[SnapshotValues]:
     inner = {"name": allocation.operation, "filename": allocation.where or "outside of modules", "line": 0}
     outer = {"name": category(allocation, tracker), "filename": f"{allocation.phase} phase", "line": 0}
     return [inner, outer]
@@ -73,7 +83,7 @@ def _segments(
     allocator: CachingAllocator,
     options: AllocatorOptions,
     tracker: Tracker,
-) -> Iterator[Values]:
+) -> Iterator[SnapshotValues]:
     """All segments with their blocks, allocated and free."""
     owners = {block.address: allocation for block, allocation in living}
     for stream, small, first in allocator.segments([block for block, _ in living]):
@@ -81,7 +91,7 @@ def _segments(
         while (after := chain[-1].next) is not None:
             chain.append(after)
         owned = [(each, None if each.free else owners.get(each.address)) for each in chain if each.mapped]
-        blocks = [_block(each, owner, tracker) for each, owner in owned]
+        blocks = [_block_entry(each, owner, tracker) for each, owner in owned]
         used = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
         yield {
             "address": first.address,
@@ -97,12 +107,12 @@ def _segments(
         }
 
 
-def _block(block: MemoryBlock, owner: Allocation | None, tracker: Tracker) -> Values:
-    found: Values = {"address": block.address, "size": block.size, "requested_size": 0, "frames": []}
+def _block_entry(block: MemoryBlock, owner: Allocation | None, tracker: Tracker) -> SnapshotValues:
+    found: SnapshotValues = {"address": block.address, "size": block.size, "requested_size": 0, "frames": []}
     if owner is None:
         return found | {"state": "inactive"}
     return found | {
         "state": "active_allocated",
         "requested_size": owner.size,
-        "frames": _frames(owner, tracker),
+        "frames": _allocation_frames(owner, tracker),
     }

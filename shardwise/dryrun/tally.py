@@ -44,9 +44,9 @@ class Tally:
 
     def add(self, other: Tally, times: int = 1) -> None:
         """Add the counts of ``other``, multiplied by ``times``."""
-        _add(self.kernels, other.kernels, times)
-        _add(self.collectives, other.collectives, times)
-        _add(self.transfers, other.transfers, times)
+        _add_counts(self.kernels, other.kernels, times)
+        _add_counts(self.collectives, other.collectives, times)
+        _add_counts(self.transfers, other.transfers, times)
 
     def cost(self, micro_batches: int = 1, passes: Mapping[Collective, int] | None = None) -> StepCost:
         """The cost of a step of ``micro_batches``; ``passes``: in how many of them a collective is called."""
@@ -59,6 +59,6 @@ class Tally:
         )
 
 
-def _add(counter: Counter[T], other: Counter[T], times: int) -> None:
+def _add_counts(counter: Counter[T], other: Counter[T], times: int) -> None:
     for key, calls in other.items():
         counter[key] += times * calls

@@ -28,8 +28,8 @@ from shardwise.dryrun.tracker import asked_device
 from shardwise.hardware.this_machine import threads_of
 from shardwise.runtime.compiled import is_traced
 from shardwise.runtime.float8 import EMULATED
-from shardwise.runtime.parallel.attention_kernels import WIDEST, kernels_as
-from shardwise.runtime.parallel.ring import PARTS
+from shardwise.runtime.parallel.attention_kernels import WIDEST_HEAD, kernels_as
+from shardwise.runtime.parallel.ring import DECOMPOSITIONS
 from shardwise.runtime.torch_private import (
     DispatchMode,
     efficient_attention,
@@ -43,7 +43,7 @@ from shardwise.runtime.torch_private_onednn import onednn_compiles
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetKernels:
     """Differences between a kind of device and the fake CPU.
 
     Attributes:
@@ -62,7 +62,7 @@ class Target:
     caches: bool = False
 
 
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+_MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _ONEDNN_KERNEL, _AMX_KERNEL = 560 * 1024, 656 * 1024
 """Bytes of one compiled oneDNN matrix product, torch 2.13: the growth of the resident set at the first call of a shape.
 
@@ -72,13 +72,13 @@ shapes: 0.64 to 0.66 MiB for bf16 (AMX tiles), 0.45 to 0.54 MiB for fp16 (avx512
 _LEAST_PRODUCT = 16**3
 """Multiplications up to which PyTorch calls no oneDNN (mkldnn_gemm_min_size in its Matmul.cpp)."""
 
-_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+_CPU_ATTENTION_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 _ATTENTION_KERNEL = 384 * 1024
 """Bytes of one compiled product of attention's backward pass: 2 to 3 MiB for the seven of a ring, Sapphire Rapids."""
 
 
 @cache
-def _compiled() -> Mapping[torch.dtype, int]:
+def _compiled_product_bytes() -> Mapping[torch.dtype, int]:
     """Bytes of a compiled product by dtype, for the dtypes that oneDNN compiles per shape on this processor.
 
     fp32 products call MKL. Dtypes without instructions on this processor use ATen, or one oneDNN kernel for all shapes.
@@ -90,14 +90,18 @@ def _onednn_kernels(operation: str, args: Any, result: Any) -> int:
     """oneDNN compiles a convolution, an LSTM and a 16-bit matrix product for each shape and never frees it."""
     if operation in KERNELS:
         dtype = next(each.dtype for each in tree_iter(result) if isinstance(each, Tensor))
-        return KERNELS[operation] if dtype == torch.float32 or dtype in _compiled() else 0
-    if operation == _ATTENTION:
-        return _attention_products(*result[:2]) * _ATTENTION_KERNEL if result[0].dtype in _compiled() else 0
-    if not operation.startswith(_PRODUCTS):
+        return KERNELS[operation] if dtype == torch.float32 or dtype in _compiled_product_bytes() else 0
+    if operation == _CPU_ATTENTION_BACKWARD:
+        return (
+            _attention_products(*result[:2]) * _ATTENTION_KERNEL
+            if result[0].dtype in _compiled_product_bytes()
+            else 0
+        )
+    if not operation.startswith(_MATRIX_PRODUCTS):
         return 0
     left: Tensor = args["add" in operation]  # addmm(bias, left, right)
     small = result.numel() * left.shape[-1] <= _LEAST_PRODUCT
-    return 0 if small else _compiled().get(result.dtype, 0)
+    return 0 if small else _compiled_product_bytes().get(result.dtype, 0)
 
 
 def _attention_products(to_queries: Tensor, to_keys: Tensor) -> int:
@@ -151,11 +155,11 @@ def _rms_norm_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: list[Tenso
     return [torch.empty_like(each) for each in (x, *weight)]
 
 
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
-_LIBRARY.define("rms_norm(Tensor x, Tensor? weight) -> (Tensor, Tensor)")
-_LIBRARY.define("rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor[] weight) -> Tensor[]")
-torch.library.register_fake("shardwise::rms_norm", _rms_norm, lib=_LIBRARY)
-torch.library.register_fake("shardwise::rms_norm_backward", _rms_norm_backward, lib=_LIBRARY)
+_TARGET_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
+_TARGET_LIBRARY.define("rms_norm(Tensor x, Tensor? weight) -> (Tensor, Tensor)")
+_TARGET_LIBRARY.define("rms_norm_backward(Tensor grad, Tensor x, Tensor rstd, Tensor[] weight) -> Tensor[]")
+torch.library.register_fake("shardwise::rms_norm", _rms_norm, lib=_TARGET_LIBRARY)
+torch.library.register_fake("shardwise::rms_norm_backward", _rms_norm_backward, lib=_TARGET_LIBRARY)
 
 
 @contextmanager
@@ -172,7 +176,7 @@ def cuda_kernels(processes: int, device_type: str = "cuda") -> Iterator[None]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Overriding a previously registered kernel.*")
-        parts = _Parts({**PARTS, **_SOLVERS, **CTC})
+        parts = _Parts({**DECOMPOSITIONS, **_SOLVERS, **CTC})
         with scoped_kernels(kernels, "AutogradCPU"), kernels_as(device_type), foreach_by_default(), parts:
             yield
 
@@ -215,7 +219,7 @@ def _cuda_attention(
     Flash attention takes one head width for queries, keys and values, of at most 256. Latent attention has two.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and attn_mask is None and query.shape[-1] == value.shape[-1] <= WIDEST:
+    if half and attn_mask is None and query.shape[-1] == value.shape[-1] <= WIDEST_HEAD:
         return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa and (groups := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -261,11 +265,13 @@ class _Parts(DispatchMode):
 
 def _cpu_kernels(processes: int) -> _Parts:
     """Decompose fused operators (ring attention, emulated fp8) so that the tracker sees their parts, and workspaces."""
-    return _Parts({**PARTS, **EMULATED, **_SOLVERS, **CTC, **with_workspaces(threads_of(processes))})
+    return _Parts({**DECOMPOSITIONS, **EMULATED, **_SOLVERS, **CTC, **with_workspaces(threads_of(processes))})
 
 
-TARGETS: dict[str, Target] = {
-    "cpu": Target(_cpu_kernels, _gloo_workspace, _onednn_kernels, is_host=True),
-    "cuda": Target(cuda_kernels, _no_workspace, _nothing_kept, caches=True),
-    "rocm": Target(partial(cuda_kernels, device_type="rocm"), _no_workspace, _nothing_kept, caches=True),
+TARGET_KERNELS: dict[str, TargetKernels] = {
+    "cpu": TargetKernels(_cpu_kernels, _gloo_workspace, _onednn_kernels, is_host=True),
+    "cuda": TargetKernels(cuda_kernels, _no_workspace, _nothing_kept, caches=True),
+    "rocm": TargetKernels(
+        partial(cuda_kernels, device_type="rocm"), _no_workspace, _nothing_kept, caches=True
+    ),
 }

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.core.cost import Collective, Counted, Kernel, Transfer
+from shardwise.core.cost import Collective, CountedCall, Kernel, Transfer
 from shardwise.dryrun.counting import TEMPLATED, collective_of, group_of, kernels_of, noted_kernels_of
 from shardwise.dryrun.modules import refused
 from shardwise.dryrun.tally import Tally
 from shardwise.engine.phase import current_micro_batch, current_phase
-from shardwise.runtime.flops import bytes_of
+from shardwise.runtime.flops import tensor_bytes
 from shardwise.runtime.offload.host import allocated_host_bytes, has_separate_host_memory, in_host_memory
 from shardwise.runtime.operands import tensors_in
 from shardwise.runtime.torch_private import (
@@ -130,7 +130,7 @@ class Tracker(DispatchMode):
         self.workspaces: list[tuple[int, int]] = []  # of collectives: (time, bytes), freed at once
         self.phases: list[tuple[int, str]] = []  # (time, phase) at every change
         self.tallies: dict[int | None, Tally] = {}  # by micro-batch; None: the rest of the step
-        self.calls: list[tuple[int | None, Counted]] = []  # what the tallies count, in order
+        self.calls: list[tuple[int | None, CountedCall]] = []  # what the tallies count, in order
         self.now = 0
         self.counting_costs = False
         self.disk_bytes = 0
@@ -278,7 +278,7 @@ class Tracker(DispatchMode):
             self.disk_bytes += args[-1]
         elif self.counting_costs:
             way = name.removeprefix("shardwise::")
-            self._spend(transfers=[Transfer(current_phase(), way, 0, bytes_of(args[:1]))])
+            self._spend(transfers=[Transfer(current_phase(), way, 0, tensor_bytes(args[:1]))])
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count device kernels, host kernels, or copies between host and device memory."""
@@ -300,7 +300,7 @@ class Tracker(DispatchMode):
             assert "copy" in name, f"{name} mixes host and device memory; a device would refuse it"
             way = "to_host" if self._on_host(tensors[0]) else "to_device"
             pairs = zip(*args[:2], strict=True) if name.startswith("aten::_foreach") else [args[:2]]
-            sizes = [bytes_of(pair[:1]) for pair in pairs]
+            sizes = [tensor_bytes(pair[:1]) for pair in pairs]
             self._spend(transfers=[Transfer(current_phase(), way, 0, size) for size in sizes])
             if any(self._keeps_activations(t) for t in tensors):
                 self.tag((t for t in tensors if not self._on_host(t)), "activations")
@@ -318,7 +318,7 @@ class Tracker(DispatchMode):
         transfers: Sequence[Transfer] = (),
     ) -> None:
         """Count calls in the tally of the running micro-batch."""
-        calls: list[Counted] = [*kernels, *collectives, *transfers]
+        calls: list[CountedCall] = [*kernels, *collectives, *transfers]
         if calls:
             self.tally.add_calls(kernels, collectives, transfers)
             self.calls += zip(itertools.repeat(current_micro_batch()), calls)
@@ -343,7 +343,7 @@ class Tracker(DispatchMode):
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors = [t for t in tensors_in(args, kwargs, out) if isinstance(t, FakeTensor)]
-        # In the forward pass a stage sends activations, which it also saves; gradients exist only to be sent.
+        # In the forward pass a pipeline stage sends activations, which it also saves; gradients exist only to be sent.
         # Functional collectives are part of the computation: autograd may save their inputs and outputs.
         if current_phase() != "forward" or not func.name().startswith(("c10d::send", "c10d::recv_")):
             self.tag(tensors, "communication" if func.namespace == "c10d" else EXCHANGED)

@@ -6,7 +6,7 @@ world size:
 
 - FSDP2 splits every parameter into one tensor per rank and keeps one of them. At 16,384 ranks that takes a minute per
   hundred layers. The patch creates only the chunks that are read.
-- Meshes and stages create the process groups of all ranks. The patches create only the groups of this rank.
+- Meshes and pipeline stages create the process groups of all ranks. The patches create only the groups of this rank.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.checkpoint.chosen import chosen_checkpoint, recipe_in
-from shardwise.checkpoint.run_folder import RECIPE, require_base
+from shardwise.checkpoint.run_folder import RECIPE, require_base_in_place
 from shardwise.checkpoint.saved_weights import SavedWeights
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import DataError, RecipeError
@@ -41,7 +41,7 @@ from shardwise.trainer.meter import frees_returned
 if TYPE_CHECKING:
     from shardwise.model.hf import HuggingFaceModel  # loads transformers' conversions
 
-DTYPES: Mapping[str, torch.dtype] = {
+EXPORT_DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -115,7 +115,7 @@ def open_run(
         )
     blueprint = blueprint_of(recipe)
     layout, weights = blueprint.hf_folder(), SavedWeights(checkpoint)
-    wanted = DTYPES[dtype or precision_of(weights.strategy)]
+    wanted = EXPORT_DTYPES[dtype or precision_of(weights.strategy)]
     config, tokenizer = dict(layout.config), open_tokenizer(recipe.data.tokenizer)
     extra_files: dict[str, ExtraFile] = {path.name: path for path in layout.copied}
     if "eos_token_id" not in config:
@@ -142,7 +142,9 @@ def contents_of(model: HuggingFaceModel, dtype: str | None = None) -> Contents:
     layout, weights = model.hf_folder(), model.weights()
     names = sorted({name for group in layout.groups for name in group.sources})
     held = {name: DTYPES_BY_NAME[weights.kind(name)] for name in names}
-    dtypes = {n: DTYPES[dtype] if dtype and kind.is_floating_point else kind for n, kind in held.items()}
+    dtypes = {
+        n: EXPORT_DTYPES[dtype] if dtype and kind.is_floating_point else kind for n, kind in held.items()
+    }
     floats = {kind for kind in dtypes.values() if kind.is_floating_point}
     config = config_in(layout.config, floats.pop()) if len(floats) == 1 else layout.config
     extra_files: dict[str, ExtraFile] = {path.name: path for path in layout.copied}
@@ -183,7 +185,7 @@ def export_run(
     require_new(target)
     recipe = recipe_in(folder)
     if recipe.model.factory is not None and not base:
-        own = DTYPES[dtype] if dtype else None
+        own = EXPORT_DTYPES[dtype] if dtype else None
         return write_weights(recipe, chosen_checkpoint(folder, which), target, own), None
     run = open_run(folder, dtype, base, which)
     written = write_model(target, run.contents)
@@ -221,7 +223,7 @@ def checkpoint_of(folder: Path, which: Which = "latest") -> tuple[Recipe, Path]:
             why=f"that would run the code of {recipe.model.factory}",
             fix="load its weights with your own code: shardwise.load_into(module, DIR), or shardwise export DIR OUT",
         )
-    require_base(folder, recipe)
+    require_base_in_place(folder, recipe)
     checkpoint = chosen_checkpoint(folder, which)
     if recipe.adapter is not None:
         recipe = recipe.model_copy(update={"adapter": recipe.adapter.model_copy(update={"start_from": None})})

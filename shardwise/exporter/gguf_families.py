@@ -23,7 +23,7 @@ from shardwise.model.files.hf_folder import Shape
 
 
 @dataclass(frozen=True)
-class Family:
+class GgufFamily:
     """An architecture of llama.cpp.
 
     Attributes:
@@ -47,26 +47,31 @@ class Family:
     own_output: bool = True
 
 
-_ATTENTION, _FEED_FORWARD = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
+_ATTENTION_LAYERS, _FEED_FORWARD_LAYERS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj", "down_proj"),
+)
 _CONV1D = ("c_attn", "c_proj", "c_fc")
 _TANH = ("gelu_pytorch_tanh", "gelu_new")
-_PLAIN = ("default", "linear")
-_LLAMA = Family(
+_PLAIN_ROPE = ("default", "linear")
+_LLAMA = GgufFamily(
     "llama",
-    biases=(*_ATTENTION, "o_proj", *_FEED_FORWARD),
-    scalings=(*_PLAIN, "yarn", "llama3"),
+    biases=(*_ATTENTION_LAYERS, "o_proj", *_FEED_FORWARD_LAYERS),
+    scalings=(*_PLAIN_ROPE, "yarn", "llama3"),
     permuted=True,
 )
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, GgufFamily] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
-    "qwen2": Family("qwen2", biases=_ATTENTION),
-    "qwen3": Family("qwen3"),
-    "gemma": Family("gemma", _TANH, plus_one=True, own_output=False),
-    "gemma2": Family("gemma2", _TANH, scalings=_PLAIN, plus_one=True, period=2, largest=46, own_output=False),
-    "gemma3_text": Family("gemma3", _TANH, scalings=_PLAIN, plus_one=True, period=6, largest=62),
-    "phi3": Family("phi3", scalings=("default", "longrope")),
-    "gpt2": Family("gpt2", _TANH, (*_CONV1D, "ln_1", "ln_2", "ln_f"), ("default",)),
+    "qwen2": GgufFamily("qwen2", biases=_ATTENTION_LAYERS),
+    "qwen3": GgufFamily("qwen3"),
+    "gemma": GgufFamily("gemma", _TANH, plus_one=True, own_output=False),
+    "gemma2": GgufFamily(
+        "gemma2", _TANH, scalings=_PLAIN_ROPE, plus_one=True, period=2, largest=46, own_output=False
+    ),
+    "gemma3_text": GgufFamily("gemma3", _TANH, scalings=_PLAIN_ROPE, plus_one=True, period=6, largest=62),
+    "phi3": GgufFamily("phi3", scalings=("default", "longrope")),
+    "gpt2": GgufFamily("gpt2", _TANH, (*_CONV1D, "ln_1", "ln_2", "ln_f"), ("default",)),
 }
 """By ``model_type`` of a config."""
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
@@ -90,7 +95,7 @@ class Architecture:
     """
 
     def __init__(self, config: Config) -> None:
-        self._config = _whole(config)
+        self._config = _with_defaults(config)
         self.family = FAMILIES.get(str(config.get("model_type")))
         self._rope = Rope(self._config)
 
@@ -215,7 +220,7 @@ class Architecture:
         return int(self._config["vocab_size"])
 
     @property
-    def _known(self) -> Family:
+    def _known(self) -> GgufFamily:
         assert self.family is not None
         return self.family
 
@@ -244,7 +249,7 @@ class Architecture:
         return self._known.name == "gpt2" and stored.removesuffix(".weight").endswith(_CONV1D)
 
 
-def _whole(config: Config) -> Config:
+def _with_defaults(config: Config) -> Config:
     """A config with the defaults of its class, under the keys of transformers 5; as it is without transformers."""
     try:
         from transformers import AutoConfig

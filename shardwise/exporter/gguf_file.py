@@ -73,7 +73,7 @@ def write_gguf(target: Path, contents: Contents, kind: str) -> WrittenFile:
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         tokenizer, others = add_tokenizer(writer, contents, model.vocab)
         hashes = _write_tensors(writer, gguf, contents, model, kind)
-        _require_same(gguf, staged, hashes)
+        _require_readable(gguf, staged, hashes)
         with staged.open("rb") as file:
             os.fsync(file.fileno())
         size = staged.stat().st_size
@@ -117,10 +117,10 @@ def _write_tensors(
     writer: Any, gguf: Any, contents: Contents, model: Architecture, kind: str
 ) -> dict[str, str]:
     """Write all tensors; return the hash of each."""
-    names = _names(gguf, contents, model)
+    names = _gguf_names(gguf, contents, model)
     factors = model.factors()
     types: dict[str, Any] = {}
-    for name, shape in _shapes(contents, model, names, factors):
+    for name, shape in _file_shapes(contents, model, names, factors):
         to = types[name] = gguf.GGMLQuantizationType[_type_of(name, shape, kind)]
         whole = {"F32": np.float32, "F16": np.float16}.get(to.name)
         size = shape if whole else gguf.quant_shape_to_byte_shape(shape, to)
@@ -147,7 +147,7 @@ def _write_tensors(
     return hashes
 
 
-def _names(gguf: Any, contents: Contents, model: Architecture) -> dict[str, str]:
+def _gguf_names(gguf: Any, contents: Contents, model: Architecture) -> dict[str, str]:
     """GGUF's names of the tensors that are written, by their names in a folder."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     named = gguf.get_tensor_name_map(kinds[model.name], model.blocks)
@@ -160,7 +160,7 @@ def _names(gguf: Any, contents: Contents, model: Architecture) -> dict[str, str]
     return names
 
 
-def _shapes(
+def _file_shapes(
     contents: Contents, model: Architecture, names: Mapping[str, str], factors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Shape]]:
     """Name and shape of every tensor in the file, in order."""
@@ -182,7 +182,7 @@ def _type_of(name: str, shape: Shape, kind: str) -> str:
     return "Q8_0" if name in ("token_embd.weight", "output.weight") else TYPES[kind]
 
 
-def _require_same(gguf: Any, path: Path, hashes: Mapping[str, str]) -> None:
+def _require_readable(gguf: Any, path: Path, hashes: Mapping[str, str]) -> None:
     tensors = gguf.GGUFReader(path).tensors
     if {tensor.name: xxhash.xxh3_128_hexdigest(tensor.data.tobytes()) for tensor in tensors} != hashes:
         raise CheckpointError(

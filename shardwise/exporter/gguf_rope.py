@@ -12,8 +12,8 @@ from torch import Tensor
 Config = Mapping[str, Any]
 
 _YARN = {"type", "rope_type", "rope_theta", "factor", "beta_fast", "beta_slow", "partial_rotary_factor"}
-_LENGTH = "original_max_position_embeddings"
-_FULL, _WINDOW = "full_attention", "sliding_attention"
+_TRAINED_LENGTH = "original_max_position_embeddings"
+_FULL_ATTENTION, _SLIDING_WINDOW = "full_attention", "sliding_attention"
 
 
 class Rope:
@@ -28,8 +28,10 @@ class Rope:
         self._config = config
         heads = config.get("num_attention_heads") or 1
         self.head = int(config.get("head_dim") or config.get("hidden_size", 0) // heads)
-        self._whole = self._of(_FULL)
-        self._local = self._of(_WINDOW) if _WINDOW in (config.get("rope_parameters") or {}) else None
+        self._whole = self._of(_FULL_ATTENTION)
+        self._local = (
+            self._of(_SLIDING_WINDOW) if _SLIDING_WINDOW in (config.get("rope_parameters") or {}) else None
+        )
         self.part = float(self._whole.get("partial_rotary_factor") or 1.0)
 
     def _of(self, kind: str) -> Config:
@@ -47,7 +49,7 @@ class Rope:
         kind = str(self._whole["rope_type"])
         if kind not in scalings:
             return kind
-        if kind == "yarn" and (odd := sorted(self._whole.keys() - _YARN - {_LENGTH})):
+        if kind == "yarn" and (odd := sorted(self._whole.keys() - _YARN - {_TRAINED_LENGTH})):
             return f"yarn with {odd[0]}"
         if self._local is not None and self._local["rope_type"] != "default":
             return f"{self._local['rope_type']}, in blocks with a window"
@@ -102,7 +104,7 @@ class Rope:
     @property
     def _original(self) -> int:
         """The context before it was made longer."""
-        known = self._whole.get(_LENGTH) or self._config.get(_LENGTH)
+        known = self._whole.get(_TRAINED_LENGTH) or self._config.get(_TRAINED_LENGTH)
         return int(known or self._config["max_position_embeddings"])
 
     @property

@@ -39,10 +39,10 @@ _RULES: Mapping[str, str] = {
     "|".join([*(f"{words}{_ENDINGS}?" for words in _MIXED_CASE), r"\p{N}{1,3}", _SLASHES, _SPACES]): "gpt-4o",
 }
 """llama.cpp's names of the ways to split text, by the pattern of the pre-tokenizer."""
-_BLANK, _BYTE = "▁", re.compile(r"<0x[0-9A-F]{2}>")
-_NORMAL, _UNKNOWN, _CONTROL, _OWN, _UNUSED, _IS_BYTE = range(1, 7)
+_BLANK_MARK, _BYTE = "▁", re.compile(r"<0x[0-9A-F]{2}>")
+_NORMAL, _UNKNOWN, _CONTROL_TYPE, _OWN, _UNUSED, _IS_BYTE = range(1, 7)
 """llama.cpp's types of tokens."""
-_FIRST = (
+_BLANK_NOTE = (
     "llama.cpp puts a blank after every added token, and this tokenizer only before a text:"
     " the tokens of chats may differ there"
 )
@@ -69,7 +69,7 @@ def add_tokenizer(writer: Any, contents: Contents, vocab: int) -> tuple[str | No
     names |= {number: token["content"] for number, token in added.items()}
     writer.add_tokenizer_model("llama" if spaced else "gpt2")
     writer.add_tokenizer_pre("default" if spaced else rule)
-    writer.add_token_list([_text(names.get(n), types[n], n, spaced) for n in range(vocab)])
+    writer.add_token_list([_token_text(names.get(n), types[n], n, spaced) for n in range(vocab)])
     writer.add_token_types(types)
     merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in content["model"]["merges"]]
     if spaced:
@@ -78,12 +78,12 @@ def add_tokenizer(writer: Any, contents: Contents, vocab: int) -> tuple[str | No
             ranks.setdefault("".join(pair), rank)
         scores = [-float(ranks[name]) if (name := names.get(n)) in ranks else _NO_MERGE for n in range(vocab)]
         writer.add_token_scores(scores)
-        writer.add_add_space_prefix(any(_prepends(part) for part in _parts(_before(content))))
+        writer.add_add_space_prefix(any(_prepends(part) for part in _normalizers(_before(content))))
     else:
         writer.add_token_merges([" ".join(pair) for pair in merges])
     _add_special(writer, contents, source, {text: number for number, text in names.items() if number < vocab})
-    first = spaced and any(part.get("prepend_scheme") == "first" for part in _parts(_before(content)))
-    return rule, [_FIRST] if first else []
+    first = spaced and any(part.get("prepend_scheme") == "first" for part in _normalizers(_before(content)))
+    return rule, [_BLANK_NOTE] if first else []
 
 
 def kind_of_tokenizer(contents: Contents) -> str | None:
@@ -138,11 +138,11 @@ def _rule_of(tokenizer: Mapping[str, Any]) -> str | None:
     if model.get("type") != "BPE":
         return None
     if model.get("byte_fallback"):
-        known = {part["type"] for part in _parts(_before(tokenizer))} <= _SENTENCEPIECE
+        known = {part["type"] for part in _normalizers(_before(tokenizer))} <= _SENTENCEPIECE
         return "llama" if known else None
-    if any(part["type"] != "NFC" for part in _parts([tokenizer.get("normalizer")])):
+    if any(part["type"] != "NFC" for part in _normalizers([tokenizer.get("normalizer")])):
         return None
-    parts = list(_parts([tokenizer.get("pre_tokenizer")]))
+    parts = list(_normalizers([tokenizer.get("pre_tokenizer")]))
     kinds = [part["type"] for part in parts]
     if kinds[-1:] != ["ByteLevel"] or parts[-1].get("add_prefix_space"):
         return None
@@ -159,11 +159,11 @@ def _before(tokenizer: Mapping[str, Any]) -> list[Any]:
     return [tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")]
 
 
-def _parts(steps: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
+def _normalizers(steps: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
     """The normalizers and pre-tokenizers, those inside a sequence one by one."""
     for part in steps:
         if part and part["type"] == "Sequence":
-            yield from _parts(part.get("normalizers") or part.get("pretokenizers") or [])
+            yield from _normalizers(part.get("normalizers") or part.get("pretokenizers") or [])
         elif part:
             yield part
 
@@ -177,7 +177,7 @@ def _prepends(part: Mapping[str, Any]) -> bool:
 
 def _type(number: int, names: Mapping[int, str], added: Mapping[int, Any], model: Mapping[str, Any]) -> int:
     if number in added:
-        return _CONTROL if added[number].get("special") else _OWN
+        return _CONTROL_TYPE if added[number].get("special") else _OWN
     name = names.get(number)
     if name is None:
         return _UNUSED
@@ -186,8 +186,8 @@ def _type(number: int, names: Mapping[int, str], added: Mapping[int, Any], model
     return _IS_BYTE if model and _BYTE.fullmatch(name) else _NORMAL
 
 
-def _text(name: str | None, kind: int, number: int, spaced: bool) -> str:
+def _token_text(name: str | None, kind: int, number: int, spaced: bool) -> str:
     if name is None:
         return f"[PAD{number}]"
     # llama.cpp looks for added tokens in the text before it writes blanks as "▁".
-    return name.replace(_BLANK, " ") if spaced and kind == _OWN else name
+    return name.replace(_BLANK_MARK, " ") if spaced and kind == _OWN else name

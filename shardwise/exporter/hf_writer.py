@@ -2,7 +2,7 @@
 
 The header of a safetensors file lists every tensor and its position, so it is written first. Then one group of tensors
 after the other passes through memory (model/files/hf_folder.py). So writing a model of any size needs the memory of its
-largest tensor. Files have at most ``LARGEST`` bytes, with an index if there are several. transformers'
+largest tensor. Files have at most ``LARGEST_SHARD`` bytes, with an index if there are several. transformers'
 ``save_pretrained`` and safetensors' own writer hold a whole model, or a whole file, in memory.
 
 Every tensor is hashed as it is written, read back through the safetensors library and compared. So neither a full disk
@@ -33,10 +33,10 @@ from shardwise.core.units import format_bytes
 from shardwise.model.files.hf_folder import HFFolder, Shape, TensorGroup
 from shardwise.model.files.safetensors_reader import INDEX, SINGLE, WeightFiles
 
-LARGEST = 5 * 10**9
+LARGEST_SHARD = 5 * 10**9
 """Bytes of the tensors of one file; a larger tensor has a file of its own."""
 
-Read = Callable[[str], Tensor]
+ReadTensor = Callable[[str], Tensor]
 """A whole tensor of the model, by canonical name."""
 
 
@@ -55,7 +55,7 @@ class Contents:
 
     layout: HFFolder
     dtypes: Mapping[str, torch.dtype]
-    read: Read
+    read: ReadTensor
     extra_files: Mapping[str, ExtraFile]
 
 
@@ -79,8 +79,8 @@ def write_model(target: Path, contents: Contents) -> Written:
     """
     require_new(target)
     files = list(_files(contents))
-    size = sum(_bytes(shape, dtype) for file in files for shape, dtype in file.tensors.values())
-    with _staged(target, size) as staged:
+    size = sum(_size_as(shape, dtype) for file in files for shape, dtype in file.tensors.values())
+    with _staging_folder(target, size) as staged:
         hashes: dict[str, str] = {}
         index: dict[str, str] = {}
         for number, file in enumerate(files, 1):
@@ -89,13 +89,13 @@ def write_model(target: Path, contents: Contents) -> Written:
             index |= dict.fromkeys(file.tensors, name)
         if len(files) > 1:
             text = {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))}
-            _write(staged / INDEX, json.dumps(text, indent=2).encode() + b"\n")
+            _write_synced(staged / INDEX, json.dumps(text, indent=2).encode() + b"\n")
         if contents.layout.config:
             config = json.dumps(contents.layout.config, indent=2, sort_keys=True).encode() + b"\n"
-            _write(staged / "config.json", config)
+            _write_synced(staged / "config.json", config)
         for name, what in contents.extra_files.items():
-            _write(staged / name, what.read_bytes() if isinstance(what, Path) else what())
-        _require_same(staged, hashes)
+            _write_synced(staged / name, what.read_bytes() if isinstance(what, Path) else what())
+        _require_equal_hashes(staged, hashes)
     return Written(target, len(files), len(index), size)
 
 
@@ -124,8 +124,8 @@ def _files(contents: Contents) -> Iterator[_File]:
     file, used = _File([], {}), 0
     for group in contents.layout.groups:
         dtype = contents.dtypes[group.sources[0]]
-        size = sum(_bytes(shape, dtype) for shape in group.shapes.values())
-        if file.groups and used + size > LARGEST:
+        size = sum(_size_as(shape, dtype) for shape in group.shapes.values())
+        if file.groups and used + size > LARGEST_SHARD:
             yield file
             file, used = _File([], {}), 0
         file.groups.append(group)
@@ -134,7 +134,7 @@ def _files(contents: Contents) -> Iterator[_File]:
     yield file
 
 
-def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+def _size_as(shape: Sequence[int], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
@@ -171,7 +171,7 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (shape, dtype) in tensors.items():
-        start, end = end, end + _bytes(shape, dtype)
+        start, end = end, end + _size_as(shape, dtype)
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -179,14 +179,14 @@ def write_tensors(
     with path.open("xb", buffering=0) as out:
         _send(out, memoryview(len(text).to_bytes(8, "little") + text))
         for name, value in values:
-            content = _content(value)
+            content = _tensor_content(value)
             hashes[name] = xxhash.xxh3_128_hexdigest(content)
             _send(out, content)
         os.fsync(out.fileno())
     return hashes
 
 
-def _content(tensor: Tensor) -> memoryview:
+def _tensor_content(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -198,7 +198,7 @@ def _send(out: Any, content: memoryview) -> None:
         content = content[out.write(content[: 1 << 24]) :]
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_synced(path: Path, content: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("xb") as out:
         out.write(content)
@@ -206,12 +206,12 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(out.fileno())
 
 
-def _require_same(staged: Path, hashes: Mapping[str, str]) -> None:
+def _require_equal_hashes(staged: Path, hashes: Mapping[str, str]) -> None:
     """Raise CheckpointError unless the files hold exactly the written tensors."""
     files = WeightFiles(staged)
     for name in files.shapes.keys() | hashes.keys():
         if name not in files.shapes or (
-            xxhash.xxh3_128_hexdigest(_content(files.read(name))) != hashes.get(name)
+            xxhash.xxh3_128_hexdigest(_tensor_content(files.read(name))) != hashes.get(name)
         ):
             raise CheckpointError(
                 "the model was not written correctly",
@@ -222,7 +222,7 @@ def _require_same(staged: Path, hashes: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _staged(target: Path, needed: int) -> Iterator[Path]:
+def _staging_folder(target: Path, needed: int) -> Iterator[Path]:
     """A temporary folder next to ``target``: renamed to it on success, deleted on failure, or here after a kill."""
     staged = target.absolute().with_name(f"tmp-{target.name}-{secrets.token_hex(8)}")
     for left in staged.parent.glob(f"tmp-{glob.escape(target.name)}-{'[0-9a-f]' * 16}"):
@@ -231,7 +231,7 @@ def _staged(target: Path, needed: int) -> Iterator[Path]:
         make_folder(staged.parent)
         free = shutil.disk_usage(staged.parent).free
         if needed > free:
-            raise _unwritable(target, f"{format_bytes(needed)} needed, {format_bytes(free)} free")
+            raise _cannot_write_model(target, f"{format_bytes(needed)} needed, {format_bytes(free)} free")
         staged.mkdir()
         yield staged
         sync_folder(staged)
@@ -240,12 +240,12 @@ def _staged(target: Path, needed: int) -> Iterator[Path]:
         staged.rename(target)
         sync_folder(staged.parent)
     except OSError as error:
-        raise _unwritable(target, error.strerror or str(error)) from error
+        raise _cannot_write_model(target, error.strerror or str(error)) from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def _unwritable(target: Path, why: str) -> ResourceError:
+def _cannot_write_model(target: Path, why: str) -> ResourceError:
     return ResourceError(
         "cannot write the model", where=str(target), why=why, fix="give another folder, or free some space"
     )

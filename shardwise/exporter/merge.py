@@ -26,7 +26,7 @@ from shardwise.core.errors import CheckpointError
 from shardwise.core.paths import path_of
 from shardwise.data import open_tokenizer
 from shardwise.exporter.ends import with_ends
-from shardwise.exporter.export_run import DTYPES, Merge, compared, tokenizer_files
+from shardwise.exporter.export_run import EXPORT_DTYPES, Merge, compared, tokenizer_files
 from shardwise.exporter.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.model.adapted import AdaptedModel, shapes_of
 from shardwise.model.files.hf_model_folder import FolderWeights
@@ -41,7 +41,7 @@ from shardwise.runtime.parallel.shard_slices import named_parameters, shared_nam
 from shardwise.runtime.quantization.as_parameter import StoredPacking
 from shardwise.trainer.meter import frees_returned
 
-RECORD, NORMS = "merge/record.json", "merge/norms.safetensors"
+RECORD_FILE, NORMS_FILE = "merge/record.json", "merge/norms.safetensors"
 """In a folder of their own, so that they are not read as weights of the model."""
 
 
@@ -65,13 +65,13 @@ class _Pair:
 
 
 @frees_returned()
-def merge(base: str, adapter: Path, target: Path, dtype: str | None = None) -> tuple[Written, Merge]:
+def merge_adapter(base: str, adapter: Path, target: Path, dtype: str | None = None) -> tuple[Written, Merge]:
     """Merge an adapter in PEFT format into the model of a folder or Hub id. Raises ShardwiseError."""
     require_new(target)
-    pair = _pair(base, adapter)
+    pair = _base_and_adapter(base, adapter)
     found = _require_base(pair)
     held = pair.dtypes()
-    dtypes = _in(held, dtype)
+    dtypes = _in_dtype(held, dtype)
     merged = Merged(pair.adapted, pair.read)
 
     def record() -> bytes:
@@ -83,18 +83,20 @@ def merge(base: str, adapter: Path, target: Path, dtype: str | None = None) -> t
         }
         return json.dumps(values, indent=1).encode() + b"\n"
 
-    extra_files: dict[str, ExtraFile] = {RECORD: record}
+    extra_files: dict[str, ExtraFile] = {RECORD_FILE: record}
     if pair.blueprint.spec.name == "dora":
-        extra_files[NORMS] = lambda: save({path: norms.contiguous() for path, norms in merged.norms.items()})
-    written = _write(target, pair, dtypes, merged.read, extra_files)
+        extra_files[NORMS_FILE] = lambda: save(
+            {path: norms.contiguous() for path, norms in merged.norms.items()}
+        )
+    written = _write_merged(target, pair, dtypes, merged.read, extra_files)
     return written, compared(merged, (pair.blueprint, pair.read), pair.base, dtypes)
 
 
 @frees_returned()
 def unmerge(merged: str, adapter: Path, target: Path, dtype: str | None = None) -> Written:
-    """Restore the base from a folder that ``merge`` wrote, up to fp32 rounding. Raises ShardwiseError."""
+    """Restore the base from a folder that ``merge_adapter`` wrote, up to fp32 rounding. Raises ShardwiseError."""
     require_new(target)
-    pair = _pair(merged, adapter)
+    pair = _base_and_adapter(merged, adapter)
     if pair.files.saved:
         raise CheckpointError(
             "the base cannot be restored",
@@ -108,7 +110,7 @@ def unmerge(merged: str, adapter: Path, target: Path, dtype: str | None = None) 
         raise CheckpointError(
             "another adapter was merged into this model",
             where=str(pair.files.folder),
-            why=f"{folder / RECORD} says {record['adapter'][:16]}, this one is {adapter_hash(pair.files)[:16]}",
+            why=f"{folder / RECORD_FILE} says {record['adapter'][:16]}, this one is {adapter_hash(pair.files)[:16]}",
             fix="give the adapter that was merged",
         )
     held = pair.dtypes()
@@ -122,13 +124,15 @@ def unmerge(merged: str, adapter: Path, target: Path, dtype: str | None = None) 
             )
     norms: dict[str, Tensor] = {}
     if pair.blueprint.spec.name == "dora":
-        found = WeightFiles((folder / NORMS).parent, single=Path(NORMS).name)
+        found = WeightFiles((folder / NORMS_FILE).parent, single=Path(NORMS_FILE).name)
         norms = {path: found.read(path) for path in found.shapes}
     said = {name: DTYPES_BY_NAME[record["dtypes"].get(name, KINDS[kind])] for name, kind in held.items()}
-    return _write(target, pair, _in(said, dtype), Unmerged(pair.adapted, pair.read, norms).read, {})
+    return _write_merged(
+        target, pair, _in_dtype(said, dtype), Unmerged(pair.adapted, pair.read, norms).read, {}
+    )
 
 
-def _write(
+def _write_merged(
     target: Path,
     pair: _Pair,
     dtypes: Mapping[str, torch.dtype],
@@ -146,15 +150,15 @@ def _write(
     return write_model(target, contents)
 
 
-def _in(held: Mapping[str, torch.dtype], dtype: str | None) -> dict[str, torch.dtype]:
-    wanted = DTYPES[dtype] if dtype else None
+def _in_dtype(held: Mapping[str, torch.dtype], dtype: str | None) -> dict[str, torch.dtype]:
+    wanted = EXPORT_DTYPES[dtype] if dtype else None
     return {name: wanted if wanted and kind.is_floating_point else kind for name, kind in held.items()}
 
 
 # ---- checks of base and adapter --------------------------------------------------------------------------------
 
 
-def _pair(source: str, adapter: Path) -> _Pair:
+def _base_and_adapter(source: str, adapter: Path) -> _Pair:
     """Raises CheckpointError for an adapter that is damaged or of another model."""
     files = AdapterFiles(adapter)
     base = HuggingFaceModel(source, 1, objective=None)
@@ -224,7 +228,7 @@ def adapter_hash(files: AdapterFiles) -> str:
 
 
 def _record_of(folder: Path) -> dict[str, Any]:
-    path = folder / RECORD
+    path = folder / RECORD_FILE
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if (
@@ -237,7 +241,7 @@ def _record_of(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             "this model has no record of a merge",
             where=str(folder),
-            why=f"it has no {RECORD}",
+            why=f"it has no {RECORD_FILE}",
             fix="give a folder that shardwise merge wrote",
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:

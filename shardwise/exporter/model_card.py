@@ -13,7 +13,7 @@ from shardwise.model.hf_objective import CLASSES
 from shardwise.recipe.sections import Recipe
 from shardwise.recipe.yaml_source import written
 
-NAME = "README.md"
+CARD_FILE = "README.md"
 _TASKS = {"causal": "text-generation", "masked": "fill-mask", "seq2seq": "text2text-generation"}
 """The Hub's names of tasks, by the objective."""
 
@@ -23,21 +23,21 @@ def finish_adapter(folder: Path, recipe: Recipe, plan: Plan, loss: float | None)
     for name, source in tokenizer_files(recipe.data.tokenizer, required=False).items():
         if isinstance(source, Path):
             shutil.copyfile(source, folder / name)
-    write_whole(folder / NAME, card(recipe, plan, loss).encode("utf-8"))
+    write_whole(folder / CARD_FILE, model_card(recipe, plan, loss).encode("utf-8"))
 
 
 def finish_model(run: Path, folder: Path, recipe: Recipe, plan: Plan, loss: float | None) -> None:
     """Export the run's model to ``folder``, if it is not there or older, with its card. Raises ShardwiseError."""
     checkpoint = checkpoint_of(run)[1]
     config = folder / "config.json"
-    if config.exists() and config.stat().st_mtime < (checkpoint / manifest.NAME).stat().st_mtime:
+    if config.exists() and config.stat().st_mtime < (checkpoint / manifest.MANIFEST).stat().st_mtime:
         shutil.rmtree(folder)  # the run has gone on since
     if not config.exists():
         export_run(run, folder)
-    write_whole(folder / NAME, card(recipe, plan, loss).encode("utf-8"))
+    write_whole(folder / CARD_FILE, model_card(recipe, plan, loss).encode("utf-8"))
 
 
-def card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
+def model_card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
     """The text of a card."""
     base, adapter = recipe.model.hf or "", recipe.adapter
     kind = "all weights" if adapter is None else f"{adapter.name} of rank {adapter.rank}"
@@ -60,10 +60,10 @@ def card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
     lines = ["---", *(f"{key}: {written(value)}" for key, value in head.items()), "---", ""]
     lines += [f"# {Path(base).name}, fine-tuned", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {value} |" for key, value in rows.items()]
-    return "\n".join([*lines, "", "## Use", "", "```python", *_usage(recipe), "```", ""])
+    return "\n".join([*lines, "", "## Use", "", "```python", *_usage_lines(recipe), "```", ""])
 
 
-def _usage(recipe: Recipe) -> list[str]:
+def _usage_lines(recipe: Recipe) -> list[str]:
     auto = CLASSES[recipe.model.objective]
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
     if recipe.adapter is None:

@@ -58,7 +58,7 @@ def load_into(module: nn.Module, run: str | Path, checkpoint: Which = "latest") 
         units = getattr(adapted, "units", list)
         adapt(adapted, list(units()), adapter)
     store_as_vectors(adapted)
-    _require_same(weights, stored_tensors(adapted), chosen)
+    _require_equal_shapes(weights, stored_tensors(adapted), chosen)
     merged = Merged(adapted, weights.read)
     for name, target in targets.items():
         value = merged.read(name)
@@ -103,14 +103,14 @@ def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: real_pairs(each) for name, each in found.items()}
 
 
-def _require_same(weights: SavedWeights, module: Mapping[str, Tensor], checkpoint: Path) -> None:
+def _require_equal_shapes(weights: SavedWeights, module: Mapping[str, Tensor], checkpoint: Path) -> None:
     """Raise CheckpointError unless names and shapes are equal; ``module`` has the adapters of the run."""
     stored = weights.shapes
     faults = []
     if missing := [name for name in module if name not in stored]:
-        faults.append(f"the checkpoint lacks {_listed(missing)}")
+        faults.append(f"the checkpoint lacks {_names_in_words(missing)}")
     if unknown := [name for name in stored if name not in module]:
-        faults.append(f"the module lacks {_listed(unknown)}")
+        faults.append(f"the module lacks {_names_in_words(unknown)}")
     if other := [name for name, tensor in module.items() if stored.get(name, tensor.shape) != tensor.shape]:
         name = other[0]
         rest = f" ({len(other)} tensors differ)" if len(other) > 1 else ""
@@ -124,6 +124,6 @@ def _require_same(weights: SavedWeights, module: Mapping[str, Tensor], checkpoin
         )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names_in_words(names: Sequence[str]) -> str:
     rest = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return f"{', '.join(names[:MOST_NAMED])}{rest}"

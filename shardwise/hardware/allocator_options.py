@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.units import MiB
-from shardwise.hardware.kinds import KINDS
+from shardwise.hardware.kinds import DEVICE_KINDS
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The first one that is set is used."""
@@ -61,11 +61,11 @@ class AllocatorOptions:
         if self.max_split_size != math.inf:
             said.append(f"max_split_size_mb:{int(self.max_split_size) // MiB}")
         if any(self.divisions):
-            said.append(f"roundup_power2_divisions:{_said(self.divisions)}")
+            said.append(f"roundup_power2_divisions:{_divisions_text(self.divisions)}")
         return ",".join(said)
 
 
-def _said(divisions: tuple[int, ...]) -> str:
+def _divisions_text(divisions: tuple[int, ...]) -> str:
     if len(set(divisions)) == 1:
         return str(divisions[0])
     return "[" + ",".join(f"{1 << i}:{parts}" for i, parts in enumerate(divisions)) + "]"
@@ -81,7 +81,7 @@ def options_in(kind: str, environment: Mapping[str, str] = os.environ) -> Alloca
     for variable in VARIABLES:
         if text := environment.get(variable, "").strip():
             return options_from(text, variable)
-    return options_from(KINDS[kind].allocator, "")
+    return options_from(DEVICE_KINDS[kind].allocator, "")
 
 
 def options_from(text: str, where: str = VARIABLES[0]) -> AllocatorOptions:

@@ -200,7 +200,7 @@ def _tree_seconds(step: Latency, members: int, nodes: int) -> float:
     return step.start + 2 * ((members - 1) * step.hop + math.ceil(math.log2(nodes)) * step.network_hop)
 
 
-def device_named(name: str) -> DeviceProfile | None:
+def device_profile(name: str) -> DeviceProfile | None:
     """The profile of an accelerator by full or short name; None for `cpu`. Raises ValueError with a message."""
     word = re.sub(r"[\s_]+", "-", name.strip().lower())
     for maker in _MAKERS:
@@ -227,7 +227,7 @@ def parse_preset(text: str) -> tuple[int, int, DeviceProfile | None]:
         raise ValueError(f"expected COUNTxDEVICE such as 8xH100-80GB, found {text[:40]!r}")
     first, second, name = match.groups()
     counts = [int(count) for count in (first, second) if count is not None]
-    device = device_named(name)
+    device = device_profile(name)
     if 0 in counts:
         raise ValueError(f"a count of 0 in {text[:40]!r}")
     if len(counts) == 2:
@@ -259,7 +259,7 @@ def cluster_of(request: ClusterRequest) -> Cluster:
     where, nodes, per_node = "cluster.device", request.nodes, request.devices_per_node
     try:
         if request.preset is None:
-            device = device_named(request.device or "cpu")
+            device = device_profile(request.device or "cpu")
         else:
             where = "cluster.preset"
             preset_nodes, preset_devices, device = parse_preset(request.preset)

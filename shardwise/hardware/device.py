@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardwise.hardware.kinds import KINDS, DeviceKind
+from shardwise.hardware.kinds import DEVICE_KINDS, DeviceKind
 from shardwise.hardware.measured import MeasuredSpeeds
 
-DTYPES: tuple[str, ...] = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
+RATED_DTYPES: tuple[str, ...] = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 
 _FALLBACK = {"fp8": "bf16", "bf16": "fp32", "fp16": "fp32", "tf32": "fp32"}
 """The dtype that a device computes in when it has no hardware support for the key."""
@@ -173,7 +173,7 @@ class DeviceProfile:
 
         Raises KeyError for a word that is no dtype.
         """
-        if dtype not in DTYPES:
+        if dtype not in RATED_DTYPES:
             raise KeyError(dtype)
         while dtype not in self.flops:
             dtype = _FALLBACK[dtype]
@@ -191,4 +191,4 @@ class DeviceProfile:
     @property
     def traits(self) -> DeviceKind:
         """The properties of every device of its kind."""
-        return KINDS[self.kind]
+        return DEVICE_KINDS[self.kind]

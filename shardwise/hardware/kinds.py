@@ -44,14 +44,14 @@ class DeviceKind:
 
 _CUDA = DeviceKind("cuda", "cuda", "nccl", False, True, 0.02, "expandable_segments:True", "accelerator")
 
-KINDS: Mapping[str, DeviceKind] = {
+DEVICE_KINDS: Mapping[str, DeviceKind] = {
     "cpu": DeviceKind("cpu", "cpu", "gloo", True, False, 0.0, "", "cpu"),
     "cuda": _CUDA,
     # Expandable segments leave one segment per stream and pool, with fewer fragments; on ROCm they are newer.
     "rocm": replace(_CUDA, name="rocm", allocator=""),
 }
 
-HOST = KINDS["cpu"]
+HOST = DEVICE_KINDS["cpu"]
 
 
 def kind_of(device: torch.device) -> DeviceKind:
@@ -59,8 +59,8 @@ def kind_of(device: torch.device) -> DeviceKind:
     import torch
 
     if device.type == "cuda":
-        return KINDS["rocm" if torch.version.hip else "cuda"]
-    return KINDS[device.type]
+        return DEVICE_KINDS["rocm" if torch.version.hip else "cuda"]
+    return DEVICE_KINDS[device.type]
 
 
 def accelerator_here() -> DeviceKind:

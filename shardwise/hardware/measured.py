@@ -25,10 +25,10 @@ from itertools import product
 
 from shardwise.core.cost import Collective, Kernel
 
-Point = tuple[float, float]
+SpeedPoint = tuple[float, float]
 """Bytes and seconds, or bytes and a ratio."""
 
-Curve = tuple[Point, ...]
+Curve = tuple[SpeedPoint, ...]
 """Points of growing bytes; at least one."""
 
 NEW, IN_PLACE = "new memory", "in place"

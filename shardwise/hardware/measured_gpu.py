@@ -18,7 +18,7 @@ from shardwise.hardware.device import DeviceProfile
 from shardwise.hardware.measured import MeasuredSpeeds
 from shardwise.hardware.this_machine import cache_folder, torch_version
 
-VERSION = 2
+TABLES_VERSION = 2
 """Of the tables. Those of version 1 took the launches of small kernels for their seconds."""
 
 
@@ -30,7 +30,7 @@ class GpuCalibration:
     torch: str
     day: str
     speeds: MeasuredSpeeds
-    version: int = VERSION
+    version: int = TABLES_VERSION
 
 
 def gpu_file(device: str) -> Path:
@@ -54,6 +54,6 @@ def with_measured(profile: DeviceProfile) -> DeviceProfile:
         found = checked(gpu_file(profile.name).read_bytes(), GpuCalibration)
     except (OSError, ValidationError):
         return profile
-    if (found.device, found.torch, found.version) != (profile.name, torch_version(), VERSION):
+    if (found.device, found.torch, found.version) != (profile.name, torch_version(), TABLES_VERSION):
         return profile
     return replace(profile, measured=found.speeds, measured_on=found.day)

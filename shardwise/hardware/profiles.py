@@ -16,13 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.units import GiB, MiB
-from shardwise.hardware.device import DTYPES, DeviceProfile, Efficiency, Latency, Launch, Overhead, Tiles
-from shardwise.hardware.kinds import KINDS, DeviceKind
+from shardwise.hardware.device import (
+    RATED_DTYPES,
+    DeviceProfile,
+    Efficiency,
+    Latency,
+    Launch,
+    Overhead,
+    Tiles,
+)
+from shardwise.hardware.kinds import DEVICE_KINDS, DeviceKind
 
-FOLDER = Path(__file__).with_name("profiles")
+PROFILES_FOLDER = Path(__file__).with_name("profiles")
 
-_WORDS = ("kind", "topology", "node_devices", "short_names", "reported")
-_RATES = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth", "disk_bandwidth")
+_WORD_KEYS = ("kind", "topology", "node_devices", "short_names", "reported")
+_RATE_KEYS = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth", "disk_bandwidth")
 _EFFICIENCIES = tuple(Efficiency.__dataclass_fields__)
 _OVERHEADS = ("context", "communicator", "workspace")
 _LATENCIES = ("start", "hop", "network_hop")
@@ -31,8 +39,8 @@ _LAUNCHES = ("floor", "kernel", "collective")
 
 _TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "memory": ("memory_bytes", ("gib",)),
-    "flops": ("flops", tuple(f"{dtype}_tera_per_s" for dtype in DTYPES)),
-    **{rate: (rate, ("gb_per_s",)) for rate in _RATES},
+    "flops": ("flops", tuple(f"{dtype}_tera_per_s" for dtype in RATED_DTYPES)),
+    **{rate: (rate, ("gb_per_s",)) for rate in _RATE_KEYS},
     "host_memory": ("host_memory_bytes", ("gib_per_node",)),
     "host_memory_bandwidth": ("host_memory_bandwidth", ("gb_per_s_per_node",)),
     "latency": ("latency", _PROTOCOL),
@@ -80,7 +88,7 @@ def read_profile(path: Path) -> tuple[DeviceProfile, tuple[str, ...]]:
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        words = {key: tables.pop(key) for key in _WORDS}
+        words = {key: tables.pop(key) for key in _WORD_KEYS}
         numbers, sources = _flattened(tables)
         return _profile(path.stem, words, numbers, sources), tuple(map(str, words["short_names"]))
     except KeyError as missing:
@@ -115,10 +123,10 @@ def _profile(
     for key, choices in (("kind", ("cuda", "rocm")), ("topology", ("switch", "mesh", "host"))):
         if words[key] not in choices:
             raise ValueError(f"{key} must be one of {', '.join(choices)}, found {words[key]!r}")
-    flops = {dtype: numbers.get(f"flops.{dtype}_tera_per_s") for dtype in DTYPES}
+    flops = {dtype: numbers.get(f"flops.{dtype}_tera_per_s") for dtype in RATED_DTYPES}
     overhead = {f"{each}_bytes": int(MiB * numbers[f"overhead.{each}.mib"]) for each in _OVERHEADS}
     devices = words["node_devices"]
-    rates: dict[str, Any] = {rate: 1e9 * numbers[f"{rate}.gb_per_s"] for rate in _RATES}
+    rates: dict[str, Any] = {rate: 1e9 * numbers[f"{rate}.gb_per_s"] for rate in _RATE_KEYS}
     return DeviceProfile(
         name=name,
         kind=words["kind"],
@@ -147,10 +155,14 @@ def _protocol(table: str, numbers: Mapping[str, float]) -> Latency:
     return Latency(**seconds, fraction=numbers[f"{table}.fraction"], message=message, tree=tree)
 
 
-PROFILES = ProfileFolder(FOLDER)
+PROFILES = ProfileFolder(PROFILES_FOLDER)
 """Every known accelerator by its full name."""
 
 
 def kind_named(device: str) -> DeviceKind:
     """The kind of a device by its name in a plan; of one without a profile, that of most GPUs."""
-    return KINDS[PROFILES[device].kind] if device in PROFILES else KINDS.get(device, KINDS["cuda"])
+    return (
+        DEVICE_KINDS[PROFILES[device].kind]
+        if device in PROFILES
+        else DEVICE_KINDS.get(device, DEVICE_KINDS["cuda"])
+    )

@@ -135,7 +135,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 def cpu_model(root: Path = Path("/")) -> str:
     """The CPU's model name, or its architecture if the system does not report one."""
-    for line in _read_text(root / "proc/cpuinfo").splitlines():
+    for line in _text_or_empty(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model", "cpu model") and value.strip():
             return value.strip()
@@ -144,7 +144,7 @@ def cpu_model(root: Path = Path("/")) -> str:
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     """Instruction-set flags, such as avx512_bf16; empty if the system does not report any."""
-    for line in _read_text(root / "proc/cpuinfo").splitlines():
+    for line in _text_or_empty(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
             return frozenset(value.split())
@@ -280,7 +280,7 @@ def _cgroup_folders(root: Path, controller: str, v2_file: str, v1_file: str) -> 
     """Folders of this process's cgroup and its parents, with the name of the file that holds the limit."""
     base = root / "sys/fs/cgroup"
     found: list[tuple[Path, str]] = []
-    for line in _read_text(root / "proc/self/cgroup").splitlines():
+    for line in _text_or_empty(root / "proc/self/cgroup").splitlines():
         parts = line.split(":", 2)
         if len(parts) != 3:
             continue
@@ -303,7 +303,7 @@ def _memory_limits(root: Path) -> list[tuple[Path, str, int]]:
 
 def _memory_stat(folder: Path, key: str) -> int:
     """A value of a cgroup's ``memory.stat``; 0 if missing."""
-    for line in _read_text(folder / "memory.stat").splitlines():
+    for line in _text_or_empty(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == key and value.strip().isdigit():
             return int(value)
@@ -319,7 +319,7 @@ def _upwards(mount: Path, path: str) -> list[Path]:
 def _cpu_quota(folder: Path, name: str) -> tuple[int | None, int | None]:
     """(quota, period) in microseconds; the quota is None without a limit."""
     if name == "cpu.max":
-        words = _read_text(folder / name).split()
+        words = _text_or_empty(folder / name).split()
         if len(words) == 2 and all(word.isdigit() for word in words):
             return int(words[0]), int(words[1])
         return None, None
@@ -328,11 +328,11 @@ def _cpu_quota(folder: Path, name: str) -> tuple[int | None, int | None]:
 
 
 def _read_int(path: Path) -> int | None:
-    text = _read_text(path).strip()
+    text = _text_or_empty(path).strip()
     return int(text) if text.lstrip("-").isdigit() else None
 
 
-def _read_text(path: Path) -> str:
+def _text_or_empty(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -12,8 +12,8 @@ from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import Recipe
 
 PER_NODE = 8
-TOKENS = 128
-"""Tokens of a sequence in the dry runs of ``counted``: model state does not depend on them."""
+SEQUENCE_TOKENS = 128
+"""Tokens of a sequence in the dry runs of ``counted_states``: model state does not depend on them."""
 
 
 CHECKPOINTING = ("none", "selective", "full", "every:2", "sqrt", "recursive:1", "recursive:3")
@@ -24,7 +24,10 @@ SMALL_DEPTH = 16
 
 
 def checkpointed(
-    model: str | None = None, depth: int | None = None, tokens: int = TOKENS, progress: Progress = silent
+    model: str | None = None,
+    depth: int | None = None,
+    tokens: int = SEQUENCE_TOKENS,
+    progress: Progress = silent,
 ) -> Iterator[tuple[str, BlockTimes]]:
     """One sequence of a model under each of CHECKPOINTING, by dry runs in bf16 on an H100.
 
@@ -60,7 +63,7 @@ def _small_decoder(depth: int) -> Recipe:
     return recipe_of({"model": model, "data": {"sequence_length": 64}, "steps": 1, "batch_size": 1})
 
 
-def asked_recipe(model: str, tokens: int = TOKENS, batch: int = 1) -> Recipe:
+def asked_recipe(model: str, tokens: int = SEQUENCE_TOKENS, batch: int = 1) -> Recipe:
     """A recipe for one step of a preset, a model folder or a Hub id, in bf16 with Adam."""
     named = {"preset": model} if model in PRESETS else {"hf": model}
     values = {"model": named, "data": {"sequence_length": tokens}, "steps": 1, "batch_size": batch}
@@ -74,15 +77,15 @@ def tokens_within(model: str, tokens: int) -> int:
     return min(tokens, blueprint_of(asked_recipe(model)).context or tokens)
 
 
-def parameters_of(model: str) -> int:
+def parameter_count(model: str) -> int:
     """The number of parameters."""
     from shardwise.model.open import blueprint_of
 
     return blueprint_of(asked_recipe(model)).parameter_count()
 
 
-def counted(
-    model: str, cells: Sequence[tuple[int, int]], tokens: int = TOKENS, progress: Progress = silent
+def counted_states(
+    model: str, cells: Sequence[tuple[int, int]], tokens: int = SEQUENCE_TOKENS, progress: Progress = silent
 ) -> Iterator[CountedState]:
     """The state of (stage, ranks) on H100s, one sequence per rank.
 

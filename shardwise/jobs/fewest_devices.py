@@ -35,13 +35,13 @@ def fewest_devices(
         why = "hours are of steps, and the steps of epochs are counted from the data by shardwise train"
         raise RecipeError("--within needs steps", where="epochs", why=why, fix="give steps in the recipe")
     search = _Search(recipe, cluster, hours, progress)
-    whole = search.plan(_size(cluster))
+    whole = search.plan(_cluster_size(cluster))
     refuse_unfit(whole)
-    if hours is not None and _hours(recipe, whole) > hours:
+    if hours is not None and _run_hours(recipe, whole) > hours:
         raise ResourceError(
             f"takes longer than {hours:g} h on all devices",
             where=cluster.name,
-            why=f"{recipe.steps:,} steps take {format_seconds(3600 * _hours(recipe, whole))}",
+            why=f"{recipe.steps:,} steps take {format_seconds(3600 * _run_hours(recipe, whole))}",
             fix="add devices to the cluster, or lower steps",
         )
     sizes = list(_sizes(cluster))
@@ -58,18 +58,18 @@ _Size = tuple[int, int]
 """Nodes, and devices of each."""
 
 
-def _size(cluster: Cluster) -> _Size:
+def _cluster_size(cluster: Cluster) -> _Size:
     return cluster.nodes, cluster.devices_per_node
 
 
 def _sizes(cluster: Cluster) -> Iterator[_Size]:
-    nodes, node = _size(cluster)
+    nodes, node = _cluster_size(cluster)
     yield from ((1, each) for each in range(1, node) if node % each == 0)
     powers = (2**power for power in range(nodes.bit_length()))
     yield from ((count, node) for count in sorted({*powers, nodes}))
 
 
-def _hours(recipe: Recipe, plan: Plan) -> float:
+def _run_hours(recipe: Recipe, plan: Plan) -> float:
     return recipe.steps * plan.step.seconds / 3600
 
 
@@ -95,7 +95,7 @@ class _Search:
             cluster_of(asked.cluster),
             progress=lambda line: self.progress(f"{devices} devices: {line}"),
         )
-        hours = _hours(self.recipe, plan)
+        hours = _run_hours(self.recipe, plan)
         verdict = "does not fit" if not plan.fits else "enough"
         if plan.fits and self.hours is not None and hours > self.hours:
             verdict = "takes longer"

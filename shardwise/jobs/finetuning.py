@@ -34,8 +34,14 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.hardware.cluster import Cluster, cluster_of, recognise
 from shardwise.hardware.kinds import HOST, accelerator_here
 from shardwise.jobs.planning import make_plan, refuse_unfit
-from shardwise.jobs.request import read
-from shardwise.recipe.fine_tuning import METHODS, FineTuning, Hardware, Method, Shape
+from shardwise.jobs.request import read_request
+from shardwise.recipe.fine_tuning import (
+    FINE_TUNING_METHODS,
+    FineTuning,
+    FineTuningMethod,
+    Hardware,
+    SequenceShape,
+)
 from shardwise.recipe.load import REPLACES, parse_recipe
 from shardwise.recipe.overrides import overridden
 from shardwise.recipe.paths import with_whole_paths
@@ -44,11 +50,11 @@ from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.recipe.yaml_source import dotted, parse_document, written
 from shardwise.technique import SETTINGS
 
-RECIPE = "finetune.yaml"
+FINETUNE_RECIPE = "finetune.yaml"
 EPOCHS = 3.0
-LONGEST = 2048
+LONGEST_SEQUENCE = 2048
 """Tokens of a sequence where the model's context allows more: enough for most conversations."""
-_STEP = 64
+_LENGTH_MULTIPLE = 64
 _BATCH = 16
 _STEPS_PER_EPOCH = 10
 
@@ -73,7 +79,7 @@ def hardware_here(device: str | None = None) -> Hardware:
     return Hardware(known.name, count, memory, precision, properties.name)
 
 
-def config_of(model: str) -> dict[str, Any]:
+def text_config(model: str) -> dict[str, Any]:
     """The values of the model's config.json, those of its text part included.
 
     Raises:
@@ -95,8 +101,8 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 def context_of(model: str) -> int | None:
-    """The longest sequence by the model's config.json; None if it does not say. Raises as ``config_of``."""
-    return _context_in(config_of(model))
+    """The longest sequence by the model's config.json; None if it does not say. Raises as ``text_config``."""
+    return _context_in(text_config(model))
 
 
 def _context_in(config: Mapping[str, Any]) -> int | None:
@@ -112,13 +118,15 @@ def _objective_in(config: Mapping[str, Any]) -> str:
     return "masked" if str(names[0]).endswith("ForMaskedLM") else "causal"
 
 
-def _limit(context: int | None) -> int:
+def _context_limit(context: int | None) -> int:
     """The longest sequence that is taken: a multiple of 8, as the positions of RoBERTa, 514, hold 512 tokens."""
-    longest = min(context or LONGEST, LONGEST)
+    longest = min(context or LONGEST_SEQUENCE, LONGEST_SEQUENCE)
     return longest // 8 * 8 or longest
 
 
-def shape_of(model: str, source: str, context: int | None, objective: str = "causal") -> tuple[Shape, int]:
+def shape_of(
+    model: str, source: str, context: int | None, objective: str = "causal"
+) -> tuple[SequenceShape, int]:
     """The sequences of the data, and their number in an epoch. Tokenizes the data, once.
 
     Records are packed when two of average length fit into a sequence and the model can keep them apart, else each has
@@ -128,7 +136,7 @@ def shape_of(model: str, source: str, context: int | None, objective: str = "cau
         DataError: the data cannot be read.
         RecipeError: the model cannot be read.
     """
-    limit = _limit(context)
+    limit = _context_limit(context)
     spec = DataSpec(source=source, tokenizer=model, sequence_length=limit)
     tokenizer = tokenizer_of(spec)
     if format_of(spec, open_source(source, spec.text_key)) == "text":
@@ -144,30 +152,33 @@ def shape_of(model: str, source: str, context: int | None, objective: str = "cau
     train: Sequences = opened.train
     count = max(1, round(train.sequences * mean / length)) if packing else train.sequences
     why = f"records have {mean:.0f} tokens on average, and at most {longest:,}"
-    return Shape(length, packing, why), count
+    return SequenceShape(length, packing, why), count
 
 
-def _shape_of_text(spec: DataSpec, tokenizer: Tokenizer, objective: str) -> tuple[Shape, int]:
+def _shape_of_text(spec: DataSpec, tokenizer: Tokenizer, objective: str) -> tuple[SequenceShape, int]:
     """Sequences as long as the limit, and shorter ones if the text is short."""
     opened = open_tokens(
         spec.model_copy(update={"sequence_length": 1}), tokenizer, default_root(), objective=objective
     )
     tokens = opened.cache.header.tokens
-    length = min(spec.sequence_length, max(_STEP, tokens // _STEPS_PER_EPOCH // _STEP * _STEP))
+    length = min(
+        spec.sequence_length,
+        max(_LENGTH_MULTIPLE, tokens // _STEPS_PER_EPOCH // _LENGTH_MULTIPLE * _LENGTH_MULTIPLE),
+    )
     length = min(length, max(1, (tokens - 1) // 2))
-    return Shape(length, False, "plain text, cut into sequences"), max(1, tokens // length)
+    return SequenceShape(length, False, "plain text, cut into sequences"), max(1, tokens // length)
 
 
-def _shape_of_pairs(opened: PairExamples, limit: int) -> tuple[Shape, int]:
+def _shape_of_pairs(opened: PairExamples, limit: int) -> tuple[SequenceShape, int]:
     train = opened.train
     prompt, completion = int((train.borders - train.starts).max()), int((train.ends - train.borders).max())
     why = f"prompts have at most {prompt:,} tokens, completions {completion:,}"
-    shape = Shape(_rounded(prompt, limit), False, why, _rounded(completion, limit))
+    shape = SequenceShape(_rounded(prompt, limit), False, why, _rounded(completion, limit))
     return shape, train.sequences
 
 
 def _rounded(tokens: int, limit: int) -> int:
-    return min(limit, -(-tokens // _STEP) * _STEP)
+    return min(limit, -(-tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
 
 
 def packing_obstacle(model: str, length: int) -> str:
@@ -197,15 +208,15 @@ def draft(
     model, source = here.located(model), here.located_source(source)
     whole = FineTuning(model, source, epochs, hardware=hardware)
     try:
-        config = config_of(model)
+        config = text_config(model)
     except RecipeError:
         if not missing_ok or model in PRESETS or Path(model).exists():
             raise
         return replace(whole, unread=(model, source))
     context, objective = _context_in(config), _objective_in(config)
     if missing_ok and not (Path(model).is_dir() and is_local(source)):
-        packing = objective == "causal" and not packing_obstacle(model, _limit(context))
-        shape = replace(Shape(), sequence_length=_limit(context), packing=packing)
+        packing = objective == "causal" and not packing_obstacle(model, _context_limit(context))
+        shape = replace(SequenceShape(), sequence_length=_context_limit(context), packing=packing)
         return replace(whole, shape=shape, objective=objective, unread=(source,))
     shape, sequences = shape_of(model, source, context, objective)
     batch = max(1, min(_BATCH, sequences // _STEPS_PER_EPOCH))
@@ -222,7 +233,9 @@ def with_overrides(text: str, overrides: Sequence[str]) -> str:
     """A recipe's text with overrides, in the form of a recipe. Raises RecipeError."""
     if not overrides:
         return text
-    document = with_whole_paths(overridden(parse_document(text, RECIPE), overrides, REPLACES), SETTINGS)
+    document = with_whole_paths(
+        overridden(parse_document(text, FINETUNE_RECIPE), overrides, REPLACES), SETTINGS
+    )
     lines = [text.partition("\n")[0]]
     for name, value in document.values.items():
         pairs = value.items() if isinstance(value, dict) else None
@@ -232,8 +245,11 @@ def with_overrides(text: str, overrides: Sequence[str]) -> str:
     return "\n".join([*lines, f"# from the command line: {', '.join(said)}"]) + "\n"
 
 
-def choose(
-    asked: FineTuning, method: Method | None, overrides: Sequence[str] = (), progress: Progress = silent
+def choose_method(
+    asked: FineTuning,
+    method: FineTuningMethod | None,
+    overrides: Sequence[str] = (),
+    progress: Progress = silent,
 ) -> tuple[str, Recipe, Cluster, Plan]:
     """The recipe's text, and its plan: of ``method``, or of the first method that fits.
 
@@ -241,11 +257,11 @@ def choose(
         ResourceError: no method fits.
         RecipeError: an override is wrong, or the model cannot be trained.
     """
-    methods = (method,) if method else METHODS
+    methods = (method,) if method else FINE_TUNING_METHODS
     why = "asked for" if method else ""
     for each in methods:
         text = with_overrides(asked.recipe(each, why), overrides)
-        recipe = parse_recipe(text, SETTINGS, RECIPE)
+        recipe = parse_recipe(text, SETTINGS, FINETUNE_RECIPE)
         cluster = cluster_of(recipe.cluster)
         progress(f"does {each} fit?")
         plan = make_plan(recipe, cluster, progress=progress)
@@ -262,7 +278,7 @@ class Options:
     """Options of the command that were given; None for the others."""
 
     epochs: float | None = None
-    method: Method | None = None
+    method: FineTuningMethod | None = None
     device: str | None = None
 
 
@@ -274,7 +290,7 @@ def going_on(
     Raises:
         RecipeError: the run trains another model or other data, or has other options than those given.
     """
-    here, (recipe, _) = PathBase.here(), read(file, ())
+    here, (recipe, _) = PathBase.here(), read_request(file, ())
     asked = {"model.hf": here.located(model), "data.source": here.located_source(data)}
     begun = {"model.hf": recipe.model.hf or "", "data.source": recipe.data.source}
     moved = [key for key in asked if asked[key] != begun[key] and is_gone(begun[key])]
@@ -285,7 +301,7 @@ def going_on(
         asked["data.tokenizer"] = asked["model.hf"]
         moved.append("data.tokenizer")
     _require_same_options(recipe, given, overrides, file)
-    return read(file, [*(f"{key}={written(asked[key])}" for key in moved), *overrides])
+    return read_request(file, [*(f"{key}={written(asked[key])}" for key in moved), *overrides])
 
 
 def _require_same_options(recipe: Recipe, given: Options, overrides: Sequence[str], file: Path) -> None:
@@ -304,20 +320,20 @@ def _require_same_options(recipe: Recipe, given: Options, overrides: Sequence[st
         if getattr(given, name) not in (None, getattr(has, name)) and not keys & decided
     ]
     if other:
-        options = " and ".join(f"--{name} {_shown(getattr(given, name))}" for name in other)
-        values = ", ".join(f"{name}: {_shown(getattr(has, name))}" for name in other)
+        options = " and ".join(f"--{name} {_value_text(getattr(given, name))}" for name in other)
+        values = ", ".join(f"{name}: {_value_text(getattr(has, name))}" for name in other)
         why, fix = f"its recipe has {values}", "leave them out, or give another --out"
         raise RecipeError(f"{options} would be ignored", where=str(file), why=why, fix=fix)
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else "steps instead" if value is None else str(value)
 
 
 def require_no_run(out: Path) -> None:
     """Raise RecipeError for the folder of a run that another command has begun."""
     if (out / RUN_RECIPE).exists():
-        why = f"it has {RUN_RECIPE}, and no {RECIPE}"
+        why = f"it has {RUN_RECIPE}, and no {FINETUNE_RECIPE}"
         raise RecipeError("the folder is of another run", where=str(out), why=why, fix="give another --out")
 
 

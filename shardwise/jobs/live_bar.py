@@ -18,7 +18,7 @@ from shardwise.core.run_files import StepRecord
 from shardwise.report.record import StepLines, read_run
 from shardwise.trainer.progress import Progressing, described
 
-SECONDS = 0.5
+METRICS_POLL_SECONDS = 0.5
 """Between two looks at the run's metrics."""
 
 LINE_SECONDS = 10.0
@@ -95,7 +95,7 @@ def _follow(folder: Path, make: Callable[[Unit], StepBar], done: threading.Event
     lines, seen, ended = StepLines(folder / "metrics.jsonl"), 0, False
     bar: StepBar | None = None
     while not ended:
-        ended = done.wait(SECONDS)  # once more after the end, for the last steps
+        ended = done.wait(METRICS_POLL_SECONDS)  # once more after the end, for the last steps
         try:
             records = lines.read()
             if records and bar is None:

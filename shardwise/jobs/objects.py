@@ -71,8 +71,8 @@ def recipe_from(
     values: dict[str, Any] = dict(sections or {})
     values |= {"model": {"factory": f"{GIVEN}:model"}, "steps": steps, "batch_size": batch_size}
     values["cluster"] = {**cluster_named(cluster), **values.get("cluster", {})}
-    values["optimizer"] = {**_optimizer(optimizer, objects), **values.get("optimizer", {})}
-    values["schedule"] = {**_schedule(schedule, objects), **values.get("schedule", {})}
+    values["optimizer"] = {**_optimizer_section(optimizer, objects), **values.get("optimizer", {})}
+    values["schedule"] = {**_schedule_section(schedule, objects), **values.get("schedule", {})}
     if compute_metrics is not None:
         objects["compute_metrics"] = compute_metrics
         metrics = {"metrics": f"{GIVEN}:compute_metrics"}
@@ -107,7 +107,7 @@ def cluster_named(cluster: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return {"device": profile.name, "devices_per_node": torch.cuda.device_count()}
 
 
-def _optimizer(optimizer: Any, objects: dict[str, object]) -> dict[str, Any]:
+def _optimizer_section(optimizer: Any, objects: dict[str, object]) -> dict[str, Any]:
     """The section ``optimizer``; a plain loop does not clip, so an optimizer that is given does not either."""
     if optimizer is None:
         return {}
@@ -130,7 +130,7 @@ def _optimizer(optimizer: Any, objects: dict[str, object]) -> dict[str, Any]:
     return section
 
 
-def _schedule(schedule: Any, objects: dict[str, object]) -> dict[str, Any]:
+def _schedule_section(schedule: Any, objects: dict[str, object]) -> dict[str, Any]:
     """The section ``schedule``: constant without one, as in a plain loop."""
     if schedule is None:
         return {"name": "constant", "warmup": 0}

@@ -22,7 +22,7 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import AXES, SETTINGS
 
-FOLDER = "plans"
+PLANS_FOLDER = "plans"
 _READ_BY_NO_PLAN: Mapping[str, Any] = {
     "seed": True,
     "data": {"source", "date"},
@@ -30,10 +30,10 @@ _READ_BY_NO_PLAN: Mapping[str, Any] = {
     "callbacks": True,
     "trackers": True,
 }
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
-def remembered(recipe: Recipe, cluster: Cluster, compare: bool, make: Callable[[], Plan]) -> Plan:
+def cached_plan(recipe: Recipe, cluster: Cluster, compare: bool, make: Callable[[], Plan]) -> Plan:
     """The plan in the cache, else the one that ``make`` returns, which is then stored."""
     path = None if recipe.model.factory or recipe.model.hf else _path(recipe, cluster, compare)
     if path is None:
@@ -41,7 +41,7 @@ def remembered(recipe: Recipe, cluster: Cluster, compare: bool, make: Callable[[
     try:
         return read_plan(path, SETTINGS, AXES)
     except DataError as error:
-        log.debug("no stored plan: %s", error)
+        logger.debug("no stored plan: %s", error)
     plan = make()
     store(path, plan.to_json().encode())
     return plan
@@ -62,7 +62,7 @@ def _path(recipe: Recipe, cluster: Cluster, compare: bool) -> Path | None:
         ]
     )
     try:
-        return default_root() / FOLDER / f"{key}.json"
+        return default_root() / PLANS_FOLDER / f"{key}.json"
     except ResourceError:
         return None
 

@@ -24,7 +24,7 @@ from shardwise.core.units import format_bytes
 from shardwise.hardware.allocator_options import VARIABLES, options_in
 from shardwise.hardware.cluster import Cluster
 from shardwise.hardware.profiles import kind_named
-from shardwise.jobs.plan_cache import remembered
+from shardwise.jobs.plan_cache import cached_plan
 from shardwise.recipe.sections import Recipe
 from shardwise.trainer.faults.oom_record import read_record
 
@@ -56,7 +56,7 @@ def make_plan(
 
         return plan_for(recipe, blueprint_of(recipe), cluster, compare=compare, progress=progress)
 
-    return remembered(recipe, cluster, compare, make)
+    return cached_plan(recipe, cluster, compare, make)
 
 
 def planned_snapshot(recipe: Recipe, cluster: Cluster, plan: Plan) -> bytes:
@@ -90,7 +90,7 @@ def _too_much(plan: Plan) -> Iterator[str]:
         yield (
             f"rank {plan.peak.rank} needs {format_bytes(plan.peak.bytes)} of"
             f" {format_bytes(plan.capacity_bytes)}{reserve}, most in the {plan.peak.phase} phase"
-            + (f", {lost} of it lost to fragmentation" if _fragmented(plan) else "")
+            + (f", {lost} of it lost to fragmentation" if _only_fragmentation(plan) else "")
         )
     if plan.host.bytes > plan.host.capacity_bytes:
         yield (
@@ -98,7 +98,7 @@ def _too_much(plan: Plan) -> Iterator[str]:
         )
 
 
-def _fragmented(plan: Plan) -> bool:
+def _only_fragmentation(plan: Plan) -> bool:
     """Whether only fragmentation makes the plan too large for the device."""
     room = plan.capacity_bytes - plan.reserve_bytes
     return plan.peak.bytes - plan.ledger.fragmentation <= room < plan.peak.bytes
@@ -106,7 +106,7 @@ def _fragmented(plan: Plan) -> bool:
 
 def _allocator_hint(plan: Plan) -> str:
     """Suggest expandable segments when only fragmentation makes the plan too large; else ""."""
-    if not _fragmented(plan) or options_in(kind_named(plan.device).name).expandable_segments:
+    if not _only_fragmentation(plan) or options_in(kind_named(plan.device).name).expandable_segments:
         return ""
     return f"set {VARIABLES[0]}=expandable_segments:True, or "
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,9 +10,6 @@ from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.recipe.load import read_recipe
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, refuse_broken, refuse_unsupported
-
-Say = Callable[[str], None]
-"""Gets each sentence for the user."""
 
 
 class RunWorkers(Protocol):
@@ -30,7 +27,7 @@ class RunWorkers(Protocol):
     ) -> None: ...
 
 
-def read(recipe_file: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster]:
+def read_request(recipe_file: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster]:
     """Read and check a recipe without loading torch. Raises RecipeError with the file and the line at fault."""
     recipe, source = read_recipe(recipe_file, overrides, SETTINGS)
     cluster = cluster_of(recipe.cluster)

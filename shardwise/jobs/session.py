@@ -155,7 +155,7 @@ def open_session(recipe: Recipe, plan: Plan | None = None) -> Iterator[Session]:
             raise RecipeError(
                 "a plan is needed", where="session", why=why, fix="make it before: shardwise.plan"
             )
-        yield Session(recipe, _checked(plan), _device(recipe))
+        yield Session(recipe, _checked_plan(plan), _session_device(recipe))
         return
     cluster, placement = cluster_of(recipe.cluster), launched_by()
     if plan is None and (placement is None or placement.rank == 0):
@@ -164,17 +164,17 @@ def open_session(recipe: Recipe, plan: Plan | None = None) -> Iterator[Session]:
         planned = [plan]
         dist.broadcast_object_list(planned)
         assert planned[0] is not None
-        yield Session(recipe, _checked(planned[0]), world.device)
+        yield Session(recipe, _checked_plan(planned[0]), world.device)
 
 
-def _device(recipe: Recipe) -> torch.device:
+def _session_device(recipe: Recipe) -> torch.device:
     kind = cluster_of(recipe.cluster).device.traits
     if kind.is_host:
         return torch.device(kind.torch_type)
     return torch.device(kind.torch_type, torch.get_device_module(kind.torch_type).current_device())
 
 
-def _checked(plan: Plan) -> Plan:
+def _checked_plan(plan: Plan) -> Plan:
     """The plan, if it fits and is for as many processes as there are."""
     refuse_unfit(plan)
     if plan.world_size != dist.get_world_size():

@@ -16,17 +16,17 @@ from shardwise.core.extras import install
 from shardwise.core.identity import Start, append
 from shardwise.core.plan import Plan
 from shardwise.core.plugins import plugin
-from shardwise.core.progress import Progress, silent
+from shardwise.core.progress import Progress, Say, silent
 from shardwise.data import check_data
 from shardwise.data.epochs import epoch_sentences, with_steps
 from shardwise.hardware.cluster import Cluster
 from shardwise.jobs.planning import plan_after_oom, plan_remembering, planned_snapshot, refuse_unfit
-from shardwise.jobs.request import RunWorkers, Say
-from shardwise.recipe.lr_scaling import sentences
+from shardwise.jobs.request import RunWorkers
+from shardwise.recipe.lr_scaling import scaling_sentences
 from shardwise.recipe.sections import Recipe
 
 
-def train(
+def train_in_folder(
     recipe: Recipe,
     cluster: Cluster,
     folder: Path,
@@ -52,10 +52,10 @@ def train(
         ShardwiseError: the data, the plan or the folder was refused, or what ``run_workers`` raises.
     """
     with claim(folder):
-        planned = prepare(recipe, cluster, folder, plan, say, progress)
+        planned = prepare_training(recipe, cluster, folder, plan, say, progress)
         if planned is not None:
             flags = ["--exact-memory"] if exact_memory else []
-            _train(recipe, cluster, folder, run_workers, planned, flags, say)
+            _run_until_trained(recipe, cluster, folder, run_workers, planned, flags, say)
         if planned is not None or lacks_page(folder):
             page = finish(folder, progress)
             for sentence in last_words(folder, page):
@@ -63,7 +63,7 @@ def train(
         return planned is not None
 
 
-def _train(
+def _run_until_trained(
     recipe: Recipe,
     cluster: Cluster,
     folder: Path,
@@ -89,7 +89,7 @@ def _train(
         say(sentence)
 
 
-def prepare(
+def prepare_training(
     recipe: Recipe,
     cluster: Cluster,
     folder: Path,
@@ -127,7 +127,7 @@ def prepare(
         _write_planned_memory(recipe, cluster, planned, folder)
     found += epoch_sentences(asked, recipe)
     first = f"{planned.line}  →  {folder}"
-    for sentence in [first, *found, *reasons, *sentences(recipe), *planned.departures]:
+    for sentence in [first, *found, *reasons, *scaling_sentences(recipe), *planned.departures]:
         say(sentence)
     return planned
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwise.verifier.verdict import Verdict
 
 
-def verify(
+def verify_plan(
     recipe: Recipe,
     cluster: Cluster,
     run_workers: RunWorkers,

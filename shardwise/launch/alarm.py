@@ -33,7 +33,7 @@ from shardwise.runtime.torch_private import copy_of_store, set_timeouts
 
 _JUDGES = 2
 _ANSWER_SECONDS = 1.0
-_ASKED, _LINE = "asked", "line"
+_ASKED_KEY, _LINE_KEY = "asked", "line"
 
 
 def watch(limit: float | None) -> None:
@@ -76,8 +76,8 @@ class Alarm(threading.Thread):
                 if self._rank < _JUDGES:
                     quiet.look(time.monotonic(), (each.marks for each in self._all()))
                 if quiet.seconds >= self._limit:
-                    self._store.set(_ASKED, "")
-                if self._store.check([_ASKED]):
+                    self._store.set(_ASKED_KEY, "")
+                if self._store.check([_ASKED_KEY]):
                     self._answer(quiet.seconds)
                 time.sleep(self._poll)
 
@@ -113,9 +113,9 @@ class Alarm(threading.Thread):
             time.sleep(self._poll + _ANSWER_SECONDS)
             if self._rank < _JUDGES:
                 line = self._judge(quiet_seconds)
-                if self._store.compare_set(_LINE, "", line).decode() == line:
+                if self._store.compare_set(_LINE_KEY, "", line).decode() == line:
                     print(line, file=sys.stderr, flush=True)
-            self._store.wait([_LINE], timedelta(seconds=10 * _ANSWER_SECONDS))
+            self._store.wait([_LINE_KEY], timedelta(seconds=10 * _ANSWER_SECONDS))
         os._exit(RankError.exit_code)
 
     def _judge(self, quiet_seconds: float) -> str:

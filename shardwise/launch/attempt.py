@@ -23,11 +23,11 @@ def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) 
 
     Raises RuntimeError if a rank is missing after ``timeout``, which is also the store's.
     """
-    name = _given(store, world_size - 1, timeout) if rank == 0 else _asked_for(store)
+    name = _new_name(store, world_size - 1, timeout) if rank == 0 else _asked_for(store)
     return PrefixStore(f"shardwise/{name}", store)
 
 
-def _given(store: Store, others: int, timeout: timedelta) -> str:
+def _new_name(store: Store, others: int, timeout: timedelta) -> str:
     """A new name, once all other ranks have it."""
     name, seen = uuid4().hex, 0
     pending: list[str] = []

@@ -28,12 +28,12 @@ from shardwise.core.errors import ResourceError
 from shardwise.core.heartbeat import Heartbeat
 from shardwise.launch import preload
 from shardwise.launch.log_lines import LogLines
-from shardwise.launch.placement import LAUNCHER, LOOPBACK, STORE_SOCKET
+from shardwise.launch.placement import LAUNCHER, LOOPBACK_INTERFACE, STORE_SOCKET
 from shardwise.launch.preload import WORKER
 from shardwise.launch.ranks import Command, Process, Rank, dying_with_parent
 from shardwise.launch.stops import forwarding
 from shardwise.launch.verdict import verdict
-from shardwise.launch.waiting import end, wait
+from shardwise.launch.waiting import end, wait_for_ranks
 
 _JOIN_SECONDS = 2.0
 """A process in an uninterruptible system call does not end even after SIGKILL."""
@@ -80,9 +80,9 @@ def run_ranks(
 
     Rank 0's output is passed through only if ``aloud``; its log always has it.
     """
-    starting = _started(world_size, arguments, log_folder, environment or {}, aloud)
+    starting = _started_ranks(world_size, arguments, log_folder, environment or {}, aloud)
     with starting as ranks, forwarding(ranks) as stops:
-        ended = wait(ranks, stops)
+        ended = wait_for_ranks(ranks, stops)
         if ended is None or ended.hang is None:
             end(ranks)
     if ended is None:
@@ -93,7 +93,7 @@ def run_ranks(
 def start_process(command: Command) -> Process:
     """Start ``python -m WORKER`` in its own session, so that only the launcher receives Ctrl-C and passes it on.
 
-    A worker that was started before (``preloaded``) takes the command.
+    A worker that was started before (``preloaded_run``) takes the command.
     """
     return preload.take(command) or subprocess.Popen(
         [sys.executable, "-m", WORKER, *command.arguments],
@@ -112,7 +112,7 @@ spawner: Callable[[Command], Process] = start_process
 
 
 @contextlib.contextmanager
-def preloaded(world_size: int, nodes: int = 1) -> Iterator[None]:
+def preloaded_run(world_size: int, nodes: int = 1) -> Iterator[None]:
     """Let the workers of a run on this machine import torch during the block, in which it is planned and launched.
 
     Args:
@@ -121,7 +121,7 @@ def preloaded(world_size: int, nodes: int = 1) -> Iterator[None]:
     if nodes > 1 or spawner is not start_process:
         yield
         return
-    with preload.preloaded(world_size, _process_environment(world_size)):
+    with preload.preloaded_workers(world_size, _process_environment(world_size)):
         yield
 
 
@@ -129,7 +129,7 @@ def preloaded(world_size: int, nodes: int = 1) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _started(
+def _started_ranks(
     world_size: int, arguments: Sequence[str], log_folder: Path, environment: Mapping[str, str], aloud: bool
 ) -> Iterator[list[Rank]]:
     """Start the ranks; on leaving the block, kill the ones that still run."""
@@ -148,7 +148,7 @@ def _started(
                         {STORE_SOCKET: store.fileno()} if rank == 0 else {}
                     )
                     log = log_folder / f"rank-{rank}.log"
-                    ranks.append(_start(rank, beat, arguments, log, given, files, aloud and rank == 0))
+                    ranks.append(_start_rank(rank, beat, arguments, log, given, files, aloud and rank == 0))
         except OSError as error:
             raise ResourceError(
                 f"cannot start {world_size} processes",
@@ -183,8 +183,8 @@ def _process_environment(world_size: int) -> dict[str, str]:
     }
     defaults = {
         "OMP_NUM_THREADS": str(max(1, available // world_size)),
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
-        "NCCL_SOCKET_IFNAME": LOOPBACK,
+        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
         # glibc >= 2.35: huge pages for large blocks, 15 times fewer page faults. It keeps returning large frees at
         # once while memory is measured (trainer/meter.py), which tcmalloc and jemalloc do not.
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
@@ -192,7 +192,7 @@ def _process_environment(world_size: int) -> dict[str, str]:
     return given | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
-def _start(
+def _start_rank(
     rank: int,
     beat: Heartbeat,
     arguments: Sequence[str],
@@ -236,13 +236,13 @@ def _pass_through(descriptor: int, log: Path) -> None:
     with log.open("ab", buffering=0) as file, os.fdopen(descriptor):
         shown = logged = True
         while block := os.read(descriptor, 1 << 16):
-            shown = shown and _written(1, block)
-            logged = logged and _written(file.fileno(), lines.take(block))
+            shown = shown and _write_block(1, block)
+            logged = logged and _write_block(file.fileno(), lines.take(block))
         if logged:
-            _written(file.fileno(), lines.rest())
+            _write_block(file.fileno(), lines.rest())
 
 
-def _written(descriptor: int, block: bytes) -> bool:
+def _write_block(descriptor: int, block: bytes) -> bool:
     """Write all of a block; whether that was possible."""
     view = memoryview(block)
     try:

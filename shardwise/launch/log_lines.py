@@ -10,17 +10,17 @@ import re
 import time
 from collections.abc import Callable
 
-EVERY = 5.0
+FRAME_SECONDS = 5.0
 """Least seconds between two frames of a bar in the log."""
 
-_CONTROL = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
+_CONTROL_SEQUENCE = re.compile(rb"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 
 
 class LogLines:
     """Filters a stream of bytes. Output without control sequences or redrawn lines passes unchanged."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._written = clock, -EVERY
+        self._clock, self._written = clock, -FRAME_SECONDS
         self._line = b""
 
     def take(self, block: bytes) -> bytes:
@@ -28,25 +28,25 @@ class LogLines:
         if not self._line and b"\x1b" not in block and b"\r" not in block:
             return block
         *lines, self._line = (self._line + block).split(b"\n")
-        kept = b"".join(self._frame(line) + _shown(line) for line in lines)
+        kept = b"".join(self._frame(line) + _last_frame(line) for line in lines)
         kept += self._frame(self._line)
         self._line = self._line[max(0, self._line.rfind(b"\r")) :]
         return kept
 
     def rest(self) -> bytes:
         """The last line, which no newline ended."""
-        return _shown(self._line)
+        return _last_frame(self._line)
 
     def _frame(self, line: bytes) -> bytes:
         """The last redrawn frame of a line, if one is due."""
-        frames = [frame for part in line.split(b"\r")[:-1] if (frame := _shown(part))]
-        if not frames or self._clock() - self._written < EVERY:
+        frames = [frame for part in line.split(b"\r")[:-1] if (frame := _last_frame(part))]
+        if not frames or self._clock() - self._written < FRAME_SECONDS:
             return b""
         self._written = self._clock()
         return frames[-1]
 
 
-def _shown(line: bytes) -> bytes:
+def _last_frame(line: bytes) -> bytes:
     """The last frame of a line, without control sequences and with a newline; b"" if nothing is visible."""
-    text = _CONTROL.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2]).rstrip()
+    text = _CONTROL_SEQUENCE.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2]).rstrip()
     return text + b"\n" if text else b""

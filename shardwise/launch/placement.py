@@ -22,7 +22,7 @@ LAUNCHER = "SHARDWISE_LAUNCHER"
 STORE_SOCKET = "SHARDWISE_STORE_SOCKET"
 """Set by Shardwise's launcher for rank 0: descriptor of a listening socket on loopback, for the store."""
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 @dataclass(frozen=True)
@@ -61,40 +61,40 @@ def launched_by(environment: Mapping[str, str] | None = None) -> Placement | Non
 
 
 def _from_env(values: Mapping[str, str]) -> Placement:
-    world_size = _number(values, "WORLD_SIZE")
-    per_node = _number(values, "LOCAL_WORLD_SIZE", 0)
-    return _checked(
+    world_size = _number_variable(values, "WORLD_SIZE")
+    per_node = _number_variable(values, "LOCAL_WORLD_SIZE", 0)
+    return _checked_placement(
         Placement(
             by="shardwise" if LAUNCHER in values else "torchrun",
-            rank=_number(values, "RANK"),
+            rank=_number_variable(values, "RANK"),
             world_size=world_size,
-            local_rank=_number(values, "LOCAL_RANK", 0),
+            local_rank=_number_variable(values, "LOCAL_RANK", 0),
             nodes=-(-world_size // per_node) if per_node else 0,
-            host=_text(values, "MASTER_ADDR"),
-            port=_number(values, "MASTER_PORT"),
+            host=_text_variable(values, "MASTER_ADDR"),
+            port=_number_variable(values, "MASTER_PORT"),
         )
     )
 
 
 def _from_slurm(values: Mapping[str, str]) -> Placement:
-    nodes = _number(values, "SLURM_STEP_NUM_NODES", 1)
-    hosts = values.get("SLURM_STEP_NODELIST") or _text(values, "SLURM_JOB_NODELIST")
-    job = _number(values, "SLURM_JOB_ID", 0)
-    return _checked(
+    nodes = _number_variable(values, "SLURM_STEP_NUM_NODES", 1)
+    hosts = values.get("SLURM_STEP_NODELIST") or _text_variable(values, "SLURM_JOB_NODELIST")
+    job = _number_variable(values, "SLURM_JOB_ID", 0)
+    return _checked_placement(
         Placement(
             by="srun",
-            rank=_number(values, "SLURM_PROCID"),
-            world_size=_number(values, "SLURM_STEP_NUM_TASKS"),
-            local_rank=_number(values, "SLURM_LOCALID"),
+            rank=_number_variable(values, "SLURM_PROCID"),
+            world_size=_number_variable(values, "SLURM_STEP_NUM_TASKS"),
+            local_rank=_number_variable(values, "SLURM_LOCALID"),
             nodes=nodes,
             host=values.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else first_host(hosts)),
             # One port per job, below those that the kernel hands out.
-            port=_number(values, "MASTER_PORT", 20_000 + job % 10_000),
+            port=_number_variable(values, "MASTER_PORT", 20_000 + job % 10_000),
         )
     )
 
 
-def _checked(placement: Placement) -> Placement:
+def _checked_placement(placement: Placement) -> Placement:
     if not 0 <= placement.rank < placement.world_size:
         raise _contradiction(f"rank {placement.rank} of {placement.world_size}", "ranks count from 0")
     if not 0 < placement.port < 65_536:
@@ -102,16 +102,16 @@ def _checked(placement: Placement) -> Placement:
     return placement
 
 
-def _text(values: Mapping[str, str], name: str) -> str:
+def _text_variable(values: Mapping[str, str], name: str) -> str:
     if not values.get(name):
         raise _contradiction(f"{name} is not set", "the other variables of a distributed job are")
     return values[name]
 
 
-def _number(values: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _number_variable(values: Mapping[str, str], name: str, default: int | None = None) -> int:
     if default is not None and not values.get(name):
         return default
-    text = _text(values, name)
+    text = _text_variable(values, name)
     if not re.fullmatch(r"\d{1,9}", text):
         raise _contradiction(f"{name} is {text!r}", "it must be a whole number")
     return int(text)

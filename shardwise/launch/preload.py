@@ -1,9 +1,9 @@
 """Workers that import torch while the launcher still plans.
 
-A worker needs three seconds to import torch and the training loop, and so does the planner. ``preloaded`` starts the
-workers of a local run first. Each imports its modules, and waits on a socket for its command: arguments, environment,
-and the files that it inherits. Variables that a process reads when it starts are the same in both: the launcher hands a
-command only to a worker whose variables are those of the command.
+A worker needs three seconds to import torch and the training loop, and so does the planner. So ``preloaded_workers``
+starts the workers of a local run first. Each imports its modules, and waits on a socket for its command: arguments,
+environment, and the files that it inherits. Variables that a process reads when it starts are the same in both: the
+launcher hands a command only to a worker whose variables are those of the command.
 
 A worker that waits ends when its socket is closed. The launcher starts one in the usual way where none waits.
 """
@@ -51,7 +51,7 @@ _waiting: list[_Waiting] = []
 
 
 @contextlib.contextmanager
-def preloaded(count: int, variables: Mapping[str, str]) -> Iterator[None]:
+def preloaded_workers(count: int, variables: Mapping[str, str]) -> Iterator[None]:
     """Start ``count`` workers that wait for commands; those that got none by the end of the block are ended.
 
     Args:
@@ -59,7 +59,7 @@ def preloaded(count: int, variables: Mapping[str, str]) -> Iterator[None]:
     """
     try:
         with contextlib.suppress(OSError):  # the launcher says why no process starts
-            _waiting.extend(_start(variables) for _ in range(count))
+            _waiting.extend(_start_waiting(variables) for _ in range(count))
         yield
     finally:
         while _waiting:
@@ -81,7 +81,7 @@ def take(command: Command) -> Process | None:
     return None
 
 
-def _start(variables: Mapping[str, str]) -> _Waiting:
+def _start_waiting(variables: Mapping[str, str]) -> _Waiting:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(

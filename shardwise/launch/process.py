@@ -22,7 +22,7 @@ from shardwise.core.errors import RankError, ResourceError
 from shardwise.hardware.allocator_options import unset
 from shardwise.hardware.kinds import HOST, accelerator_here, kind_of
 from shardwise.launch.attempt import attempt_store
-from shardwise.launch.placement import LOOPBACK, STORE_SOCKET, Placement, launched_by
+from shardwise.launch.placement import LOOPBACK_INTERFACE, STORE_SOCKET, Placement, launched_by
 from shardwise.runtime.torch_private import set_allocator
 
 TIMEOUT = timedelta(minutes=30)
@@ -63,10 +63,10 @@ def join(device_type: str | None = None) -> Iterator[World]:
         RecipeError: the environment contradicts itself.
     """
     placement = launched_by() or _ALONE
-    device = _device(placement.local_rank, device_type, _share_devices(placement))
+    device = _rank_device(placement.local_rank, device_type, _share_devices(placement))
     if placement.nodes == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     try:
         _meet(_store(placement), placement.rank, placement.world_size, device)
     except RuntimeError as error:  # the base class of DistNetworkError and DistStoreError
@@ -100,7 +100,7 @@ def _share_devices(placement: Placement) -> bool:
     return placement.by == "shardwise" or (placement.by == "torchrun" and not chosen)
 
 
-def _device(local_rank: int, device_type: str | None, shared: bool = False) -> torch.device:
+def _rank_device(local_rank: int, device_type: str | None, shared: bool = False) -> torch.device:
     """The GPU of a local rank, or the only one that this process sees unless it is ``shared``; else the CPU."""
     if (device_type or accelerator_here().torch_type) == HOST.torch_type:
         return torch.device(HOST.torch_type)

@@ -25,7 +25,7 @@ _BROKEN_CONNECTION = re.compile(
     r"|ncclRemoteError|ncclSystemError|Watchdog caught"
 )
 _TIMED_OUT = re.compile(r"[Tt]imed out|Watchdog caught|collective operation timeout")
-_TAIL, _MOST = 1 << 16, 1 << 20
+_TAIL_BYTES, _MOST_BYTES = 1 << 16, 1 << 20
 _LAST_LINES = 20
 
 
@@ -102,11 +102,11 @@ class Rank:
     def log_since(self, position: int) -> str:
         with self.log.open("rb") as file:
             file.seek(position)
-            return file.read(_MOST).decode("utf-8", "replace")
+            return file.read(_MOST_BYTES).decode("utf-8", "replace")
 
     def log_tail(self) -> list[str]:
         """The last lines of this process's output."""
-        text = self.log_since(max(self.log_start, self.log_size() - _TAIL))
+        text = self.log_since(max(self.log_start, self.log_size() - _TAIL_BYTES))
         return [line for line in text.splitlines() if line.strip()]
 
     def is_stopped(self) -> bool:

@@ -1,7 +1,7 @@
 """Signals that ask a run to save and stop, and a second one that ends a run which cannot.
 
 The first signal is passed on to all ranks, which save after the step that runs. After a second one, a second or more
-later, the launcher ends the ranks if none of them makes progress for ``PATIENCE`` seconds.
+later, the launcher ends the ranks if none of them makes progress for ``STOP_PATIENCE`` seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FrameType
 
 from shardwise.launch.ranks import Rank
 
-PATIENCE = 5.0
+STOP_PATIENCE = 5.0
 """Seconds without progress, after a second signal, until the ranks are ended."""
 
 _BURST = 1.0
@@ -45,8 +45,8 @@ class Stops:
             self.second = now
 
     def out_of_patience(self, now: float, quiet_seconds: float) -> bool:
-        """Whether the ranks made no progress for ``PATIENCE`` seconds since the second request."""
-        return self.second is not None and min(now - self.second, quiet_seconds) >= PATIENCE
+        """Whether the ranks made no progress for ``STOP_PATIENCE`` seconds since the second request."""
+        return self.second is not None and min(now - self.second, quiet_seconds) >= STOP_PATIENCE
 
 
 @contextmanager

@@ -28,12 +28,12 @@ class Frame:
 
     @property
     def is_torchs(self) -> bool:
-        return self.file.startswith(_torch())
+        return self.file.startswith(_torch_folder())
 
     @property
     def is_collective(self) -> bool:
         """Whether it runs a collective. DTensor's dispatch also runs plain operations, so it does not count."""
-        inside = self.file.removeprefix(_torch())
+        inside = self.file.removeprefix(_torch_folder())
         return (
             inside != self.file and inside.startswith("distributed/") and "distributed/tensor/" not in inside
         )
@@ -81,7 +81,7 @@ def place_in(error: BaseException) -> str:
 
 
 @cache
-def _torch() -> str:
+def _torch_folder() -> str:
     found = importlib.util.find_spec("torch")
     assert found is not None and found.submodule_search_locations
     return _folder(next(iter(found.submodule_search_locations)))

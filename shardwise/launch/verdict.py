@@ -36,10 +36,10 @@ def verdict(ended: Ended, stops: list[int], saves: bool = True) -> tuple[int, st
         if not saves:
             return 128 + number, RankError(what, where=f"rank {culprit.rank}", fix=_AGAIN).line()
         return 128 + number, RankError(f"{what} before it could save", where=str(culprit), fix=_RESUME).line()
-    return RankError.exit_code, _lost(culprit, code, _RESUME if saves else _AGAIN).line()
+    return RankError.exit_code, _lost_rank(culprit, code, _RESUME if saves else _AGAIN).line()
 
 
-def _lost(culprit: Rank, code: int, resume: str) -> RankError:
+def _lost_rank(culprit: Rank, code: int, resume: str) -> RankError:
     what, place = f"rank {culprit.rank} was lost", str(culprit)
     if code < 0:
         return RankError(what, where=place, why=f"killed by {signal_name(-code)}", fix=resume)

@@ -45,9 +45,9 @@ class Ended:
     quiet_seconds: float = 0.0
 
 
-def wait(ranks: Sequence[Rank], stops: Stops) -> Ended | None:
+def wait_for_ranks(ranks: Sequence[Rank], stops: Stops) -> Ended | None:
     """Wait until all ranks have ended well (None), or one has failed or hangs."""
-    ends = _ends_of(ranks)
+    ends = _ended_ranks(ranks)
     quiet = Quiet(time.monotonic())
     failed: list[Rank] = []
     deadline = float("inf")
@@ -72,7 +72,7 @@ def wait(ranks: Sequence[Rank], stops: Stops) -> Ended | None:
     return _blamed(ranks, failed)
 
 
-def _ends_of(ranks: Sequence[Rank]) -> queue.SimpleQueue[Rank]:
+def _ended_ranks(ranks: Sequence[Rank]) -> queue.SimpleQueue[Rank]:
     """Gets each rank when its process ends."""
     ends: queue.SimpleQueue[Rank] = queue.SimpleQueue()
 

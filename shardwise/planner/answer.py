@@ -82,7 +82,7 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
     answer = Answer(
         run=run,
         peak=None if memory_spread is None else memory_spread.of(plan.peak.bytes),
-        nearest=tuple(_nearest(recipe, cluster, plan)),
+        nearest=tuple(_nearest_alternatives(recipe, cluster, plan)),
         unpin=tuple(_slower_by_pins(recipe, plan)),
         binding=_binding(plan, bool(prices)),
         prices=prices,
@@ -104,7 +104,7 @@ def front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 # -- the nearest alternatives -------------------------------------------------------------------------
 
 
-def _nearest(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alternative]:
+def _nearest_alternatives(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alternative]:
     """One per setting, in the order of techniques.
 
     Without a pin, the nearest that fits comes first: what gives memory back elsewhere is named after it.
@@ -113,7 +113,7 @@ def _nearest(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alternati
     if not others:
         return
     named: set[Strategy] = set()
-    for setting, values in _free(recipe, cluster, plan):
+    for setting, values in _free_settings(recipe, cluster, plan):
         mine = plan.strategy[setting]
         pinned = setting.key in recipe.strategy
         here = [
@@ -128,9 +128,9 @@ def _nearest(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[Alternati
             if not pinned and (reason := _why_none(recipe, plan, setting, values)):
                 yield Alternative(setting.key, _word(mine), "", None, reason)
             continue
-        nearest = min(here, key=lambda each: _distance(plan, each, pinned))
+        nearest = min(here, key=lambda each: _change_distance(plan, each, pinned))
         named.add(nearest.strategy)
-        changed = _changes(plan, nearest)
+        changed = _changed_settings(plan, nearest)
         theirs = nearest.strategy[setting]
         also = tuple(words for key, words in changed.items() if key != setting.key)
         why, pins = _reason(plan, nearest), pinned_in_words(_pins(recipe, plan, nearest))
@@ -164,7 +164,9 @@ def _slower_by_pins(recipe: Recipe, plan: Plan) -> Iterator[str]:
             yield f"drop {keys}: fits, {format_change(seconds / plan.step.seconds - 1)} step time"
 
 
-def _free(recipe: Recipe, cluster: Cluster, plan: Plan) -> Iterator[tuple[Setting[Any], Sequence[object]]]:
+def _free_settings(
+    recipe: Recipe, cluster: Cluster, plan: Plan
+) -> Iterator[tuple[Setting[Any], Sequence[object]]]:
     """Settings with the values that the search or the comparison may take here."""
     case = case_of(plan.strategy, plan.world_size, recipe, cluster.devices_per_node)
     for technique in ORDER:
@@ -229,7 +231,7 @@ def _sequences(recipe: Recipe, plan: Plan, strategy: Strategy) -> float:
     return -(-recipe.batch_size // data) * data / plan.world_size
 
 
-def _distance(plan: Plan, candidate: Candidate, pinned: bool) -> tuple[int, int, float, int]:
+def _change_distance(plan: Plan, candidate: Candidate, pinned: bool) -> tuple[int, int, float, int]:
     """Fewer changes first, then what fits, then by time and memory; of pins, what fits first."""
     changes = len(plan.strategy.differences(candidate.strategy))
     verdict = _FITTING.index(candidate.verdict)
@@ -237,7 +239,7 @@ def _distance(plan: Plan, candidate: Candidate, pinned: bool) -> tuple[int, int,
     return *nearness, candidate.step_seconds, candidate.peak_bytes
 
 
-def _changes(plan: Plan, candidate: Candidate) -> Mapping[str, str]:
+def _changed_settings(plan: Plan, candidate: Candidate) -> Mapping[str, str]:
     """Keys that differ, with the candidate's value and the chosen one in words."""
     differences = plan.strategy.differences(candidate.strategy)
     return {key: f"{key} {_word(theirs)} (now {_word(mine)})" for key, (mine, theirs) in differences.items()}
@@ -291,7 +293,7 @@ def _prices(plan: Plan) -> Iterator[MemoryPrice]:
     for each in sorted(refused, key=lambda each: _excess(plan, each)):
         if 0 < each.step_seconds < best:
             best = each.step_seconds * (1 - ALIKE)
-            change = ", ".join(_changes(plan, each).values())
+            change = ", ".join(_changed_settings(plan, each).values())
             yield MemoryPrice(_excess(plan, each), change, each.step_seconds / plan.step.seconds - 1, each)
 
 

@@ -48,25 +48,27 @@ _WORTH = 0.1
 """A mesh is visited, or stages are cut, if a bound promises at least so much: it leaves out what model axes send."""
 
 MOST_STAGED = 6
-"""Strategies with stages whose ranks get predictions of their own."""
+"""Strategies with pipeline stages whose ranks get predictions of their own."""
 
 PROMISING = 2
 """Meshes, the best by their trials, all of whose completions are considered."""
 
 BASES = 3
-"""Meshes without stages, the best ones, that are also cut into stages."""
+"""Meshes without pipeline stages, the best ones, that are also cut into stages."""
 
 _FAR = 1.25
 """Where even the smallest strategy of a mesh takes so many times the budget, none of the mesh is tried."""
 
-_FILLED = 4
-"""Micro-batches for each stage, at least, that are compared with other meshes."""
+_FULL_PIPELINE = 4
+"""Micro-batches for each pipeline stage, at least, that are compared with other meshes."""
 
-_MARGIN = 1.1
+_GROWTH_MARGIN = 1.1
 """For memory that does not grow in proportion to the micro-batch, such as rounding to pages."""
 
 
-def choose(predictor: Predictor, expect: Callable[[Strategy | None], None] = lambda _: None) -> Prediction:
+def choose_strategy(
+    predictor: Predictor, expect: Callable[[Strategy | None], None] = lambda _: None
+) -> Prediction:
     """The best strategy that fits, else a tight one, else the one that needs the least memory."""
     separate_host = not predictor.cluster.device.traits.is_host
     tight: Prediction | None = None
@@ -98,7 +100,7 @@ class _Visit:
         failed: strategies that do not fit by their full predictions, or are tight.
         reference: seconds of the kernels of the first strategy's passes, for how many sequences of each rank.
         promising: origins of which a trial was faster than all before.
-        composed: origins without stages all of whose completions were considered.
+        composed: origins without pipeline stages all of whose completions were considered.
         refused: the first error of a strategy that cannot be built here.
     """
 
@@ -122,7 +124,7 @@ class _Visit:
 
     @cached_property
     def walked(self) -> Mapping[Mesh, Sequence[Strategy]]:
-        """Meshes without stages, where there are any: strategies with stages are composed from those without."""
+        """Meshes without pipeline stages, where there are any: those with stages are composed from them."""
         if self.predictor.composer is None:
             return self.meshes
         flat = {mesh: own for mesh, own in self.meshes.items() if not self._staged(own[0])}
@@ -184,7 +186,7 @@ class _Visit:
     def _within_mesh(self, origins: Sequence[Strategy], all_of_them: bool) -> None:
         """Add strategies of a mesh that may fit: all of the first mesh, else those that a trial shows to be faster.
 
-        With stages, further schedules are tried only where the first is the best so far.
+        With pipeline stages, further schedules are tried only where the first is the best so far.
         """
         for origin in origins:
             known = len(self.found)
@@ -229,7 +231,7 @@ class _Visit:
         return None
 
     def _add_stages(self) -> None:
-        """Add strategies with stages, those that promise most first, until no other may be the best."""
+        """Add strategies with pipeline stages, those that promise most first, until no other may be the best."""
         tried, bytes_, time = 0, 1.0, 1.0
         for estimate in self._estimates():
             promised = float(estimate.bytes) * bytes_ if self.by_memory else estimate.seconds * time
@@ -248,7 +250,7 @@ class _Visit:
                 self.found.append(found)
 
     def _estimates(self) -> list[Quick]:
-        """Estimates of strategies with stages, best first, on the best of the meshes that were walked."""
+        """Estimates of strategies with pipeline stages, best first, on the best of the meshes that were walked."""
         bases = list(dict.fromkeys(self._flat(each.strategy) for each in sorted(self.found, key=self._value)))
         bases = (bases or self.composed)[:BASES]
         staged = (every for mesh, every in self.meshes.items() if mesh not in self.walked)
@@ -261,7 +263,7 @@ class _Visit:
         return sorted((each for each in estimates if each.fits), key=self._value)
 
     def _estimates_of(self, strategy: Strategy) -> Iterator[Quick]:
-        """Estimates of one strategy with stages, by micro-batch size, as far as they can be composed."""
+        """Estimates of one strategy with pipeline stages, by micro-batch size, as far as they can be composed."""
         for size in self._sizes(strategy, filled=1):  # else half of the stages wait
             trial = strategy.with_values(micro_batch_size=size)
             if trial in self.failed or not self.predictor.may_fit(trial):
@@ -272,7 +274,7 @@ class _Visit:
                 return
 
     def _flat(self, strategy: Strategy) -> Strategy:
-        """The origin of a strategy without its stages."""
+        """The origin of a strategy without its pipeline stages."""
         return self.space.origin_of(without_stages(strategy))
 
     def _may_beat(self, origin: Strategy, best: float) -> bool:
@@ -348,8 +350,8 @@ class _Visit:
         few = [best if best is not None and best in every else every[0], self._smallest(every)]
         return list(dict.fromkeys(few))
 
-    def _sizes(self, strategy: Strategy, filled: int = _FILLED) -> Sequence[int]:
-        """Micro-batch sizes, largest first; of stages among other meshes, with ``filled`` for each stage."""
+    def _sizes(self, strategy: Strategy, filled: int = _FULL_PIPELINE) -> Sequence[int]:
+        """Micro-batch sizes, largest first; of pipeline stages among other meshes, with ``filled`` for each."""
         sizes, stages = self.predictor.micro_batch_sizes(strategy), stages_of(strategy)
         if self.by_memory:
             return sizes[-1:]
@@ -377,7 +379,7 @@ class _Visit:
             if self.reference is None and quick.computing:
                 self.reference = quick.computing, self._sequences(trial)
             # Memory is a constant and a part that grows at most in proportion: a larger size than this cannot fit.
-            largest = size * _MARGIN * predictor.budget_bytes / quick.bytes
+            largest = size * _GROWTH_MARGIN * predictor.budget_bytes / quick.bytes
             if quick.fits:
                 return quick
         return None

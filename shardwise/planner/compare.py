@@ -14,7 +14,7 @@ from shardwise.core.units import format_bytes, format_change, format_more_bytes
 from shardwise.planner.pins import MOST_TRIALS, without_pins
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import UNKNOWN, Judgement, Predictor
-from shardwise.planner.quick import figures_in_proportion, figures_of
+from shardwise.planner.quick import figures_from, figures_in_proportion
 from shardwise.planner.read_ahead import ReadAhead
 from shardwise.planner.worst_rank import EVERY_RANK
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, case_of, has_stages, layout_of
@@ -48,7 +48,7 @@ class Neighbours:
     def expect(self, strategy: Strategy | None) -> None:
         """Begin with a strategy's neighbours, and end those of another; None ends them, so that cores are free.
 
-        With stages, they are compared with its worst rank. In small worlds only the full prediction knows it.
+        With pipeline stages, they are compared with its worst rank. In small worlds only the full prediction knows it.
         """
         if strategy == self._of:
             return
@@ -72,7 +72,7 @@ class Neighbours:
     def _begin(self, strategy: Strategy, staged: Prediction | None) -> None:
         self._close()
         self._of, self._listed = strategy, list(self._trials(strategy))
-        run = partial(_first_that_fits, self.predictor, self._layout(strategy), staged)
+        run = partial(_until_one_fits, self.predictor, self._layout(strategy), staged)
         self._ahead = ReadAhead(run, self._listed, self.predictor.quiet)
 
     def _close(self) -> None:
@@ -108,7 +108,7 @@ class Neighbours:
         return layout_of(strategy, self.predictor.cluster.world_size)
 
 
-def _first_that_fits(
+def _until_one_fits(
     predictor: Predictor, layout: Layout, staged: Prediction | None, trials: _Trials
 ) -> _Judged:
     """The judgements of strategies up to the first that surely fits, with room for fragmentation.
@@ -118,7 +118,7 @@ def _first_that_fits(
     judged: list[tuple[Strategy, Judgement | None]] = []
     predicted = 0
     for trial in trials:
-        judgement = _predicted(predictor, layout, staged, trial)
+        judgement = _predicted_neighbour(predictor, layout, staged, trial)
         judged.append((trial, judgement))
         predicted += judgement is None or judgement.replayed is not None
         if predicted == MOST_TRIALS or (judgement is not None and _surely_fits(predictor, judgement)):
@@ -132,7 +132,7 @@ def _surely_fits(predictor: Predictor, judgement: Judgement) -> bool:
     return fits and judgement.candidate.peak_bytes * room <= predictor.budget_bytes
 
 
-def _predicted(
+def _predicted_neighbour(
     predictor: Predictor, layout: Layout, staged: Prediction | None, neighbour: Strategy
 ) -> Judgement | None:
     """A neighbour's judgement; None for one that cannot be built here because a package is missing.
@@ -143,7 +143,7 @@ def _predicted(
     """
     world_size = predictor.cluster.world_size
     small, same = world_size <= EVERY_RANK, layout_of(neighbour, world_size) == layout
-    known = staged and figures_of(predictor, staged)
+    known = staged and figures_from(predictor, staged)
     try:
         if predictor.may_fit(neighbour) and not (
             known and figures_in_proportion(predictor, neighbour, known)
@@ -158,15 +158,15 @@ def _predicted(
     return predictor.judgement(neighbour)
 
 
-def judged(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:
+def compared_candidates(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:
     """All recorded candidates, compared with the chosen one: the chosen first, then those that fit by step time."""
-    candidates = [_judged(predictor, each, chosen) for each in predictor.candidates.values()]
+    candidates = [_final_verdict(predictor, each, chosen) for each in predictor.candidates.values()]
     order = ("chosen", "fits", "tight", "does not fit", UNKNOWN)
     candidates.sort(key=lambda c: (order.index(c.verdict), c.step_seconds, c.peak_bytes))
     return tuple(candidates)
 
 
-def _judged(predictor: Predictor, candidate: Candidate, chosen: Prediction) -> Candidate:
+def _final_verdict(predictor: Predictor, candidate: Candidate, chosen: Prediction) -> Candidate:
     """The candidate with its final verdict and with its difference from the chosen one as the reason.
 
     A strategy without a pin says which one.
@@ -174,7 +174,7 @@ def _judged(predictor: Predictor, candidate: Candidate, chosen: Prediction) -> C
     if candidate.strategy == chosen.strategy:
         return replace(candidate, verdict="chosen" if predictor.fits(chosen) else "does not fit")
     if candidate.verdict == "fits" and not predictor.replayed(candidate.strategy):
-        candidate = _fragmented(predictor, candidate, chosen)
+        candidate = _with_fragmentation(predictor, candidate, chosen)
     if candidate.verdict not in ("fits", "tight"):
         return candidate
     time = candidate.step_seconds / chosen.step.seconds - 1
@@ -189,7 +189,7 @@ def _judged(predictor: Predictor, candidate: Candidate, chosen: Prediction) -> C
     return replace(candidate, reason=reason)
 
 
-def _fragmented(predictor: Predictor, candidate: Candidate, chosen: Prediction) -> Candidate:
+def _with_fragmentation(predictor: Predictor, candidate: Candidate, chosen: Prediction) -> Candidate:
     """The candidate with the chosen strategy's ratio of fragmentation to memory."""
     whole, tensors = chosen.peak.bytes, chosen.peak.bytes - chosen.peak.ledger.fragmentation
     peak = candidate.peak_bytes * whole // tensors

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 
 from shardwise.core.strategy import Strategy
 from shardwise.planner.compose_align import Alignment, NotComposable
-from shardwise.planner.compose_corner import Counting, Point
+from shardwise.planner.compose_corner import CornerPoint, Counting
 from shardwise.planner.compose_form import LinearForm, NotLinear
 from shardwise.planner.compose_sum import ROLES, Composed, Sum, Term
 from shardwise.planner.read_ahead import ReadAhead
 from shardwise.technique import MICRO_BATCH_SIZE, OF_BLOCKS, PARTS, STATES, within
 
-SHALLOW = 4
+COMPOSED_DEPTH = 4
 """Blocks of the shallower model: the first and the last differ from those between them, and what these hold in the
 backward pass is linear in their number, so its largest is at the second or at the last but one. Where the treatment of
 blocks repeats itself after several, it is so many times as many."""
@@ -58,7 +58,7 @@ class CountComposer:
 
     def whole(self, strategy: Strategy, micro_batches: int) -> Sum:
         """The terms of one strategy's sum, all of models with the same blocks. Raises NotComposable."""
-        terms = self._terms(strategy, micro_batches, SHALLOW)
+        terms = self._terms(strategy, micro_batches, COMPOSED_DEPTH)
         deepest = max(term.form.depth for term in terms)
         if terms[0].form.depth < deepest:  # its blocks between the first and the last are not all alike
             terms = self._terms(strategy, micro_batches, deepest)
@@ -104,7 +104,7 @@ class CountComposer:
             finally:
                 self.count = here
 
-    def _expected(self, strategy: Strategy, start: int, passes_run: Sequence[int]) -> Iterator[Point]:
+    def _expected(self, strategy: Strategy, start: int, passes_run: Sequence[int]) -> Iterator[CornerPoint]:
         """Points that ``whole`` may take, where forms are linear from a micro-batch of ``start``."""
         size = strategy[MICRO_BATCH_SIZE]
         single = strategy.with_values(**{MICRO_BATCH_SIZE.key: 1})
@@ -113,13 +113,13 @@ class CountComposer:
             alone = within(single, part)
             for passes in passes_run if part == STATES else (1,):
                 unchanged = part is not None and passes == 1 and alone == origin
-                if unchanged or (alone, passes, start, SHALLOW) in self._forms:
+                if unchanged or (alone, passes, start, COMPOSED_DEPTH) in self._forms:
                     continue
-                yield Point(alone, SHALLOW, start, passes)
+                yield CornerPoint(alone, COMPOSED_DEPTH, start, passes)
                 if part is None or part in (*OF_BLOCKS, STATES):
-                    yield Point(alone, SHALLOW + 1, start, passes)
+                    yield CornerPoint(alone, COMPOSED_DEPTH + 1, start, passes)
                 if part != STATES and size > start:
-                    yield Point(alone, SHALLOW, 2 * start, passes)
+                    yield CornerPoint(alone, COMPOSED_DEPTH, 2 * start, passes)
 
     def knows(self, strategy: Strategy) -> bool:
         """Whether the origin of a strategy has been counted."""
@@ -158,24 +158,26 @@ class CountComposer:
         key = (strategy, passes, size, least)
         known = self._forms.get(key) or self._base(strategy, passes, size, least)
         if deep and known.deeper is None and known.depth < self.depth:
-            deeper = self.count(Point(strategy, known.depth + known.repeat, size, passes))
+            deeper = self.count(CornerPoint(strategy, known.depth + known.repeat, size, passes))
             known = known.with_corners(deeper=deeper)
         if wide and known.larger is None:
-            known = known.with_corners(larger=self.count(Point(strategy, known.depth, 2 * size, passes)))
+            known = known.with_corners(
+                larger=self.count(CornerPoint(strategy, known.depth, 2 * size, passes))
+            )
         self._forms[key] = known
         return known
 
     def _base(self, strategy: Strategy, passes: int, size: int, least: int) -> LinearForm:
         """A form of one corner, whose blocks are repeated a whole number of times in the model."""
         depth = min(least, self.depth)
-        base = self.count(Point(strategy, depth, size, passes))
+        base = self.count(CornerPoint(strategy, depth, size, passes))
         repeat = base.repeat_every
         if repeat == 0:
             raise NotComposable("how a block is treated depends on the depth of the model")
-        least = max(depth, SHALLOW * repeat, base.min_depth)
+        least = max(depth, COMPOSED_DEPTH * repeat, base.min_depth)
         least = min(least + (self.depth - least) % repeat, self.depth)
         if least > depth:
-            depth, base = least, self.count(Point(strategy, least, size, passes))
+            depth, base = least, self.count(CornerPoint(strategy, least, size, passes))
         return LinearForm(base, depth, size, repeat=repeat)
 
 

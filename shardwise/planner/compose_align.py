@@ -42,7 +42,7 @@ def aligned(indices: Sequence[Mapping[str, int]]) -> Alignment:
     only: dict[int, tuple[Bytes, Bytes]] = {}
     for number, index in enumerate(indices[1:], 1):
         others = [other for i, other in enumerate(indices) if i not in (0, number)]
-        near = _nearest(index, indices[0], others, order)
+        near = _nearest_moments(index, indices[0], others, order)
         if near:
             own = np.array([index[name] for name in near])
             only[number] = own, np.array([order[name] for name in near.values()])
@@ -67,7 +67,7 @@ def _in_order(names: Sequence[str], index: Mapping[str, int]) -> list[str]:
     return kept[::-1]
 
 
-def _nearest(
+def _nearest_moments(
     index: Mapping[str, int],
     origin: Mapping[str, int],
     others: Sequence[Mapping[str, int]],
@@ -89,20 +89,20 @@ def _nearest(
         if name in shared:
             before = name
         elif name not in origin or all(name in other for other in others):
-            block, numbered = _block(name)
-            here, there = _block(before)[0] == block, _block(after[name])[0] == block
+            block, numbered = _phase_and_block(name)
+            here, there = _phase_and_block(before)[0] == block, _phase_and_block(after[name])[0] == block
             if here or there or not numbered:
                 found[name] = after[name] if there and not here else before
     return found
 
 
-_NUMBER = re.compile(r"(.*?)\.-?\d+")
+_NUMBERED = re.compile(r"(.*?)\.-?\d+")
 
 
 @lru_cache(maxsize=1 << 16)
-def _block(name: str) -> tuple[str, bool]:
+def _phase_and_block(name: str) -> tuple[str, bool]:
     """The phase and the block of a moment, or its module's first name; and whether it is in a block."""
     phase, _, rest = name.partition("|")
     module = rest.partition("|")[0]
-    numbered = _NUMBER.match(module)
+    numbered = _NUMBERED.match(module)
     return f"{phase}|{numbered[0] if numbered else module.partition('.')[0]}", numbered is not None

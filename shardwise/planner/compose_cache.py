@@ -22,20 +22,20 @@ import numpy as np
 import torch
 
 from shardwise.core.cache_folder import code_digest, default_root, key_of, store
-from shardwise.core.cost import Collective, Counted, Kernel, Transfer
+from shardwise.core.cost import Collective, CountedCall, Kernel, Transfer
 from shardwise.core.errors import ResourceError
-from shardwise.dryrun.moments import ROWS
+from shardwise.dryrun.moments import LEDGER_ROWS
 from shardwise.hardware.cluster import Cluster
-from shardwise.planner.compose_corner import Corner, Counting, Point
+from shardwise.planner.compose_corner import Corner, CornerPoint, Counting
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.torch_private_onednn import onednn_compiles
 
-FOLDER = "corners"
+CORNERS_FOLDER = "corners"
 
-_KINDS: Mapping[str, type[Kernel] | type[Collective] | type[Transfer]] = {
+_CALL_TYPES: Mapping[str, type[Kernel] | type[Collective] | type[Transfer]] = {
     kind.__name__: kind for kind in (Kernel, Collective, Transfer)
 }
-_PLAIN = (
+_PLAIN_FIELDS = (
     "parameters",
     "disk_bytes",
     "communicators",
@@ -48,27 +48,27 @@ _IRRELEVANT = {
     *("steps", "batch_size", "seed", "watchdog", "schedule", "plan"),
     *("cluster", "strategy", "checkpoint", "evaluation"),
 }
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
-def remembered(count: Counting, recipe: Recipe, cluster: Cluster) -> Counting:
+def with_disk_cache(count: Counting, recipe: Recipe, cluster: Cluster) -> Counting:
     """``count`` with a memory on disk, where the recipe's model allows it."""
     if recipe.model.factory is not None or recipe.model.hf is not None:
         return count
-    given = json.dumps([_versions(), _asked(recipe, cluster)], sort_keys=True)
+    given = json.dumps([_counting_versions(), _asked(recipe, cluster)], sort_keys=True)
 
-    def corner(point: Point) -> Corner:
+    def corner(point: CornerPoint) -> Corner:
         values = {key: str(value) for key, value in point.strategy.values.items()}
         wanted = f"{given}{values}{point.depth} {point.size} {point.passes}"
         key = key_of([wanted])
         try:
-            path = default_root() / FOLDER / f"{key}.npz"
+            path = default_root() / CORNERS_FOLDER / f"{key}.npz"
         except ResourceError:
             return count(point)
-        found = _read(path, key)
+        found = _read_corner(path, key)
         if found is None:
             found = count(point)
-            _write(path, key, found)
+            _write_corner(path, key, found)
         return found
 
     return corner
@@ -80,21 +80,21 @@ def _asked(recipe: Recipe, cluster: Cluster) -> list[object]:
 
 
 @functools.cache
-def _versions() -> list[str]:
+def _counting_versions() -> list[str]:
     """Of torch, of this package's code and of the processor, whose library compiles kernels."""
     compiled = {str(dtype): amx for dtype, amx in onednn_compiles().items()}
     return [torch.__version__, code_digest(), platform.machine(), str(compiled)]
 
 
-def _read(path: Path, key: str) -> Corner | None:
+def _read_corner(path: Path, key: str) -> Corner | None:
     """The corner in a file; None if the file is missing, damaged, or another's."""
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
             header = json.loads(arrays["header"].tobytes())
             passes, rows, host, order = (arrays[name] for name in ("passes", "bytes", "host", "order"))
-        if header["key"] != key or rows.shape != (len(header["names"]), len(ROWS)):
+        if header["key"] != key or rows.shape != (len(header["names"]), len(LEDGER_ROWS)):
             return None
-        known: list[Counted] = [_call(each) for each in header["calls"]]
+        known: list[CountedCall] = [_call_from(each) for each in header["calls"]]
         return Corner(
             names=tuple(header["names"]),
             passes=passes.astype(np.int64),
@@ -107,28 +107,28 @@ def _read(path: Path, key: str) -> Corner | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # whatever a damaged file makes of the reader
-        log.debug("%s is not a stored dry run: %s", path, error)
+        logger.debug("%s is not a stored dry run: %s", path, error)
         return None
 
 
-def _call(values: list[Any]) -> Counted:
+def _call_from(values: list[Any]) -> CountedCall:
     kind, fields = values
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }
-    return _KINDS[kind](**given)
+    return _CALL_TYPES[kind](**given)
 
 
-def _write(path: Path, key: str, corner: Corner) -> None:
+def _write_corner(path: Path, key: str, corner: Corner) -> None:
     """Store a corner."""
-    which: dict[Counted, int] = {}
+    which: dict[CountedCall, int] = {}
     order = [(number, which.setdefault(call, len(which))) for number, call in corner.calls]
     header = {
         "key": key,
         "names": corner.names,
         "calls": [(type(call).__name__, vars(call)) for call in which],
         "notes": corner.notes,
-        "plain": {name: getattr(corner, name) for name in _PLAIN},
+        "plain": {name: getattr(corner, name) for name in _PLAIN_FIELDS},
     }
     content = io.BytesIO()
     np.savez_compressed(

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.core.cost import Counted
+from shardwise.core.cost import CountedCall
 from shardwise.core.strategy import Strategy
-from shardwise.dryrun.moments import ROWS, Bytes
+from shardwise.dryrun.moments import LEDGER_ROWS, Bytes
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
@@ -24,7 +24,7 @@ from shardwise.technique import MICRO_BATCH_SIZE, layout_of
 
 
 @dataclass(frozen=True)
-class Point:
+class CornerPoint:
     """Where a corner is.
 
     Attributes:
@@ -57,7 +57,7 @@ class Corner:
     names: tuple[str, ...]
     passes: npt.NDArray[np.int64]
     bytes: Bytes
-    calls: tuple[tuple[int, Counted], ...]
+    calls: tuple[tuple[int, CountedCall], ...]
     host: Bytes
     parameters: int
     disk_bytes: int
@@ -69,14 +69,14 @@ class Corner:
     notes: tuple[str, ...]
 
 
-Counting = Callable[[Point], Corner]
+Counting = Callable[[CornerPoint], Corner]
 """Returns the corner at a point."""
 
 
-def counted(recipe: Recipe, blueprint: Blueprint, cluster: Cluster) -> Counting:
+def corner_counter(recipe: Recipe, blueprint: Blueprint, cluster: Cluster) -> Counting:
     """The function that dry-runs a point."""
 
-    def count(point: Point) -> Corner:
+    def count(point: CornerPoint) -> Corner:
         layout = layout_of(point.strategy, cluster.world_size)
         batch = point.size * point.passes * layout.data_degree
         strategy = point.strategy.with_values(**{MICRO_BATCH_SIZE.key: point.size})
@@ -97,7 +97,7 @@ def _corner(run: DryRun) -> Corner:
         passes=found.passes,
         bytes=found.bytes,
         calls=tuple((-1 if number is None else number, call) for number, call in found.calls),
-        host=np.array([getattr(run.host, row) for row in ROWS], dtype=np.int64),
+        host=np.array([getattr(run.host, row) for row in LEDGER_ROWS], dtype=np.int64),
         parameters=run.parameters,
         disk_bytes=run.disk_bytes,
         communicators=run.communicators,
@@ -109,7 +109,7 @@ def _corner(run: DryRun) -> Corner:
     )
 
 
-def between(one: Counted, two: Counted, steps: int, apart: int) -> Counted:
+def between(one: CountedCall, two: CountedCall, steps: int, apart: int) -> CountedCall:
     """The call ``steps`` beyond ``one``, where ``two``, which is alike, is ``apart`` beyond it."""
     if one == two or steps == 0:
         return one

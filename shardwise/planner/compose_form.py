@@ -14,15 +14,15 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.core.cost import Counted
-from shardwise.dryrun.moments import ROWS, Bytes
+from shardwise.core.cost import CountedCall
+from shardwise.dryrun.moments import LEDGER_ROWS, Bytes
 from shardwise.planner.compose_corner import Corner, between
 
-KEPT = ROWS.index("activations")
+ACTIVATIONS_ROW = LEDGER_ROWS.index("activations")
 REST = -1
 """Instead of a micro-batch: the step outside of micro-batches."""
 
-Calls = dict[int, Counter[Counted]]
+Calls = dict[int, Counter[CountedCall]]
 
 
 class NotLinear(Exception):
@@ -72,7 +72,7 @@ class LinearForm:
         """[moment, row] of a model of ``depth`` blocks with micro-batches of ``size``."""
         if (depth, size) not in self._bytes:
             deeper = self._repetitions(depth) * self._per_block
-            deeper[:, KEPT] = deeper[:, KEPT] * size // self.size
+            deeper[:, ACTIVATIONS_ROW] = deeper[:, ACTIVATIONS_ROW] * size // self.size
             total = self.base.bytes + deeper
             if self.larger is not None and size != self.size:
                 total += (size - self.size) * self._growth // self.size
@@ -92,7 +92,7 @@ class LinearForm:
             total = total + (size - self.size) * (self.larger.host - self.base.host) // self.size
         if self.deeper is not None:
             slope = self.deeper.host - self.base.host
-            slope[KEPT] = slope[KEPT] * size // self.size
+            slope[ACTIVATIONS_ROW] = slope[ACTIVATIONS_ROW] * size // self.size
             total = total + self._repetitions(depth) * slope
         return total
 
@@ -108,8 +108,8 @@ class LinearForm:
         if (depth, size) not in self._calls:
             more, result = self._repetitions(depth), {}
             for number, pairs in self._pairs.items():
-                calls: Counter[Counted] = Counter()
-                grown: dict[Counted, Counted] = {}
+                calls: Counter[CountedCall] = Counter()
+                grown: dict[CountedCall, CountedCall] = {}
                 for (one, two), count in pairs.items():
                     call = between(one, two, size - self.size, self.size)
                     calls[call] += count
@@ -162,20 +162,20 @@ class LinearForm:
         _ = self._pairs
 
     @cached_property
-    def _pairs(self) -> Mapping[int, Mapping[tuple[Counted, Counted], int]]:
+    def _pairs(self) -> Mapping[int, Mapping[tuple[CountedCall, CountedCall], int]]:
         """By micro-batch: calls of the base with the same calls of the larger micro-batch."""
         larger = self.base if self.larger is None else self.larger
         if len(larger.calls) != len(self.base.calls):
             raise NotLinear("the number of calls depends on the size of the micro-batch")
-        found: dict[int, Counter[tuple[Counted, Counted]]] = {}
+        found: dict[int, Counter[tuple[CountedCall, CountedCall]]] = {}
         for (number, one), (other, two) in zip(self.base.calls, larger.calls, strict=True):
-            if number != other or (one != two and not alike(one, two)):
+            if number != other or (one != two and not same_shape(one, two)):
                 raise NotLinear("the calls depend on the size of the micro-batch")
             found.setdefault(number, Counter())[one, two] += 1
         return found
 
     @cached_property
-    def _calls_per_block(self) -> Mapping[int, Mapping[Counted, int]]:
+    def _calls_per_block(self) -> Mapping[int, Mapping[CountedCall, int]]:
         """By micro-batch: calls that one more repetition of blocks adds."""
         if self.deeper is None:
             return {}
@@ -187,7 +187,7 @@ class LinearForm:
         return {n: {call: count for call, count in calls.items() if count} for n, calls in found.items()}
 
 
-def alike(one: Counted, two: Counted) -> bool:
+def same_shape(one: CountedCall, two: CountedCall) -> bool:
     """Whether two calls differ in numbers alone."""
     return type(one) is type(two) and all(
         isinstance(a, int | tuple) or a == b

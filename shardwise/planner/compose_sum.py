@@ -9,13 +9,13 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwise.core.cost import Collective, Counted, Kernel, StepCost
+from shardwise.core.cost import Collective, CountedCall, Kernel, StepCost
 from shardwise.core.ledger import Ledger, Peak, ledger_from
-from shardwise.dryrun.moments import ROWS, START, Bytes, unnumbered
+from shardwise.dryrun.moments import LEDGER_ROWS, STEP_START, Bytes, unnumbered
 from shardwise.dryrun.run import whole_cost
 from shardwise.dryrun.tally import Tally
 from shardwise.planner.compose_align import Alignment, aligned
-from shardwise.planner.compose_form import KEPT, REST, Calls, LinearForm
+from shardwise.planner.compose_form import ACTIVATIONS_ROW, REST, Calls, LinearForm
 
 ROLES = 3
 """The first micro-batch, one like all others, and the last (engine/forward_backward.py)."""
@@ -92,7 +92,7 @@ class Sum:
     def composed(self, sample_bytes: int) -> Composed:
         origin = self.terms[0]
         _, rows, name = max((self._highest(role) for role in self.roles), key=lambda found: found[0])
-        rows[KEPT] += self.count * self.size * sample_bytes
+        rows[ACTIVATIONS_ROW] += self.count * self.size * sample_bytes
         host, disk = origin.host, origin.number("disk_bytes")
         for term, before in self.changes:
             host = host + term.host - before.host
@@ -100,7 +100,7 @@ class Sum:
         bases = [term.form.base for term in self.terms]
         return Composed(
             peak=_peak(rows, name, origin.depth),
-            host=_ledger(host),
+            host=_rounded_ledger(host),
             disk_bytes=max(0, disk),
             cost=self._cost(),
             parameters=origin.number("parameters"),
@@ -172,21 +172,21 @@ class Sum:
 
 def _peak(rows: Bytes, name: str, depth: int) -> Peak:
     phase, where, operation, *_ = (*name.split("|"), "", "")
-    if name == START:
-        return Peak(_ledger(rows), "forward", "")
-    return Peak(_ledger(rows), phase, unnumbered(where, depth) or f"the loss ({operation})")
+    if name == STEP_START:
+        return Peak(_rounded_ledger(rows), "forward", "")
+    return Peak(_rounded_ledger(rows), phase, unnumbered(where, depth) or f"the loss ({operation})")
 
 
-def _ledger(rows: Bytes) -> Ledger:
-    return ledger_from({row: max(0, int(size)) for row, size in zip(ROWS, rows, strict=True)})
+def _rounded_ledger(rows: Bytes) -> Ledger:
+    return ledger_from({row: max(0, int(size)) for row, size in zip(LEDGER_ROWS, rows, strict=True)})
 
 
-def calls_of(calls: Calls, role: int) -> Counter[Counted]:
+def calls_of(calls: Calls, role: int) -> Counter[CountedCall]:
     """Calls of one kind of micro-batch; of the only one where a form has one."""
     return calls[role] if role in calls else Counter() if role == REST else calls.get(0, Counter())
 
 
-def _tally(calls: Mapping[Counted, int]) -> Tally:
+def _tally(calls: Mapping[CountedCall, int]) -> Tally:
     tally = Tally()
     for call, count in calls.items():
         if count > 0:

@@ -18,10 +18,10 @@ from shardwise.planner.predictor import UNKNOWN, Predictor
 from shardwise.planner.timing import offload_phases
 from shardwise.technique import MICRO_BATCH_SIZE, SETTINGS
 
-_NOTHING = 1e-3
+_NEGLIGIBLE_SHARE = 1e-3
 """Compute of less than this share of the transfers hides none of them."""
 
-LANES: Mapping[str, str] = {
+LANE_NAMES: Mapping[str, str] = {
     "to_host": "copies to the host",
     "to_device": "copies to the device",
     "disk_read": "disk reads",
@@ -91,14 +91,14 @@ def offload_in_words(chosen: Prediction, cluster: Cluster) -> Iterator[str]:
         yield f"on disk: {format_bytes(chosen.disk_bytes)} per rank, {node} per node"
     for phase in offload_phases(chosen.cost, cluster):
         compute = format_seconds(phase.device)
-        if phase.device < _NOTHING * phase.longest:
+        if phase.device < _NEGLIGIBLE_SHARE * phase.longest:
             end = f"which no compute hides: the device waits {format_seconds(phase.exposed)}"
         elif phase.exposed > 0:
             end = f"not hidden by {compute} of compute: the device waits {format_seconds(phase.exposed)}"
         else:
             end = f"hidden by {compute} of compute"
         lanes = ", ".join(
-            f"{LANES[lane]} {format_seconds(spent)}" for lane, spent in phase.concurrent.items()
+            f"{LANE_NAMES[lane]} {format_seconds(spent)}" for lane, spent in phase.concurrent.items()
         )
         yield f"offload in the {phase.phase} phase: {lanes}, {end}"
 

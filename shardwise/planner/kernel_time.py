@@ -17,7 +17,7 @@ import math
 from functools import lru_cache
 
 from shardwise.core.cost import Kernel
-from shardwise.hardware.device import DTYPES, DeviceProfile
+from shardwise.hardware.device import RATED_DTYPES, DeviceProfile
 
 _TILES: tuple[tuple[int, int, float], ...] = (
     (128, 256, 1.0),
@@ -30,13 +30,13 @@ _TILES: tuple[tuple[int, int, float], ...] = (
 _PARTS = (1, 2, 4, 8)
 """Parts into which the summed dimension may be divided (split-K)."""
 
-_ROWS = 128
+_QUERY_TILE = 128
 """Queries of one head that a multiprocessor computes at a time."""
 
 _HEAD = 24.0
 """A head dimension d reaches d / (d + _HEAD) of the speed of an endless one: softmax does not shrink with it."""
 
-_BACKWARD = 0.75
+_BACKWARD_SPEED = 0.75
 """Speed of attention's backward kernel relative to its forward kernel (Dao 2023, arXiv:2307.08691, section 4.1)."""
 
 _MANY = ("aten::_foreach", "aten::_fused")
@@ -54,7 +54,7 @@ def kernel_seconds(kernel: Kernel, device: DeviceProfile) -> float:
     return seconds + measured.host_seconds(kernel) if device.traits.is_host else seconds
 
 
-def launch_seconds(kernel: Kernel, device: DeviceProfile) -> float:
+def host_launch_seconds(kernel: Kernel, device: DeviceProfile) -> float:
     """Seconds in which the host of an accelerator launches one call, ahead of the device: measured, or assumed.
 
     Measured ones are per counted kernel, so each tensor of an operation on lists has its share.
@@ -81,7 +81,7 @@ def launched_together(kernel: Kernel) -> bool:
 
 def arithmetic_seconds(kernel: Kernel, device: DeviceProfile) -> float:
     """Seconds of the arithmetic alone, at least that of the peak."""
-    peak = device.peak_flops(kernel.dtype if kernel.dtype in DTYPES else "fp32")
+    peak = device.peak_flops(kernel.dtype if kernel.dtype in RATED_DTYPES else "fp32")
     if "attention" in kernel.operation:
         return kernel.flops / (peak * _attention_fraction(kernel, device))
     rate, tiles = peak * device.efficiency.matmul, device.tiles
@@ -95,10 +95,10 @@ def _attention_fraction(kernel: Kernel, device: DeviceProfile) -> float:
     if device.tiles.units == 0 or not kernel.shape:
         return fraction
     heads, queries, _, width = kernel.shape
-    tiles = heads * math.ceil(queries / _ROWS)
+    tiles = heads * math.ceil(queries / _QUERY_TILE)
     filled = tiles / (math.ceil(tiles / device.tiles.units) * device.tiles.units)
     by_width = (width / (width + _HEAD)) * (128 + _HEAD) / 128
-    backward = _BACKWARD if "backward" in kernel.operation else 1.0
+    backward = _BACKWARD_SPEED if "backward" in kernel.operation else 1.0
     return min(1.0, fraction * filled * by_width * backward)
 
 

@@ -20,7 +20,7 @@ from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import AdapterSpec, OptimizerSpec, Quantize, Recipe
 from shardwise.technique import ORDER, STATES, strategy_from, within
 
-_MARGIN = 0.97
+_BOUND_MARGIN = 0.97
 _PROBE = {
     "model": {"layers": 1, "width": 512, "heads": 4, "ffn": 1024, "vocab": 256},
     "data": {"sequence_length": 8},
@@ -43,7 +43,7 @@ def least_state_bytes(
     held = parameters[0] * _bytes_per_parameter(undivided, optimizer, device)
     if parameters[1] and recipe.adapter is not None:
         held += parameters[1] * _bytes_per_frozen(undivided, optimizer, recipe.adapter.quantize, device)
-    return int(_MARGIN * held * share_of_states(layout))
+    return int(_BOUND_MARGIN * held * share_of_states(layout))
 
 
 def share_of_states(layout: Layout) -> float:

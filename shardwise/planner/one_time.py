@@ -16,7 +16,7 @@ from shardwise.planner.predictor import Predictor
 from shardwise.planner.quick import Quick, figures_in_proportion, quick_figures
 from shardwise.technique import SETTINGS
 
-_MOST = 0.15
+_MOST_SAVED = 0.15
 """Share of a step that such a value saves at most, for a bound."""
 
 
@@ -25,7 +25,7 @@ def load_packages(predictor: Predictor) -> None:
 
     Call it while a forked process does dry runs.
     """
-    for setting in _settings(predictor):
+    for setting in _one_time_settings(predictor):
         if setting.load is not None and predictor.composer is not None:
             setting.load()
 
@@ -35,10 +35,10 @@ def with_one_time_costs(predictor: Predictor, best: Quick) -> Iterator[Strategy]
 
     A recipe with epochs has no steps until its data is counted, so nothing is sure.
     """
-    for setting in _settings(predictor):
+    for setting in _one_time_settings(predictor):
         for value, cost in setting.once.items():
             least = SURE * cost / (predictor.recipe.steps or math.inf)
-            if least >= _MOST * best.seconds:
+            if least >= _MOST_SAVED * best.seconds:
                 continue
             for strategy in predictor.possible([best.strategy.with_values(**{setting.key: value})]):
                 try:
@@ -51,7 +51,7 @@ def with_one_time_costs(predictor: Predictor, best: Quick) -> Iterator[Strategy]
     yield best.strategy
 
 
-def _settings(predictor: Predictor) -> Sequence[Setting[Any]]:
+def _one_time_settings(predictor: Predictor) -> Sequence[Setting[Any]]:
     """Settings with such values that the recipe leaves to the planner, where they can save anything."""
     recipe = predictor.recipe
     if not recipe.steps or recipe.plan.objective == "memory":

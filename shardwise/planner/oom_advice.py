@@ -44,9 +44,9 @@ def nearest_in_words(
     least, seen = failed, {strategy}
     free = [setting for setting in SETTINGS if setting.candidates]
     for settings in (free, free, [setting for setting in SETTINGS if setting.compared]):
-        trials = [trial for trial in _changed(least.strategy, settings) if trial not in seen]
+        trials = [trial for trial in _neighbour_strategies(least.strategy, settings) if trial not in seen]
         seen.update(trials)
-        found = list(_predicted(predictor, trials))
+        found = list(_quick_predictions(predictor, trials))
         if fitting := [each for each in found if each.peak.bytes <= budget]:
             best = min(fitting, key=lambda each: each.step.seconds)
             keys = ", ".join(f"{key}={new}" for key, (new, _) in best.strategy.differences(strategy).items())
@@ -58,14 +58,14 @@ def nearest_in_words(
     )
 
 
-def _changed(strategy: Strategy, settings: Iterable[Setting[Any]]) -> Iterator[Strategy]:
+def _neighbour_strategies(strategy: Strategy, settings: Iterable[Setting[Any]]) -> Iterator[Strategy]:
     """The strategy with one setting at another value."""
     for setting in settings:
         for value in (*setting.candidates, *setting.compared):
             yield strategy.with_values(**{setting.key: value})
 
 
-def _predicted(predictor: Predictor, strategies: Iterable[Strategy]) -> Iterator[Prediction]:
+def _quick_predictions(predictor: Predictor, strategies: Iterable[Strategy]) -> Iterator[Prediction]:
     """Quick predictions of those that can be built on this machine and device."""
     for strategy in predictor.possible(strategies):
         with suppress(RecipeError):  # a package is missing

@@ -42,7 +42,7 @@ COUNTED = (
     "timeline",
     "world_size",
 )
-SECONDS = (
+ESTIMATED_SECONDS = (
     "candidates.split",
     "candidates.step_seconds",
     "devices.hours",
@@ -65,7 +65,7 @@ SECONDS = (
     "step.split",
     "step.tokens_per_second",
 )
-RECIPE = (
+RECIPE_FIGURES = (
     "candidates.strategy",
     "front.strategy",
     "nearest.candidate.strategy",
@@ -86,17 +86,19 @@ def origins(recipe: Recipe, cluster: Cluster, answer: Answer) -> Iterator[Figure
     yield FigureOrigin(
         COUNTED, "counted", f"memory, FLOPs and traffic, by dry runs of the training step{allocator}"
     )
-    yield FigureOrigin(RECIPE, "assumed", "the recipe, and values that the planner chose")
+    yield FigureOrigin(RECIPE_FIGURES, "assumed", "the recipe, and values that the planner chose")
     yield FigureOrigin(
         ("standing",), "assumed", f"scaling law {recipe.law}, docs/how-to/choose-a-model-size.md"
     )
     if device.measured is not None:
         yield FigureOrigin(
-            SECONDS, "measured", f"seconds of kernels, by doctor --calibrate on {device.measured_on}"
+            ESTIMATED_SECONDS,
+            "measured",
+            f"seconds of kernels, by doctor --calibrate on {device.measured_on}",
         )
     else:
         yield FigureOrigin(
-            SECONDS, "assumed", f"seconds: figures of {device.name}, {_source(cluster, 'flops')}"
+            ESTIMATED_SECONDS, "assumed", f"seconds: figures of {device.name}, {_source(cluster, 'flops')}"
         )
     yield FigureOrigin(("capacity_bytes",), "assumed", f"capacity: {_source(cluster, 'memory_bytes')}")
     host = _source(cluster, "host_memory_bytes")

@@ -11,7 +11,7 @@ COMMUNICATION = "exposed communication"
 """Its name in the split of StepTime."""
 
 
-def phase_times(cost: StepCost, time: StepTime, cluster: Cluster) -> dict[str, float]:
+def phase_seconds(cost: StepCost, time: StepTime, cluster: Cluster) -> dict[str, float]:
     """Seconds of kernels forward, backward and in the rest of the step, and of communication that is not hidden."""
     spent = {"forward": 0.0, "backward": 0.0, "communication": 0.0, "optimizer": 0.0}
     for kernel in cost.kernels:

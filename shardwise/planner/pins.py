@@ -37,7 +37,7 @@ def without_pins(predictor: Predictor, strategy: Strategy) -> Iterator[tuple[Str
     for technique in ORDER:
         for setting in () if technique.rounds else technique.settings:
             if setting.key in pinned and (values := plainer(setting, strategy)):
-                freed = predictor.possible(_with(predictor, strategy, setting, values[0]))
+                freed = predictor.possible(_with_pin_value(predictor, strategy, setting, values[0]))
                 yield tuple(dict.fromkeys(freed))
     if MICRO_BATCH_SIZE.key in pinned:
         yield tuple(predictor.possible(_of_other_sizes(predictor, strategy)))
@@ -51,7 +51,7 @@ def plainer(setting: Setting[Any], strategy: Strategy) -> Sequence[object]:
     return values[: values.index(mine)] if mine in values else values[:1]
 
 
-def _with(
+def _with_pin_value(
     predictor: Predictor, strategy: Strategy, setting: Setting[Any], value: object
 ) -> Iterator[Strategy]:
     """The strategy with this value; then with less memory by settings that the recipe leaves free."""
@@ -91,17 +91,17 @@ def _most_divided(predictor: Predictor, strategy: Strategy) -> Strategy:
 
 
 def _of_other_sizes(predictor: Predictor, strategy: Strategy) -> Iterator[Strategy]:
-    """Larger micro-batches, the largest that seems to fit first; with stages the nearest ones, which fill them."""
+    """Larger micro-batches, the largest that seems to fit first; with pipeline stages the nearest, which fill them."""
     size, sizes = strategy[MICRO_BATCH_SIZE], predictor.free_micro_batch_sizes(strategy)
     if has_stages(layout_of(strategy, predictor.cluster.world_size)):
         near = [other for other in sizes if size // 2 <= other <= 2 * size + 1 and other != size]
     else:
-        near = [other for other in sizes if size < other <= size * _room(predictor, strategy)]
+        near = [other for other in sizes if size < other <= size * _batch_headroom(predictor, strategy)]
     for other in near:
         yield strategy.with_values(**{MICRO_BATCH_SIZE.key: other})
 
 
-def _room(predictor: Predictor, strategy: Strategy) -> float:
+def _batch_headroom(predictor: Predictor, strategy: Strategy) -> float:
     """How many times the micro-batch may be as large: all that is not a state grows with it."""
     known = predictor.candidates.get(strategy)
     least = predictor.least_bytes(strategy)

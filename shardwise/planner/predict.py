@@ -37,18 +37,18 @@ from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
 from shardwise.planner.compose import CountComposer
 from shardwise.planner.compose_align import NotComposable
-from shardwise.planner.phase_times import phase_times
+from shardwise.planner.phase_times import phase_seconds
 from shardwise.planner.read_ahead import ReadAhead
-from shardwise.planner.timing import mfu, step_time
+from shardwise.planner.timing import mfu, predicted_step_time
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import has_stages, layout_of, micro_batches
 from shardwise.technique.place import Place, Reduced
 from shardwise.technique.site import PlanHints
 
-SHALLOW = 4
+REDUCED_DEPTH = 4
 """Blocks of the shallower model: prefetching needs a neighbour, and the first and last blocks differ from the others.
 Where weights are sharded and blocks recomputed, a model of 12 extrapolated from 2 and 3 had 67 % too much, and from 4
-and 5 its own memory. Models of up to SHALLOW + 2 run whole."""
+and 5 its own memory. Models of up to REDUCED_DEPTH + 2 run whole."""
 
 EXPANDABLE = AllocatorOptions(expandable_segments=True)
 
@@ -140,20 +140,20 @@ def predict(
     overhead = cluster.device.overhead
     seen, unseen = overhead.workspace_bytes, overhead.outside_allocator(run.communicators)
     room = (cluster.capacity_bytes if budget is None else budget) - unseen
-    reserved, limited, expanded = _reserved(counts, worst.bytes + seen, room, options_in(cluster.device.kind))
+    reserved, limited, expanded = _reserves(counts, worst.bytes + seen, room, options_in(cluster.device.kind))
     fragmentation = max(0, reserved - worst.bytes - seen)
-    time = step_time(cost, layout, cluster)
+    time = predicted_step_time(cost, layout, cluster)
     dtype = run.compute_dtype
     useful = model_flops(blueprint, recipe.data, recipe.batch_size, dtype, cluster.device.kind)
     estimate = StepEstimate(
         seconds=time.seconds,
-        tokens=recipe.batch_size * (1 if blueprint.dataset is not None else _targets(recipe, blueprint)),
+        tokens=recipe.batch_size * (1 if blueprint.dataset is not None else _labels(recipe, blueprint)),
         flops=cost.flops,
         traffic_bytes=cost.traffic_by_axis(),
         model_flops=useful,
         mfu=mfu(useful, time.seconds, dtype, cluster),
         split=time.split,
-        phases=phase_times(cost, time, cluster),
+        phases=phase_seconds(cost, time, cluster),
         unit="tokens" if blueprint.dataset is None else "samples",
     )
     return Prediction(
@@ -176,7 +176,7 @@ def predict(
     )
 
 
-def _reserved(
+def _reserves(
     counts: _Counts, needed: int, room: int, options: AllocatorOptions
 ) -> tuple[int, Replay | None, Replay | None]:
     """(bytes that the allocator reserves, its replay within ``room``, the same with expandable segments).
@@ -193,7 +193,7 @@ def _reserved(
     return reserved, limited, expanded
 
 
-def _targets(recipe: Recipe, blueprint: Blueprint) -> int:
+def _labels(recipe: Recipe, blueprint: Blueprint) -> int:
     """Targets of one sample: the elements of its labels."""
     shapes = blueprint.sample_shapes(recipe.data.sequence_length)
     labels = next((shape for name, (shape, _) in shapes.items() if name in ("labels", "label")), ())
@@ -260,7 +260,7 @@ def _quick(
         return found
     layout = layout_of(strategy, cluster.world_size)
     count = micro_batches(strategy, layout, recipe.batch_size)
-    depth, shallow = blueprint.depth, SHALLOW
+    depth, shallow = blueprint.depth, REDUCED_DEPTH
 
     def run(blocks: int | None, reduced: Reduced = WHOLE_STEP) -> DryRun:
         return dry_run(
@@ -273,7 +273,7 @@ def _quick(
         depth = place.depth
 
     def filled(blocks: int) -> DryRun:
-        return _filled(partial(run, blocks), place, count)
+        return _whole_step(partial(run, blocks), place, count)
 
     repeat = 1
     while depth is not None and depth > shallow + 1 + repeat:
@@ -282,7 +282,7 @@ def _quick(
             repeat = first.hints.repeat_every
             if repeat == 0:
                 break
-            if shallow < (least := max(SHALLOW * repeat, first.hints.min_depth)):
+            if shallow < (least := max(REDUCED_DEPTH * repeat, first.hints.min_depth)):
                 shallow = least
                 continue
             if over := (depth - shallow) % repeat:
@@ -294,11 +294,11 @@ def _quick(
         shallow *= 2
     if place is None or place.shortcut(count) is None:
         return _full(recipe, blueprint, strategy, cluster, rank)
-    few = _filled(partial(run, None), place, count)
+    few = _whole_step(partial(run, None), place, count)
     return _Counts(few.peaks, few.host, few.disk_bytes, 0, few.cost, few.parameters, few, whole=False)
 
 
-def _filled(run: Callable[..., DryRun], place: Place | None, count: int) -> DryRun:
+def _whole_step(run: Callable[..., DryRun], place: Place | None, count: int) -> DryRun:
     """A dry run of a whole step, or two reduced ones where its peaks can be extrapolated from them."""
     if place is None or (shortcut := place.shortcut(count)) is None:
         return run()

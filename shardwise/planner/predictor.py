@@ -18,12 +18,12 @@ from shardwise.core.plan import Candidate, PeakIs, moment
 from shardwise.core.progress import Progress, silent
 from shardwise.core.strategy import Layout, Strategy
 from shardwise.core.units import format_bytes, format_seconds
-from shardwise.dryrun.target import TARGETS
+from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint, batch_shapes
-from shardwise.planner.compose import SHALLOW, CountComposer
-from shardwise.planner.compose_cache import remembered
-from shardwise.planner.compose_corner import counted
+from shardwise.planner.compose import COMPOSED_DEPTH, CountComposer
+from shardwise.planner.compose_cache import with_disk_cache
+from shardwise.planner.compose_corner import corner_counter
 from shardwise.planner.lower_bound import least_state_bytes, share_of_states
 from shardwise.planner.predict import Prediction
 from shardwise.planner.sketch import Share, Sketch, Sketcher
@@ -77,9 +77,11 @@ class Predictor:
     @cached_property
     def composer(self) -> CountComposer | None:
         """Composes quick predictions from few dry runs; None for a model of no depth, or no deeper than those."""
-        if self.blueprint.depth is None or self.blueprint.depth <= SHALLOW:
+        if self.blueprint.depth is None or self.blueprint.depth <= COMPOSED_DEPTH:
             return None
-        count = remembered(counted(self.recipe, self.blueprint, self.cluster), self.recipe, self.cluster)
+        count = with_disk_cache(
+            corner_counter(self.recipe, self.blueprint, self.cluster), self.recipe, self.cluster
+        )
         return CountComposer(count, self.blueprint.depth, self._bytes_of_sample())
 
     @cached_property
@@ -197,7 +199,7 @@ class Predictor:
             verdict, reason = "does not fit", f"{format_bytes(excess)} too much in host memory"
         elif found.retries:
             verdict = "tight"
-        replayed = found.run.replay is not None or not TARGETS[self.cluster.device.kind].caches
+        replayed = found.run.replay is not None or not TARGET_KERNELS[self.cluster.device.kind].caches
         self._replayed[strategy] = replayed
         peak_is: PeakIs = "counted" if replayed and ranks is None else "estimated"
         if verdict == "does not fit" and not replayed:
@@ -242,7 +244,7 @@ class Predictor:
     def reading_ahead(
         self, strategies: Sequence[Strategy], sizes: Callable[[Strategy], Sequence[int]] | None = None
     ) -> AbstractContextManager[None]:
-        """Count ahead what strategies need where they are composed. Those with stages are composed without them.
+        """Count ahead what strategies need where they are composed. Those with pipeline stages are composed without.
 
         Args:
             sizes: micro-batch sizes of a strategy that are tried, largest first; ``micro_batch_sizes`` by default.
@@ -255,7 +257,7 @@ class Predictor:
     def _trial(self, strategy: Strategy, sizes: Sequence[int]) -> tuple[Strategy, Sequence[int]]:
         """A strategy with its largest micro-batch, and the numbers of micro-batches of all sizes.
 
-        A strategy with stages is composed without them; its numbers of micro-batches are its own.
+        A strategy with pipeline stages is composed without them; its numbers of micro-batches are its own.
         """
         layout = layout_of(strategy, self.cluster.world_size)
         trials = [strategy.with_values(micro_batch_size=size) for size in sizes]
@@ -293,7 +295,10 @@ class Predictor:
         reason = f"{format_bytes(over)} too much" if over > 0 else ""
         if over <= 0 < excess:
             reason = f"{format_bytes(excess)} too much in host memory"
-        verdict, caches = "does not fit" if reason else "fits", TARGETS[self.cluster.device.kind].caches
+        verdict, caches = (
+            "does not fit" if reason else "fits",
+            TARGET_KERNELS[self.cluster.device.kind].caches,
+        )
         self._replayed[strategy] = not caches
         peak_is: PeakIs = "counted" if not caches else "at least" if reason else "estimated"
         self._record(strategy, size, seconds, verdict, reason, peak_is)

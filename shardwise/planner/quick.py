@@ -1,6 +1,6 @@
 """Quick figures of a strategy: sketched from composed counts (planner/sketch.py), else by its own shallow dry runs.
 
-A rank that holds a stage has a share of the whole model's work, states and activations. Its technique says how long
+A rank of a pipeline stage has a share of the whole model's work, states and activations. Its technique says how long
 stages of equal work wait for each other, and how many micro-batches are in flight (``Dividing.stretch``). That is an
 estimate: embedding and head are on one rank each. It orders strategies with stages; quick predictions of their ranks
 then decide.
@@ -71,8 +71,8 @@ def quick_figures(predictor: Predictor, strategy: Strategy, once: bool = False) 
         except NotComposable:
             pass
         else:
-            return _judged(predictor, strategy, found, record=True)
-    return figures_of(predictor, predictor.predict(strategy, quick=True, once=once))
+            return _sketched_figures(predictor, strategy, found, record=True)
+    return figures_from(predictor, predictor.predict(strategy, quick=True, once=once))
 
 
 def smallest(predictor: Predictor, candidates: Sequence[Candidate]) -> Strategy:
@@ -91,19 +91,19 @@ def smallest(predictor: Predictor, candidates: Sequence[Candidate]) -> Strategy:
     return min(sizes, key=lambda each: sizes[each], default=last[min(last)])
 
 
-def figures_of(predictor: Predictor, found: Prediction) -> Quick:
+def figures_from(predictor: Predictor, found: Prediction) -> Quick:
     """The figures of a prediction."""
     fits, overhead = predictor.might_fit(found), found.peak.ledger.overhead
     return Quick(found.strategy, found.step.seconds, found.sum_bytes, fits, overhead=overhead)
 
 
 def figures_of_stages(predictor: Predictor, strategy: Strategy) -> Quick:
-    """The same of stages of equal work, estimated. Raises NotComposable."""
-    return _judged(predictor, strategy, sketch_of_stages(predictor, strategy), record=False)
+    """The same of pipeline stages of equal work, estimated. Raises NotComposable."""
+    return _sketched_figures(predictor, strategy, sketch_of_stages(predictor, strategy), record=False)
 
 
 def figures_in_proportion(predictor: Predictor, strategy: Strategy, known: Quick) -> Quick | None:
-    """The estimate of a strategy with stages, times what another one's figures are over its estimate; recorded.
+    """The estimate of a strategy with pipeline stages, times another one's figures over its estimate; recorded.
 
     None where ranks have to be dry-run: in small worlds, without stages, where the strategy cannot be composed, and
     where it is not sure whether it fits.
@@ -122,11 +122,11 @@ def figures_in_proportion(predictor: Predictor, strategy: Strategy, known: Quick
         return None
     seconds = found.seconds * known.seconds / other.seconds
     scaled = replace(found, bytes=size, seconds=seconds)
-    return _judged(predictor, strategy, scaled, record=True, overhead=known.overhead)
+    return _sketched_figures(predictor, strategy, scaled, record=True, overhead=known.overhead)
 
 
 def sketch_of_stages(predictor: Predictor, strategy: Strategy) -> Sketch:
-    """A rank's share of the sketch of the strategy without stages, and without the communicators of stages.
+    """A rank's share of the sketch of the strategy without pipeline stages, and without their communicators.
 
     Raises NotComposable.
     """
@@ -145,7 +145,7 @@ def sketch_of_stages(predictor: Predictor, strategy: Strategy) -> Sketch:
     return replace(found, bytes=size, host_bytes=int(found.host_bytes * held))
 
 
-def _judged(
+def _sketched_figures(
     predictor: Predictor, strategy: Strategy, found: Sketch, record: bool, overhead: int | None = None
 ) -> Quick:
     if overhead is None:

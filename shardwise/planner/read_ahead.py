@@ -32,13 +32,13 @@ R = TypeVar("R")
 MOST = 3
 """Children at a time, of all lists together."""
 
-PATIENCE = 60.0
+CHILD_PATIENCE = 60.0
 """Seconds to wait for a child's task before it is done here."""
 
 _FREE, _HERE = 0, 255
 """Marks of a task. Children mark theirs with their own number, from 1."""
 
-_running: set[BaseProcess] = set()
+_children: set[BaseProcess] = set()
 
 
 class ReadAhead(Generic[T, R]):
@@ -57,7 +57,7 @@ class ReadAhead(Generic[T, R]):
         self._results: dict[int, R] = {}
         self._children: dict[Connection, tuple[int, BaseProcess]] = {}
         self._marks = mmap.mmap(-1, max(1, len(self._tasks)))
-        count = min(MOST, usable_cores() - 1, len(self._tasks) - 1) - len(_running)
+        count = min(MOST, usable_cores() - 1, len(self._tasks) - 1) - len(_children)
         if count > 0 and sys.platform == "linux" and not multiprocessing.current_process().daemon:
             self._fork(count)
 
@@ -74,7 +74,7 @@ class ReadAhead(Generic[T, R]):
 
     def get(self, number: int) -> R:
         """The result of one task. Raises the error of ``run``."""
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + CHILD_PATIENCE
         while number not in self._results:
             self._receive(0.0)
             if number in self._results:
@@ -107,7 +107,7 @@ class ReadAhead(Generic[T, R]):
         if kill:
             process.kill()
         process.join()
-        _running.discard(process)
+        _children.discard(process)
         for number in range(len(self._tasks)):
             if self._marks[number] == mark and number not in self._results:
                 self._marks[number] = _FREE
@@ -124,7 +124,7 @@ class ReadAhead(Generic[T, R]):
                 return
             theirs.close()
             self._children[ours] = mark, process
-            _running.add(process)
+            _children.add(process)
 
     def _work(self, connection: Connection, mark: int) -> None:
         """Do free tasks, in a child; each begins at another one."""

@@ -36,7 +36,9 @@ MOST_VALUES = 4
 CONFIRMED = 3
 """Micro-batches of a strategy that are dry-run in full, until one fits."""
 
-_TRIES = [values for each in REMEDIES if each.adapter is each.optimizer is None for values in each.tries]
+_PLAIN_TRIES = [
+    values for each in REMEDIES if each.adapter is each.optimizer is None for values in each.tries
+]
 """What the remedies set that train all weights with the recipe's own optimizer, in their order."""
 
 
@@ -62,7 +64,7 @@ class Trials:
 
     def try_remedy(self, remedy: Remedy) -> None:
         """Predict its tries up to the first that fits, where the recipe has what the remedy changes."""
-        asked = _changed(self.recipe, remedy)
+        asked = _with_remedy(self.recipe, remedy)
         if asked is None:
             return
         predictor = self._predictor(asked)
@@ -75,7 +77,10 @@ class Trials:
                     continue
                 self._seen.add(key)
                 candidate = _candidate(predictor, strategy, quick=self.quick or self.settled)
-                overrides = (*_sections(self.recipe, asked), *_settings(asked, values, strategy))
+                overrides = (
+                    *_section_overrides(self.recipe, asked),
+                    *_setting_overrides(asked, values, strategy),
+                )
                 self.outcomes.append(RemedyOutcome(remedy, overrides, candidate))
                 if candidate.verdict == "fits":
                     return
@@ -95,13 +100,13 @@ class Trials:
         asked = self.recipe.model_copy(update={"strategy": kept})
         predictor = Predictor(asked, blueprint_of(asked), self.cluster)
         for other in _other_values(predictor, self.recipe, pins):
-            tries = (each for values in _TRIES for each in _strategies(predictor, {**values, **other}))
+            tries = (each for values in _PLAIN_TRIES for each in _strategies(predictor, {**values, **other}))
             unseen = [
                 s for s in dict.fromkeys(tries) if (asked.adapter, asked.optimizer, s) not in self._seen
             ]
-            if (found := _first_that_fits(predictor, unseen)) is not None:
+            if (found := _first_fitting(predictor, unseen)) is not None:
                 values = found.strategy.values
-                shown = [*pins, *(key for key in _TRIES[0] if key not in (*pins, *kept))]
+                shown = [*pins, *(key for key in _PLAIN_TRIES[0] if key not in (*pins, *kept))]
                 overrides = tuple(
                     f"strategy.{s.key}={values[s.key]}"
                     for s in SETTINGS
@@ -118,7 +123,7 @@ class Trials:
         return self._predictors[key]
 
 
-def _changed(recipe: Recipe, remedy: Remedy) -> Recipe | None:
+def _with_remedy(recipe: Recipe, remedy: Remedy) -> Recipe | None:
     """The recipe with the remedy's adapter or optimizer; None if it trains few weights, or with another optimizer."""
     if remedy.adapter is not None:
         adapter = (recipe.adapter or AdapterSpec()).model_copy(update=dict(remedy.adapter))
@@ -169,7 +174,7 @@ def _other_values(
     predictor: Predictor, recipe: Recipe, pins: Sequence[str]
 ) -> Iterator[Mapping[str, object]]:
     """Values of a single pin that no remedy sets; nothing in particular for others."""
-    if len(pins) == 1 and pins[0] not in _TRIES[0]:
+    if len(pins) == 1 and pins[0] not in _PLAIN_TRIES[0]:
         cluster = predictor.cluster
         case = case_of(
             strategy_from(predictor.recipe.strategy),
@@ -187,7 +192,7 @@ def _other_values(
     yield {}
 
 
-def _first_that_fits(predictor: Predictor, strategies: Sequence[Strategy]) -> Candidate | None:
+def _first_fitting(predictor: Predictor, strategies: Sequence[Strategy]) -> Candidate | None:
     """The first strategy that fits in full, of strategies that need less and less memory."""
 
     def fits(strategy: Strategy) -> bool:
@@ -243,7 +248,7 @@ def _largest_that_fits(predictor: Predictor, strategy: Strategy) -> Candidate:
     return predictor.candidates[trials[index]]
 
 
-def _sections(recipe: Recipe, asked: Recipe) -> Iterator[str]:
+def _section_overrides(recipe: Recipe, asked: Recipe) -> Iterator[str]:
     """The overrides of an adapter and of an optimizer on the command line."""
     if asked.adapter is not None:
         before = recipe.adapter.model_dump() if recipe.adapter else {"quantize": "none"}
@@ -254,7 +259,7 @@ def _sections(recipe: Recipe, asked: Recipe) -> Iterator[str]:
         yield f"optimizer.name={asked.optimizer.name}"
 
 
-def _settings(asked: Recipe, values: Mapping[str, object], strategy: Strategy) -> Iterator[str]:
+def _setting_overrides(asked: Recipe, values: Mapping[str, object], strategy: Strategy) -> Iterator[str]:
     """The overrides of the settings that a try sets."""
     defaults = strategy_from({})
     for key in values:

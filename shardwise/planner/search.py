@@ -7,8 +7,8 @@ from shardwise.core.plan import DiskSpace, HostMemory, Plan, PlannedPeak, Timeli
 from shardwise.core.progress import Progress, silent
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
-from shardwise.planner.choose import choose
-from shardwise.planner.compare import Neighbours, judged
+from shardwise.planner.choose import choose_strategy
+from shardwise.planner.compare import Neighbours, compared_candidates
 from shardwise.planner.explain import assumptions, once_in_words, reasons
 from shardwise.planner.predict import Prediction, predict
 from shardwise.planner.predictor import Predictor
@@ -47,14 +47,14 @@ def plan_for(
     predictor = Predictor(recipe, blueprint, cluster, progress=progress)
     with frozen():
         if not compare:
-            return _plan(predictor, choose(predictor))
+            return _written_plan(predictor, choose_strategy(predictor))
         with Neighbours(predictor) as neighbours:
-            chosen = choose(predictor, neighbours.expect)
+            chosen = choose_strategy(predictor, neighbours.expect)
             neighbours.record(chosen)
-        return _plan(predictor, chosen)
+        return _written_plan(predictor, chosen)
 
 
-def _plan(predictor: Predictor, chosen: Prediction) -> Plan:
+def _written_plan(predictor: Predictor, chosen: Prediction) -> Plan:
     """The plan of the chosen strategy."""
     recipe, cluster = predictor.recipe, predictor.cluster
     layout, strategy, peak = chosen.layout, chosen.strategy, chosen.peak
@@ -72,8 +72,8 @@ def _plan(predictor: Predictor, chosen: Prediction) -> Plan:
         allocated_bytes=_allocated(predictor, chosen),
         step=chosen.step,
         micro_batches=micro_batches(strategy, layout, recipe.batch_size),
-        candidates=judged(predictor, chosen),
-        reasons=(*reasons(predictor, chosen), *scaling.sentences(recipe)),
+        candidates=compared_candidates(predictor, chosen),
+        reasons=(*reasons(predictor, chosen), *scaling.scaling_sentences(recipe)),
         assumptions=(
             *assumptions(cluster, predictor.reserve),
             *once_in_words(strategy),

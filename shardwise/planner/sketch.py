@@ -16,15 +16,15 @@ import numpy.typing as npt
 
 from shardwise.core.cost import Collective
 from shardwise.core.strategy import Layout, Strategy
-from shardwise.dryrun.moments import ROWS
+from shardwise.dryrun.moments import LEDGER_ROWS
 from shardwise.engine.phase import PHASES as ALL_PHASES
 from shardwise.hardware.cluster import Cluster
 from shardwise.planner.compose import CountComposer
 from shardwise.planner.compose_form import REST, LinearForm
 from shardwise.planner.compose_sum import Sum, calls_of
 from shardwise.planner.timing import (
-    COLUMNS,
-    PASSES,
+    PASS_PHASES,
+    TIME_COLUMNS,
     CollectiveCalls,
     StepTime,
     add_call,
@@ -33,13 +33,20 @@ from shardwise.planner.timing import (
 )
 from shardwise.technique import layout_of
 
-PHASES: tuple[str, ...] = (*PASSES, *(phase for phase in ALL_PHASES if phase not in PASSES))
-KINDS: tuple[int, ...] = (REST, 0, 2, 1)
+ORDERED_PHASES: tuple[str, ...] = (*PASS_PHASES, *(phase for phase in ALL_PHASES if phase not in PASS_PHASES))
+MICRO_BATCH_KINDS: tuple[int, ...] = (REST, 0, 2, 1)
 """The step outside of micro-batches; its first micro-batch, its last, and all others."""
 
-STATES, KEPT = ("parameters", "master_weights", "gradients", "optimizer_state"), ("activations",)
+STATE_ROWS, ACTIVATION_ROWS = (
+    ("parameters", "master_weights", "gradients", "optimizer_state"),
+    ("activations",),
+)
 _GROUPS = np.array(
-    [[row in STATES, row in KEPT, row not in (*STATES, *KEPT)] for row in ROWS], dtype=np.float64
+    [
+        [row in STATE_ROWS, row in ACTIVATION_ROWS, row not in (*STATE_ROWS, *ACTIVATION_ROWS)]
+        for row in LEDGER_ROWS
+    ],
+    dtype=np.float64,
 )
 
 Floats = npt.NDArray[np.float64]
@@ -106,7 +113,7 @@ class Sketcher:
             bytes=self._highest(whole, share) + micro_batches * whole.size * self.composer.sample_bytes,
             host_bytes=host + int(whole.terms[0].host.sum()),
             seconds=time.seconds + passes * (share.longer - 1),
-            computing=sum(sum(sums[phase][:2]) for phase in PASSES if phase in sums),
+            computing=sum(sum(sums[phase][:2]) for phase in PASS_PHASES if phase in sums),
             updating=sum(sums["optimizer"][:2]) if "optimizer" in sums else 0.0,
             communicators=max(term.form.base.communicators for term in whole.terms),
         )
@@ -129,10 +136,10 @@ class Sketcher:
             for number, each in least.calls.items():
                 calls[number] = calls[number] - each if number in calls else -each
         table = np.tensordot(weights, seconds, 1)
-        table[: len(PASSES)] *= share.work
-        table[len(PASSES) :] *= share.updates
+        table[: len(PASS_PHASES)] *= share.work
+        table[len(PASS_PHASES) :] *= share.updates
         rows = np.maximum(table, 0.0).tolist()
-        sums = {phase: row for phase, row in zip(PHASES, rows, strict=True) if any(row)}
+        sums = {phase: row for phase, row in zip(ORDERED_PHASES, rows, strict=True) if any(row)}
         exchanges = self._exchanges(calls, layout, weights, share)
         return combined_time(dict(sums), exchanges, count, self.cluster), {k: [*v] for k, v in sums.items()}
 
@@ -146,7 +153,7 @@ class Sketcher:
                 continue
             collective = collectives[number]
             passes = float((counts[1:] > 0) @ weights[1:]) or 1.0
-            if collective.phase in PASSES:
+            if collective.phase in PASS_PHASES:
                 total *= share.work
             each = self._each(number, collective, layout, share.layout or layout)
             found.append(CollectiveCalls(collective, total, passes, each))
@@ -170,17 +177,20 @@ class Sketcher:
         return self._works[key]
 
     def _added_up(self, form: LinearForm, depth: int, size: int) -> _Work:
-        seconds, exchanged = np.zeros((len(KINDS), len(PHASES), COLUMNS)), dict[int, Floats]()
-        for index, kind in enumerate(KINDS):
+        seconds, exchanged = (
+            np.zeros((len(MICRO_BATCH_KINDS), len(ORDERED_PHASES), TIME_COLUMNS)),
+            dict[int, Floats](),
+        )
+        for index, kind in enumerate(MICRO_BATCH_KINDS):
             sums: dict[str, list[float]] = {}
             for call, calls in calls_of(form.calls(depth, size), kind).items():
                 if isinstance(call, Collective):
                     number = self._numbers.setdefault(call, len(self._numbers))
-                    exchanged.setdefault(number, np.zeros(len(KINDS)))[index] += calls
+                    exchanged.setdefault(number, np.zeros(len(MICRO_BATCH_KINDS)))[index] += calls
                 else:
                     add_call(sums, call, calls, self.cluster)
             for phase, row in sums.items():
-                seconds[index, PHASES.index(phase)] = row
+                seconds[index, ORDERED_PHASES.index(phase)] = row
         return _Work(seconds, exchanged)
 
     # -- memory -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Within a phase (forward, backward, clip, optimizer):
 - **Other collectives** overlap with them, on accelerators. Exposed is what takes longer than the passes of the
   micro-batches in which they are called, the first one of each pass, and ``interference`` for each overlapped second:
   both sides compete for multiprocessors and memory. On the CPU gloo blocks, so nothing overlaps.
-- **Messages between stages** belong to their schedule, which is played with the seconds of every rank
+- **Messages between pipeline stages** belong to their schedule, which is played with the seconds of every rank
   (technique/place.py). ``sending`` is what one of them takes.
 - **Offload**: copies to and from the host, disk reads and writes, and CPU kernels run concurrently with the device. A
   phase takes the longest of them.
@@ -22,28 +22,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from shardwise.core.cost import Collective, Kernel, StepCost, Transfer
+from shardwise.core.cost import CONTROL_AXIS, Collective, Kernel, StepCost, Transfer
 from shardwise.core.strategy import Layout
 from shardwise.hardware.cluster import Cluster
-from shardwise.planner.kernel_time import kernel_seconds, launch_seconds
+from shardwise.planner.kernel_time import host_launch_seconds, kernel_seconds
 from shardwise.technique import AXES
 
 AWAITED = frozenset({"all_to_all"})
 """Collectives whose result is needed at once, so that nothing overlaps with them."""
 
-CONTROL_AXIS = "control"
-"""Axis of collectives of single numbers (dryrun/counting.py)."""
-
 
 _BLOCKING_AXES = tuple(axis.name for axis in AXES if axis.blocking)
 _STAGE_AXES = tuple(axis.name for axis in AXES if axis.stages)
 
-PASSES = ("forward", "backward")
+PASS_PHASES = ("forward", "backward")
 """Phases that every micro-batch goes through."""
 
-PRODUCTS, MEMORY, LAUNCHES = range(3)
-LANES: tuple[str, ...] = ("to_host", "to_device", "disk_read", "disk_write", "processor")
-COLUMNS = 3 + len(LANES)
+PRODUCT_SECONDS, MEMORY_SECONDS, LAUNCH_SECONDS = range(3)
+COPY_LANES: tuple[str, ...] = ("to_host", "to_device", "disk_read", "disk_write", "processor")
+TIME_COLUMNS = 3 + len(COPY_LANES)
 """What adds up over the calls of a phase: seconds of matrix products, of memory-bound kernels, of the host that
 launches them; then of each lane that works concurrently with the device."""
 
@@ -55,7 +52,7 @@ class StepTime:
     Attributes:
         passes: seconds of all micro-batches by phase, without messages between stages and without collectives that
             are called once a step.
-        sending: seconds of one message to another stage.
+        sending: seconds of one message to another pipeline stage.
     """
 
     seconds: float
@@ -94,15 +91,15 @@ class _Phase:
 
     @property
     def device(self) -> float:
-        return self.sums[PRODUCTS] + self.sums[MEMORY]
+        return self.sums[PRODUCT_SECONDS] + self.sums[MEMORY_SECONDS]
 
     @property
     def waits(self) -> float:
         """Seconds that the device waits for launches."""
-        return max(0.0, self.sums[LAUNCHES] - self.device - self.blocking)
+        return max(0.0, self.sums[LAUNCH_SECONDS] - self.device - self.blocking)
 
 
-def step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> StepTime:
+def predicted_step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> StepTime:
     """Predicted time of one optimizer step of one rank."""
     exchanges = [
         CollectiveCalls(
@@ -110,7 +107,7 @@ def step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> StepTime:
         )
         for each in cost.collectives
     ]
-    return combined_time(_sums(cost, cluster), exchanges, cost.micro_batches, cluster)
+    return combined_time(_seconds_by_phase(cost, cluster), exchanges, cost.micro_batches, cluster)
 
 
 def combined_time(
@@ -128,8 +125,8 @@ def combined_time(
             continue
         phase = phases.get(collective.phase)
         if phase is None:
-            phase = phases[collective.phase] = _Phase([0.0] * COLUMNS)
-        phase.sums[LAUNCHES] += each.calls * cluster.device.launch.collective
+            phase = phases[collective.phase] = _Phase([0.0] * TIME_COLUMNS)
+        phase.sums[LAUNCH_SECONDS] += each.calls * cluster.device.launch.collective
         if _awaited(collective):
             phase.blocking += spent
         elif each.passes < micro_batches:
@@ -150,14 +147,14 @@ def _played(phases: Mapping[str, _Phase], sending: float, micro_batches: float, 
         busy = device + phase.blocking + waiting
         every, once = phase.hidden, phase.once
         if overlaps:
-            window = busy / micro_batches if name in PASSES else busy
+            window = busy / micro_batches if name in PASS_PHASES else busy
             every = _exposed(every, min(phase.first, every), busy, lost)
             once = _exposed(once, phase.first_once, window, lost)
-        products += phase.sums[PRODUCTS]
-        memory += phase.sums[MEMORY]
+        products += phase.sums[PRODUCT_SECONDS]
+        memory += phase.sums[MEMORY_SECONDS]
         waits += waiting
         exposed += phase.blocking + every + once
-        if name in PASSES:
+        if name in PASS_PHASES:
             passes[name] = busy + every
         longest = max(phase.sums[3:])
         lanes |= longest > 0
@@ -179,7 +176,7 @@ def _exposed(hidden: float, first: float, window: float, lost: float) -> float:
     return first + max(0.0, behind - window) + lost * min(behind, window)
 
 
-def _sums(cost: StepCost, cluster: Cluster) -> dict[str, list[float]]:
+def _seconds_by_phase(cost: StepCost, cluster: Cluster) -> dict[str, list[float]]:
     sums: dict[str, list[float]] = {}
     calls: tuple[Kernel | Transfer, ...] = (*cost.kernels, *cost.transfers)
     for call in calls:
@@ -191,16 +188,16 @@ def add_call(sums: dict[str, list[float]], call: Kernel | Transfer, calls: float
     """Add the seconds of ``calls`` calls of a kernel or a copy to the sums of its phase."""
     row = sums.get(call.phase)
     if row is None:
-        row = sums[call.phase] = [0.0] * COLUMNS
+        row = sums[call.phase] = [0.0] * TIME_COLUMNS
     if isinstance(call, Transfer):
-        row[3 + LANES.index(call.way)] += calls * transfer_seconds(replace(call, calls=1), cluster)
+        row[3 + COPY_LANES.index(call.way)] += calls * transfer_seconds(replace(call, calls=1), cluster)
         return
     spent = calls * kernel_seconds(call, cluster.device)
     if call.on_host:
-        row[3 + LANES.index("processor")] += spent
+        row[3 + COPY_LANES.index("processor")] += spent
         return
-    row[PRODUCTS if call.flops else MEMORY] += spent
-    row[LAUNCHES] += calls * launch_seconds(call, cluster.device)
+    row[PRODUCT_SECONDS if call.flops else MEMORY_SECONDS] += spent
+    row[LAUNCH_SECONDS] += calls * host_launch_seconds(call, cluster.device)
 
 
 @dataclass(frozen=True)
@@ -224,10 +221,10 @@ class OffloadPhase:
 def offload_phases(cost: StepCost, cluster: Cluster) -> list[OffloadPhase]:
     """The phases with copies to or from the host or a disk, or with CPU kernels."""
     found = []
-    for phase, row in _sums(cost, cluster).items():
-        lanes = {lane: spent for lane, spent in zip(LANES, row[3:], strict=True) if spent > 0}
+    for phase, row in _seconds_by_phase(cost, cluster).items():
+        lanes = {lane: spent for lane, spent in zip(COPY_LANES, row[3:], strict=True) if spent > 0}
         if lanes:
-            found.append(OffloadPhase(phase, row[PRODUCTS] + row[MEMORY], lanes))
+            found.append(OffloadPhase(phase, row[PRODUCT_SECONDS] + row[MEMORY_SECONDS], lanes))
     return found
 
 

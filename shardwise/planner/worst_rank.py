@@ -20,7 +20,7 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.planner.compose import CountComposer
 from shardwise.planner.predict import Prediction, predict
 from shardwise.planner.read_ahead import ReadAhead
-from shardwise.planner.timing import PASSES, step_time
+from shardwise.planner.timing import PASS_PHASES, predicted_step_time
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import has_stages, layout_of, micro_batches
 from shardwise.technique.place import RankTime, WholeStep
@@ -72,7 +72,7 @@ def predict_worst(
     stride, count = layout.stride(place.axis), micro_batches(strategy, layout, recipe.batch_size)
     probed = {rank // stride: found for rank, found in known.items()}
     every = [probed[place.stand_in(number, probed)] for number in range(place.ranks)]
-    times = [_time(found, layout, cluster) for found in every]
+    times = [_rank_time(found, layout, cluster) for found in every]
     whole = place.combined(times, count, worst // stride, known[worst].run.pass_bytes)
     return replace(
         known[worst],
@@ -117,9 +117,9 @@ class _Looks:
         return known if known is not None and (quick or known.whole) else None
 
 
-def _time(found: Prediction, layout: Layout, cluster: Cluster) -> RankTime:
-    time = step_time(found.cost, layout, cluster)
-    forward, backward = (time.passes.get(phase, 0.0) for phase in PASSES)
+def _rank_time(found: Prediction, layout: Layout, cluster: Cluster) -> RankTime:
+    time = predicted_step_time(found.cost, layout, cluster)
+    forward, backward = (time.passes.get(phase, 0.0) for phase in PASS_PHASES)
     return RankTime(time.seconds, forward, backward, time.sending)
 
 

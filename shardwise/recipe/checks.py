@@ -18,28 +18,28 @@ from shardwise.recipe.error_messages import Complaint
 from shardwise.recipe.lr_scaling import scaled
 from shardwise.recipe.presets import PRESETS, Dimensions, dimensions_of
 from shardwise.recipe.sections import ModelSpec, Recipe, ScheduleSpec
-from shardwise.recipe.yaml_source import Document, KeyPath, describe
+from shardwise.recipe.yaml_source import KeyPath, YamlDocument, describe
 
 _BYTES = 256
 MOST_TOKENS = 2**32
 """Tokens of a micro-batch on one rank: no machine holds more, and a plan counts them in 64 bits."""
 
 
-def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def contradictions(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     """Every contradiction in `recipe`, as a complaint at the key to change."""
-    yield from _length(recipe, document)
+    yield from _check_run_length(recipe, document)
     yield from _one_name(recipe.model, document)
     yield from _dropout(recipe.model)
     yield from _arguments(recipe.model)
     yield from _objective(recipe, document)
     yield from _model_and_data(recipe, document)
-    yield from _micro_batch(recipe, document)
-    yield from _records(recipe, document)
+    yield from _check_micro_batch(recipe, document)
+    yield from _check_records(recipe, document)
     yield from _hardware(recipe, document)
-    yield from _schedule(recipe, document)
+    yield from _check_schedule(recipe, document)
     yield from _scaling(recipe, document)
     yield from _initial_adapter(recipe, document)
-    yield from _best(recipe, document)
+    yield from _check_best(recipe, document)
     if recipe.evaluation.metrics and recipe.model.factory is None:
         why = "they are for a module of your own (model.factory)"
         fix = "remove it; shardwise eval scores language models"
@@ -57,13 +57,13 @@ def contradictions(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         )
 
 
-def _last_written(document: Document, *paths: KeyPath) -> KeyPath:
+def _last_written(document: YamlDocument, *paths: KeyPath) -> KeyPath:
     """The one of `paths` written last, the command line after the file; the first if none is written."""
     written = [path for path in paths if path in document.origins]
     return max(written, key=document.origin) if written else paths[0]
 
 
-def _length(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def _check_run_length(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     """The length of the run is given once: in steps or in epochs."""
     if not recipe.steps and recipe.epochs is None:
         fix = "add `steps: 100`, or `epochs: 3`"
@@ -77,15 +77,15 @@ def _length(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         yield Complaint(("epochs",), "epochs cannot be set here", why, "write steps")
 
 
-def _given(model: ModelSpec) -> list[str]:
+def _dimensions_in_recipe(model: ModelSpec) -> list[str]:
     """Names of the dimensions that the recipe gives."""
     names = ("family", *Dimensions.__dataclass_fields__)
     return [name for name in dict.fromkeys(names) if getattr(model, name, None) is not None]
 
 
-def _one_name(model: ModelSpec, document: Document) -> Iterator[Complaint]:
+def _one_name(model: ModelSpec, document: YamlDocument) -> Iterator[Complaint]:
     ways = [way for way in ("preset", "hf", "factory") if getattr(model, way) is not None]
-    dimensions = _given(model)
+    dimensions = _dimensions_in_recipe(model)
     if len(ways) > 1:
         path = _last_written(document, *(("model", way) for way in ways))
         why = f"{' and '.join(ways)} are both given"
@@ -123,7 +123,7 @@ def _arguments(model: ModelSpec) -> Iterator[Complaint]:
             yield Complaint(path, f"{name} must be a finite number", f"found {describe(value)}")
 
 
-def _objective(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def _objective(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     """Settings that the masked and the seq2seq objective exclude."""
     objective, data = recipe.model.objective, recipe.data
     if data.completion_length is not None and objective != "seq2seq":
@@ -158,9 +158,13 @@ def _objective(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         yield Complaint(last, "train_on cannot be all here", why, "remove it")
 
 
-def _model_and_data(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def _model_and_data(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     model, data = recipe.model, recipe.data
-    if model.hf is not None or model.factory is not None or not (model.preset or _given(model)):
+    if (
+        model.hf is not None
+        or model.factory is not None
+        or not (model.preset or _dimensions_in_recipe(model))
+    ):
         return
     try:
         dimensions = dimensions_of(model)
@@ -169,7 +173,7 @@ def _model_and_data(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         if (
             model.preset in PRESETS
         ):  # then no dimension is missing: one that overrides the preset's is at fault
-            path = _last_written(document, path, *(("model", name) for name in _given(model)))
+            path = _last_written(document, path, *(("model", name) for name in _dimensions_in_recipe(model)))
         yield Complaint(path, error.what, error.why, error.fix, absent=path not in document.origins)
         return
     length = data.sequence_length
@@ -185,7 +189,7 @@ def _model_and_data(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         yield Complaint(path, "the vocabulary is too small for bytes", why, f"write vocab: {_BYTES}")
 
 
-def _micro_batch(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def _check_micro_batch(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     size, length = recipe.strategy.get("micro_batch_size", 1), recipe.data.sequence_length
     if size * length > MOST_TOKENS:
         path = _last_written(document, ("strategy", "micro_batch_size"), ("data", "sequence_length"))
@@ -193,7 +197,7 @@ def _micro_batch(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         yield Complaint(path, "a micro-batch is too large", why, "lower one of them")
 
 
-def _records(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def _check_records(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     """Settings that need records with completions."""
     data = recipe.data
     if data.mixture is not None:
@@ -216,7 +220,7 @@ def _records(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         yield Complaint(path, "packing cannot be true here", why, "write packing: false")
 
 
-def _mixture(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def _mixture(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     """A mixture takes the place of ``data.source``, and is of one kind of model."""
     data, path = recipe.data, ("data", "mixture")
     fields = {"source": data.source != "stdlib", "format": data.format != "auto"}
@@ -235,7 +239,7 @@ def _mixture(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         yield Complaint(path, "a mixture needs a causal model", why, "give data.source")
 
 
-def _hardware(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def _hardware(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     cluster = recipe.cluster
     try:
         cluster_of(cluster)
@@ -252,7 +256,7 @@ def _hardware(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         yield Complaint(path, error.what, error.why, error.fix)
 
 
-def _schedule(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def _check_schedule(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     schedule = recipe.schedule
     for key in ("decay", "decay_shape"):
         if schedule.name != "wsd" and getattr(schedule, key) is not None:
@@ -277,7 +281,7 @@ def schedule_faults(schedule: ScheduleSpec, steps: int) -> Iterator[Complaint]:
         yield Complaint(("schedule", "decay"), "the schedule is longer than the run", why, fix)
 
 
-def _scaling(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def _scaling(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     try:
         scaled(recipe)
     except RecipeError as error:
@@ -288,7 +292,7 @@ def _scaling(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         yield Complaint(path, error.what, error.why, error.fix)
 
 
-def _initial_adapter(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def _initial_adapter(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     spec, path = recipe.adapter, ("adapter", "init")
     if spec is not None and spec.lora_bias and spec.name == "dora":
         last = _last_written(document, ("adapter", "lora_bias"), ("adapter", "name"))
@@ -305,7 +309,7 @@ def _initial_adapter(recipe: Recipe, document: Document) -> Iterator[Complaint]:
         yield Complaint(last, "the adapter starts from two places", why, "keep one of init and start_from")
 
 
-def _best(recipe: Recipe, document: Document) -> Iterator[Complaint]:
+def _check_best(recipe: Recipe, document: YamlDocument) -> Iterator[Complaint]:
     """The metric of the best checkpoint is one that is evaluated, and its direction is known."""
     wanted, path = recipe.checkpoint.best_metric, ("checkpoint", "best")
     if wanted is None:

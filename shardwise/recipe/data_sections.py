@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from shardwise.core.paths import only_a_path, path_of, seen_from
-from shardwise.recipe.section import Section, Text, words
+from shardwise.recipe.section import RecipeText, Section, words
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model",
@@ -15,12 +15,12 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def _written(value: object) -> object:
+def _date_text(value: object) -> object:
     """A date of YAML as text."""
     return value.isoformat() if isinstance(value, date) else value
 
 
-def _checked(text: str) -> str:
+def _checked_text(text: str) -> str:
     date.fromisoformat(text)  # raises ValueError
     return text
 
@@ -28,25 +28,25 @@ def _checked(text: str) -> str:
 class MixtureSpec(Section):
     """One source of a mixture."""
 
-    source: Text
+    source: RecipeText
     """as data.source"""
     weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     """share of the sequences of every 1,024, relative to the other weights"""
     format: Literal["auto", "text", "prompt", "messages", "sharegpt", "alpaca"] = "auto"
     """as data.format"""
-    text_key: Text | None = None
+    text_key: RecipeText | None = None
     """as data.text_key; null is that"""
 
 
 class DataSpec(Section):
     """The training data, and how it becomes token sequences."""
 
-    source: Text = "stdlib"
+    source: RecipeText = "stdlib"
     """stdlib (the source code of Python's standard library); a file, folder or glob of txt, jsonl or parquet; or
     the id of a Hugging Face dataset"""
     mixture: Annotated[tuple[MixtureSpec, ...] | None, BeforeValidator(words)] = None
     """several sources instead of one, with weights: [{source, weight, format, text_key}, ...]"""
-    tokenizer: Text = "bytes"
+    tokenizer: RecipeText = "bytes"
     """bytes (byte-level), or the path or id of a Hugging Face tokenizer; by default that of model.hf, if it has one"""
     begin: Literal["auto", "none"] = "auto"
     """beginning-of-sequence token (BOS) before every document and prompt: auto adds it if the tokenizer itself does;
@@ -57,7 +57,7 @@ class DataSpec(Section):
     """tokens of the decoder's sequence under model.objective seq2seq; null is sequence_length"""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """fraction of the documents held out for the validation loss"""
-    text_key: Text = "text"
+    text_key: RecipeText = "text"
     """field of a jsonl or parquet record with the text"""
     format: Literal["auto", "text", "prompt", "messages", "sharegpt", "alpaca"] = "auto"
     """format of a record: text; prompt and completion; chat messages; ShareGPT conversations; Alpaca's
@@ -72,7 +72,7 @@ class DataSpec(Section):
     too_long: Literal["cut", "drop", "split"] = "cut"
     """records longer than a sequence: cut their end, drop them, or split a chat between two exchanges, each part with
     the system turn"""
-    date: Annotated[str, BeforeValidator(_written), AfterValidator(_checked)] | None = None
+    date: Annotated[str, BeforeValidator(_date_text), AfterValidator(_checked_text)] | None = None
     """date that chat templates write, as 2026-11-28; null is today, and a run keeps the date of its start"""
     stream_window: Annotated[int, Field(ge=1, le=10**12)] | None = None
     """stream the source: tokens of a window, which are made while the window before is trained on, and shuffled

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from shardwise.core.errors import RecipeError, one_line, shorten
-from shardwise.recipe.yaml_source import Document, KeyPath, describe, dotted
+from shardwise.recipe.yaml_source import KeyPath, YamlDocument, describe, dotted
 
 OTHER_NAMES = {
     "lr": "learning_rate", "max_lr": "learning_rate", "eps": "epsilon", "grad_clip": "clip_norm",
@@ -76,15 +76,15 @@ class Complaint:
     absent: bool = False
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
     """The most similar of `names`; None if none is similar."""
-    known = {_plain(candidate): candidate for candidate in names}
+    known = {_folded(candidate): candidate for candidate in names}
     if not known:
         return None
-    plain = _plain(name)
+    plain = _folded(name)
     if plain in known:
         return known[plain]
-    if (ours := OTHER_NAMES.get(name.lower().replace("-", "_"))) and _plain(ours) in known:
+    if (ours := OTHER_NAMES.get(name.lower().replace("-", "_"))) and _folded(ours) in known:
         return ours
     matches = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
     return known[matches[0]] if matches else None
@@ -92,7 +92,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 def suggestion(name: str, names: Sequence[str], label: str) -> str:
     """`did you mean 'width'?`, or the list of all names if none is similar."""
-    if (near := nearest(name, names)) is not None:
+    if (near := nearest_name(name, names)) is not None:
         return f"did you mean '{near}'?"
     return f"{label}: {', '.join(names)}" if names else ""
 
@@ -105,7 +105,7 @@ def unknown_key(path: KeyPath, names: Sequence[str], homes: Mapping[str, str]) -
     home = homes.get(name) or homes.get(OTHER_NAMES.get(name, ""))
     if "." in name and not section:
         fix = f"write the section '{name.split('.')[0]}:' with the key below it"
-    elif nearest(name, names) is None and home is not None and home != section:
+    elif nearest_name(name, names) is None and home is not None and home != section:
         fix = f"'{name if name in homes else OTHER_NAMES[name]}' belongs under '{home}'"
     else:
         fix = suggestion(name, names, "known keys")
@@ -122,11 +122,13 @@ def explain(fault: ErrorDetails) -> Complaint:
         return Complaint(path, f"{key} must be {context['error']}", f"found {describe(found)}")
     if kind == "string_too_short":
         return Complaint(path, f"{key} must not be empty")
-    expected = _EXPECTED.get(kind, "").format(**{name: _short(value) for name, value in context.items()})
+    expected = _EXPECTED.get(kind, "").format(
+        **{name: _short_value(value) for name, value in context.items()}
+    )
     what = f"{key} must be {expected}" if expected else f"{key} is not acceptable: {fault['msg']}"
     fix = ""
     if kind == "literal_error" and isinstance(found, str):
-        near = nearest(found, re.findall(r"'([^']+)'", str(context["expected"])))
+        near = nearest_name(found, re.findall(r"'([^']+)'", str(context["expected"])))
         fix = f"did you mean '{near}'?" if near else ""
     elif kind in _NUMERIC:
         fix = _respelled(found)
@@ -135,7 +137,7 @@ def explain(fault: ErrorDetails) -> Complaint:
     return Complaint(path, what, f"found {describe(found)}", fix)
 
 
-def first_error(complaints: Sequence[Complaint], document: Document) -> RecipeError:
+def first_error(complaints: Sequence[Complaint], document: YamlDocument) -> RecipeError:
     """The first complaint in reading order as an error, with the number of others. Missing keys come last."""
     order = sorted(complaints, key=lambda complaint: (complaint.absent, document.origin(complaint.path)))
     first, others = order[0], len({complaint.path for complaint in order}) - 1
@@ -145,11 +147,11 @@ def first_error(complaints: Sequence[Complaint], document: Document) -> RecipeEr
     return RecipeError(first.what, where=document.where(first.path), why=why, fix=fix)
 
 
-def _plain(name: str) -> str:
+def _folded(name: str) -> str:
     return re.sub(r"[-_. ]", "", name).lower()
 
 
-def _short(value: Any) -> str:
+def _short_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "")
 
 

@@ -11,15 +11,15 @@ from typing import Literal
 
 from shardwise.recipe.yaml_source import written
 
-Method = Literal["full", "lora", "qlora"]
-METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
+FineTuningMethod = Literal["full", "lora", "qlora"]
+FINE_TUNING_METHODS: tuple[FineTuningMethod, ...] = ("full", "lora", "qlora")
 """From the most memory to the least."""
 
-_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
+_LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 
 
 @dataclass(frozen=True)
-class Shape:
+class SequenceShape:
     """The sequences of a fine-tuning run, and why they are so; ``completion_length`` is that of a decoder."""
 
     sequence_length: int = 2048
@@ -51,12 +51,12 @@ class FineTuning:
     data: str
     epochs: float = 3.0
     batch_size: int = 16
-    shape: Shape = field(default_factory=Shape)
+    shape: SequenceShape = field(default_factory=SequenceShape)
     hardware: Hardware = field(default_factory=Hardware)
     objective: str = "causal"
     unread: tuple[str, ...] = ()
 
-    def recipe(self, method: Method, why: str = "") -> str:
+    def recipe(self, method: FineTuningMethod, why: str = "") -> str:
         """The recipe as YAML with comments.
 
         Args:
@@ -67,28 +67,34 @@ class FineTuning:
         lines = [
             f"# Fine-tune {self.model} on {self.data}. Every value may be changed: see docs/reference/recipe.md.",
             "model:",
-            _line("  hf", self.model, "folder or Hub id"),
+            _yaml_line("  hf", self.model, "folder or Hub id"),
             *self._objective(),
             "data:",
-            _line("  source", self.data, "file, folder, glob or Hub id"),
-            _line("  tokenizer", self.model, "with its chat template"),
-            _line("  sequence_length", shape.sequence_length, shape.why),
+            _yaml_line("  source", self.data, "file, folder, glob or Hub id"),
+            _yaml_line("  tokenizer", self.model, "with its chat template"),
+            _yaml_line("  sequence_length", shape.sequence_length, shape.why),
             *self._sequences(),
-            _line("epochs", self.epochs, "passes over the data; or steps: N"),
-            _line("batch_size", self.batch_size, "sequences per optimizer step, over all devices"),
-            *_adapter(method, why),
+            _yaml_line("epochs", self.epochs, "passes over the data; or steps: N"),
+            _yaml_line("batch_size", self.batch_size, "sequences per optimizer step, over all devices"),
+            *_adapter_lines(method, why),
             "optimizer:",
-            _line("  learning_rate", _RATES[method], f"the peak, usual for {_NAMES[method]}"),
-            _line("  weight_decay", 0.0, ""),
+            _yaml_line(
+                "  learning_rate", _LEARNING_RATES[method], f"the peak, usual for {_METHOD_NAMES[method]}"
+            ),
+            _yaml_line("  weight_decay", 0.0, ""),
             "schedule:",
-            _line("  name", "cosine", ""),
-            _line("  warmup", 0.03, "of all steps"),
+            _yaml_line("  name", "cosine", ""),
+            _yaml_line("  warmup", 0.03, "of all steps"),
             "cluster:",
-            _line("  device", hardware.device, hardware.note),
-            _line("  devices_per_node", hardware.count, ""),
-            *([_line("  memory_gib", hardware.memory_gib, "of one device")] if hardware.memory_gib else []),
+            _yaml_line("  device", hardware.device, hardware.note),
+            _yaml_line("  devices_per_node", hardware.count, ""),
+            *(
+                [_yaml_line("  memory_gib", hardware.memory_gib, "of one device")]
+                if hardware.memory_gib
+                else []
+            ),
             "strategy:",
-            _line("  precision", hardware.precision, "the planner chooses the other settings"),
+            _yaml_line("  precision", hardware.precision, "the planner chooses the other settings"),
         ]
         return "\n".join(lines) + "\n"
 
@@ -96,33 +102,35 @@ class FineTuning:
         said = {"masked": "hides 15 % of the tokens", "seq2seq": "completions, from prompts in the encoder"}
         if self.objective == "causal":
             return []
-        return [_line("  objective", self.objective, said[self.objective])]
+        return [_yaml_line("  objective", self.objective, said[self.objective])]
 
     def _sequences(self) -> list[str]:
         if self.objective == "causal":
             what = "several records in a sequence, without attention between them"
-            return [_line("  packing", self.shape.packing, what)]
+            return [_yaml_line("  packing", self.shape.packing, what)]
         if self.shape.completion_length is None:
             return []
         return [
-            _line("  completion_length", self.shape.completion_length, "tokens of the decoder's sequence")
+            _yaml_line(
+                "  completion_length", self.shape.completion_length, "tokens of the decoder's sequence"
+            )
         ]
 
 
-_NAMES = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
+_METHOD_NAMES = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
 
 
-def _adapter(method: Method, why: str) -> list[str]:
+def _adapter_lines(method: FineTuningMethod, why: str) -> list[str]:
     if method == "full":
         return [f"# no adapter: all weights are trained{'; ' + why if why else ''}"]
-    lines = [f"adapter:{' ' * 32}  # {_NAMES[method]}{': ' + why if why else ''}"]
-    lines += [_line("  rank", 16, ""), _line("  alpha", 32.0, "scale = alpha / rank")]
-    lines += [_line("  targets", "all", "all linear layers")]
+    lines = [f"adapter:{' ' * 32}  # {_METHOD_NAMES[method]}{': ' + why if why else ''}"]
+    lines += [_yaml_line("  rank", 16, ""), _yaml_line("  alpha", 32.0, "scale = alpha / rank")]
+    lines += [_yaml_line("  targets", "all", "all linear layers")]
     if method == "qlora":
-        lines.append(_line("  quantize", "nf4", "the frozen base in 4 bits"))
+        lines.append(_yaml_line("  quantize", "nf4", "the frozen base in 4 bits"))
     return lines
 
 
-def _line(key: str, value: object, comment: str) -> str:
+def _yaml_line(key: str, value: object, comment: str) -> str:
     said = f"{key}: {written(value)}"
     return said.ljust(40) + f"  # {comment}" if comment else said

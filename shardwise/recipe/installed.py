@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwise.core.paths import path_of
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-_SHOWN = 8
+_MOST_NAMES = 8
 _MODEL = re.compile(rb"^model\s*:", re.MULTILINE)
 """Every recipe has this section. Other YAML files of a folder are not offered."""
 
@@ -36,5 +36,5 @@ def instead_of(path: Path) -> str:
     stems = {Path(name).stem if name in own else name: name for name in reversed(names)}
     if near := get_close_matches(path.stem, stems, n=1):
         return f"did you mean {stems[near[0]]}?"
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"recipes are {', '.join(names[:_SHOWN])}{more}"
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"recipes are {', '.join(names[:_MOST_NAMES])}{more}"

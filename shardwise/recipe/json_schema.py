@@ -9,7 +9,7 @@ from shardwise.core.strategy import Setting
 from shardwise.recipe.section import Section
 from shardwise.recipe.sections import Recipe
 
-_TYPES: Mapping[type, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
+_JSON_TYPES: Mapping[type, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
 
 def recipe_schema(settings: Sequence[Setting[Any]]) -> dict[str, Any]:
@@ -44,6 +44,6 @@ def _setting(setting: Setting[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"description": setting.doc}
     if setting.choices and not setting.forms:
         return found | {"enum": [*setting.choices, None]}
-    found["type"] = [_TYPES[setting.kind], "null"]
+    found["type"] = [_JSON_TYPES[setting.kind], "null"]
     limits = {"minimum": setting.minimum, "maximum": setting.maximum}
     return found | {name: limit for name, limit in limits.items() if limit is not None}

@@ -23,32 +23,32 @@ from pydantic import ValidationError
 from shardwise.core.paths import path_of
 from shardwise.core.strategy import Setting
 from shardwise.recipe.checks import contradictions
-from shardwise.recipe.error_messages import Complaint, explain, first_error, nearest, unknown_key
+from shardwise.recipe.error_messages import Complaint, explain, first_error, nearest_name, unknown_key
 from shardwise.recipe.overrides import overridden
 from shardwise.recipe.paths import with_whole_paths
 from shardwise.recipe.section import Section
 from shardwise.recipe.sections import Recipe
 from shardwise.recipe.yaml_source import (
-    Document,
     KeyPath,
     Origin,
+    YamlDocument,
     parse_document,
     read_document,
     written,
 )
 
 
-def _sections(optional: bool) -> dict[str, type[Section]]:
+def _section_types(optional: bool) -> dict[str, type[Section]]:
     """The sections of a recipe by name: those that may be null (``optional``), or the others."""
     kinds = {name: field.annotation for name, field in Recipe.model_fields.items()}
     found = {n: get_args(k)[:1] or (None,) if optional else (k,) for n, k in kinds.items()}
     return {n: k for n, (k, *_) in found.items() if isinstance(k, type) and issubclass(k, Section)}
 
 
-_ALWAYS = _sections(optional=False)
-SECTIONS: Mapping[str, type[Section]] = {**_ALWAYS, **_sections(optional=True)}
+_ALWAYS = _section_types(optional=False)
+SECTIONS: Mapping[str, type[Section]] = {**_ALWAYS, **_section_types(optional=True)}
 
-_COMPARED = 100
+_COMPARED_KEYS = 100
 """Unknown keys that are compared with the known ones; a file with more is no misspelled recipe."""
 _EXAMPLES = {"model": "model: {preset: ...}", "steps": "steps: 100", "batch_size": "batch_size: 16"}
 _DIMENSIONS = (
@@ -84,25 +84,25 @@ def load_recipe(path: Path, overrides: Sequence[str], settings: Sequence[Setting
 
 def read_recipe(
     path: Path, overrides: Sequence[str], settings: Sequence[Setting[Any]]
-) -> tuple[Recipe, Document]:
+) -> tuple[Recipe, YamlDocument]:
     """Like `load_recipe`; also returns the document, whose `where(path)` gives the file and line of a key."""
     document = overridden(read_document(path_of(path)), overrides, REPLACES)
-    return _checked(document, settings), document
+    return _checked_recipe(document, settings), document
 
 
 def parse_recipe(
     text: str, settings: Sequence[Setting[Any]], name: str = "recipe", file: Path | None = None
 ) -> Recipe:
     """Like `load_recipe`, from YAML text. `name` is its name in errors; its paths start at the folder of `file`."""
-    return _checked(parse_document(text, name, file), settings)
+    return _checked_recipe(parse_document(text, name, file), settings)
 
 
 def recipe_of(
     values: Mapping[str, Any], settings: Sequence[Setting[Any]] = (), overrides: Sequence[str] = ()
 ) -> Recipe:
     """A checked recipe from plain data (dicts, lists, scalars), and overrides as of ``load_recipe``."""
-    document = Document("recipe", copy.deepcopy(dict(values)), {(): Origin(0, 0)})
-    return _checked(overridden(document, overrides, REPLACES) if overrides else document, settings)
+    document = YamlDocument("recipe", copy.deepcopy(dict(values)), {(): Origin(0, 0)})
+    return _checked_recipe(overridden(document, overrides, REPLACES) if overrides else document, settings)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -114,14 +114,14 @@ def dump_recipe(recipe: Recipe) -> str:
         if not isinstance(value, Section | Mapping):
             lines.append(f"{name}: {written(value)}")
             continue
-        pairs = _said(value) if isinstance(value, Section) else list(value.items())
+        pairs = _written_pairs(value) if isinstance(value, Section) else list(value.items())
         if pairs:
             lines.append(f"{name}:")
             lines += [f"  {written(key)}: {written(inner)}" for key, inner in pairs]
     return "\n".join(lines) + "\n"
 
 
-def _said(section: Section) -> list[tuple[str, Any]]:
+def _written_pairs(section: Section) -> list[tuple[str, Any]]:
     """The pairs to write: those that are not empty; with a preset only those that differ from the default, because
     the defaults would contradict the preset.
     """
@@ -129,17 +129,17 @@ def _said(section: Section) -> list[tuple[str, Any]]:
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
     brief = getattr(section, "preset", None) is not None
     said = [(k, v) for k, v in section if v != defaults[k] or not (brief or defaults[k] in (None, {}))]
-    return [(k, _plain(v)) for k, v in said]
+    return [(k, _as_mappings(v)) for k, v in said]
 
 
-def _plain(value: Any) -> Any:
+def _as_mappings(value: Any) -> Any:
     """Sections as mappings, also in lists."""
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return dict(_said(value)) if isinstance(value, Section) else value
+        return [_as_mappings(item) for item in value]
+    return dict(_written_pairs(value)) if isinstance(value, Section) else value
 
 
-def _checked(document: Document, settings: Sequence[Setting[Any]]) -> Recipe:
+def _checked_recipe(document: YamlDocument, settings: Sequence[Setting[Any]]) -> Recipe:
     """The recipe of `document`, with whole paths. Raises RecipeError for its first fault."""
     document = with_whole_paths(document, settings)
     values = {k: {} if v is None and k in (*_ALWAYS, "strategy") else v for k, v in document.values.items()}
@@ -180,7 +180,7 @@ def _parse_strategy(pins: Any, settings: Sequence[Setting[Any]]) -> tuple[dict[s
     for key, value in pins.items():
         path = ("strategy", str(key))
         if key not in known:
-            names = list(known) if len(complaints) < _COMPARED else []
+            names = list(known) if len(complaints) < _COMPARED_KEYS else []
             complaints.append(unknown_key(path, names, homes))
         elif value is not None:
             try:
@@ -188,7 +188,7 @@ def _parse_strategy(pins: Any, settings: Sequence[Setting[Any]]) -> tuple[dict[s
             except ValueError as reason:
                 # A setting with a note (`not in this version yet`) was not misspelled.
                 choices = [] if known[key].note else [str(choice) for choice in known[key].choices]
-                near = nearest(value, choices) if isinstance(value, str) else None
+                near = nearest_name(value, choices) if isinstance(value, str) else None
                 fix = f"did you mean '{near}'?" if near else ""
                 complaints.append(Complaint(path, f"bad value for {key}", str(reason), fix))
     return parsed, complaints
@@ -205,8 +205,8 @@ def _complaints(error: ValidationError, settings: Sequence[Setting[Any]]) -> Ite
     meant = set[str]()
     unknown = [tuple(fault["loc"]) for fault in faults if fault["type"] == "extra_forbidden"]
     for number, path in enumerate(unknown):
-        names = list(_section_at(path).model_fields) if number < _COMPARED else []
-        if len(path) == 1 and (near := nearest(str(path[0]), names)):
+        names = list(_section_at(path).model_fields) if number < _COMPARED_KEYS else []
+        if len(path) == 1 and (near := nearest_name(str(path[0]), names)):
             meant.add(near)
         yield unknown_key(path, names, homes)
     for fault in faults:

@@ -22,7 +22,13 @@ from fractions import Fraction
 from typing import Literal
 
 from shardwise.core.errors import RecipeError
-from shardwise.recipe.optimizer_factory import AdamDecay, adam_decay, is_adaptive, label, with_adam_decay
+from shardwise.recipe.optimizer_factory import (
+    AdamDecay,
+    adam_decay,
+    is_adaptive,
+    optimizer_label,
+    with_adam_decay,
+)
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 
 
@@ -58,7 +64,7 @@ def batch_ratio(recipe: Recipe) -> Fraction:
     return Fraction(recipe.batch_size, scaling.from_batch if scaling else recipe.batch_size)
 
 
-def sentences(recipe: Recipe) -> Iterator[str]:
+def scaling_sentences(recipe: Recipe) -> Iterator[str]:
     """The scaled values and advice on the rule, in sentences; none without a rule."""
     spec, scaling = recipe.optimizer, recipe.optimizer.scale_learning_rate
     if scaling is None:
@@ -66,13 +72,13 @@ def sentences(recipe: Recipe) -> Iterator[str]:
     now, factor = scaled(recipe), f"{float(batch_ratio(recipe)):g}"
     factor = factor if scaling.rule == "linear" else f"√{factor}"
     said = [
-        f"learning rate {_short(spec.learning_rate)} × {factor} = {_short(now.learning_rate)}"
+        f"learning rate {_brief(spec.learning_rate)} × {factor} = {_brief(now.learning_rate)}"
         f" ({scaling.rule}, batch {recipe.batch_size} from {scaling.from_batch})"
     ]
     before, after = adam_decay(spec), adam_decay(now)
     if before is not None and after is not None and before != after:
-        said.append(f"betas {_pair(before.betas)} → {_pair(after.betas)}")
-        said.append(f"epsilon {_short(before.epsilon)} → {_short(after.epsilon)}")
+        said.append(f"betas {_betas_text(before.betas)} → {_betas_text(after.betas)}")
+        said.append(f"epsilon {_brief(before.epsilon)} → {_brief(after.epsilon)}")
     yield "; ".join(said)
     yield from _advice(recipe, scaling.rule)
 
@@ -81,19 +87,25 @@ def _advice(recipe: Recipe, rule: Literal["linear", "sqrt"]) -> Iterator[str]:
     spec, ratio = recipe.optimizer, batch_ratio(recipe)
     adaptive = is_adaptive(spec)
     if adaptive is None:
-        yield f"advice: {label(spec)} could not be tried; rule: sqrt is for Adam and its kin, rule: linear for SGD"
+        yield (
+            f"advice: {optimizer_label(spec)} could not be tried;"
+            " rule: sqrt is for Adam and its kin, rule: linear for SGD"
+        )
     elif rule == "linear" and adaptive:
         yield (
-            f"advice: the linear rule is for SGD; for {label(spec)} use rule: sqrt"
+            f"advice: the linear rule is for SGD; for {optimizer_label(spec)} use rule: sqrt"
             " (Malladi et al. 2022, arXiv 2205.10287)"
         )
     elif rule == "sqrt" and not adaptive:
         yield (
-            f"advice: the square-root rule is for Adam; for {label(spec)} use rule: linear"
+            f"advice: the square-root rule is for Adam; for {optimizer_label(spec)} use rule: linear"
             " (Goyal et al. 2017, arXiv 1706.02677)"
         )
     elif rule == "sqrt" and ratio != 1 and adam_decay(spec) is None:
-        yield f"advice: the square-root rule scales decay rates and epsilon too; those of {label(spec)} are unchanged"
+        yield (
+            "advice: the square-root rule scales decay rates and epsilon too;"
+            f" those of {optimizer_label(spec)} are unchanged"
+        )
     if ratio > 1 and recipe.schedule.warmup == 0:
         yield "advice: use a gradual warmup with a learning rate that was scaled up; set schedule.warmup"
 
@@ -113,9 +125,9 @@ def _beta(beta: float, recipe: Recipe) -> float:
     return float(1 - k * forgets)
 
 
-def _short(number: float) -> str:
+def _brief(number: float) -> str:
     return f"{number:.4g}"
 
 
-def _pair(betas: Sequence[float]) -> str:
+def _betas_text(betas: Sequence[float]) -> str:
     return "[" + ", ".join(f"{beta:.6g}" for beta in betas) + "]"

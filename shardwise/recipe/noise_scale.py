@@ -20,12 +20,12 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.run_files import GradientNoise
 from shardwise.core.units import format_count
 from shardwise.recipe.lr_scaling import scaled
-from shardwise.recipe.optimizer_factory import is_adaptive, label
+from shardwise.recipe.optimizer_factory import is_adaptive, optimizer_label
 from shardwise.recipe.sections import Recipe, ScalingSpec
 
 LATE = 0.5
 """Share of the measurements, the last ones, that count: the noise scale grows while the loss falls."""
-NEAR = 2.0
+NEAR_FACTOR = 2.0
 """A batch size within this factor of the noise scale is left as it is."""
 
 
@@ -87,7 +87,7 @@ def batch_sentences(
         f"batch_size {recipe.batch_size} takes {1 + 1 / ratio:.3g} times the fewest {counted} and {1 + ratio:.3g}"
         " times the fewest steps to a loss",
     ]
-    if 1 / NEAR <= ratio <= NEAR:
+    if 1 / NEAR_FACTOR <= ratio <= NEAR_FACTOR:
         return [*said, "it is near the noise scale: keep it"]
     batch = 2 ** max(0, math.floor(math.log2(sequences))) if sequences >= 1 else 1
     change = "fewer steps" if ratio > 1 else f"fewer {counted}"
@@ -102,7 +102,9 @@ def _overrides(recipe: Recipe, batch: int) -> str:
         adaptive = is_adaptive(spec)
         keys += f" optimizer.scale_learning_rate.from_batch={recipe.batch_size}"
         if adaptive is None:
-            return f"{keys}, with rule=sqrt if {label(spec)} is of Adam's kin, rule=linear if of SGD's"
+            return (
+                f"{keys}, with rule=sqrt if {optimizer_label(spec)} is of Adam's kin, rule=linear if of SGD's"
+            )
         scaling = ScalingSpec(from_batch=recipe.batch_size, rule="sqrt" if adaptive else "linear")
         keys += f" optimizer.scale_learning_rate.rule={scaling.rule}"
     optimizer = spec.model_copy(update={"scale_learning_rate": scaling})

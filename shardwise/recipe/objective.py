@@ -5,13 +5,13 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SkipValidation
 
-from shardwise.recipe.section import Scalar, Section, Target, words
+from shardwise.recipe.section import ObjectName, Scalar, Section, words
 
 
 class ObjectiveSpec(Section):
     """An objective that a user's function makes."""
 
-    factory: Target
+    factory: ObjectName
     """package.module:function that takes the recipe and the arguments, and returns a TrainingObjective
     (docs/how-to/add-an-objective.md)"""
     arguments: Mapping[str, Annotated[Scalar, SkipValidation]] = Field(default_factory=dict)

@@ -5,9 +5,8 @@ from typing import Annotated, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from shardwise.recipe.section import Section, Target, Text, words
+from shardwise.recipe.section import Count, ObjectName, RecipeText, Section, words
 
-Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
 SetName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 
 
@@ -18,10 +17,10 @@ class EvaluationSpec(Section):
     """optimizer steps between evaluations; null evaluates once at the end"""
     sequences: Count = 32
     """validation sequences per evaluation, of each set"""
-    sets: Mapping[SetName, Text] = Field(default_factory=dict)
+    sets: Mapping[SetName, RecipeText] = Field(default_factory=dict)
     """further validation sets, each a name with a source as data.source: {code: data/code.jsonl, chat: data/chat}.
     Nothing of them is trained on"""
-    metrics: Target | None = None
+    metrics: ObjectName | None = None
     """package.module:function of (predictions, batch) that returns a dict of numbers: metrics of a factory's module on
     all held-out samples at once (compute_metrics). predictions is what the module returned, on the CPU"""
     noise_scale: bool = False

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _TIMES = 1024.0
-_STEPS = 8
+_TRIAL_STEPS = 8
 _PARAMETERS: dict[str, tuple[int, ...]] = {
     "embed_tokens.weight": (8, 4),
     "layers.0.self_attn.q_proj.weight": (4, 4),
@@ -47,7 +47,7 @@ def call_factory(factory: Callable[..., Any], spec: OptimizerSpec, named: Mappin
     return factory(pairs, **{**({"lr": spec.learning_rate} if takes_rate else {}), **spec.arguments})
 
 
-def label(spec: OptimizerSpec) -> str:
+def optimizer_label(spec: OptimizerSpec) -> str:
     """The optimizer, in words."""
     return without_folder(spec.factory) or spec.name
 
@@ -63,7 +63,7 @@ def adam_decay(spec: OptimizerSpec) -> AdamDecay | None:
     """The values of AdamW, or of an Adam of torch that the factory names; None for any other optimizer."""
     if spec.factory is None:
         return AdamDecay(spec.betas, spec.epsilon) if spec.name.startswith("adam") else None
-    factory = _resolved(spec)
+    factory = _imported_factory(spec)
     if factory is None:
         return None
     import torch
@@ -90,23 +90,23 @@ def is_adaptive(spec: OptimizerSpec) -> bool | None:
     """Whether updates are divided by the size of gradients; None where the factory cannot be called here."""
     if spec.factory is None:
         return spec.name.startswith("adam")
-    factory = _resolved(spec)
-    return None if factory is None else _measured(factory, spec)
+    factory = _imported_factory(spec)
+    return None if factory is None else _is_scale_free(factory, spec)
 
 
 @lru_cache(maxsize=64)
-def _measured(factory: Callable[..., Any], spec: OptimizerSpec) -> bool | None:
+def _is_scale_free(factory: Callable[..., Any], spec: OptimizerSpec) -> bool | None:
     import torch
 
     with torch.random.fork_rng(devices=[]):
         try:
-            near, far = (_distance(factory, spec, size) for size in (1.0, _TIMES))
+            near, far = (_moved_distance(factory, spec, size) for size in (1.0, _TIMES))
         except Exception:  # the library's code, or the user's
             return None
     return far < math.sqrt(_TIMES) * near if near > 0 and math.isfinite(far) else None
 
 
-def _distance(factory: Callable[..., Any], spec: OptimizerSpec, size: float) -> float:
+def _moved_distance(factory: Callable[..., Any], spec: OptimizerSpec, size: float) -> float:
     """How far parameters move in some steps on gradients of this size."""
     import torch
 
@@ -114,7 +114,7 @@ def _distance(factory: Callable[..., Any], spec: OptimizerSpec, size: float) -> 
     start = {name: 0.1 * torch.randn(shape, generator=chance) for name, shape in _PARAMETERS.items()}
     named = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
     made = call_factory(factory, spec, named)
-    for _ in range(_STEPS):
+    for _ in range(_TRIAL_STEPS):
         for name, parameter in named.items():
             parameter.grad = size * (torch.randn(parameter.shape, generator=chance) + start[name])
         for each in made if isinstance(made, list | tuple) else [made]:
@@ -122,7 +122,7 @@ def _distance(factory: Callable[..., Any], spec: OptimizerSpec, size: float) -> 
     return sum(float((named[name].detach() - value).norm()) for name, value in start.items())
 
 
-def _resolved(spec: OptimizerSpec) -> Callable[..., Any] | None:
+def _imported_factory(spec: OptimizerSpec) -> Callable[..., Any] | None:
     """The factory; None where it cannot be imported, as in a report on a run of another machine."""
     try:
         factory: Callable[..., Any] = resolve(str(spec.factory), "optimizer.factory")

@@ -13,22 +13,22 @@ from shardwise.core.errors import RecipeError, one_line, shorten
 from shardwise.recipe.yaml_source import (
     COMMAND_LINE,
     Composer,
-    Document,
     KeyPath,
     Origin,
     Value,
+    YamlDocument,
     describe,
     dotted,
-    printable,
+    require_printable,
     resolve_scalar,
 )
 
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+_KEY_PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 
 
 def overridden(
-    document: Document, overrides: Sequence[str], replaces: Mapping[KeyPath, Sequence[str]]
-) -> Document:
+    document: YamlDocument, overrides: Sequence[str], replaces: Mapping[KeyPath, Sequence[str]]
+) -> YamlDocument:
     """Apply each `section.key=value` to `document`, in order. Missing sections are created.
 
     Args:
@@ -56,7 +56,7 @@ def _read_override(override: str) -> tuple[KeyPath, Value, Mapping[KeyPath, Orig
     """Split `section.key=value` into path, value, and the key paths inside the value. Raises RecipeError."""
     key, equals, text = override.partition("=")
     key, text = key.strip(), text.strip()
-    if not equals or not _KEY.fullmatch(key):
+    if not equals or not _KEY_PATH.fullmatch(key):
         shown = shorten(one_line(override), 60)
         why = "an override is section.key=value"
         raise RecipeError(f"'{shown}' is not an override", where=COMMAND_LINE, why=why)
@@ -65,7 +65,7 @@ def _read_override(override: str) -> tuple[KeyPath, Value, Mapping[KeyPath, Orig
     if not text:
         raise RecipeError(f"no value for {path[-1]}", where=where, fix=f"write {key}=null to unset it")
     try:
-        if printable(text)[0] not in "[{\"'":
+        if require_printable(text)[0] not in "[{\"'":
             return path, resolve_scalar(text), {}
         composer = Composer(text, COMMAND_LINE)
         return path, composer.document(), composer.origins

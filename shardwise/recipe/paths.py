@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.core.paths import PathBase, path_of
 from shardwise.core.strategy import FolderForm, Setting
-from shardwise.recipe.yaml_source import Document, KeyPath
+from shardwise.recipe.yaml_source import KeyPath, YamlDocument
 
 Locate = Callable[[PathBase, str], str]
 
@@ -29,7 +29,7 @@ _PATHS: dict[KeyPath, Locate] = {
 """The keys that are paths, ids or modules, with * for every item."""
 
 
-def with_whole_paths(document: Document, settings: Sequence[Setting[Any]] = ()) -> Document:
+def with_whole_paths(document: YamlDocument, settings: Sequence[Setting[Any]] = ()) -> YamlDocument:
     """The document with whole paths for those that exist, so that it can be read from any folder.
 
     Args:
@@ -40,7 +40,7 @@ def with_whole_paths(document: Document, settings: Sequence[Setting[Any]] = ()) 
     """
     values = copy.deepcopy(document.values)
     bases = {False: _base_of(document), True: PathBase.here()}
-    for pattern, locate in (*_PATHS.items(), *_folders(settings), (("law",), _law)):
+    for pattern, locate in (*_PATHS.items(), *_folders(settings), (("law",), _law_path)):
         for section, key, path in _matching(values, pattern, ()):
             value = section[key]
             if isinstance(value, str) and value:
@@ -48,7 +48,7 @@ def with_whole_paths(document: Document, settings: Sequence[Setting[Any]] = ()) 
     return replace(document, values=values)
 
 
-def _base_of(document: Document) -> PathBase:
+def _base_of(document: YamlDocument) -> PathBase:
     return PathBase.here() if document.file is None else PathBase.of_file(document.file)
 
 
@@ -67,7 +67,7 @@ def _folders(settings: Sequence[Setting[Any]]) -> Iterator[tuple[KeyPath, Locate
             yield ("strategy", setting.key), located
 
 
-def _law(base: PathBase, name: str) -> str:
+def _law_path(base: PathBase, name: str) -> str:
     """The path of a file; a published law is a word."""
     return base.located(name) if "/" in name or path_of(name).suffix else name
 

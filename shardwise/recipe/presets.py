@@ -17,7 +17,7 @@ from typing import Any, Literal
 from shardwise.core.errors import RecipeError
 from shardwise.recipe.sections import ModelSpec
 
-Family = Literal["llama", "qwen3", "gpt2"]
+ModelFamily = Literal["llama", "qwen3", "gpt2"]
 
 BYTES_VOCAB = 256
 """Default vocabulary size: that of the ``bytes`` tokenizer."""
@@ -51,7 +51,7 @@ class Dimensions:
     ffn: int
     vocab: int
     context: int = DEFAULT_CONTEXT
-    family: Family = "llama"
+    family: ModelFamily = "llama"
     tied: bool = False
     rope_theta: float = 10000.0
     norm_epsilon: float = 1e-5

@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.core.user_objects import PATTERN
 
-Text: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
-Target: TypeAlias = Annotated[str, Field(pattern=PATTERN, max_length=4096)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
+RecipeText: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
+ObjectName: TypeAlias = Annotated[str, Field(pattern=PATTERN, max_length=4096)]
 """A user's object, as package.module:name."""
 
 Scalar: TypeAlias = str | int | float | bool | None

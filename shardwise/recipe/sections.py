@@ -17,13 +17,21 @@ from shardwise.recipe.objective import ObjectiveSpec as ObjectiveSpec
 from shardwise.recipe.objective import PlanSpec as PlanSpec
 from shardwise.recipe.observation import EvaluationSpec as EvaluationSpec
 from shardwise.recipe.observation import ProfileSpec as ProfileSpec
-from shardwise.recipe.section import Arguments, Scalar, Section, Target, Text, TrackerName, words
+from shardwise.recipe.section import (
+    Arguments,
+    Count,
+    ObjectName,
+    RecipeText,
+    Scalar,
+    Section,
+    TrackerName,
+    words,
+)
 from shardwise.recipe.stability import AdaptiveClipSpec as AdaptiveClipSpec
 from shardwise.recipe.stability import GuardSpec as GuardSpec
 from shardwise.recipe.stability import LossScaleSpec as LossScaleSpec
 
 Quantize: TypeAlias = Literal["none", "nf4", "int8"]
-Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Alpha: TypeAlias = Annotated[float, Field(gt=0, le=1e6)]
 Index: TypeAlias = Annotated[int, Field(ge=0, le=10_000)]
 Dimension: TypeAlias = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -31,7 +39,7 @@ V = TypeVar("V")
 Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _pair(value: object) -> object:
+def _two_items(value: object) -> object:
     """A list of two items as a tuple. Raises ValueError for anything else."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError("a list of two numbers, such as [0.9, 0.95]")
@@ -51,7 +59,7 @@ def _clip(value: object) -> object:
     return {"z": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-def _targets(value: object) -> object:
+def _target_layers(value: object) -> object:
     """A keyword, a regular expression, or a list of names as a tuple. Raises ValueError for anything else."""
     names = value if isinstance(value, list | tuple) else [value]
     if not names or not all(isinstance(name, str) and 0 < len(name) <= 4096 for name in names):
@@ -79,7 +87,7 @@ def by_pattern(values: Mapping[str, V], path: str, default: V) -> V:
     return next((v for key, v in values.items() if re.match(rf"(.*\.)?({key})$", path)), default)
 
 
-def _numbers(value: object) -> object:
+def _number_list(value: object) -> object:
     """A list of numbers as a tuple, and a number as one of one."""
     return (value,) if type(value) is int else words(value)
 
@@ -102,16 +110,16 @@ def steps_of(share: float, steps: int) -> int:
 class ModelSpec(Section):
     """The model: a preset, a Hugging Face model, a factory function, or dimensions alone."""
 
-    preset: Text | None = None
+    preset: RecipeText | None = None
     """named dimensions of the native decoder; a dimension that is also given overrides the preset's"""
-    hf: Text | None = None
+    hf: RecipeText | None = None
     """folder or Hub id of a language model in Hugging Face format"""
     objective: Literal["causal", "masked", "seq2seq"] = "causal"
     """training objective of a model of hf: causal (the next token), masked (BERT: 15 % of the tokens are hidden) or
     seq2seq (T5: a completion, from the prompt in the encoder)"""
     dropout: bool = False
     """train a model of hf with the dropout that its config.json asks for; false trains without"""
-    factory: Target | None = None
+    factory: ObjectName | None = None
     """package.module:function that returns an nn.Module and its loss"""
     arguments: Mapping[str, Annotated[Scalar, SkipValidation]] = Field(default_factory=dict)
     """keyword arguments of the factory"""
@@ -153,7 +161,7 @@ class OptimizerSpec(Section):
 
     name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
     """update rule; adamw_8bit stores its moments in 8 bits, sgd has momentum"""
-    factory: Target | None = None
+    factory: ObjectName | None = None
     """package.module:Class of any torch.optim.Optimizer instead, such as torch.optim:Adafactor, or a function of
     (name, parameter) pairs that returns one or several; learning_rate becomes its lr, weight_decay etc. arguments"""
     arguments: Annotated[Mapping[str, Any], AfterValidator(Arguments)] = Field(default_factory=Arguments)
@@ -164,7 +172,7 @@ class OptimizerSpec(Section):
     """scale the learning rate from the batch size for which it was tuned: {from_batch, rule}"""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
     """decoupled weight decay, applied to matrices only; with an adapter the default is 0"""
-    betas: Annotated[tuple[Decay, Decay], BeforeValidator(_pair)] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(_two_items)] = (0.9, 0.95)
     """decay rates of the first and the second moment"""
     epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """added to the square root of the second moment"""
@@ -181,7 +189,7 @@ class ScheduleSpec(Section):
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """shape after the warmup; wsd is warmup, stable, decay"""
-    factory: Target | None = None
+    factory: ObjectName | None = None
     """package.module:function of (step from 0, steps) to a fraction of the peak; replaces name, warmup, floor, decay"""
     warmup: Annotated[int | float, BeforeValidator(_share)] = 0.03
     """warmup from 0: steps (a whole number) or a fraction of all steps (below 1)"""
@@ -213,9 +221,9 @@ class ScheduleSpec(Section):
 class ClusterSpec(Section):
     """The hardware: a preset such as 8xH100-80GB, or a device and counts."""
 
-    preset: Text | None = None
+    preset: RecipeText | None = None
     """COUNTxDEVICE, such as 8xH100-80GB; multiplied by nodes"""
-    device: Text | None = None
+    device: RecipeText | None = None
     """cpu, or the name of a device such as h100; null without a preset is this machine's CPU"""
     nodes: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """number of nodes (machines)"""
@@ -250,12 +258,12 @@ class AdapterSpec(Section):
         default_factory=Arguments
     )
     """alphas of single layers instead of alpha, as rank_pattern"""
-    targets: Annotated[str | tuple[str, ...], BeforeValidator(_targets)] = "all"
+    targets: Annotated[str | tuple[str, ...], BeforeValidator(_target_layers)] = "all"
     """linear layers to adapt: attention, mlp or all, of the blocks; a list of names (the last parts of a module path),
     also lm_head; or a regular expression that matches a whole path"""
-    layers_to_transform: Annotated[tuple[Index, ...], BeforeValidator(_numbers)] | None = None
+    layers_to_transform: Annotated[tuple[Index, ...], BeforeValidator(_number_list)] | None = None
     """numbers of the blocks whose layers are adapted, from 0; null adapts all"""
-    modules_to_save: Annotated[tuple[Text, ...], BeforeValidator(words)] = ()
+    modules_to_save: Annotated[tuple[RecipeText, ...], BeforeValidator(words)] = ()
     """modules to train in full instead of with an adapter, such as lm_head or embed_tokens: ends of module paths. Their
     weights are written into the adapter's files"""
     lora_bias: bool = False
@@ -271,7 +279,7 @@ class AdapterSpec(Section):
     init: Annotated[str, BeforeValidator(_initial)] = "default"
     """first values: default (A uniform, B = 0), or loftq (A and B approximate what quantize takes from the weights);
     loftq:5 quantizes and approximates five times in turn, loftq once"""
-    start_from: Text | None = None
+    start_from: RecipeText | None = None
     """folder of an adapter in PEFT format to continue from; null starts with init"""
 
     def strength(self, path: str) -> tuple[int, float]:
@@ -303,7 +311,7 @@ class CheckpointSpec(Section):
     background: bool = False
     """asynchronous checkpoints: training waits only for a copy to host memory, and a thread writes the files. The copy
     takes as much host memory as this rank's shards"""
-    start_from: Text | None = None
+    start_from: RecipeText | None = None
     """checkpoint of another run to continue in a new folder: a step-N folder, or the folder with all of them for the
     newest. A run with checkpoints of its own resumes from those"""
 
@@ -335,7 +343,7 @@ class Recipe(Section):
     watchdog: Annotated[float, Field(ge=1, le=604_800)] | None = 600.0
     """seconds without progress on any rank after which the run ends and names the rank that hangs, from the end of
     the first step on; null for no watchdog"""
-    law: Text = "besiroglu"
+    law: RecipeText = "besiroglu"
     """scaling law of plan, report and budget: the name of a published one, or a file of shardwise fit"""
     adapter: AdapterSpec | None = None
     """LoRA, QLoRA or DoRA fine-tuning; null trains all weights"""
@@ -361,7 +369,7 @@ class Recipe(Section):
     """validation loss"""
     profile: ProfileSpec = ProfileSpec()
     """profiles of single steps"""
-    callbacks: Annotated[tuple[Target, ...], BeforeValidator(words)] = ()
+    callbacks: Annotated[tuple[ObjectName, ...], BeforeValidator(words)] = ()
     """a list of package.module:Class, called after steps, evaluations, checkpoints and events"""
     trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(words)] = ()
     """experiment trackers that get every metric and event: a list of csv, tensorboard, wandb, mlflow, trackio"""

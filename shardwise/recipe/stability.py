@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shardwise.recipe.observation import Count
-from shardwise.recipe.section import Section
+from shardwise.recipe.section import Count, Section
 
 
 class LossScaleSpec(Section):

@@ -28,7 +28,7 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 """`("optimizer", "betas", 1)`: the keys and list positions of a value; () is the whole document."""
 
 COMMAND_LINE = "command line"
-LARGEST_FILE = 64 * 1024
+LARGEST_RECIPE = 64 * 1024
 DEEPEST = 12
 
 _BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -56,7 +56,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlDocument:
     """Plain data and the origin of every key path in it.
 
     Attributes:
@@ -105,12 +105,12 @@ def dotted(path: KeyPath) -> str:
     return one_line(text.removeprefix("."))
 
 
-def read_document(path: Path) -> Document:
+def read_document(path: Path) -> YamlDocument:
     """Read a recipe file. Raises RecipeError if it is missing, unreadable, not text or not YAML."""
     name = str(path)
     try:
         with open(path, "rb") as file:
-            raw = file.read(LARGEST_FILE + 1)
+            raw = file.read(LARGEST_RECIPE + 1)
     except FileNotFoundError:
         why = "there is no such file"
         raise RecipeError("recipe not found", where=name, why=why, fix=instead_of(path)) from None
@@ -120,8 +120,8 @@ def read_document(path: Path) -> Document:
     except (OSError, ValueError) as error:
         why = (getattr(error, "strerror", None) or str(error)).lower()
         raise RecipeError("cannot read the recipe", where=name, why=why) from None
-    if len(raw) > LARGEST_FILE:
-        why = f"it is larger than {LARGEST_FILE // 1024} KiB, and a recipe is about a page"
+    if len(raw) > LARGEST_RECIPE:
+        why = f"it is larger than {LARGEST_RECIPE // 1024} KiB, and a recipe is about a page"
         raise RecipeError("this is not a recipe", where=name, why=why, fix="give a YAML recipe")
     try:
         text = raw.decode("utf-8-sig")
@@ -132,7 +132,7 @@ def read_document(path: Path) -> Document:
     return parse_document(text, name, path)
 
 
-def parse_document(text: str, name: str, file: Path | None = None) -> Document:
+def parse_document(text: str, name: str, file: Path | None = None) -> YamlDocument:
     """Compose YAML `text`. `name` is the file's name in messages. Raises RecipeError for the first fault."""
     if unprintable := _NOT_TEXT.search(text):
         line = text.count("\n", 0, unprintable.start()) + 1
@@ -151,9 +151,9 @@ def parse_document(text: str, name: str, file: Path | None = None) -> Document:
         )
         why = f"expected sections and keys, found {describe(root)}"
         raise RecipeError(
-            "this is not a recipe", where=Document(name, {}, composer.origins).where(()), why=why, fix=fix
+            "this is not a recipe", where=YamlDocument(name, {}, composer.origins).where(()), why=why, fix=fix
         )
-    return Document(name, root, composer.origins, file)
+    return YamlDocument(name, root, composer.origins, file)
 
 
 def resolve_scalar(text: str) -> Value:
@@ -183,20 +183,20 @@ def written(value: object) -> str:
         return "[" + ", ".join(map(written, value)) + "]"
     text = str(value)
     plain = re.fullmatch(r"[A-Za-z0-9_./~+][\w./~+@-]*(:[\w./~+@-]+)*", text, re.ASCII)
-    if plain and isinstance(_resolved(text), str):
+    if plain and isinstance(_scalar_value(text), str):
         return text
     quoted = json.dumps(text, ensure_ascii=False)
     return re.sub(r"[\x7f-\x9f\u2028\u2029\ufeff]", lambda match: f"\\u{ord(match[0]):04x}", quoted)
 
 
-def _resolved(text: str) -> Value:
+def _scalar_value(text: str) -> Value:
     try:
         return resolve_scalar(text)
     except ValueError:
         return None
 
 
-def printable(text: str) -> str:
+def require_printable(text: str) -> str:
     """Return `text`. Raises ValueError for a character that is not printable."""
     if unprintable := _NOT_TEXT.search(text):
         raise ValueError(f"the character U+{ord(unprintable[0]):04X}, which is not text")
@@ -234,11 +234,11 @@ class Composer:
         if isinstance(self._next(), events.StreamEndEvent):
             return None
         first = self._next()
-        self.origins[()] = Origin(0, _line(first))
+        self.origins[()] = Origin(0, _line_of(first))
         root = self._value(first)
         self._next()  # DocumentEnd
         if not isinstance(extra := self._next(), events.StreamEndEvent):
-            raise self._error(_line(extra), "a second document begins here", "keep one recipe in a file")
+            raise self._error(_line_of(extra), "a second document begins here", "keep one recipe in a file")
         return root
 
     def _next(self) -> events.Event:
@@ -250,7 +250,7 @@ class Composer:
             raise self._error(None, f"it is not YAML: {one_line(str(error))}", "") from None
 
     def _value(self, event: events.Event) -> Value:
-        line = _line(event)
+        line = _line_of(event)
         if anchor := getattr(event, "anchor", None):
             mark = "*" if isinstance(event, events.AliasEvent) else "&"
             why = f"`{mark}{anchor}` is an anchor or alias of YAML, which recipes do not use"
@@ -266,7 +266,7 @@ class Composer:
             return self._sequence()
         assert isinstance(event, events.ScalarEvent), event
         try:
-            text = printable(event.value)
+            text = require_printable(event.value)
             return text if event.style else resolve_scalar(text)  # quoted and block scalars are text
         except ValueError as error:
             raise self._error(line, f"found {error}", "") from None
@@ -275,15 +275,15 @@ class Composer:
         section, outer = dict[str, Value](), self._path
         while not isinstance(key := self._next(), events.MappingEndEvent):
             if not isinstance(key, events.ScalarEvent) or key.anchor or key.tag:
-                raise self._error(_line(key), "a key must be a plain word", "")
+                raise self._error(_line_of(key), "a key must be a plain word", "")
             name = str(key.value)
             self._path = (*outer, name)
             if name in section:
                 why = f"already given on line {self.origins[self._path].line}"
                 raise RecipeError(
-                    f"duplicate key '{name}'", where=self._where(_line(key)), why=why, fix="keep one"
+                    f"duplicate key '{name}'", where=self._where(_line_of(key)), why=why, fix="keep one"
                 )
-            self.origins[self._path] = Origin(0, _line(key))
+            self.origins[self._path] = Origin(0, _line_of(key))
             section[name] = self._value(self._next())
             self._path = outer
         return section
@@ -292,14 +292,14 @@ class Composer:
         items, outer = list[Value](), self._path
         while not isinstance(event := self._next(), events.SequenceEndEvent):
             self._path = (*outer, len(items))
-            self.origins[self._path] = Origin(0, _line(event))
+            self.origins[self._path] = Origin(0, _line_of(event))
             items.append(self._value(event))
             self._path = outer
         return items
 
     def _where(self, line: int | None) -> str:
         origins = {self._path: Origin(0, line)} if line else self.origins
-        return Document(self.name, {}, origins).where(self._path)
+        return YamlDocument(self.name, {}, origins).where(self._path)
 
     def _error(self, line: int | None, why: str, fix: str) -> RecipeError:
         return RecipeError("cannot read the recipe", where=self._where(line), why=why, fix=fix)
@@ -336,5 +336,5 @@ class Composer:
         return self._path if key is None or key[1] in self._path else (*self._path, key[1])
 
 
-def _line(event: events.Event) -> int:
+def _line_of(event: events.Event) -> int:
     return int(event.start_mark.line) + 1 if event.start_mark else 1

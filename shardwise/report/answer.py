@@ -10,18 +10,18 @@ from rich.text import Text
 from shardwise.core.answer import Alternative, Answer, DeviceTry, Interval
 from shardwise.core.errors import one_line
 from shardwise.core.units import format_bytes, format_count, format_seconds
-from shardwise.report.layout import VERDICT_STYLES, columns, section, sentences, stacked
+from shardwise.report.layout import VERDICT_STYLES, bulleted, columns, stacked, text_section
 
 
 def answer_sections(answer: Answer, width: int) -> Iterator[RenderableType]:
     """Sections of the terminal, at most ``width`` columns wide."""
-    yield from section("The run", "", sentences(run_sentences(answer), ""))
-    yield from section("What binds", "", sentences(answer.sentences(), ""))
+    yield from text_section("The run", "", bulleted(run_sentences(answer), ""))
+    yield from text_section("What binds", "", bulleted(answer.sentences(), ""))
     if answer.devices:
-        yield from section("Devices", "the fewest that are enough", _devices(answer.devices))
+        yield from text_section("Devices", "the fewest that are enough", _devices(answer.devices))
     if answer.nearest:
         yield ""
-        yield _nearest(answer, width)
+        yield _nearest_rows(answer, width)
 
 
 def brief_answer(answer: Answer) -> Iterator[RenderableType]:
@@ -39,7 +39,7 @@ def brief_answer(answer: Answer) -> Iterator[RenderableType]:
         said += f"; costs {money(run.cost)}"
     yield Text(said)
     if answer.devices:
-        yield from section("Devices", "the fewest that are enough", _devices(answer.devices))
+        yield from text_section("Devices", "the fewest that are enough", _devices(answer.devices))
 
 
 def run_sentences(answer: Answer) -> Iterator[str]:
@@ -53,7 +53,7 @@ def run_sentences(answer: Answer) -> Iterator[str]:
         yield f"shardwise train counts the steps of {run.epochs:g} epochs from the data; here they are not read"
     if run.cost is not None and run.price is not None:
         yield (
-            f"costs {money(run.cost)}: {_hours(run.device_hours)} device-hours of {run.devices:,}"
+            f"costs {money(run.cost)}: {_hours_text(run.device_hours)} device-hours of {run.devices:,}"
             f" device{'s' if run.devices > 1 else ''} at {run.price:g} each"
         )
     if run.likely_hours is None:
@@ -81,7 +81,7 @@ def _interval(found: Interval, written: Callable[[float], str]) -> str:
     return f"P50 {low}, P95 {high}, as in {found.runs} {found.source}"
 
 
-def _hours(hours: float) -> str:
+def _hours_text(hours: float) -> str:
     return f"{hours:,.0f}" if hours >= 99.5 else f"{hours:.3g}"
 
 
@@ -89,9 +89,9 @@ def money(cost: float) -> str:
     return f"{cost:,.0f}" if cost >= 99.5 else f"{cost:.2f}"
 
 
-def _nearest(answer: Answer, width: int) -> RenderableType:
+def _nearest_rows(answer: Answer, width: int) -> RenderableType:
     """A row for each setting."""
-    rows = [(Text(f"  {change(each)}"), _judged(each)) for each in answer.nearest]
+    rows = [(Text(f"  {change(each)}"), _verdict_text(each)) for each in answer.nearest]
     return Group(Text("Nearest alternatives", "bold"), *stacked(rows, width))
 
 
@@ -107,7 +107,7 @@ def reason(alternative: Alternative) -> str:
     return one_line(alternative.reason + also)
 
 
-def _judged(alternative: Alternative) -> Text:
+def _verdict_text(alternative: Alternative) -> Text:
     if alternative.candidate is None:
         return Text(reason(alternative), "dim")
     verdict = alternative.candidate.verdict

@@ -13,31 +13,31 @@ from typing import Any
 from shardwise.core.errors import one_line
 from shardwise.core.plan import Plan, Unit
 from shardwise.core.run_files import StepRecord
-from shardwise.report.notation import COLOURS, label, unit_for
+from shardwise.report.notation import COLOURS, row_label, unit_for
 from shardwise.report.pictures import ACCENT, INK, STACK, loss_title, page_colour, through_the_step
-from shardwise.report.series import LINES, Mark, Series, compared_series, points_of, series_of
+from shardwise.report.series import LINE_COLOURS, Mark, Series, compared_series, series_of, series_points
 
-Values = dict[str, Any]
+ChartValues = dict[str, Any]
 
 MOST_DOTS = 60
 """Most points of a line that are drawn as dots."""
 
 
-def series_charts(steps: Sequence[StepRecord], events: Sequence[Mark], unit: Unit = "tokens") -> Values:
+def series_charts(steps: Sequence[StepRecord], events: Sequence[Mark], unit: Unit = "tokens") -> ChartValues:
     """Loss and every series of a run, with its events."""
-    rest = [_chart(row, dict.fromkeys(row.values, steps)) for row in series_of(steps, unit)]
+    rest = [_series_chart(row, dict.fromkeys(row.values, steps)) for row in series_of(steps, unit)]
     marks = [{"step": mark.step, "event": mark.event, "words": mark.words} for mark in events]
-    return {"step": "step", "marks": marks, "charts": [_loss(steps, unit), *rest] if steps else []}
+    return {"step": "step", "marks": marks, "charts": [_loss_chart(steps, unit), *rest] if steps else []}
 
 
-def compared_charts(runs: Mapping[str, Sequence[StepRecord]], unit: Unit = "tokens") -> Values:
+def compared_charts(runs: Mapping[str, Sequence[StepRecord]], unit: Unit = "tokens") -> ChartValues:
     """A chart for each series, with a line for each run."""
     loss = loss_title(unit)
-    charts = [{**_chart(row, runs), "tall": row.title == loss} for row in compared_series(runs, unit)]
+    charts = [{**_series_chart(row, runs), "tall": row.title == loss} for row in compared_series(runs, unit)]
     return {"step": "step", "marks": [], "charts": charts}
 
 
-def timeline_chart(plan: Plan) -> Values:
+def timeline_chart(plan: Plan) -> ChartValues:
     """The worst rank's memory through one optimizer step by ledger row; ``charts`` is empty without a timeline."""
     ledgers, top = through_the_step(plan)
     if not ledgers or not plan.peak.bytes:
@@ -45,21 +45,21 @@ def timeline_chart(plan: Plan) -> Values:
     unit = unit_for(plan.peak.bytes)
     places = list(range(len(ledgers)))
     lines = [
-        _points(label(row), places, [getattr(each, row) / unit.size for each in ledgers], COLOURS[row])
+        _points(row_label(row), places, [getattr(each, row) / unit.size for each in ledgers], COLOURS[row])
         for row in STACK
         if any(getattr(each, row) for each in ledgers)
     ]
-    chart: Values = {"title": f"memory, {unit.name}", "log": False, "tall": True, "stack": True}
+    chart: ChartValues = {"title": f"memory, {unit.name}", "log": False, "tall": True, "stack": True}
     chart |= {"ticks": False, "lines": lines, "bands": list(_bands([each.phase for each in plan.timeline]))}
     highest, limit = plan.peak.bytes / unit.size, plan.capacity_bytes
-    chart["peak"] = {"at": top, "value": _short(highest), "words": f"peak {unit.write(plan.peak.bytes)}"}
+    chart["peak"] = {"at": top, "value": _six_digits(highest), "words": f"peak {unit.write(plan.peak.bytes)}"}
     near = limit <= 2 * plan.peak.bytes
     words = f"capacity {unit_for(limit).write(limit)}"
-    chart["level"] = {"value": _short(limit / unit.size) if near else None, "words": words}
+    chart["level"] = {"value": _six_digits(limit / unit.size) if near else None, "words": words}
     return {"step": "allocation", "marks": [], "charts": [chart]}
 
 
-def _bands(phases: Sequence[str]) -> Iterator[Values]:
+def _bands(phases: Sequence[str]) -> Iterator[ChartValues]:
     start = 0
     for phase, members in groupby(phases):
         end = start + len(list(members))
@@ -67,32 +67,40 @@ def _bands(phases: Sequence[str]) -> Iterator[Values]:
         start = end
 
 
-def _loss(steps: Sequence[StepRecord], unit: Unit) -> Values:
-    lines = [_line("training", steps, [step.loss for step in steps], INK)]
+def _loss_chart(steps: Sequence[StepRecord], unit: Unit) -> ChartValues:
+    lines = [_chart_line("training", steps, [step.loss for step in steps], INK)]
     if any(step.held_out_loss is not None for step in steps):
-        lines.append(_line("held-out", steps, [step.held_out_loss for step in steps], ACCENT))
+        lines.append(_chart_line("held-out", steps, [step.held_out_loss for step in steps], ACCENT))
     return {"title": loss_title(unit), "log": False, "tall": True, "lines": lines}
 
 
-def _chart(row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> Values:
+def _series_chart(row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> ChartValues:
     lines = [
-        _line(name, runs[name], values, LINES[place % len(LINES)])
+        _chart_line(name, runs[name], values, LINE_COLOURS[place % len(LINE_COLOURS)])
         for place, (name, values) in enumerate(row.values.items())
     ]
     return {"title": row.title, "log": row.spans_decades(), "tall": False, "lines": lines}
 
 
-def _line(name: str, steps: Sequence[StepRecord], values: Sequence[float | None], colour: str) -> Values:
+def _chart_line(
+    name: str, steps: Sequence[StepRecord], values: Sequence[float | None], colour: str
+) -> ChartValues:
     """A line over the steps that have a value, with as many points as a picture of it has; dots where these are few."""
-    x, y = points_of(steps, values)
+    x, y = series_points(steps, values)
     sparse = len(x) <= min(MOST_DOTS, len(steps) // 2)
     return _points(name, x.tolist(), y.tolist(), colour) | {"dots": sparse}
 
 
-def _points(name: str, x: Sequence[int], y: Sequence[float], colour: str) -> Values:
-    return {"name": name, "colour": page_colour(colour), "dots": False, "x": x, "y": [_short(v) for v in y]}
+def _points(name: str, x: Sequence[int], y: Sequence[float], colour: str) -> ChartValues:
+    return {
+        "name": name,
+        "colour": page_colour(colour),
+        "dots": False,
+        "x": x,
+        "y": [_six_digits(v) for v in y],
+    }
 
 
-def _short(value: float) -> float | None:
+def _six_digits(value: float) -> float | None:
     """Six digits are enough to read; None for a value that is no number."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

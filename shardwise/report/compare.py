@@ -15,7 +15,7 @@ from shardwise.report.charts import compared_charts
 from shardwise.report.notation import seconds, tokens_rate
 from shardwise.report.page_parts import picture
 from shardwise.report.record import RunRecord, read_run
-from shardwise.report.series import LINES, compared_picture
+from shardwise.report.series import LINE_COLOURS, compared_picture
 from shardwise.report.template import rendered
 
 TITLES = ("held-out loss", "training loss", "steps", "tokens", "step", "processed", "trained on", "peak")
@@ -29,10 +29,10 @@ def write_comparison(folders: Sequence[Path], path: Path) -> None:
         DataError: a folder is not a run's, or one of its files cannot be read.
         ResourceError: the page cannot be written.
     """
-    if len(folders) > len(LINES):
-        why = f"a picture tells {len(LINES)} lines apart"
+    if len(folders) > len(LINE_COLOURS):
+        why = f"a picture tells {len(LINE_COLOURS)} lines apart"
         raise RecipeError(f"{len(folders)} runs are too many", where="command line", why=why)
-    runs = dict(zip(_names(folders), [read_run(folder) for folder in folders], strict=True))
+    runs = dict(zip(_run_names(folders), [read_run(folder) for folder in folders], strict=True))
     write_whole(path, render_comparison(runs).encode("utf-8"))
 
 
@@ -52,14 +52,14 @@ def render_comparison(runs: Mapping[str, RunRecord]) -> str:
             }
             for name, run in runs.items()
         ],
-        "differences": list(differences(runs)),
+        "differences": list(setting_differences(runs)),
         "series": picture("Series of the runs", lambda width: compared_picture(steps, width, unit)),
         "charts": {"series": compared_charts(steps, unit)},
     }
     return rendered("compare.html", values)
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def _run_names(folders: Sequence[Path]) -> list[str]:
     """The folders' names; whole paths where two have the same name."""
     short = [folder.resolve().name for folder in folders]
     return short if len(set(short)) == len(short) else [str(folder) for folder in folders]
@@ -79,16 +79,16 @@ def _figures(run: RunRecord) -> Iterator[str]:
     yield format_bytes(run.outcome.worst.measured_peak_bytes) if run.outcome else "–"
 
 
-def differences(runs: Mapping[str, RunRecord]) -> Iterator[tuple[str, list[str]]]:
+def setting_differences(runs: Mapping[str, RunRecord]) -> Iterator[tuple[str, list[str]]]:
     """The keys in which recipes and strategies differ, with the value of each run; – where a run has none."""
-    every = [_settings(run) for run in runs.values()]
+    every = [_flat_settings(run) for run in runs.values()]
     for key in sorted({key for each in every for key in each}):
         values = [each.get(key, "–") for each in every]
         if len(set(values)) > 1:
             yield key, values
 
 
-def _settings(run: RunRecord) -> dict[str, str]:
+def _flat_settings(run: RunRecord) -> dict[str, str]:
     recipe = run.settings().model_dump(mode="json")
     recipe["strategy"] = dict(run.plan.strategy.values)
     return dict(_flat(recipe))

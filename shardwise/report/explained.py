@@ -9,10 +9,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from shardwise.core.block_times import BlockTimes
-from shardwise.core.model_state import PAPER, CountedState, paper_bytes, state_bytes
+from shardwise.core.model_state import PAPER_BYTES, CountedState, paper_bytes, state_bytes
 from shardwise.core.units import format_bytes, format_count, format_percent
 from shardwise.recipe.presets import Dimensions
-from shardwise.report.layout import columns, section, sentences
+from shardwise.report.layout import bulleted, columns, text_section
 
 GB = 10**9
 """The paper's unit. Figures of a model are in GiB, as in a plan."""
@@ -23,15 +23,15 @@ def paper_table(sizes: Sequence[float], ranks: Sequence[int]) -> Iterator[Render
     table = columns("left", "left", *["right"] * (len(ranks) + 1), titles=_titles("parameters", ranks))
     for size in sizes:
         for stage in (1, 2, 3):
-            cells = [_short(size * paper_bytes(stage, each) / GB) for each in ranks]
+            cells = [_number_text(size * paper_bytes(stage, each) / GB) for each in ranks]
             table.add_row(format_count(size), str(stage), formula(stage), *cells)
     note = "GB of model state per rank in 16-bit training with Adam (arXiv 1910.02054, table 1)"
-    yield from section("The paper", note, table)
+    yield from text_section("The paper", note, table)
 
 
 def formula(stage: int) -> str:
     """Bytes per parameter of a stage, such as 4 + 12/N."""
-    whole, divided = PAPER[stage]
+    whole, divided = PAPER_BYTES[stage]
     return " + ".join(([f"{whole}"] if whole else []) + ([f"{divided}/N"] if divided else []))
 
 
@@ -51,16 +51,16 @@ def zero_table(model: str, parameters: int, states: Sequence[CountedState]) -> I
             _each(state.most, parameters),
         )
     note = f"{format_count(parameters)} parameters (Ψ), bf16 with Adam, one micro-batch"
-    yield from section(model, note, table)
+    yield from text_section(model, note, table)
     reasons = (
         "the paper counts fp16 weights and gradients, 2 + 2 bytes, and 12 of fp32 weights and moments",
         "counted before the update: fp32 gradients (4 bytes); bf16 weights exist only while they are all-gathered",
         "at most: with the weights that are all-gathered at that time, which the paper leaves out for stage 3",
     )
-    yield from section("Differences", "docs/concepts/zero.md", sentences(reasons, ""))
+    yield from text_section("Differences", "docs/concepts/zero.md", bulleted(reasons, ""))
 
 
-PARTS = (("parameters", 2), ("gradients", 2), ("master_weights", 4), ("optimizer_state", 8))
+PAPER_PARTS = (("parameters", 2), ("gradients", 2), ("master_weights", 4), ("optimizer_state", 8))
 """Categories of the ledger, and the paper's bytes per parameter."""
 
 
@@ -69,7 +69,7 @@ def memory_table(
 ) -> Iterator[RenderableType]:
     """A row per part of model state on one device, and the activations of one sequence."""
     table = columns("left", "right", "right", "right", "right", titles=("", "rule", "", "counted", ""))
-    for name, rule in PARTS:
+    for name, rule in PAPER_PARTS:
         held = getattr(state.update, name)
         table.add_row(
             name.replace("_", " "),
@@ -84,14 +84,14 @@ def memory_table(
     )
     _add_activations(table, tokens, state, shape)
     note = f"{format_count(parameters)} parameters (Ψ), bf16 with Adam, one device, one sequence of {tokens:,} tokens"
-    yield from section(model, note, table)
+    yield from text_section(model, note, table)
     reasons = (
         "counted before the update; master weights are the only stored weights, bf16 copies are made for use",
         "activations by rule: s·h·L·(34 + 5·a·s/h) bytes, without fused attention (arXiv 2205.05198, equation 1)",
         "counted activations keep no scores where attention is fused, and include the logits of the loss",
         f"the whole step peaks at {format_bytes(state.total)}",
     )
-    yield from section("Differences", "", sentences(reasons, ""))
+    yield from text_section("Differences", "", bulleted(reasons, ""))
 
 
 def _add_activations(table: Table, tokens: int, state: CountedState, shape: Dimensions | None) -> None:
@@ -106,7 +106,7 @@ def activation_rule(shape: Dimensions, tokens: int) -> float:
     return tokens * shape.width * shape.layers * (34 + 5 * shape.heads * tokens / shape.width)
 
 
-def values_of(parameters: int, state: CountedState) -> dict[str, Any]:
+def state_json(parameters: int, state: CountedState) -> dict[str, Any]:
     """One object of ``explain --json``."""
     return {
         "zero_stage": state.stage,
@@ -138,21 +138,21 @@ def checkpointing_table(
     note = f"a small decoder of {blocks}, one micro-batch, by dry runs"
     if model is not None:
         note = f"{model}: {blocks}, one sequence of {tokens:,} tokens in bf16, by dry runs"
-    yield from section("activation_checkpointing", note, table)
+    yield from text_section("activation_checkpointing", note, table)
     reasons = (
         "kept at most: activations that blocks have allocated, at the event with most of them",
         "forward: runs of a block in the forward direction, the first one included, per block",
         "selective runs a block again without its matrix products and attention",
         "recursive:1 keeps the input of the first block alone (memory-poor); docs/concepts/activation-memory.md",
     )
-    yield from section("Columns", "", sentences(reasons, ""))
+    yield from text_section("Columns", "", bulleted(reasons, ""))
 
 
 def _titles(first: str, ranks: Sequence[int]) -> tuple[str, ...]:
     return (first, "stage", "bytes", *(f"N = {each:,}" for each in ranks))
 
 
-def _short(size: float) -> str:
+def _number_text(size: float) -> str:
     return f"{size:.3g}" if size < 1000 else f"{size:,.0f}"
 
 

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from shardwise.core.errors import one_line
 from shardwise.core.fit_advice import FitAdvice
-from shardwise.report.layout import VERDICT_STYLES, section, sentences, stacked
+from shardwise.report.layout import VERDICT_STYLES, bulleted, stacked, text_section
 from shardwise.report.notation import seconds
-from shardwise.report.tables import WIDEST, peak_of
+from shardwise.report.tables import WIDEST_TABLE, peak_of
 
 
 def advice_table(advice: FitAdvice) -> RenderableType:
@@ -28,10 +28,10 @@ class AdviceTable:
     advice: FitAdvice
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, WIDEST)
+        width = min(options.max_width, WIDEST_TABLE)
         rows = Group(*stacked(list(_outcomes(self.advice)), width - 2))
-        yield from section("What fits", "remedies in the order in which they are tried", rows)
-        yield from section("Advice", "", sentences(self.advice.reasons, ""))
+        yield from text_section("What fits", "remedies in the order in which they are tried", rows)
+        yield from text_section("Advice", "", bulleted(self.advice.reasons, ""))
 
 
 def _outcomes(advice: FitAdvice) -> Iterator[tuple[Text, Text]]:

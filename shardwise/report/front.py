@@ -17,26 +17,26 @@ from matplotlib.textpath import TextToPath
 from shardwise.core.errors import one_line
 from shardwise.core.plan import Candidate, Plan
 from shardwise.report.notation import COLOURS, unit_for
-from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE
+from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES
 
-FAR = 3.0
+FARTHEST_FACTOR = 3.0
 """Strategies with so many times the chosen one's time, or the larger of its memory and the capacity, are left out."""
 
 _FONT = FontProperties(size=8)
-_LINE, _GAP, _POINT = 0.16, 0.08, 0.04
+_LABEL_HEIGHT, _LABEL_GAP, _POINT_RADIUS = 0.16, 0.08, 0.04
 """Height of a line, distance of a label from its point, and half the width of a point, in inches."""
 
 _COLOURS = {"fits": ACCENT, "chosen": ACCENT, "tight": COLOURS["activations"]}
 
 
 @matplotlib.rc_context(STYLE)
-def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = WIDE) -> Figure:
+def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = WIDE_INCHES) -> Figure:
     """Peak memory over step time of all candidates that have both; ``front`` is joined by a line."""
-    height = 4.2 if width >= WIDE else 4.6
+    height = 4.2 if width >= WIDE_INCHES else 4.6
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     chosen = next((each for each in plan.candidates if each.strategy == plan.strategy), None)
-    shown = list(_shown(plan))
+    shown = list(_shown_candidates(plan))
     unit = unit_for(max(plan.peak.bytes, plan.capacity_bytes))
     on_front = [each for each in front if each in shown]
     if len(on_front) > 1:
@@ -46,7 +46,7 @@ def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = W
         )
         axes.plot(seconds, sizes, color=MUTED, linewidth=1, zorder=1)
     for each in shown:
-        _draw(axes, each, each is chosen, unit.size)
+        _draw_candidate(axes, each, each is chosen, unit.size)
     budget = (plan.capacity_bytes - plan.reserve_bytes) / unit.size
     axes.axhline(budget, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.margins(x=0.14, y=0.16)
@@ -74,15 +74,18 @@ def differs(chosen: str, other: str) -> str:
     return " · ".join([*added, *lacks]) or one_line(other)
 
 
-def _shown(plan: Plan) -> Iterator[Candidate]:
-    """Candidates with a time and a peak within FAR."""
+def _shown_candidates(plan: Plan) -> Iterator[Candidate]:
+    """Candidates with a time and a peak within FARTHEST_FACTOR."""
     most = max(plan.peak.bytes, plan.capacity_bytes)
     for each in plan.candidates:
-        if 0 < each.step_seconds <= FAR * plan.step.seconds and 0 < each.peak_bytes <= FAR * most:
+        if (
+            0 < each.step_seconds <= FARTHEST_FACTOR * plan.step.seconds
+            and 0 < each.peak_bytes <= FARTHEST_FACTOR * most
+        ):
             yield each
 
 
-def _draw(axes: Any, candidate: Candidate, chosen: bool, size: float) -> None:
+def _draw_candidate(axes: Any, candidate: Candidate, chosen: bool, size: float) -> None:
     colour = _COLOURS.get(candidate.verdict, COLOURS["gradients"])
     style = {"marker": "*", "markersize": 13} if chosen else {"marker": "o", "markersize": 5}
     hollow = {} if candidate.peak_is == "counted" else {"markerfacecolor": "none"}
@@ -99,15 +102,17 @@ def _legend(figure: Figure, shown: Sequence[Candidate]) -> None:
         ("does not fit", COLOURS["gradients"]),
     ):
         if any(("fits" if each.verdict == "chosen" else each.verdict) == words for each in shown):
-            handles.append(_mark(words, color=colour))
+            handles.append(_legend_mark(words, color=colour))
     if any(each.peak_is != "counted" for each in shown):
-        handles.append(_mark("estimated, or a bound", color=MUTED, markerfacecolor="none"))
+        handles.append(_legend_mark("estimated, or a bound", color=MUTED, markerfacecolor="none"))
     figure.legend(
-        handles=handles, loc="outside lower left", ncols=len(handles) if figure.get_figwidth() >= WIDE else 2
+        handles=handles,
+        loc="outside lower left",
+        ncols=len(handles) if figure.get_figwidth() >= WIDE_INCHES else 2,
     )
 
 
-def _mark(words: str, **style: Any) -> Any:
+def _legend_mark(words: str, **style: Any) -> Any:
     return matplotlib.lines.Line2D([], [], marker="o", markersize=5, linestyle="", label=words, **style)
 
 
@@ -120,7 +125,8 @@ class _Sketch:
         inside = axes.get_window_extent()
         self._wide, self._high = inside.width / self._dpi, inside.height / self._dpi
         self.boxes = [
-            (x - _POINT, y - _POINT, x + _POINT, y + _POINT) for x, y in (self._inches(*at) for at in points)
+            (x - _POINT_RADIUS, y - _POINT_RADIUS, x + _POINT_RADIUS, y + _POINT_RADIUS)
+            for x, y in (self._inches(*at) for at in points)
         ]
 
     def take(self, x: float, y: float, text: str, colour: str) -> None:
@@ -128,11 +134,11 @@ class _Sketch:
         left, low = self._inches(x, y)
         length = TextToPath().get_text_width_height_descent(text, _FONT, ismath=False)[0] / 72
         for right in (True, False):
-            for above in (_GAP, -_LINE - _GAP, -_LINE / 2):
-                start = left + _GAP if right else left - _GAP - length
-                box = (start, low + above, start + length, low + above + _LINE)
+            for above in (_LABEL_GAP, -_LABEL_HEIGHT - _LABEL_GAP, -_LABEL_HEIGHT / 2):
+                start = left + _LABEL_GAP if right else left - _LABEL_GAP - length
+                box = (start, low + above, start + length, low + above + _LABEL_HEIGHT)
                 inside = box[0] >= 0 and box[2] <= self._wide and box[1] >= 0 and box[3] <= self._high
-                if inside and not any(_overlap(box, other) for other in self.boxes):
+                if inside and not any(_boxes_overlap(box, other) for other in self.boxes):
                     self.boxes.append(box)
                     label = self._axes.annotate(
                         text,
@@ -152,5 +158,5 @@ class _Sketch:
         return right / self._dpi, up / self._dpi
 
 
-def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+def _boxes_overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

@@ -14,14 +14,14 @@ from matplotlib.figure import Figure
 
 from shardwise.core.run_files import GradientHistogram
 from shardwise.report.notation import COLOURS
-from shardwise.report.pictures import ACCENT, INK, MUTED, SHADE, STYLE, WIDE
+from shardwise.report.pictures import ACCENT, INK, MUTED, SHADE, STYLE, WIDE_INCHES
 
-SMALLEST, NORMAL, LARGEST = -24, -14, 16
+SMALLEST_EXPONENT, SMALLEST_NORMAL_EXPONENT, LARGEST_EXPONENT = -24, -14, 16
 """Exponents of fp16: of its smallest number, of its smallest number with all digits, and beyond its largest."""
 
 
 @matplotlib.rc_context(STYLE)
-def gradient_picture(histogram: GradientHistogram, width: float = WIDE) -> Figure:
+def gradient_picture(histogram: GradientHistogram, width: float = WIDE_INCHES) -> Figure:
     """Shares of the values by exponent, as they were computed and without the loss scale."""
     figure = Figure(figsize=(width, 2.9), layout="constrained")
     axes = figure.subplots()
@@ -38,16 +38,16 @@ def gradient_picture(histogram: GradientHistogram, width: float = WIDE) -> Figur
         axes.stairs(shares, edges, fill=True, color=colour, alpha=0.6, label=name)
     found = [index for index, share in enumerate(shares) if share > 0]
     shown = [edges[index] for edges in (unscaled, exponents) for index in (found[0], found[-1] + 1)]
-    left, right = min([SMALLEST - 4, *shown]), max([LARGEST + 3, *shown])
-    axes.axvspan(left - 1, SMALLEST, color=SHADE, zorder=-2)
-    axes.axvspan(LARGEST, right + 1, color=SHADE, zorder=-2)
+    left, right = min([SMALLEST_EXPONENT - 4, *shown]), max([LARGEST_EXPONENT + 3, *shown])
+    axes.axvspan(left - 1, SMALLEST_EXPONENT, color=SHADE, zorder=-2)
+    axes.axvspan(LARGEST_EXPONENT, right + 1, color=SHADE, zorder=-2)
     for place, words in (
-        (SMALLEST, "lost below"),
-        (NORMAL, "full digits above"),
-        (LARGEST, "overflows above"),
+        (SMALLEST_EXPONENT, "lost below"),
+        (SMALLEST_NORMAL_EXPONENT, "full digits above"),
+        (LARGEST_EXPONENT, "overflows above"),
     ):
         axes.axvline(place, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        label = f"{words} $2^{{{place}}}$" if width >= WIDE else f"$2^{{{place}}}$"
+        label = f"{words} $2^{{{place}}}$" if width >= WIDE_INCHES else f"$2^{{{place}}}$"
         axes.text(
             place,
             1.02,
@@ -61,7 +61,9 @@ def gradient_picture(histogram: GradientHistogram, width: float = WIDE) -> Figur
     axes.set_xlim(left - 1, right + 1)
     axes.set_xlabel("exponent of a gradient, base 2")
     axes.set_ylabel("% of the values")
-    figure.legend(loc="outside lower left", ncols=2 if width >= WIDE else 1, handlelength=1, handleheight=1)
+    figure.legend(
+        loc="outside lower left", ncols=2 if width >= WIDE_INCHES else 1, handlelength=1, handleheight=1
+    )
     return figure
 
 
@@ -69,7 +71,7 @@ def gradient_sentences(histogram: GradientHistogram) -> Iterator[str]:
     """The share that is lost with and without the scale."""
     found = sum(histogram.counts) + histogram.zeros + histogram.non_finite
     shift = math.log2(histogram.loss_scale)
-    below = _below(histogram.counts, SMALLEST - histogram.lowest + shift)
+    below = _below(histogram.counts, SMALLEST_EXPONENT - histogram.lowest + shift)
     yield (
         f"Step {histogram.step}: without loss scaling {_percent(below, found)} of the gradients would be below"
         f" fp16's smallest number and become 0; with a scale of {histogram.loss_scale:,.0f},"

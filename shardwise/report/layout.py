@@ -27,14 +27,14 @@ VERDICT_STYLES = {
 }
 
 
-def section(title: str, note: str, body: RenderableType) -> Iterator[RenderableType]:
+def text_section(title: str, note: str, body: RenderableType) -> Iterator[RenderableType]:
     """A blank line, the title with a note, and the indented body."""
     yield ""
     yield Text.assemble((title, "bold"), (f"   {one_line(note)}" if note else "", "dim"))
     yield Padding(body, (0, 0, 0, 2))
 
 
-def sentences(listed: Iterable[str], style: str) -> Table:
+def bulleted(listed: Iterable[str], style: str) -> Table:
     """Sentences as a bulleted list."""
     table = columns("left", "left")
     for sentence in listed:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from shardwise.core.strategy import Layout
-from shardwise.report.pictures import LINE, MUTED, STYLE, WIDE, on
+from shardwise.report.pictures import LINE, MUTED, STYLE, WIDE_INCHES, on
 
 SHOWN_ROWS = 4
 """Most rows of a picture; with more, the first rows of the first and the last pipeline stages are drawn."""
@@ -36,10 +36,10 @@ def held(layout: Layout, rank: int) -> list[str]:
 
 
 @matplotlib.rc_context(STYLE)
-def mesh(layout: Layout, devices_per_node: int, width: float = WIDE) -> Figure:
+def mesh(layout: Layout, devices_per_node: int, width: float = WIDE_INCHES) -> Figure:
     """Draw the state and data of every rank, a row of boxes for each node (or part of one)."""
-    columns = min(devices_per_node, layout.world_size, 8 if width >= WIDE else 2)
-    rows = _shown(layout, columns, devices_per_node)
+    columns = min(devices_per_node, layout.world_size, 8 if width >= WIDE_INCHES else 2)
+    rows = _shown_rows(layout, columns, devices_per_node)
     ranks = [rank for row in rows for rank in row]
     tall = 0.4 + 0.15 * max(len(held(layout, rank)) for rank in ranks)
     figure = Figure(figsize=(width, 0.35 + tall * len(rows)), layout="constrained")
@@ -58,23 +58,23 @@ def mesh(layout: Layout, devices_per_node: int, width: float = WIDE) -> Figure:
     return figure
 
 
-def _shown(layout: Layout, columns: int, in_node: int) -> list[range]:
+def _shown_rows(layout: Layout, columns: int, in_node: int) -> list[range]:
     """Rows of neighbouring ranks: all, else the first of every stage, else those of the first and last stages."""
     world, stages = layout.world_size, layout.ranks(lambda axis: axis.stages)
     stride = world // stages  # axes of stages are the outermost
-    every = list(islice(_rows(range(world), columns, in_node, world), SHOWN_ROWS + 1))
+    every = list(islice(_rows_of_ranks(range(world), columns, in_node, world), SHOWN_ROWS + 1))
     if len(every) <= SHOWN_ROWS:
         return every
     found: list[range] = []
     for stage in range(stages):
         members = range(stage * stride, (stage + 1) * stride)
-        found += islice(_rows(members, columns, in_node, world), max(1, SHOWN_ROWS // stages))
+        found += islice(_rows_of_ranks(members, columns, in_node, world), max(1, SHOWN_ROWS // stages))
     # Two stages can share a row; draw each row once.
     rows, half = list(dict.fromkeys(found)), SHOWN_ROWS // 2
     return rows if len(rows) <= SHOWN_ROWS else [*rows[:half], *rows[-half:]]
 
 
-def _rows(ranks: range, columns: int, in_node: int, world: int) -> Iterator[range]:
+def _rows_of_ranks(ranks: range, columns: int, in_node: int, world: int) -> Iterator[range]:
     """The rows of ``ranks``. A row is part of one node; a node's first row starts with its first rank."""
     at = ranks.start
     while at < ranks.stop:
@@ -84,12 +84,12 @@ def _rows(ranks: range, columns: int, in_node: int, world: int) -> Iterator[rang
         yield range(start, at)
 
 
-def _stage(layout: Layout, rank: int) -> int:
+def _pipeline_stage(layout: Layout, rank: int) -> int:
     return layout.number(rank, lambda axis: axis.stages)
 
 
 def _box(axes: Any, layout: Layout, rank: int, column: int, row: int) -> None:
-    colour = HUES[_stage(layout, rank) % len(HUES)]
+    colour = HUES[_pipeline_stage(layout, rank) % len(HUES)]
     shape = FancyBboxPatch(
         (column + 0.04, row + 0.04),
         0.92,

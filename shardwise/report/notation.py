@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from shardwise.core.figures import MemoryUnit as MemoryUnit
 from shardwise.core.figures import of_capacity as of_capacity
-from shardwise.core.figures import share as share
+from shardwise.core.figures import percent_text as percent_text
 from shardwise.core.figures import tokens_rate as tokens_rate
 from shardwise.core.figures import unit_for as unit_for
 from shardwise.core.ledger import Ledger
@@ -31,7 +31,7 @@ COLOURS: Mapping[str, str] = {
 """Ledger row -> sRGB."""
 
 
-def label(row: str) -> str:
+def row_label(row: str) -> str:
     """A ledger row for display: `optimizer_state` becomes `optimizer state`."""
     return row.replace("_", " ")
 
@@ -47,7 +47,7 @@ def deviation(predicted: float, measured: float) -> str:
     return format_change(predicted / measured - 1, 1) if measured > 0 else "–"
 
 
-def in_words(predicted: float, measured: float) -> str:
+def error_in_words(predicted: float, measured: float) -> str:
     """The error of a prediction as words: `1.8 % too high`."""
     if measured <= 0:
         return "–"

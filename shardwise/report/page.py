@@ -30,27 +30,27 @@ from shardwise.report.notation import (
     COLOURS,
     by_size,
     deviation,
-    in_words,
-    label,
+    error_in_words,
     of_capacity,
+    percent_text,
+    row_label,
     seconds,
-    share,
     tokens_rate,
     unit_for,
 )
 from shardwise.report.page_parts import Bar, Card, Picture, picture
 from shardwise.report.pictures import ledger_bar, loss_curve, memory_timeline, peaks_by_rank
-from shardwise.report.pipeline.pictures import section
+from shardwise.report.pipeline.pictures import pipeline_section
 from shardwise.report.record import RunRecord
 from shardwise.report.series import MOST_MARKS, marks, series_picture
-from shardwise.report.step_times import phase_times, step_sentences, time_by_rank
+from shardwise.report.step_times import compared_phases, step_sentences, time_by_rank
 from shardwise.report.tables import peak_of
 from shardwise.report.template import rendered
 
 SHOWN_SITES = 12
 """Allocation sites that are shown; the others are in a list that opens."""
 
-SHOWN_RANKS = 64
+TABLE_RANKS = 64
 """Most rows in the table of ranks; with more ranks, those with the highest peaks are shown."""
 
 
@@ -83,13 +83,13 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         **_sites(plan),
         "timeline": picture("Memory through one optimizer step", lambda w: memory_timeline(plan, w)),
         "has_timeline": bool(plan.timeline),
-        "blocks": _blocks(plan),
+        "blocks": _blocks_picture(plan),
         "mesh": picture("Who holds what", lambda w: mesh(plan.layout, plan.devices_per_node, w))
         if plan.world_size > 1
         else None,
-        **section(plan, outcome.passes if outcome else None, picture),
+        **pipeline_section(plan, outcome.passes if outcome else None, picture),
         "times": _time_rows(run),
-        "phases": phase_times(plan, outcome),
+        "phases": compared_phases(plan, outcome),
         **_measured_phases(run),
         "offer": next((s for s in step_sentences(plan, outcome) if "doctor" in s), ""),
         "seconds": lambda spent: seconds(spent or 0.0),
@@ -114,7 +114,7 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         ],
         "reasons": (*plan.reasons, *plan.departures),
         "standing": _standing(run),
-        "batch_size": _batch_size(run),
+        "batch_size": _batch_size_advice(run),
         "assumptions": [*(run.answer.sources() if run.answer else ()), *plan.assumptions],
         "recipe": run.recipe,
     }
@@ -126,7 +126,7 @@ def head_values(run: RunRecord) -> dict[str, Any]:
         "name": run.name,
         "line": run.plan.line,
         "facts": list(_facts(run)),
-        "unfinished": None if run.outcome else _progress(run),
+        "unfinished": None if run.outcome else _progress_note(run),
         "cards": [
             _peak_card(run),
             _speed_card(run),
@@ -149,7 +149,7 @@ def _standing(run: RunRecord) -> list[str]:
     return list(laws.standing_sentences(found, run.outcome)) if found else []
 
 
-def _batch_size(run: RunRecord) -> list[str]:
+def _batch_size_advice(run: RunRecord) -> list[str]:
     """The gradient noise scale and its advice; nothing where the run has not measured it, or has no readable recipe."""
     measured = [step.gradient_noise for step in run.steps if step.gradient_noise is not None]
     noise = noise_scale(measured)
@@ -196,7 +196,7 @@ def _facts(run: RunRecord) -> Iterator[str]:
         yield f"0 {run.counted}"
 
 
-def _progress(run: RunRecord) -> str:
+def _progress_note(run: RunRecord) -> str:
     if run.planned_only:
         fault = "" if run.plan.fits else f" It {run.plan.verdict}."
         return f"A plan: nothing has been trained. Every figure is predicted.{fault}"
@@ -213,7 +213,7 @@ def _peak_card(run: RunRecord) -> Card:
     if outcome is None:
         return Card("Predicted peak", format_bytes(plan.predicted_allocated(plan.peak.rank)), "of a rank")
     worst = outcome.worst
-    error = in_words(worst.predicted_peak_bytes, worst.measured_peak_bytes)
+    error = error_in_words(worst.predicted_peak_bytes, worst.measured_peak_bytes)
     note = f"of rank {worst.rank}\npredicted {format_bytes(worst.predicted_peak_bytes)}, {error}"
     return Card("Measured peak", format_bytes(worst.measured_peak_bytes), note)
 
@@ -222,7 +222,7 @@ def _speed_card(run: RunRecord) -> Card:
     step, measured = run.plan.step, run.step_seconds
     if not measured:
         return Card("Throughput", tokens_rate(step.tokens_per_second, step.unit), "predicted")
-    error = in_words(step.seconds, measured)
+    error = error_in_words(step.seconds, measured)
     note = f"{seconds(measured)} per step\npredicted {seconds(step.seconds)}, {error}"
     trained, processed = run.tokens_per_second, step.tokens / measured
     if step.unit == "tokens" and trained is not None and trained < 0.95 * processed:
@@ -233,18 +233,20 @@ def _speed_card(run: RunRecord) -> Card:
 def _loss_card(run: RunRecord) -> Card:
     if run.held_out_loss is not None:
         return Card(
-            "Held-out loss", _loss(run.held_out_loss), _perplexity(run.held_out_loss, run.plan.step.unit)
+            "Held-out loss",
+            _loss_text(run.held_out_loss),
+            _perplexity_text(run.held_out_loss, run.plan.step.unit),
         )
     if run.steps:
-        return Card("Training loss", _loss(run.steps[-1].loss), "last step; nothing was held out so far")
+        return Card("Training loss", _loss_text(run.steps[-1].loss), "last step; nothing was held out so far")
     return Card("Held-out loss", "–", "not yet")
 
 
-def _loss(value: float) -> str:
+def _loss_text(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
-def _perplexity(loss: float, unit: Unit) -> str:
+def _perplexity_text(loss: float, unit: Unit) -> str:
     if not math.isfinite(loss):
         return "not a number"
     if unit == "samples":
@@ -255,10 +257,11 @@ def _perplexity(loss: float, unit: Unit) -> str:
 def _mfu_card(run: RunRecord) -> Iterator[Card]:
     """Measured MFU: the planned FLOPs over the measured time. None where the peak of the CPU is only assumed."""
     step, measured = run.plan.step, run.step_seconds
+    predicted = percent_text(step.mfu, 1)
     if not measured:
-        yield Card("MFU", share(step.mfu, 1), "predicted")
+        yield Card("MFU", predicted, "predicted")
     elif not kind_named(run.plan.device).is_host or not run.plan.calibration_offer:
-        yield Card("MFU", share(step.mfu * step.seconds / measured, 1), f"predicted {share(step.mfu, 1)}")
+        yield Card("MFU", percent_text(step.mfu * step.seconds / measured, 1), f"predicted {predicted}")
 
 
 def _interruption_rows(run: RunRecord) -> list[tuple[str, str, str, str, str]]:
@@ -281,7 +284,7 @@ def _interruption_rows(run: RunRecord) -> list[tuple[str, str, str, str, str]]:
 
 def _rank_rows(outcome: Outcome) -> list[dict[str, str]]:
     """Predicted, measured and error by rank; of many ranks those with the highest peaks, in rank order."""
-    most = sorted(outcome.ranks, key=lambda rank: -rank.measured_peak_bytes)[:SHOWN_RANKS]
+    most = sorted(outcome.ranks, key=lambda rank: -rank.measured_peak_bytes)[:TABLE_RANKS]
     unit = unit_for(max(max(rank.predicted_peak_bytes, rank.measured_peak_bytes) for rank in most))
     return [
         {
@@ -308,12 +311,12 @@ def _ledger_rows(plan: Plan) -> list[Bar]:
     rows, peak = by_size(plan.ledger), plan.peak.bytes
     unit, longest = unit_for(peak), max((size for _, size in rows), default=1)
     return [
-        Bar(label(row), unit.write(size), share(size, peak), 100 * size / longest, COLOURS[row])
+        Bar(row_label(row), unit.write(size), percent_text(size, peak), 100 * size / longest, COLOURS[row])
         for row, size in rows
     ]
 
 
-def _blocks(plan: Plan) -> Picture | None:
+def _blocks_picture(plan: Plan) -> Picture | None:
     """The picture of blocks over time; None for a plan of an earlier version, or a rank without blocks."""
     times = plan.blocks
     if times is None or times.blocks < 2:
@@ -328,10 +331,10 @@ def _sites(plan: Plan) -> dict[str, Any]:
         {
             "site": site.module or (site.row and f"outside of modules, {site.phase}") or "smaller sites",
             "operation": _operation_in_words(site.operation),
-            "row": label(site.row),
+            "row": row_label(site.row),
             "tensors": f"{site.tensors:,}",
             "size": unit.write(site.bytes),
-            "share": share(site.bytes, plan.peak.bytes),
+            "share": percent_text(site.bytes, plan.peak.bytes),
             "percent": 100 * site.bytes / largest,
             "colour": COLOURS.get(site.row, "var(--muted)"),
         }
@@ -381,7 +384,8 @@ def _split_rows(plan: Plan) -> list[Bar]:
     split = plan.step.split
     whole, longest = sum(split.values()), max(split.values(), default=0.0) or 1.0
     return [
-        Bar(part, seconds(spent), share(spent, whole), 100 * spent / longest) for part, spent in split.items()
+        Bar(part, seconds(spent), percent_text(spent, whole), 100 * spent / longest)
+        for part, spent in split.items()
     ]
 
 

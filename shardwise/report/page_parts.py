@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from shardwise.report.pictures import NARROW, WIDE, svg
+from shardwise.report.pictures import NARROW_INCHES, WIDE_INCHES, svg
 
 
 @dataclass(frozen=True)
@@ -43,4 +43,4 @@ class Picture:
 def picture(name: str, draw: Callable[[float], Figure]) -> Picture:
     """A figure, drawn in both widths."""
     # The only markup that is not escaped: matplotlib has escaped the texts in its SVG.
-    return Picture(Markup(svg(draw(WIDE), name)), Markup(svg(draw(NARROW), name)))
+    return Picture(Markup(svg(draw(WIDE_INCHES), name)), Markup(svg(draw(NARROW_INCHES), name)))

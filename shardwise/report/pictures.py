@@ -29,10 +29,10 @@ from shardwise.core.errors import one_line
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import Plan, Unit
 from shardwise.core.run_files import RankMemory, StepRecord
-from shardwise.report.notation import COLOURS, MemoryUnit, by_size, deviation, label, unit_for
+from shardwise.report.notation import COLOURS, MemoryUnit, by_size, deviation, row_label, unit_for
 
-INK, MUTED, LINE, SHADE, PAPER, ACCENT = "#1b1f25", "#68707d", "#dde1e6", "#f1f3f6", "#ffffff", "#0b6b88"
-_VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", SHADE: "shade", PAPER: "paper", ACCENT: "accent"}
+INK, MUTED, LINE, SHADE, BACKGROUND, ACCENT = "#1b1f25", "#68707d", "#dde1e6", "#f1f3f6", "#ffffff", "#0b6b88"
+_VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", SHADE: "shade", BACKGROUND: "paper", ACCENT: "accent"}
 
 
 def page_colour(colour: str) -> str:
@@ -40,7 +40,7 @@ def page_colour(colour: str) -> str:
     return f"var(--{_VARIABLES[colour]})" if colour in _VARIABLES else colour
 
 
-WIDE, NARROW = 9.6, 3.9
+WIDE_INCHES, NARROW_INCHES = 9.6, 3.9
 """Width in inches of the page's column on a desktop and on a phone."""
 
 STACK = (
@@ -56,8 +56,8 @@ STACK = (
 )
 """Ledger rows from the bottom of the timeline up: constant rows below changing rows."""
 
-SHOWN_RANKS = 16
-_HOLLOW = {"marker": "o", "markersize": 5, "markerfacecolor": PAPER, "markeredgewidth": 1.5}
+PICTURE_RANKS = 16
+_HOLLOW = {"marker": "o", "markersize": 5, "markerfacecolor": BACKGROUND, "markeredgewidth": 1.5}
 
 MOST_POINTS = 900
 """Most points of a curve; with more, neighbours are merged into their extremes."""
@@ -96,7 +96,7 @@ def png(figure: Figure, dots_per_inch: int = 160) -> bytes:
     """The figure on white."""
     stream = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure.savefig(stream, format="png", dpi=dots_per_inch, facecolor=PAPER)
+        figure.savefig(stream, format="png", dpi=dots_per_inch, facecolor=BACKGROUND)
     return stream.getvalue()
 
 
@@ -147,12 +147,12 @@ def loss_title(unit: Unit) -> str:
 
 
 @matplotlib.rc_context(STYLE)
-def loss_curve(steps: Sequence[StepRecord], width: float = WIDE, unit: Unit = "tokens") -> Figure:
+def loss_curve(steps: Sequence[StepRecord], width: float = WIDE_INCHES, unit: Unit = "tokens") -> Figure:
     """Training loss (each step, and smoothed if there are many), validation loss, and the learning rate."""
     figure = Figure(figsize=(width, 4.3), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(4.5, 1))
     below.set_xlabel("optimizer step")
-    below.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if width >= WIDE else 4))
+    below.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if width >= WIDE_INCHES else 4))
     above.set_title(loss_title(unit), loc="left", color=MUTED, fontsize=9)
     below.set_title("learning rate", loc="left", color=MUTED, fontsize=9)
     if not steps:
@@ -165,8 +165,8 @@ def loss_curve(steps: Sequence[StepRecord], width: float = WIDE, unit: Unit = "t
     if held_out:
         at, values = zip(*held_out, strict=True)
         above.plot(at, values, color=ACCENT, linewidth=1, label="held-out", **_HOLLOW)
-    _mark(above, [s.step for s in steps if s.skipped], "update skipped", "|")
-    _mark(above, [s.step for s in steps if not math.isfinite(s.loss)], "not a number", "x")
+    _event_mark(above, [s.step for s in steps if s.skipped], "update skipped", "|")
+    _event_mark(above, [s.step for s in steps if not math.isfinite(s.loss)], "not a number", "x")
     above.legend(loc="upper right")
     rates = np.array([step.learning_rate for step in steps])
     below.plot(*thinned(number, rates), color=MUTED, linewidth=1.2)
@@ -210,7 +210,7 @@ def thinned(
     return x[index], y[index]
 
 
-def _mark(axes: Any, steps: Sequence[int], name: str, marker: str) -> None:
+def _event_mark(axes: Any, steps: Sequence[int], name: str, marker: str) -> None:
     """A mark at the bottom of the picture for each of ``steps``."""
     if steps:
         foot = axes.get_xaxis_transform()
@@ -225,9 +225,9 @@ def _mark(axes: Any, steps: Sequence[int], name: str, marker: str) -> None:
 
 
 @matplotlib.rc_context(STYLE)
-def memory_timeline(plan: Plan, width: float = WIDE) -> Figure:
+def memory_timeline(plan: Plan, width: float = WIDE_INCHES) -> Figure:
     """The worst rank's memory through one optimizer step by ledger row, its peak, and the capacity."""
-    wide = width >= WIDE
+    wide = width >= WIDE_INCHES
     figure = Figure(figsize=(width, 4.0 if wide else 4.4), layout="constrained")
     axes = figure.subplots()
     ledgers, top = through_the_step(plan)
@@ -249,7 +249,7 @@ def memory_timeline(plan: Plan, width: float = WIDE) -> Figure:
     _draw_capacity(axes, capacity, peak, unit)
     place, columns = ("outside right upper", 1) if wide else ("outside lower left", 2)
     visible = [index for index, height in enumerate(heights) if max(height) * unit.size > peak / 1000][::-1]
-    handles, names = [areas[index] for index in visible], [label(rows[index]) for index in visible]
+    handles, names = [areas[index] for index in visible], [row_label(rows[index]) for index in visible]
     figure.legend(handles, names, loc=place, ncols=columns, handlelength=1, handleheight=1)
     return figure
 
@@ -310,12 +310,12 @@ def _draw_capacity(axes: Any, capacity: int, peak: int, unit: MemoryUnit) -> Non
 
 
 @matplotlib.rc_context(STYLE)
-def peaks_by_rank(ranks: Sequence[RankMemory], width: float = WIDE) -> Figure:
+def peaks_by_rank(ranks: Sequence[RankMemory], width: float = WIDE_INCHES) -> Figure:
     """Predicted and measured peak of every rank, with the error.
 
-    With more than `SHOWN_RANKS` ranks, those with the highest peaks.
+    With more than `PICTURE_RANKS` ranks, those with the highest peaks.
     """
-    most = sorted(ranks, key=lambda rank: -rank.measured_peak_bytes)[:SHOWN_RANKS]
+    most = sorted(ranks, key=lambda rank: -rank.measured_peak_bytes)[:PICTURE_RANKS]
     shown = sorted(most, key=lambda rank: rank.rank)
     figure = Figure(figsize=(width, 0.75 + 0.4 * len(shown)), layout="constrained")
     axes = figure.subplots()
@@ -323,25 +323,25 @@ def peaks_by_rank(ranks: Sequence[RankMemory], width: float = WIDE) -> Figure:
     rows = np.arange(len(shown))
     predicted = [rank.predicted_peak_bytes / unit.size for rank in shown]
     measured = [rank.measured_peak_bytes / unit.size for rank in shown]
-    axes.barh(rows - 0.17, predicted, 0.28, color=PAPER, edgecolor=MUTED, linewidth=1, label="predicted")
+    axes.barh(rows - 0.17, predicted, 0.28, color=BACKGROUND, edgecolor=MUTED, linewidth=1, label="predicted")
     axes.barh(rows + 0.17, measured, 0.32, color=ACCENT, label="measured")
     for row, rank in zip(rows, shown, strict=True):
         error = deviation(rank.predicted_peak_bytes, rank.measured_peak_bytes)
         size = unit.write(rank.measured_peak_bytes)
         longest = max(predicted[row], measured[row])
-        text = f"{size}\u2002{error}" if width >= WIDE else error
+        text = f"{size}\u2002{error}" if width >= WIDE_INCHES else error
         axes.annotate(text, (longest, row), (6, 0), textcoords="offset points", va="center")
     axes.set_yticks(rows, [f"rank {rank.rank}" for rank in shown])
     axes.invert_yaxis()
     axes.grid(False)
     axes.set_xlabel(unit.name)
-    axes.set_xlim(0, (1.22 if width >= WIDE else 1.3) * max([*predicted, *measured, 1e-9]))
+    axes.set_xlim(0, (1.22 if width >= WIDE_INCHES else 1.3) * max([*predicted, *measured, 1e-9]))
     figure.legend(loc="outside upper left", ncols=2, handlelength=1, handleheight=1)
     return figure
 
 
 @matplotlib.rc_context(STYLE)
-def ledger_bar(ledger: Ledger, capacity: int, width: float = WIDE) -> Figure:
+def ledger_bar(ledger: Ledger, capacity: int, width: float = WIDE_INCHES) -> Figure:
     """The ledger as one bar, largest row first, and the free memory."""
     figure = Figure(figsize=(width, 0.95), layout="constrained")
     axes = figure.subplots()
@@ -349,8 +349,10 @@ def ledger_bar(ledger: Ledger, capacity: int, width: float = WIDE) -> Figure:
     start, whole = 0.0, max(ledger.total, capacity if capacity <= 2 * ledger.total else 0) / unit.size
     for row, size in by_size(ledger):
         length = size / unit.size
-        axes.barh([0], [length], 0.8, left=start, color=COLOURS[row], edgecolor=PAPER, linewidth=1)
-        for text in _that_fits(f"{label(row)} {unit.write(size)}", label(row), inches=length / whole * width):
+        axes.barh([0], [length], 0.8, left=start, color=COLOURS[row], edgecolor=BACKGROUND, linewidth=1)
+        for text in _that_fits(
+            f"{row_label(row)} {unit.write(size)}", row_label(row), inches=length / whole * width
+        ):
             axes.text(
                 start + length / 2, 0, text, ha="center", va="center", color=on(COLOURS[row]), fontsize=8
             )

@@ -15,8 +15,8 @@ from shardwise.core.answer import Answer
 from shardwise.core.attempts import Interruption, interruptions
 from shardwise.core.errors import DataError
 from shardwise.core.fit_advice import FitAdvice
-from shardwise.core.json_file import decoded, parsed, read_bytes, read_json, read_text
-from shardwise.core.notebook_html import card
+from shardwise.core.json_file import decoded, parse_json, read_bytes, read_json, read_text
+from shardwise.core.notebook_html import notebook_card
 from shardwise.core.paths import path_of
 from shardwise.core.plan import Plan, read_plan
 from shardwise.core.run_files import Outcome, StepRecord
@@ -75,7 +75,7 @@ class RunRecord:
 
     def _repr_html_(self) -> str:
         """The run in a notebook: measured and predicted memory, and the loss over the steps."""
-        from shardwise.report.pictures import NARROW, loss_curve, svg  # matplotlib takes a second
+        from shardwise.report.pictures import NARROW_INCHES, loss_curve, svg  # matplotlib takes a second
 
         facts = [f"{len(self.steps):,} steps"]
         if self.outcome is not None:
@@ -89,8 +89,8 @@ class RunRecord:
         if self.held_out_loss is not None:
             facts.append(f"held-out loss {self.held_out_loss:.4f}")
         facts.append(f"page: {self.folder / 'report.html'}")
-        drawn = svg(loss_curve(self.steps, NARROW, self.plan.step.unit), f"Loss of {self.name}")
-        return card(self.name, self.plan.line, facts, more=f'<div style="{_THEME}">{drawn}</div>')
+        drawn = svg(loss_curve(self.steps, NARROW_INCHES, self.plan.step.unit), f"Loss of {self.name}")
+        return notebook_card(self.name, self.plan.line, facts, more=f'<div style="{_THEME}">{drawn}</div>')
 
     @property
     def step_seconds(self) -> float | None:
@@ -174,7 +174,7 @@ class StepLines:
         for line in decoded(whole, self._path).split("\n")[:-1]:
             self._lines += 1
             if line.strip():
-                record = parsed(line, StepRecord, self._path, self._lines)
+                record = parse_json(line, StepRecord, self._path, self._lines)
                 while self._steps and self._steps[-1].step >= record.step:
                     self._steps.pop()
                 self._steps.append(record)

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from shardwise.core.plan import Unit
 from shardwise.core.run_files import StepRecord
 from shardwise.report.notation import COLOURS, unit_for
-from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE, loss_title, thinned
+from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES, loss_title, thinned
 
 EVENTS = "events.jsonl"
 MARKED = ("spike", "skipped", "torn", "rewind", "no way back", "gave up", "out of memory")
@@ -27,7 +27,7 @@ MARKED = ("spike", "skipped", "torn", "rewind", "no way back", "gave up", "out o
 MOST_MARKS = 50
 """Most events in the table of a page, the last ones."""
 
-LINES = (
+LINE_COLOURS = (
     INK,
     ACCENT,
     *(COLOURS[row] for row in ("gradients", "optimizer_state", "activations", "temporaries")),
@@ -77,7 +77,7 @@ def series_of(steps: Sequence[StepRecord], unit: Unit = "tokens") -> list[Series
         *measured,
         Series("gradient norm", {"": [step.grad_norm for step in steps]}, logarithmic=True),
         Series("learning rate", {"": [step.learning_rate for step in steps]}),
-        Series(f"{unit} per second", _rates(steps, unit)),
+        Series(f"{unit} per second", _throughput(steps, unit)),
         Series(
             f"peak memory of rank 0, {memory.name}",
             {"": [None if step.peak_bytes is None else step.peak_bytes / memory.size for step in steps]},
@@ -87,7 +87,7 @@ def series_of(steps: Sequence[StepRecord], unit: Unit = "tokens") -> list[Series
     return [row for row in rows if any(value is not None for line in row.values.values() for value in line)]
 
 
-def _rates(steps: Sequence[StepRecord], unit: Unit) -> dict[str, list[float | None]]:
+def _throughput(steps: Sequence[StepRecord], unit: Unit) -> dict[str, list[float | None]]:
     """By the unit. Targets that a user's loss counts need not be samples."""
     processed = [step.processed_per_second for step in steps]
     if unit == "samples":
@@ -103,11 +103,11 @@ def marks(folder: Path) -> list[Mark]:
             with suppress(ValueError, TypeError, KeyError):
                 event = json.loads(line)
                 if event["event"] in MARKED:
-                    found.append(Mark(int(event["step"]), str(event["event"]), _words(event)))
+                    found.append(Mark(int(event["step"]), str(event["event"]), _event_cause(event)))
     return found
 
 
-def _words(event: Mapping[str, Any]) -> str:
+def _event_cause(event: Mapping[str, Any]) -> str:
     """What caused an event: figures, the reason, and the text of its samples."""
     said = [
         f"{name.replace('_', ' ')} {_figure(event[name])}" for name in ("loss", "grad_norm") if name in event
@@ -125,7 +125,7 @@ def _figure(value: Any) -> str:
 
 @matplotlib.rc_context(STYLE)
 def series_picture(
-    steps: Sequence[StepRecord], events: Sequence[Mark], width: float = WIDE, unit: Unit = "tokens"
+    steps: Sequence[StepRecord], events: Sequence[Mark], width: float = WIDE_INCHES, unit: Unit = "tokens"
 ) -> Figure:
     """A row for each series, with a line at every event."""
     return _picture({"": steps}, series_of(steps, unit), events, width)
@@ -149,7 +149,7 @@ def compared_series(runs: Mapping[str, Sequence[StepRecord]], unit: Unit = "toke
 
 @matplotlib.rc_context(STYLE)
 def compared_picture(
-    runs: Mapping[str, Sequence[StepRecord]], width: float = WIDE, unit: Unit = "tokens"
+    runs: Mapping[str, Sequence[StepRecord]], width: float = WIDE_INCHES, unit: Unit = "tokens"
 ) -> Figure:
     """A row for each series, with a line for each run by name."""
     return _picture(runs, compared_series(runs, unit), [], width)
@@ -164,32 +164,38 @@ def _picture(
         return figure
     every = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
     for axes, row in zip(every, rows, strict=True):
-        _draw(axes, row, runs)
+        _draw_series(axes, row, runs)
         for step in sorted({event.step for event in events}):
             axes.axvline(step, color=COLOURS["gradients"], linewidth=0.8, linestyle=(0, (2, 2)))
     every[-1].set_xlabel("optimizer step")
-    every[-1].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if width >= WIDE else 4))
+    every[-1].xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8 if width >= WIDE_INCHES else 4))
     return figure
 
 
-Numbers = np.ndarray[Any, Any]
+FloatArray = np.ndarray[Any, Any]
 
 
-def points_of(steps: Sequence[StepRecord], line: Sequence[float | None]) -> tuple[Numbers, Numbers]:
+def series_points(steps: Sequence[StepRecord], line: Sequence[float | None]) -> tuple[FloatArray, FloatArray]:
     """The steps that have a value, and the values: NaN for one that is no finite number; thinned where many."""
     found = [(step.step, value) for step, value in zip(steps, line, strict=True) if value is not None]
     values = np.array([value if math.isfinite(value) else math.nan for _, value in found], dtype=float)
     return thinned(np.array([step for step, _ in found], dtype=int), values)
 
 
-def _draw(axes: Any, row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> None:
+def _draw_series(axes: Any, row: Series, runs: Mapping[str, Sequence[StepRecord]]) -> None:
     axes.set_title(row.title, loc="left", color=MUTED, fontsize=9)
     for place, (name, line) in enumerate(row.values.items()):
         steps = runs.get(name) or next(iter(runs.values()))
-        x, y = points_of(steps, line)
+        x, y = series_points(steps, line)
         marker = "o" if len(y) < 3 else ""
         axes.plot(
-            x, y, color=LINES[place % len(LINES)], linewidth=1.2, label=name, marker=marker, markersize=3
+            x,
+            y,
+            color=LINE_COLOURS[place % len(LINE_COLOURS)],
+            linewidth=1.2,
+            label=name,
+            marker=marker,
+            markersize=3,
         )
     if row.spans_decades():
         axes.set_yscale("log")

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome, PhasesRecord
 from shardwise.core.units import format_bytes
-from shardwise.report.notation import COLOURS, deviation, in_words, seconds
-from shardwise.report.pictures import INK, PAPER, SHOWN_RANKS, STYLE, WIDE
+from shardwise.report.notation import COLOURS, deviation, error_in_words, seconds
+from shardwise.report.pictures import BACKGROUND, INK, PICTURE_RANKS, STYLE, WIDE_INCHES
 
-NAMES = ("forward", "backward", "communication", "optimizer")
+PHASE_NAMES = ("forward", "backward", "communication", "optimizer")
 """Phases in the order of a step."""
 
 _PHASE_COLOURS = {
@@ -44,40 +44,40 @@ class PhaseTime:
         return deviation(self.predicted, self.measured)
 
 
-def phase_times(plan: Plan, outcome: Outcome | None) -> list[PhaseTime]:
+def compared_phases(plan: Plan, outcome: Outcome | None) -> list[PhaseTime]:
     """The phases that were timed; () for a run without a measured step, or a plan of an older version."""
     if outcome is None or outcome.phases is None or not plan.step.phases:
         return []
     measured, predicted = outcome.phases.seconds, plan.step.phases
     return [
         PhaseTime(name, predicted.get(name), measured.get(name))
-        for name in NAMES
+        for name in PHASE_NAMES
         if predicted.get(name) or measured.get(name)
     ]
 
 
 @matplotlib.rc_context(STYLE)
-def time_by_rank(plan: Plan, phases: PhasesRecord, width: float = WIDE) -> Figure:
+def time_by_rank(plan: Plan, phases: PhasesRecord, width: float = WIDE_INCHES) -> Figure:
     """The planned phases of a step, and below them those that every rank measured; of many ranks the slowest."""
     ranks: list[tuple[int, Mapping[str, float]]] = list(enumerate(phases.ranks or (phases.seconds,)))
-    slowest = sorted(ranks, key=lambda pair: -sum(pair[1].values()))[:SHOWN_RANKS]
+    slowest = sorted(ranks, key=lambda pair: -sum(pair[1].values()))[:PICTURE_RANKS]
     rows = [("planned", plan.step.phases), *((f"rank {rank}", each) for rank, each in sorted(slowest))]
     figure = Figure(figsize=(width, 0.75 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for place, (_, spent) in enumerate(rows):
         begin = 0.0
-        for phase in NAMES:
+        for phase in PHASE_NAMES:
             length = spent.get(phase, 0.0)
-            how: dict[str, Any] = {"color": _PHASE_COLOURS[phase], "edgecolor": PAPER, "linewidth": 0.5}
+            how: dict[str, Any] = {"color": _PHASE_COLOURS[phase], "edgecolor": BACKGROUND, "linewidth": 0.5}
             axes.barh([place], [length], 0.62, left=begin, label=phase if place == 0 else "", **how)
             begin += length
         axes.annotate(seconds(begin), (begin, place), (6, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], color=INK)
     axes.invert_yaxis()
     axes.grid(False)
-    axes.set_xlim(0, (1.12 if width >= WIDE else 1.22) * max(sum(spent.values()) for _, spent in rows))
+    axes.set_xlim(0, (1.12 if width >= WIDE_INCHES else 1.22) * max(sum(spent.values()) for _, spent in rows))
     axes.set_xlabel("seconds")
-    columns = len(NAMES) if width >= WIDE else 2
+    columns = len(PHASE_NAMES) if width >= WIDE_INCHES else 2
     figure.legend(loc="outside upper left", ncols=columns, handlelength=1, handleheight=1)
     return figure
 
@@ -88,7 +88,7 @@ def peak_sentences(outcome: Outcome | None) -> Iterator[str]:
         return
     planned, held = outcome.worst.predicted_peak_bytes, outcome.worst.measured_peak_bytes
     sizes = f"{format_bytes(planned)} predicted, {format_bytes(held)} measured"
-    yield f"peak memory: {sizes} (predicted {in_words(planned, held)})"
+    yield f"peak memory: {sizes} (predicted {error_in_words(planned, held)})"
 
 
 def step_sentences(plan: Plan, outcome: Outcome | None) -> Iterator[str]:
@@ -96,8 +96,8 @@ def step_sentences(plan: Plan, outcome: Outcome | None) -> Iterator[str]:
     if outcome is None or not outcome.measured_step_seconds:
         return
     spent, planned = outcome.measured_step_seconds, outcome.predicted_step_seconds
-    yield f"step: {seconds(planned)} predicted, {seconds(spent)} measured (predicted {in_words(planned, spent)})"
-    if phases := phase_times(plan, outcome):
+    yield f"step: {seconds(planned)} predicted, {seconds(spent)} measured (predicted {error_in_words(planned, spent)})"
+    if phases := compared_phases(plan, outcome):
         yield "phases, predicted/measured: " + ", ".join(
             f"{each.name} {seconds(each.predicted or 0.0)}/{seconds(each.measured or 0.0)}" for each in phases
         )

@@ -3,7 +3,7 @@
 Sections in order: the strategy and its speed, the answer (report/answer.py), memory at the peak, time of a step,
 candidates with reasons, assumptions. The brief form has those that fill a screen, and names the option for the rest.
 There are no lines or frames: columns, blank lines and bars of block characters survive a pipe, a log file and a README.
-Every colour has its name next to it. The layout adapts to the width, up to `WIDEST` columns.
+Every colour has its name next to it. The layout adapts to the width, up to `WIDEST_TABLE` columns.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from shardwise.core.ledger import Ledger
 from shardwise.core.plan import Candidate, PeakIs, Plan
 from shardwise.core.units import MiB, format_bytes, format_percent, format_rate
 from shardwise.report.answer import answer_sections, brief_answer
-from shardwise.report.layout import STACKED, VERDICT_STYLES, columns, section, sentences
+from shardwise.report.layout import STACKED, VERDICT_STYLES, bulleted, columns, text_section
 from shardwise.report.notation import (
     COLOURS,
     by_size,
-    label,
     of_capacity,
+    percent_text,
+    row_label,
     seconds,
-    share,
     unit_for,
 )
 
-WIDEST = 100
+WIDEST_TABLE = 100
 """Largest width in columns."""
 
 SHOWN_CANDIDATES, FEW_CANDIDATES = 12, 5
@@ -68,7 +68,7 @@ def plan_table(
 
 def plan_text(
     plan: Plan,
-    width: int = WIDEST,
+    width: int = WIDEST_TABLE,
     top: int | None = None,
     standing: Sequence[str] = (),
     answer: Answer | None = None,
@@ -93,7 +93,7 @@ class PlanTable:
     brief: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        options = options.update(width=min(options.max_width, WIDEST))
+        options = options.update(width=min(options.max_width, WIDEST_TABLE))
         width = options.max_width
         parts = Group(*(self._brief(width) if self.brief else self._parts(width)))
         for segment in console.render(parts, options):
@@ -107,19 +107,19 @@ class PlanTable:
         plan = self.plan
         yield from headline(plan, width, self.answer)
         if plan.departures:
-            yield sentences(plan.departures, "")
+            yield bulleted(plan.departures, "")
         if self.answer is not None:
             yield from ("", *brief_answer(self.answer))
             if self.answer.run.likely_hours is None and (offer := plan.calibration_offer):
                 yield Text(offer, "bold yellow")
-        device = _memory(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
-        yield from section("Memory at the peak", plan.peak.in_words, device)
+        device = _ledger_table(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
+        yield from text_section("Memory at the peak", plan.peak.in_words, device)
         if plan.host.bytes:
             yield f"  host memory of a rank: {of_capacity(plan.host.bytes, plan.host.capacity_bytes)}"
         if plan.disk.bytes:
             yield f"  on the disk: {format_bytes(plan.disk.bytes)} of a rank"
         if plan.fits:
-            yield from section("Time of a step", seconds(plan.step.seconds), _time(plan, width))
+            yield from text_section("Time of a step", seconds(plan.step.seconds), _time_table(plan, width))
             if plan.candidates and self.top:
                 yield from ("", _candidates(plan.candidates[: self.top], width))
                 if any(_is_hardly_faster(each, plan) for each in plan.candidates[: self.top]):
@@ -139,27 +139,27 @@ class PlanTable:
         yield from headline(plan, width, self.answer)
         if self.answer is not None:
             yield from answer_sections(self.answer, width)
-        device = _memory(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
-        yield from section("Memory at the peak", plan.peak.in_words, device)
+        device = _ledger_table(plan.ledger, plan.capacity_bytes, width, plan.reserve_bytes)
+        yield from text_section("Memory at the peak", plan.peak.in_words, device)
         if plan.disk.bytes:
             yield f"On the disk: {format_bytes(plan.disk.bytes)} of a rank"
         if plan.host.bytes:
-            host = _memory(plan.host.ledger, plan.host.capacity_bytes, width)
-            yield from section("Host memory", "of a rank, when it holds most", host)
-        yield from section("Time of a step", seconds(plan.step.seconds), _time(plan, width))
+            host = _ledger_table(plan.host.ledger, plan.host.capacity_bytes, width)
+            yield from text_section("Host memory", "of a rank, when it holds most", host)
+        yield from text_section("Time of a step", seconds(plan.step.seconds), _time_table(plan, width))
         if any(plan.step.traffic_bytes.values()):
-            yield from section("Sent by a rank in a step", "", _traffic(plan))
+            yield from text_section("Sent by a rank in a step", "", _traffic(plan))
         if plan.candidates and self.top:
             yield from ("", _candidates(plan.candidates[: self.top], width))
             if len(plan.candidates) > self.top:
                 yield Text(f"  and {len(plan.candidates) - self.top} more; --top N shows N", "dim")
         if why := (*plan.reasons, *plan.departures):
-            yield from section("Why", "", sentences(why, ""))
+            yield from text_section("Why", "", bulleted(why, ""))
         if self.standing:
-            yield from section("By the scaling law", "", sentences(self.standing, ""))
+            yield from text_section("By the scaling law", "", bulleted(self.standing, ""))
         sources = [*(self.answer.sources() if self.answer else ()), *plan.assumptions]
         if sources:
-            yield from section("Where the figures come from", "", sentences(sources, "dim"))
+            yield from text_section("Where the figures come from", "", bulleted(sources, "dim"))
 
 
 # -- the parts --------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def headline(plan: Plan, width: int, answer: Answer | None = None) -> Iterator[T
         yield Text(one_line(sentence), "bold yellow")
 
 
-def _memory(ledger: Ledger, capacity: int, width: int, reserve: int = 0) -> Table:
+def _ledger_table(ledger: Ledger, capacity: int, width: int, reserve: int = 0) -> Table:
     """The ledger: a row per non-empty category, the total, and the free memory.
 
     The largest row has the longest bar. Free memory gets a bar only if it is not longer than that. If free memory is
@@ -188,8 +188,8 @@ def _memory(ledger: Ledger, capacity: int, width: int, reserve: int = 0) -> Tabl
     longest = rows[0][1] if rows else 0
     table = columns("left", "left", "right", "right")
     for row, size in rows:
-        bar = Text(_bar(size / longest, cells), COLOURS[row])
-        table.add_row(label(row), bar, unit.write(size), Text(share(size, peak), "dim"))
+        bar = Text(_fraction_bar(size / longest, cells), COLOURS[row])
+        table.add_row(row_label(row), bar, unit.write(size), Text(percent_text(size, peak), "dim"))
     table.add_row(Text("total", "bold"), "", Text(unit.write(peak), "bold"), "")
     if free >= 0:
         bar = Text("░" * round(cells * free / longest) if 0 < free <= longest else "", "dim")
@@ -198,12 +198,12 @@ def _memory(ledger: Ledger, capacity: int, width: int, reserve: int = 0) -> Tabl
     return table
 
 
-def _time(plan: Plan, width: int) -> Table:
+def _time_table(plan: Plan, width: int) -> Table:
     table = columns("left", "left", "right", "right")
     whole, longest = sum(plan.step.split.values()), max(plan.step.split.values(), default=0.0)
     for part, spent in plan.step.split.items():
-        bar = Text(_bar(spent / longest if longest else 0.0, _bar_cells(width)), "cyan")
-        table.add_row(Text(one_line(part)), bar, seconds(spent), Text(share(spent, whole), "dim"))
+        bar = Text(_fraction_bar(spent / longest if longest else 0.0, _bar_cells(width)), "cyan")
+        table.add_row(Text(one_line(part)), bar, seconds(spent), Text(percent_text(spent, whole), "dim"))
     return table
 
 
@@ -272,7 +272,7 @@ def _bar_cells(width: int) -> int:
     return max(8, min(48, width - 50))
 
 
-def _bar(fraction: float, cells: int) -> str:
+def _fraction_bar(fraction: float, cells: int) -> str:
     """A bar of `fraction` of `cells` columns, in eighths; at least one eighth if `fraction` is not 0."""
     eighths = max(1, round(8 * cells * min(1.0, fraction))) if fraction > 0 else 0
     whole, rest = divmod(eighths, 8)

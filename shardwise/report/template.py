@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def text_of(name: str) -> str:
+def template_text(name: str) -> str:
     """A file next to this one."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
@@ -30,7 +30,7 @@ def text_of(name: str) -> str:
 @cache
 def script() -> str:
     """``page.js`` without its comments."""
-    return re.sub(r"^\s*//.*\n", "", text_of("page.js"), flags=re.MULTILINE)
+    return re.sub(r"^\s*//.*\n", "", template_text("page.js"), flags=re.MULTILINE)
 
 
 @cache
@@ -45,9 +45,9 @@ def policy(live: bool = False) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def _jinja_environment() -> Environment:
     environment = Environment(
-        loader=FunctionLoader(text_of),
+        loader=FunctionLoader(template_text),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -64,11 +64,11 @@ def rendered(name: str, values: Mapping[str, Any], live: bool = False) -> str:
     """A template with these values."""
     given = {
         **values,
-        "style": Markup(text_of("page.css")),
+        "style": Markup(template_text("page.css")),
         "script": Markup(script()),
         "policy": Markup(policy(live)),
     }
-    return printable(_environment().get_template(name).render(given))
+    return without_control(_jinja_environment().get_template(name).render(given))
 
 
 def data_block(value: Any) -> Markup:
@@ -77,7 +77,7 @@ def data_block(value: Any) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace("/", "\\u002f"))
 
 
-def printable(text: str) -> str:
+def without_control(text: str) -> str:
     """`text` with control characters, direction overrides and lone surrogates replaced by U+FFFD."""
     return _UNPRINTABLE.sub("\ufffd", text)
 

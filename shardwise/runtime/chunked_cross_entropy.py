@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.layer_replacement import take_over
-from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE, Vocabulary
+from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Vocabulary
 
-CHUNKS = 20
+TOKEN_CHUNKS = 20
 """Chunks of tokens in fp32: with a few numbers per token, less than 1/16 of the logits."""
 
 FINE_CHUNKS = 52
-"""Chunks in 16 bits, which need up to three times their logits; at least so many, see ``_columns``."""
+"""Chunks in 16 bits, which need up to three times their logits; at least so many, see ``_vocabulary_chunks``."""
 
 
 class LossHead(nn.Linear):
@@ -47,7 +47,7 @@ class LossHead(nn.Linear):
             super().__init__(layer.in_features, layer.out_features, bias=False)
         take_over(self, layer)
         self._labels: Tensor | None = None
-        self._vocabulary = WHOLE
+        self._vocabulary = WHOLE_VOCABULARY
         self._loss: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class LossHead(nn.Linear):
         return self._loss
 
     @contextmanager
-    def against(self, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> Iterator[None]:
+    def against(self, labels: Tensor, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> Iterator[None]:
         """Inside the context the layer returns the loss summed over ``labels``, a scalar."""
         self._labels, self._vocabulary = labels, vocabulary
         try:
@@ -86,7 +86,11 @@ def loss_head(model: nn.Module) -> LossHead | None:
 
 
 def linear_cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: Vocabulary = WHOLE
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    vocabulary: Vocabulary = WHOLE_VOCABULARY,
 ) -> Tensor:
     """Summed cross-entropy of ``hidden @ weight.T + bias`` against ``labels``; label -100 is ignored.
 
@@ -121,7 +125,7 @@ class _GradientsInForward(torch.autograd.Function):
             torch.zeros_like(bias) if bias is not None and needed[2] else None,
         ]
         total = hidden.new_zeros(())
-        size = -(-hidden.shape[0] // CHUNKS)
+        size = -(-hidden.shape[0] // TOKEN_CHUNKS)
         for start in range(0, hidden.shape[0], size):
             chunk = slice(start, start + size)
             index, here = vocabulary.local_index(labels[chunk])
@@ -173,7 +177,7 @@ class _RecomputedLogits(torch.autograd.Function):
         to_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
         to_weight = torch.empty_like(weight) if needed[1] else None
         to_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
-        for part in _columns(weight.shape[0]):
+        for part in _vocabulary_chunks(weight.shape[0]):
             logits = nn.functional.linear(hidden, weight[part], None if bias is None else bias[part])
             gradient = logits.float().sub_(log_sums.unsqueeze(1)).exp_()
             index, inside = _position(labels, ctx.first + part.start, logits.shape[1])
@@ -189,7 +193,7 @@ class _RecomputedLogits(torch.autograd.Function):
         return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, to_bias, None, None
 
 
-def _columns(vocabulary: int) -> Iterator[slice]:
+def _vocabulary_chunks(vocabulary: int) -> Iterator[slice]:
     """Chunks of the vocabulary. A tensor core needs rows of a multiple of 16 bytes, and fills tiles of 128 columns."""
     size = -(-vocabulary // FINE_CHUNKS)
     size -= size % next(unit for unit in (128, 8, 1) if unit <= size)
@@ -204,7 +208,7 @@ def _sum_of_losses(
     wide = torch.promote_types(hidden.dtype, torch.float32)
     largest = hidden.new_full((hidden.shape[0],), -math.inf, dtype=wide)
     sums, picked = torch.zeros_like(largest), torch.zeros_like(largest)
-    for part in _columns(weight.shape[0]):
+    for part in _vocabulary_chunks(weight.shape[0]):
         logits = nn.functional.linear(hidden, weight[part], None if bias is None else bias[part])
         index, inside = _position(labels, vocabulary.start + part.start, logits.shape[1])
         picked += logits.gather(1, index).squeeze(1) * inside

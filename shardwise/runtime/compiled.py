@@ -54,7 +54,7 @@ class _Compilation:
     numbers: Mapping[Number, int]
 
 
-_kept: OrderedDict[Any, list[_Compilation]] = OrderedDict()
+_compilations: OrderedDict[Any, list[_Compilation]] = OrderedDict()
 _seconds = 0.0
 _tracing = False
 
@@ -104,21 +104,21 @@ class CompiledForward:
         if not torch.is_grad_enabled():
             return self._eager(*args, **kwargs)
         if self._weights is None:
-            self._weights = list(_slots(self._block))
+            self._weights = list(_weight_slots(self._block))
             self._code = code_of_module(self._block, self._own)
             self._numbers = numbers_of(self._block, self._own)
-        weights = [_local(held[name]) for held, name in self._weights]
+        weights = [_local_tensor(held[name]) for held, name in self._weights]
         call, tensors = _taken_apart(args, kwargs)
         inputs = [*weights, *tensors]
         modes = tuple(map(code_of, function_modes()))
-        key = (self._code, call, planned_device(), modes, *map(_kind, inputs))
+        key = (self._code, call, planned_device(), modes, *map(_compilation_key, inputs))
         compilation = self._known(key) or self._compiled(key, inputs, call)
         self.shares = self._code, tuple(compilation.numbers.items())
         return tree_unflatten(list(compilation.run(*inputs)), compilation.result)
 
     def _known(self, key: Any) -> _Compilation | None:
         """The compilation of a block with this key, and with the same numbers as far as they were read."""
-        of_key = _kept.get(key, ())
+        of_key = _compilations.get(key, ())
         return next((each for each in of_key if each.numbers.items() <= self._numbers.items()), None)
 
     def _compiled(self, key: Any, inputs: Sequence[Tensor], call: _CallForm) -> _Compilation:
@@ -138,11 +138,11 @@ class CompiledForward:
             with numbers_read(self._block, self._numbers) as read:
                 run = compiled(traced, inputs, _fused if fake else None)
         except Exception as error:
-            raise _refusal(self._block, error) from error
+            raise _cannot_compile(self._block, error) from error
         compilation = _Compilation(run, results[-1], {each: self._numbers[each] for each in sorted(read)})
-        _kept.setdefault(key, []).append(compilation)
-        while len(_kept) > MOST_KEPT:
-            _kept.popitem(last=False)
+        _compilations.setdefault(key, []).append(compilation)
+        while len(_compilations) > MOST_KEPT:
+            _compilations.popitem(last=False)
         if not fake:
             gc.collect()  # graphs refer to themselves
             _seconds += time.perf_counter() - began
@@ -175,7 +175,7 @@ def _as_traced() -> Iterator[None]:
 # -- what a block and its arguments are --------------------------------------------------------------
 
 
-def _slots(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+def _weight_slots(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """Where the weights and buffers of a block are held, by dictionary and name."""
     for module in block.modules():
         held: dict[str, Any]
@@ -183,17 +183,17 @@ def _slots(block: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
             yield from ((held, name) for name, value in held.items() if value is not None)
 
 
-def _local(value: Tensor) -> Tensor:
+def _local_tensor(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _kind(tensor: Tensor) -> Any:
+def _compilation_key(tensor: Tensor) -> Any:
     """What a compilation depends on. Fake tensors have compilations of their own, without kernels."""
     fake = isinstance(tensor, FakeTensor)
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, fake
 
 
-_TENSOR = object()
+_TENSOR_SLOT = object()
 """The place of a tensor in the arguments of a call."""
 
 
@@ -227,24 +227,24 @@ def _taken_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_CallFo
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             values = [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
             tensors += (value for value in values if isinstance(value, Tensor))
-            forms.append(_Fields(type(leaf), tuple(map(_form, values))))
+            forms.append(_Fields(type(leaf), tuple(map(_argument_form, values))))
         else:
             tensors += [leaf] if isinstance(leaf, Tensor) else []
-            forms.append(_form(leaf))
+            forms.append(_argument_form(leaf))
     return _CallForm(tuple(forms), spec), tensors
 
 
 def _put_together(form: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(form, _Fields):
         return form.kind(*(_put_together(value, tensors) for value in form.values))
-    return next(tensors) if form is _TENSOR else form
+    return next(tensors) if form is _TENSOR_SLOT else form
 
 
-def _form(value: Any) -> Any:
-    return _TENSOR if isinstance(value, Tensor) else value
+def _argument_form(value: Any) -> Any:
+    return _TENSOR_SLOT if isinstance(value, Tensor) else value
 
 
-def _refusal(block: nn.Module, error: Exception) -> RecipeError:
+def _cannot_compile(block: nn.Module, error: Exception) -> RecipeError:
     first = (str(error) or type(error).__name__).strip().splitlines()[0]
     return RecipeError(
         f"{type(block).__name__} cannot be compiled",
@@ -262,6 +262,6 @@ def _fused(*arguments: Any) -> None:
     torch.ops.shardwise.fused([each for each in arguments if isinstance(each, Tensor)])
 
 
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
-_LIBRARY.define("fused(Tensor[] tensors) -> ()")
-_LIBRARY.impl("fused", lambda tensors: None, "CompositeExplicitAutograd")
+_COMPILED_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
+_COMPILED_LIBRARY.define("fused(Tensor[] tensors) -> ()")
+_COMPILED_LIBRARY.impl("fused", lambda tensors: None, "CompositeExplicitAutograd")

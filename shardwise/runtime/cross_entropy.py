@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE, Vocabulary
+from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Vocabulary
 
 __all__ = ["IGNORED", "cross_entropy_sum"]
 
-CHUNKS = 16
+LOGIT_CHUNKS = 16
 """Temporary memory is the fp32 size of the logits divided by this."""
 
 
@@ -33,7 +33,7 @@ class _CrossEntropySum(torch.autograd.Function):
         index, here = vocabulary.local_index(labels)
         counted = labels != IGNORED if vocabulary.sharded else here
         index = index.unsqueeze(1)
-        rows = max(1, -(-logits.shape[0] // CHUNKS))
+        rows = max(1, -(-logits.shape[0] // LOGIT_CHUNKS))
         log_sums = torch.cat([chunk.to(wide).logsumexp(1) for chunk in logits.split(rows)])
         picked = logits.gather(1, index).squeeze(1).to(wide)
         if vocabulary.sharded:
@@ -56,7 +56,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return gradient, None, None
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE_VOCABULARY) -> Tensor:
     """Summed cross-entropy of ``logits`` [..., v] against ``labels`` [...]; label -100 is ignored.
 
     With a sharded ``vocabulary``, the logits are those of this rank's classes and the sum is over all classes. Returns

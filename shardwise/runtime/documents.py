@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from shardwise.runtime.parallel.attention_kernels import has_varlen_kernel, padding_for
 from shardwise.runtime.torch_private import flash_attention_varlen
 
-_MOST = 65_535
+_MOST_DOCUMENTS = 65_535
 """Documents of a micro-batch: the kernel's grid has one row of blocks for each."""
 _RANKS = "sequence_ranks"
 
@@ -72,7 +72,7 @@ def documents_of(
         positions: [b, s], of this rank's tokens; every 0 begins a document.
         starts: see ``offsets``; None for a mask from the positions.
     """
-    if starts is None or not has_varlen_kernel(like, head_width) or starts.numel() > _MOST:
+    if starts is None or not has_varlen_kernel(like, head_width) or starts.numel() > _MOST_DOCUMENTS:
         mask = additive(same_document(model, positions, starts), like.dtype)
         return Documents(mask.shape[-1], mask)
     length = whole_length(model, positions)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.errors import CheckpointError
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices, named_parameters
 
-_CHUNK = 2**22
+_HASHED_VALUES = 2**22
 _ROUNDS_ALIKE = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -43,7 +43,7 @@ def fingerprint_of(
             known, unpack = (unpacked or {}).get(name, (name, None))
             part = local_part(parameter) if unpack is None else unpack(local_part(parameter))
             plain &= part.dtype in _ROUNDS_ALIKE
-            sums[known] = (_place(parameter), _sum_of_bits(part))
+            sums[known] = (_shard_slices(parameter), _sum_of_bits(part))
     per_rank = [(plain, sums)]
     if dist.is_initialized():
         per_rank = per_rank * dist.get_world_size()
@@ -54,20 +54,20 @@ def fingerprint_of(
     for _, held in per_rank:
         for name, (place, value) in held.items():
             shards.setdefault(name, {})[place] = value  # replicas count once
-    return _digest({name: sum(values.values()) for name, values in shards.items()})
+    return _digest_of_sums({name: sum(values.values()) for name, values in shards.items()})
 
 
 def fingerprint_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """The same fingerprint for whole tensors, read one after the other."""
-    return _digest({name: _sum_of_bits(local_part(tensor)) for name, tensor in tensors})
+    return _digest_of_sums({name: _sum_of_bits(local_part(tensor)) for name, tensor in tensors})
 
 
-def _digest(sums: Mapping[str, int]) -> str:
+def _digest_of_sums(sums: Mapping[str, int]) -> str:
     text = "\n".join(f"{name} {value}" for name, value in sorted(sums.items()))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _place(parameter: Tensor) -> tuple[int, ...]:
+def _shard_slices(parameter: Tensor) -> tuple[int, ...]:
     """The slices of this rank's shard in the global tensor; () for a plain tensor."""
     if not isinstance(parameter, DTensor):
         return ()
@@ -76,7 +76,7 @@ def _place(parameter: Tensor) -> tuple[int, ...]:
 
 def _sum_of_bits(part: Tensor) -> int:
     total = 0
-    for chunk in part.reshape(-1).split(_CHUNK):
+    for chunk in part.reshape(-1).split(_HASHED_VALUES):
         total += int(chunk.to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64))
     return total
 

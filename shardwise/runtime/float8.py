@@ -36,7 +36,7 @@ from shardwise.core.quiet_torchao import quiet_torchao
 from shardwise.runtime.layer_replacement import take_over
 from shardwise.runtime.torch_private import scaled_product
 
-ALIGNMENT = 16
+FLOAT8_ALIGNMENT = 16
 _SMALLEST = 1e-12
 """Largest magnitude below which a tensor counts as zero (torchao's)."""
 
@@ -81,7 +81,9 @@ def scaling_named(name: str) -> Scaling:
 # -- arithmetic ---------------------------------------------------------------------------------------
 
 
-def _scale(x: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def _float8_scale(
+    x: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
     """(factor that maps x [rows, columns] into the range of ``dtype``, its inverse), [1, 1] or along ``dim``."""
     largest = torch.linalg.vector_norm(x, math.inf, dim, keepdim=True).double()
     scale = (torch.finfo(dtype).max / largest.clamp(min=_SMALLEST)).float()
@@ -91,11 +93,11 @@ def _scale(x: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool) -
 
 
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
-    """x [rows, columns] times its scale, in 8 bits; transposed: [columns, rows padded to ALIGNMENT]."""
+    """x [rows, columns] times its scale, in 8 bits; transposed: [columns, rows padded to FLOAT8_ALIGNMENT]."""
     scaled = x * scale
     if not transposed:
         return scaled.to(dtype)
-    if missing := -x.shape[0] % ALIGNMENT:
+    if missing := -x.shape[0] % FLOAT8_ALIGNMENT:
         scaled = F.pad(scaled, (0, 0, 0, missing))
     return scaled.t().to(dtype, memory_format=torch.contiguous_format)
 
@@ -113,28 +115,30 @@ def _product_on_tensor_cores(
     return scaled_product(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _aligned_size(size: int) -> int:
+    return -(-size // FLOAT8_ALIGNMENT) * FLOAT8_ALIGNMENT
 
 
 # -- the operators ------------------------------------------------------------------------------------
 
 EMULATED: Mapping[str, Callable[..., Any]] = {
-    "float8_scale": _scale,
+    "float8_scale": _float8_scale,
     "float8_cast": _cast,
     "float8_product": _product,
 }
 """Operators of the namespace ``shardwise`` as a device without 8-bit products runs them."""
 
-_LIBRARY = torch.library.Library("shardwise", "DEF")  # lives as long as the process
-_LIBRARY.define("float8_scale(Tensor x, ScalarType dtype, int? dim, bool power_of_two) -> (Tensor, Tensor)")
-_LIBRARY.define("float8_cast(Tensor x, Tensor scale, ScalarType dtype, bool transposed) -> Tensor")
-_LIBRARY.define(
+_FLOAT8_LIBRARY = torch.library.Library("shardwise", "DEF")  # lives as long as the process
+_FLOAT8_LIBRARY.define(
+    "float8_scale(Tensor x, ScalarType dtype, int? dim, bool power_of_two) -> (Tensor, Tensor)"
+)
+_FLOAT8_LIBRARY.define("float8_cast(Tensor x, Tensor scale, ScalarType dtype, bool transposed) -> Tensor")
+_FLOAT8_LIBRARY.define(
     "float8_product(Tensor a, Tensor a_inverse, Tensor b, Tensor b_inverse, ScalarType dtype, bool fast) -> Tensor"
 )
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled_on_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile to one or two kernels at the first call, for all shapes at once."""
 
     @functools.cache
@@ -146,35 +150,35 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name, _function in EMULATED.items():
-    _LIBRARY.impl(_name, _function, "CPU")
-_LIBRARY.impl("float8_scale", _compiled(_scale), "CUDA")
-_LIBRARY.impl("float8_cast", _compiled(_cast), "CUDA")
-_LIBRARY.impl("float8_product", _product_on_tensor_cores, "CUDA")
+    _FLOAT8_LIBRARY.impl(_name, _function, "CPU")
+_FLOAT8_LIBRARY.impl("float8_scale", _compiled_on_call(_float8_scale), "CUDA")
+_FLOAT8_LIBRARY.impl("float8_cast", _compiled_on_call(_cast), "CUDA")
+_FLOAT8_LIBRARY.impl("float8_product", _product_on_tensor_cores, "CUDA")
 
 
-@torch.library.register_fake("shardwise::float8_scale", lib=_LIBRARY)
+@torch.library.register_fake("shardwise::float8_scale", lib=_FLOAT8_LIBRARY)
 def _(x: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool) -> tuple[Tensor, Tensor]:
     shape = [1, 1] if dim is None else [1 if d == dim % 2 else size for d, size in enumerate(x.shape)]
     return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.register_fake("shardwise::float8_cast", lib=_LIBRARY)
+@torch.library.register_fake("shardwise::float8_cast", lib=_FLOAT8_LIBRARY)
 def _(x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
     rows, columns = x.shape
-    return x.new_empty((columns, _aligned(rows)) if transposed else (rows, columns), dtype=dtype)
+    return x.new_empty((columns, _aligned_size(rows)) if transposed else (rows, columns), dtype=dtype)
 
 
-@torch.library.register_fake("shardwise::float8_product", lib=_LIBRARY)
+@torch.library.register_fake("shardwise::float8_product", lib=_FLOAT8_LIBRARY)
 def _(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
 scale = torch.ops.shardwise.float8_scale
 cast = torch.ops.shardwise.float8_cast
-product = torch.ops.shardwise.float8_product
+float8_product = torch.ops.shardwise.float8_product
 
 
-@register_flop_formula(product)
+@register_flop_formula(float8_product)
 def _product_flops(a: torch.Size, a_inverse: Any, b: torch.Size, *_: object, **__: object) -> int:
     return 2 * a[0] * a[1] * b[1]
 
@@ -190,7 +194,7 @@ class _Linear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         of_x = scale(flat, how.operand, how.along(1), how.power_of_two)
         of_w = scale(weight, how.operand, how.along(1), how.power_of_two)
-        out = product(
+        out = float8_product(
             cast(flat, of_x[0], how.operand, False),
             of_x[1],
             cast(weight, of_w[0], how.operand, False).t(),
@@ -211,7 +215,7 @@ class _Linear(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             of_w = scales[2:] or scale(weight, how.operand, how.along(0), how.power_of_two)
-            dx = product(
+            dx = float8_product(
                 cast(dy, of_dy[0], how.gradient, False),
                 of_dy[1],
                 cast(weight, of_w[0], how.operand, True).t(),
@@ -224,7 +228,7 @@ class _Linear(torch.autograd.Function):
             of_x = scales[:2] or scale(flat, how.operand, how.along(0), how.power_of_two)
             if how.rows:
                 of_dy = scale(dy, how.gradient, how.along(0), how.power_of_two)
-            dw = product(
+            dw = float8_product(
                 cast(dy, of_dy[0], how.gradient, True),
                 of_dy[1].t(),
                 cast(flat, of_x[0], how.operand, True).t(),

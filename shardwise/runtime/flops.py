@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from shardwise.runtime.torch_private import TorchDispatchMode, packet_of, schema_of
 
 
-def bytes_of(tensors: Iterable[Any]) -> int:
+def tensor_bytes(tensors: Iterable[Any]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
@@ -42,8 +42,8 @@ def _pairs(query: torch.Size, key: torch.Size, causal: bool) -> int:
 
 
 _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-_FORWARD = frozenset(f"aten::_scaled_dot_product_{kernel}" for kernel in _KERNELS)
-_BACKWARD = frozenset(f"{name}_backward" for name in _FORWARD)
+_ATTENTION_FORWARD = frozenset(f"aten::_scaled_dot_product_{kernel}" for kernel in _KERNELS)
+_ATTENTION_BACKWARD = frozenset(f"{name}_backward" for name in _ATTENTION_FORWARD)
 _VARLEN, _VARLEN_BACKWARD = "aten::_flash_attention_forward", "aten::_flash_attention_backward"
 """Attention kernels. The arguments are (query, key, value, ...); a backward kernel has its gradient before them.
 
@@ -63,11 +63,11 @@ def grouped_flops(left: torch.Size, right: torch.Size) -> int:
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
     """FLOPs that one call executes: products of matrices (also grouped and recurrent ones), convolutions, attention."""
     name = func.name()
-    if name in _FORWARD or name == _VARLEN:
-        query, key, value = _shapes(func, args)
+    if name in _ATTENTION_FORWARD or name == _VARLEN:
+        query, key, value = _attention_shapes(func, args)
         return attention_flops(query, key, value, _is_causal(func, args, kwargs))
-    if name in _BACKWARD or name == _VARLEN_BACKWARD:
-        query, key, value = _shapes(func, args)
+    if name in _ATTENTION_BACKWARD or name == _VARLEN_BACKWARD:
+        query, key, value = _attention_shapes(func, args)
         return attention_backward_flops(query, key, value, _is_causal(func, args, kwargs))
     if name == "aten::_grouped_mm":
         return grouped_flops(args[0].shape, args[1].shape)
@@ -78,7 +78,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: A
     return int(count(*args, **kwargs, out_val=out)) if count is not None else 0
 
 
-_PRODUCTS = {
+_PRODUCT_ARGUMENTS = {
     "aten::mm": (0, 1),
     "aten::bmm": (0, 1),
     "aten::_scaled_mm": (0, 1),
@@ -96,13 +96,13 @@ _RECURRENT = {"aten::mkldnn_rnn_layer": 1, "aten::mkldnn_rnn_layer_backward": 2}
 
 def recomputed_flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """The part of ``flops_of`` that repeats work of the forward pass: the scores in an attention backward kernel."""
-    if func.name() not in _BACKWARD and func.name() != _VARLEN_BACKWARD:
+    if func.name() not in _ATTENTION_BACKWARD and func.name() != _VARLEN_BACKWARD:
         return 0
-    query, key, _ = _shapes(func, args)
+    query, key, _ = _attention_shapes(func, args)
     return _pairs(query, key, _is_causal(func, args, kwargs)) * query[-1]
 
 
-def _shapes(func: Any, args: tuple[Any, ...]) -> list[torch.Size]:
+def _attention_shapes(func: Any, args: tuple[Any, ...]) -> list[torch.Size]:
     """Shapes of query, key and value, [b, h, s, d].
 
     The kernel of variable length takes rows end to end, [b s, h, d]. Its documents are counted as if each row were one:
@@ -133,10 +133,10 @@ def product_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     () for other operations, and for products of groups of unequal sizes.
     """
     name = func.name()
-    if name in _FORWARD or name in _BACKWARD or name in (_VARLEN, _VARLEN_BACKWARD):
-        query, key, _ = _shapes(func, args)
+    if name in _ATTENTION_FORWARD or name in _ATTENTION_BACKWARD or name in (_VARLEN, _VARLEN_BACKWARD):
+        query, key, _ = _attention_shapes(func, args)
         return query[0] * query[1], query[2], key[-2], query[-1]
-    places = _PRODUCTS.get(name.removesuffix(".out"))  # compiled code gives the result's memory
+    places = _PRODUCT_ARGUMENTS.get(name.removesuffix(".out"))  # compiled code gives the result's memory
     if places is None:
         return ()
     left, right = (args[place].shape for place in places)

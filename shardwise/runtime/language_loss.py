@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.runtime.chunked_cross_entropy import loss_head
 from shardwise.runtime.cross_entropy import cross_entropy_sum
-from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE, Vocabulary, vocabulary_of
+from shardwise.runtime.parallel.vocabulary import IGNORED, WHOLE_VOCABULARY, Vocabulary, vocabulary_of
 
 Logits = Callable[[nn.Module, Tensor, Tensor | None, Tensor | None], Tensor]
 """Runs a model on ids [b, s], positions and the starts of packed documents, and returns logits [b, s, vocab]."""
@@ -24,7 +24,9 @@ def valid_targets(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
-def token_loss(logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE) -> tuple[Tensor, Tensor]:
+def token_loss(
+    logits: Tensor, labels: Tensor, vocabulary: Vocabulary = WHOLE_VOCABULARY
+) -> tuple[Tensor, Tensor]:
     """(summed cross-entropy in nats, number of targets) for logits [..., classes] and int64 labels [...]."""
     return cross_entropy_sum(logits, labels, vocabulary), valid_targets(labels)
 

@@ -177,7 +177,7 @@ def _cast_all(values: Any, dtype: torch.dtype) -> Any:
 
 # -- on a module -------------------------------------------------------------------------------------
 
-_NAME = "_shardwise_layer_inputs"
+_STATE_NAME = "_shardwise_layer_inputs"
 
 
 def cast_layer_inputs(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -186,7 +186,7 @@ def cast_layer_inputs(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     It computes in fp32 until ``compute_in`` names another dtype.
     """
     mode = LayerInputs()
-    vars(model)[_NAME] = mode
+    vars(model)[_STATE_NAME] = mode
     model.register_forward_hook(_widened)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):  # it refuses other dtypes before it calls an operation
@@ -199,7 +199,7 @@ def cast_layer_inputs(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 def casting(model: nn.Module) -> LayerInputs:
     """The mode of a module of ``cast_layer_inputs``."""
-    return cast("LayerInputs", vars(model)[_NAME])
+    return cast("LayerInputs", vars(model)[_STATE_NAME])
 
 
 def _widened(model: nn.Module, args: Any, result: Any) -> Any:

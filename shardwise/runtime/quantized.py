@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NF4: tuple[float, ...] = (
+NF4_LEVELS: tuple[float, ...] = (
     -1.0,
     -0.6961928009986877,
     -0.5250730514526367,
@@ -45,7 +45,7 @@ NF4: tuple[float, ...] = (
 )
 """The levels of NF4, ascending (Dettmers et al. 2023, appendix E)."""
 
-BLOCK, GROUP = 64, 256
+SCALE_BLOCK, GROUP = 64, 256
 """Values per scale, and scales per maximum."""
 
 
@@ -60,19 +60,19 @@ class Packing:
     @property
     def group(self) -> int:
         """Scales per row of nf4; fewer if the weight is small."""
-        return min(GROUP, -(-self.rows * self.columns // BLOCK))
+        return min(GROUP, -(-self.rows * self.columns // SCALE_BLOCK))
 
     @property
     def values(self) -> int:
         """Values per packed row."""
-        return self.columns if self.kind == "int8" else self.group * BLOCK
+        return self.columns if self.kind == "int8" else self.group * SCALE_BLOCK
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the packed weight, in bytes."""
         if self.kind == "int8":
             return self.rows, self.columns + 4
-        return -(-self.rows * self.columns // self.values), self.group * (BLOCK // 2 + 1) + 4
+        return -(-self.rows * self.columns // self.values), self.group * (SCALE_BLOCK // 2 + 1) + 4
 
     def pack(self, weight: Tensor, rows: slice) -> Tensor:
         """Pack the part of a weight [rows, columns] that belongs to these packed rows."""
@@ -116,12 +116,12 @@ def _unpack_int8(packed: Tensor) -> Tensor:
 
 
 def _pack_nf4(parts: Tensor) -> Tensor:
-    blocks = parts.view(parts.shape[0], -1, BLOCK)
+    blocks = parts.view(parts.shape[0], -1, SCALE_BLOCK)
     largest = blocks.abs().amax(2)
     top = largest.amax(1, keepdim=True)
     tiny = torch.finfo(torch.float32).tiny
     scales = (largest / top.clamp(min=tiny) * 255).round().clamp(1, 255).to(torch.uint8)
-    levels = _levels(parts.device)
+    levels = _nf4_levels(parts.device)
     unit = blocks / _scales(scales, top).clamp(min=tiny).unsqueeze(2)
     codes = torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
     pairs = codes[..., ::2] | codes[..., 1::2] << 4
@@ -130,15 +130,15 @@ def _pack_nf4(parts: Tensor) -> Tensor:
 
 def _unpack_nf4(packed: Tensor, group: int) -> Tensor:
     codes, scales = packed[:, : -group - 4], packed[:, -group - 4 : -4]
-    levels = _levels(packed.device)
+    levels = _nf4_levels(packed.device)
     pairs = torch.stack([levels.repeat(16), levels.repeat_interleave(16)], 1)  # for each byte: low, then high
-    values = F.embedding(codes.int(), pairs).view(packed.shape[0], group, BLOCK)
+    values = F.embedding(codes.int(), pairs).view(packed.shape[0], group, SCALE_BLOCK)
     return values.mul_(_scales(scales, _last(packed)).unsqueeze(2))
 
 
-def _levels(device: torch.device) -> Tensor:
+def _nf4_levels(device: torch.device) -> Tensor:
     """The 16 levels on the device, by an asynchronous copy; ``torch.tensor`` on a device would wait for its queue."""
-    return torch.tensor(NF4).to(device, non_blocking=True)
+    return torch.tensor(NF4_LEVELS).to(device, non_blocking=True)
 
 
 def _last(packed: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import nn
 Number = tuple[str, str]
 """The path of a module within a block, and the name of its attribute."""
 
-_PLAIN = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN_VALUES = (bool, int, float, str, bytes, type, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def code_of(value: Any) -> Any:
@@ -36,7 +36,7 @@ def code_of(value: Any) -> Any:
     """
     if isinstance(value, nn.Module):
         return code_of_module(value, vars(value), _HOOKS)
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN_VALUES):
         return type(value), value
     if isinstance(value, dict):
         return tuple((code_of(key), code_of(each)) for key, each in value.items())

@@ -17,7 +17,7 @@ from shardwise.runtime.torch_private import (
     tree_iter,
 )
 
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor)
 
 Storages = dict[int, weakref.ref[torch.UntypedStorage]]
 """Storages of a block's arguments by key. Weak references, since a key can be reused by a new storage."""
@@ -25,7 +25,12 @@ Storages = dict[int, weakref.ref[torch.UntypedStorage]]
 
 def is_plain(leaf: Any) -> bool:
     """Whether this is an ordinary strided tensor, described by its place in its storage alone."""
-    return type(leaf) in _PLAIN and leaf.layout == torch.strided and not leaf.is_conj() and not leaf.is_neg()
+    return (
+        type(leaf) in _PLAIN_TENSORS
+        and leaf.layout == torch.strided
+        and not leaf.is_conj()
+        and not leaf.is_neg()
+    )
 
 
 def outside_autograd(tensor: Tensor) -> Tensor:

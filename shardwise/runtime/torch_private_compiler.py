@@ -61,7 +61,7 @@ def compiled(function: Function, like: Sequence[Tensor], kernel: Callable[..., N
     with ExitStack() as stack:
         stack.enter_context(without_modes())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_options(real=kernel is None))
+        stack.enter_context(_compile_options(real=kernel is None))
         inputs = _fakes(like)
         if kernel is not None:
             stack.enter_context(_without_kernels(kernel))
@@ -82,7 +82,7 @@ def _fakes(like: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def _options(real: bool) -> Iterator[None]:
+def _compile_options(real: bool) -> Iterator[None]:
     """How every graph is compiled: in this process, one kernel at a time, for static shapes.
 
     ``real``: kernels are compiled. Inductor compiles a program to find the CPU's vector instructions, 8 seconds once.

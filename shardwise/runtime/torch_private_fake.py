@@ -17,7 +17,7 @@ from shardwise.runtime.torch_private import FakeTensor, FakeTensorMode, storage_
 logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
 """The fake mode logs a trace of every operation that fails, also of those whose error is caught."""
 
-_PLAIN = frozenset(
+_CACHEABLE_TYPES = frozenset(
     (bool, int, float, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
 """Types of arguments that are their own cache keys, together with the type: 1 and 1.0 are equal."""
@@ -90,7 +90,7 @@ class StaticFakeMode(FakeTensorMode):
                 if arg.fake_mode is not self or arg.constant is not None or arg.layout is not torch.strided:
                     return False
                 result.append(_metadata(arg, arg.fake_device))
-            elif kind in _PLAIN:
+            elif kind in _CACHEABLE_TYPES:
                 result += kind, arg
             elif kind is list or kind is tuple:
                 result.append(kind)
@@ -173,7 +173,7 @@ _OPERATORS = ("fsdp", "shardwise", "_c10d_functional")
 """Namespaces of more of these."""
 
 
-_FILLED: dict[Any, Any] = {
+_FILL_VALUES: dict[Any, Any] = {
     **{getattr(_ATEN, name).default: 0.0 for name in ("zeros", "zeros_like", "new_zeros")},
     **{getattr(_ATEN, name).default: 1.0 for name in ("ones", "ones_like", "new_ones")},
 }
@@ -182,7 +182,7 @@ _FILLED: dict[Any, Any] = {
 
 def know_value(func: Any, made: FakeTensor) -> None:
     """Make a constant of a tensor of one element that ``func`` has filled, as PyTorch does with ``torch.tensor``."""
-    value = _FILLED.get(func)
+    value = _FILL_VALUES.get(func)
     if value is not None and made.numel() == 1 and made.constant is None:
         with without_modes():
             made.constant = torch.full(made.shape, value, dtype=made.dtype)

@@ -69,15 +69,15 @@ def gradient_products(run: Run, gradients: Path) -> dict[str, Products]:
             return torch.zeros(())
         return local_part(parameter.grad).double().cpu() / run.loss_scale.value.item()
 
-    return _summed(run, mine, gradients)
+    return _inner_products(run, mine, gradients)
 
 
 def way_products(run: Run, start: Path, end: Path) -> dict[str, Products]:
     """Per trained parameter of its way since ``start``, and that from ``start`` to ``end``; equal on all ranks."""
-    return _summed(run, lambda parameter: local_part(parameter).double().cpu(), end, start)
+    return _inner_products(run, lambda parameter: local_part(parameter).double().cpu(), end, start)
 
 
-def _summed(
+def _inner_products(
     run: Run, mine: Callable[[nn.Parameter], Tensor], file: Path, less: Path | None = None
 ) -> dict[str, Products]:
     """Inner products of local tensors with this rank's slices of those in a file, summed over all ranks.

@@ -38,7 +38,7 @@ from shardwise.verifier.reference import PlainOptimizer, clip, norm_of, referenc
 from shardwise.verifier.textbook import PlainLossScale, PlainNormLimit
 from shardwise.verifier.verdict import TrainedStep
 
-COMPUTE = {
+COMPUTE_DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -77,7 +77,7 @@ class MixedPrecision:
     ) -> None:
         self._blueprint, self._device = blueprint, device
         digits = digits_of(strategy)
-        self.compute = COMPUTE[digits.compute]
+        self.compute = COMPUTE_DTYPES[digits.compute]
         self._wide = torch.promote_types(self.compute, torch.float32)
         self._model = reference_model(blueprint, recipe.seed, self._wide).to(device)
         self._loss = reference_loss(blueprint, recipe.seed, self.compute, device)
@@ -150,7 +150,7 @@ class MixedPrecision:
             (loss / divisor * scale).backward()
             for name, weight in self._weights.items():
                 if weight.grad is not None:
-                    _add(self._masters[name], weight.grad.to(self._wide))
+                    _add_gradient(self._masters[name], weight.grad.to(self._wide))
                     weight.grad = None
         count = max(1, count)
         grads = [master.grad for master in self._masters.values() if master.grad is not None]
@@ -240,12 +240,12 @@ def _use_torchao(blocks: Sequence[nn.Module], digits: Digits, emulated: bool) ->
     names = {"tensor": "tensorwise", "row": "rowwise"}
     config = Float8LinearConfig.from_recipe_name(names[str(digits.fp8_scaling)])
     config = replace(config, emulate=emulated, pad_inner_dim=not emulated)
-    for parent, name, linear in list(_linear_layers(blocks)):
+    for parent, name, linear in list(_parents_of_linear(blocks)):
         if digits.in_fp8(*linear.weight.shape):
             setattr(parent, name, Float8Linear.from_float(linear, config))
 
 
-def _linear_layers(blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+def _parents_of_linear(blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     for block in blocks:
         for parent in block.modules():
             for name, child in parent.named_children():
@@ -261,5 +261,5 @@ def _move(model: nn.Module, unit: float, seed: int) -> None:
             weight.data.mul_(1 + unit * r.to(weight.device).double())
 
 
-def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -32,10 +32,10 @@ from shardwise.technique import MICRO_BATCH_SIZE, digits_of
 from shardwise.trainer.loop import seed_step
 from shardwise.verifier.comparison import inner_products
 from shardwise.verifier.dropout import without_dropout
-from shardwise.verifier.mixed_precision import COMPUTE, FirstGradients, MixedPrecision
+from shardwise.verifier.mixed_precision import COMPUTE_DTYPES, FirstGradients, MixedPrecision
 from shardwise.verifier.verdict import FACTOR, PlainRuns, TrainedStep, misalignments
 
-START, END, GRADIENTS = "start.safetensors", "end.safetensors", "gradients.safetensors"
+START_FILE, END_FILE, GRADIENTS_FILE = "start.safetensors", "end.safetensors", "gradients.safetensors"
 """Files of the plain run's trained parameters before and after its steps, and of the gradients of the first step."""
 _RUNS = "plain.json"
 _REPEATS, _REPEATS_OF_FEW_BITS, _GRADIENTS = 2, 5, 8
@@ -81,12 +81,13 @@ def run_plain(
         whole = number <= (_REPEATS_OF_FEW_BITS if few_bits else _REPEATS)
         repeat = trained(number, recipe.steps if whole else 0, plain.first.loss_scale)
         firsts.append(repeat.first.step)
-        _raise(gradients, repeat.first.gradients, plain.first.gradients)
+        _raise_noise(gradients, repeat.first.gradients, plain.first.gradients)
         if whole:
             repeats.append(repeat.steps)
-            _raise(parameters, repeat.ways, plain.ways)
-    for name, tensors in ((START, plain.start), (END, plain.end), (GRADIENTS, plain.first.gradients)):
-        save_file(dict(tensors), folder / name)
+            _raise_noise(parameters, repeat.ways, plain.ways)
+    save_file(dict(plain.start), folder / START_FILE)
+    save_file(dict(plain.end), folder / END_FILE)
+    save_file(dict(plain.first.gradients), folder / GRADIENTS_FILE)
     runs = PlainRuns(
         plain.first.step,
         plain.steps,
@@ -94,7 +95,7 @@ def run_plain(
         tuple(repeats),
         gradients,
         parameters,
-        torch.finfo(COMPUTE[digits_of(strategy).compute]).eps / 2,
+        torch.finfo(COMPUTE_DTYPES[digits_of(strategy).compute]).eps / 2,
         plain.first.targets,
         plain.first.loss_scale,
     )
@@ -115,7 +116,7 @@ class _PlainRun:
         return {name: end - self.start[name] for name, end in self.end.items()}
 
 
-def _raise(noise: dict[str, float], mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+def _raise_noise(noise: dict[str, float], mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
     """Raise the noise of every parameter to its misalignment in a repeat."""
     pairs = {name: inner_products(mine[name], tensor) for name, tensor in theirs.items() if name in mine}
     for name, difference in misalignments(pairs).items():

@@ -131,7 +131,7 @@ class PlainOptimizer:
     def __init__(self, recipe: Recipe, blueprint: Blueprint, parameters: Mapping[str, nn.Parameter]) -> None:
         self._recipe, spec = recipe, built(recipe)
         self._optimizers = (
-            [_optimizer(_groups(blueprint, parameters, spec), spec)]
+            [_plain_optimizer(_parameter_groups(blueprint, parameters, spec), spec)]
             if spec.factory is None
             else made_by(parameters, spec)
         )
@@ -147,7 +147,7 @@ class PlainOptimizer:
             optimizer.zero_grad()
 
 
-def _groups(
+def _parameter_groups(
     blueprint: Blueprint, parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec
 ) -> list[dict[str, Any]]:
     """One group per trained parameter."""
@@ -161,7 +161,7 @@ def _groups(
     ]
 
 
-def _optimizer(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
+def _plain_optimizer(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Optimizer:
     if spec.name == "sgd":
         return SGDW(groups, momentum=spec.momentum, foreach=False, fused=False)
     kind = AdamW8bit if spec.name == "adamw_8bit" else torch.optim.AdamW
@@ -217,6 +217,6 @@ class GradientScale:
         }
 
 
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+def detached_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Detached parameters by canonical name."""
     return {name: p.detach().contiguous() for name, p in named_parameters(model)}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.recipe.sections import AdaptiveClipSpec, LossScaleSpec
 
-_WATCHED, _DECAY, _BLOCK = 25, 0.97, 128
+_WATCHED, _DECAY, _SCALE_BLOCK = 25, 0.97, 128
 """Norms before ZClip clips, the decay of its statistics, and values that share a scale in 8 bits."""
 
 
@@ -117,7 +117,7 @@ def in_8_bits(value: Tensor, signed: bool) -> Tensor:
     Without a sign, only zero becomes zero.
     """
     rows = value.flatten(1).float()
-    blocks = F.pad(rows, (0, -rows.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    blocks = F.pad(rows, (0, -rows.shape[1] % _SCALE_BLOCK)).unflatten(1, (-1, _SCALE_BLOCK))
     scale = blocks.abs().amax(-1, keepdim=True)
     unit, codes = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny), _codes(signed).to(value.device)
     above = torch.searchsorted(codes, unit).clamp(1, len(codes) - 1)

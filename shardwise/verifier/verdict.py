@@ -23,9 +23,9 @@ LOOSEST = 0.09
 """The largest limit by which anything is judged in fewer bits: 10 % off is 9.1 % of the larger value."""
 JUMPS = 10
 """One of 10 steps may be beyond its limit."""
-LEAST = 1e-3
+SMALLEST_LIMIT = 1e-3
 """The smallest limit for a parameter: of many, some agree in all repeats by chance."""
-WHOLE = "all parameters"
+ALL_PARAMETERS = "all parameters"
 """The name of all parameters together."""
 
 Products = tuple[float, float, float]
@@ -78,18 +78,18 @@ class Allowed:
     parameters: float
 
 
-Count = tuple[int, int]
+ComparedCount = tuple[int, int]
 """How many were compared, and of how many: noise would hide an error of 10 % in the others, or made them jump."""
 
 
 @dataclass(frozen=True)
-class Counted:
+class ComparedCounts:
     """How much of each quantity was compared: steps with a loss, with a gradient norm, and parameters."""
 
-    loss: Count
-    gradient_norm: Count
-    gradients: Count
-    parameters: Count
+    loss: ComparedCount
+    gradient_norm: ComparedCount
+    gradients: ComparedCount
+    parameters: ComparedCount
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Verdict:
     precision: str = "fp32"
     allowed: Allowed | None = None
     compared: int | None = None
-    counted: Counted | None = None
+    counted: ComparedCounts | None = None
     max_gradient_difference: float | None = None
     worst_gradient: str = ""
     skipped: tuple[int, int] = (0, 0)
@@ -184,7 +184,7 @@ def misalignments(products: Mapping[str, Products]) -> dict[str, float]:
     0.1 for gradients, or sums of updates, that are 10 % too long.
     """
     whole = [math.fsum(column) for column in zip(*products.values(), strict=True)] or [0.0] * 3
-    return {name: _misaligned(*of) for name, of in {**products, WHOLE: tuple(whole)}.items()}
+    return {name: _misaligned(*of) for name, of in {**products, ALL_PARAMETERS: tuple(whole)}.items()}
 
 
 def _misaligned(both: float, mine: float, theirs: float) -> float:
@@ -194,7 +194,7 @@ def _misaligned(both: float, mine: float, theirs: float) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def judged(
+def judge_run(
     steps: Sequence[TrainedStep],
     gradients: Mapping[str, float],
     parameters: Mapping[str, float],
@@ -209,8 +209,8 @@ def judged(
     """
     loss = _worst_step(steps, runs, "loss", runs.unit / math.sqrt(max(1, runs.targets)), tolerance)
     norm = _worst_step(steps, runs, "grad_norm", runs.unit, tolerance)
-    gradient = _worst_of(gradients, runs.gradients, LEAST)
-    parameter = _worst_of(parameters, runs.parameters, max(LEAST, FACTOR * runs.unit))
+    gradient = _worst_of(gradients, runs.gradients, SMALLEST_LIMIT)
+    parameter = _worst_of(parameters, runs.parameters, max(SMALLEST_LIMIT, FACTOR * runs.unit))
     return Verdict(
         loss.difference,
         norm.difference,
@@ -221,7 +221,7 @@ def judged(
         precision=precision,
         allowed=Allowed(loss.limit, norm.limit, gradient.limit, parameter.limit),
         compared=loss.count[0],
-        counted=Counted(loss.count, norm.count, gradient.count, parameter.count),
+        counted=ComparedCounts(loss.count, norm.count, gradient.count, parameter.count),
         max_gradient_difference=gradient.difference,
         worst_gradient=gradient.name,
         skipped=(sum(step.skipped for step in steps), sum(step.skipped for step in runs.steps)),
@@ -236,7 +236,7 @@ class _Worst:
     name: str
     difference: float
     limit: float
-    count: Count
+    count: ComparedCount
 
 
 def _worst_step(
@@ -275,7 +275,9 @@ def _worst(found: Mapping[str, tuple[float, float]]) -> _Worst:
     judged = {name: pair for name, pair in found.items() if pair[1] <= LOOSEST}
     name = max(judged, key=lambda key: judged[key][0] / judged[key][1], default="")
     difference, limit = judged.get(name, (0.0, LOOSEST))
-    return _Worst(name, difference, limit, (len(judged.keys() - {WHOLE}), len(found.keys() - {WHOLE})))
+    return _Worst(
+        name, difference, limit, (len(judged.keys() - {ALL_PARAMETERS}), len(found.keys() - {ALL_PARAMETERS}))
+    )
 
 
 def _difference(mine: TrainedStep, theirs: TrainedStep, name: str) -> float | None:

@@ -39,27 +39,27 @@ from shardwise.technique import MICRO_BATCH_SIZE, in_fp64, precision_of
 from shardwise.trainer.loop import seed_step
 from shardwise.verifier.comparison import gradient_products, parameter_differences, way_products
 from shardwise.verifier.dropout import draws_random_numbers, drop_nothing, without_dropout
-from shardwise.verifier.plain_runs import END, GRADIENTS, START, read_runs, run_plain
+from shardwise.verifier.plain_runs import END_FILE, GRADIENTS_FILE, START_FILE, read_runs, run_plain
 from shardwise.verifier.reference import (
     GradientScale,
     ReferenceStep,
-    parameters_of,
+    detached_parameters,
     reference_loss,
     reference_model,
     rounds_to_fp32,
     train_reference,
 )
-from shardwise.verifier.verdict import TrainedStep, Verdict, judged, misalignments, relative
+from shardwise.verifier.verdict import TrainedStep, Verdict, judge_run, misalignments, relative
 
-TOLERANCE: dict[str, float] = {"fp64": 1e-10, "fp32": 1e-5}
+TOLERANCES: dict[str, float] = {"fp64": 1e-10, "fp32": 1e-5}
 """Largest relative difference from the reference that passes, by the strategy's precision."""
 
 _EXACT = {"adamw_8bit": "adamw"}
 """Optimizers that round their state, and those of the same rule that do not."""
 
-_ROUNDS = "the model's code rounds to fp32, so fp32's tolerance applies"
+_ROUNDING_NOTE = "the model's code rounds to fp32, so fp32's tolerance applies"
 _DRAWS = "the model's code draws random numbers, which differ between layouts, and so may the results"
-_WEIGHTS, _STEPS, _VERDICT = "reference.safetensors", "reference.json", "verify.json"
+_WEIGHTS_FILE, _STEPS_FILE, _VERDICT_FILE = "reference.safetensors", "reference.json", "verify.json"
 
 
 def shortened(recipe: Recipe, steps: int) -> Recipe:
@@ -83,7 +83,7 @@ def shortened(recipe: Recipe, steps: int) -> Recipe:
 def rounds_more(recipe: Recipe, strategy: Strategy) -> bool:
     """Whether a run keeps fewer digits than fp32, so that only its own noise can judge it."""
     return (
-        precision_of(strategy) not in TOLERANCE
+        precision_of(strategy) not in TOLERANCES
         or recipe.optimizer.name in _EXACT
         or _optimizer_rounds(recipe)
     )
@@ -139,12 +139,12 @@ def run_reference(recipe: Recipe, strategy: Strategy, folder: Path) -> None:
     scale = GradientScale()
     seen = list(train_reference(recipe, blueprint, model, loss, batches(), scale))
     digits = torch.float32 if narrow else dtype
-    save_file(scale.compared(parameters_of(model), digits), folder / _WEIGHTS)
+    save_file(scale.compared(detached_parameters(model), digits), folder / _WEIGHTS_FILE)
     undetermined = scale.undetermined(digits)
-    notes = [_ROUNDS] * narrow + [_DRAWS] * random
+    notes = [_ROUNDING_NOTE] * narrow + [_DRAWS] * random
     steps = [vars(s) for s in seen]
     left = {"steps": steps, "undetermined": undetermined, "rounds_to_fp32": narrow, "notes": notes}
-    (folder / _STEPS).write_text(json.dumps(left), encoding="utf-8")
+    (folder / _STEPS_FILE).write_text(json.dumps(left), encoding="utf-8")
 
 
 def trained(run: Run, data: Data, steps: int) -> tuple[TrainedStep, ...]:
@@ -168,10 +168,10 @@ class _Steps:
     steps: int
 
     def micro_batches(self, step: int) -> list[Batch]:
-        return _batches(self.run, self.data, step) if step < self.steps else []
+        return _step_batches(self.run, self.data, step) if step < self.steps else []
 
 
-def _batches(run: Run, data: Data, index: int) -> list[Batch]:
+def _step_batches(run: Run, data: Data, index: int) -> list[Batch]:
     """This rank's micro-batches of one step, on its device."""
     size = run.strategy[MICRO_BATCH_SIZE]
     batches = data.micro_batches(index, run.data_rank, run.data_degree, size)
@@ -187,12 +187,12 @@ def run_strategy(
         tolerance: largest difference that passes; None takes that of the precision.
     """
     run, data, words = _built(recipe, strategy, device)
-    left = json.loads((folder / _STEPS).read_text(encoding="utf-8"))
+    left = json.loads((folder / _STEPS_FILE).read_text(encoding="utf-8"))
     expected = [ReferenceStep(**s) for s in left["steps"]]
     seen = trained(run, data, len(expected))
     pairs = list(zip(seen, expected, strict=True))
     ignored = tuple(left["undetermined"])
-    apart = {n: d for n, d in parameter_differences(run, folder / _WEIGHTS).items() if n not in ignored}
+    apart = {n: d for n, d in parameter_differences(run, folder / _WEIGHTS_FILE).items() if n not in ignored}
     worst = max(apart, key=lambda name: apart[name], default="")
     precision, inside = precision_of(strategy), bool(left["rounds_to_fp32"])
     return Verdict(
@@ -200,7 +200,7 @@ def run_strategy(
         max(relative(ours.grad_norm, theirs.grad_norm) for ours, theirs in pairs),
         apart.get(worst, 0.0),
         worst,
-        tolerance or TOLERANCE["fp32" if inside else precision],
+        tolerance or TOLERANCES["fp32" if inside else precision],
         len(expected),
         ignored,
         precision,
@@ -221,8 +221,8 @@ def run_near_plain(recipe: Recipe, strategy: Strategy, folder: Path, device: tor
             run_plain(recipe, strategy, folder, device, skips)
         dist.barrier()
         runs = read_runs(folder)
-    parameters = misalignments(way_products(run, folder / START, folder / END))
-    verdict = judged(seen, gradients, parameters, runs, precision_of(strategy), TOLERANCE["fp32"])
+    parameters = misalignments(way_products(run, folder / START_FILE, folder / END_FILE))
+    verdict = judge_run(seen, gradients, parameters, runs, precision_of(strategy), TOLERANCES["fp32"])
     return replace(verdict, notes=words, skipped=(verdict.skipped[0], own))
 
 
@@ -232,8 +232,8 @@ def _first_gradients(run: Run, data: Data, loss_scale: float, folder: Path) -> d
     scale, before = run.loss_scale.value, run.loss_scale.value.clone()
     scale.fill_(loss_scale)
     with run.update.suspended():
-        run.passes.forward_backward(_batches(run, data, 0))
-    found = misalignments(gradient_products(run, folder / GRADIENTS))
+        run.passes.forward_backward(_step_batches(run, data, 0))
+    found = misalignments(gradient_products(run, folder / GRADIENTS_FILE))
     run.optimizer.zero_grad(set_to_none=True)
     scale.copy_(before)
     return found
@@ -271,10 +271,10 @@ def run_verification(recipe: Recipe, strategy: Strategy, folder: Path, device: t
         further = [note for note in proof.notes if note not in near.notes]
         verdict = replace(near, proof=replace(proof, notes=(*words, *further)))
     if dist.get_rank() == 0:
-        write_whole(folder / _VERDICT, text_of(verdict).encode())
+        write_whole(folder / _VERDICT_FILE, text_of(verdict).encode())
     return verdict
 
 
 def read_verdict(folder: Path) -> Verdict:
     """The verdict that ``run_verification`` wrote to ``folder``. Raises DataError."""
-    return read_json(folder / _VERDICT, Verdict)
+    return read_json(folder / _VERDICT_FILE, Verdict)

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shardwise.checkpoint.checkpoint import latest, restore, save
+from shardwise.checkpoint.checkpoint import latest, restore, save_checkpoint
 from shardwise.checkpoint.saved_weights import load_weights
 from shardwise.core.errors import CheckpointError, DataError
 from shardwise.engine.guard import Burst, GuardState
@@ -96,7 +96,7 @@ def interrupted(folder: Path, stage: int) -> tuple[list[str], list[str]]:
     through = train(make_run(stage), range(4))
     first = make_run(stage)
     losses = train(first, range(2))
-    save(first, TrainState(2, 0), folder, 1)
+    save_checkpoint(first, TrainState(2, 0), folder, 1)
     second = make_run(stage)
     train(second, range(7, 8))  # state is not only missing but wrong
     restore(second, folder)
@@ -116,7 +116,7 @@ def evaluated_then_saved(folder: Path, stage: int) -> tuple[dict[str, Tensor], d
     before = whole(run)
     with torch.no_grad():
         run.blueprint.loss(run.model, batch(0))
-    save(run, TrainState(1, 0), folder, 1)
+    save_checkpoint(run, TrainState(1, 0), folder, 1)
     train(run, range(1, 2))
     restore(run, folder)
     return before, whole(run)
@@ -146,7 +146,7 @@ def tied_round_trip(folder: Path) -> bool:
     run = make_run(model=MODEL | {"tied": True})
     train(run, range(1))
     before = whole(run)
-    save(run, TrainState(1, 0), folder, 1)
+    save_checkpoint(run, TrainState(1, 0), folder, 1)
     train(run, range(1, 2))
     restore(run, folder)
     model: Any = run.model
@@ -213,7 +213,7 @@ def test_the_newest_are_kept_and_foreign_folders_left_alone(pool: Pool, tmp_path
 
 def saved_in_a_burst(folder: Path) -> None:
     """Step 12 of a run that is asked to stop while its guard suspects a spike since step 11."""
-    save(make_run(), TrainState(12, guard=GuardState(burst=Burst(11, 11, True))), folder, 1)
+    save_checkpoint(make_run(), TrainState(12, guard=GuardState(burst=Burst(11, 11, True))), folder, 1)
 
 
 def test_what_a_suspected_spike_may_go_back_to_is_kept(pool: Pool, tmp_path: Path) -> None:

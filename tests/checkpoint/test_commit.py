@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.checkpoint import commit, shards
-from shardwise.checkpoint.checkpoint import latest, save
+from shardwise.checkpoint.checkpoint import latest, save_checkpoint
 from shardwise.core.errors import ResourceError
 from shardwise.engine.run import Run
 from shardwise.engine.train_state import TrainState
@@ -67,7 +67,7 @@ def traced(run: Run, folder: Path, steps: list[int], log: Path, crash_at: int = 
     os.fsync = fsync  # type: ignore[assignment]
     sys.addaudithook(audit)
     for number in steps:
-        save(run, TrainState(number, 0), folder, 1)
+        save_checkpoint(run, TrainState(number, 0), folder, 1)
 
 
 def path_of(descriptor: int) -> str:
@@ -107,7 +107,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(pool: Pool, tmp_path: Pa
 def killed_everywhere(scratch: Path) -> int:
     """Save once, then again and again in forks that die ever later; how many died before one lived."""
     run = make_run()
-    save(run, TrainState(1, 0), scratch / "first", 1)
+    save_checkpoint(run, TrainState(1, 0), scratch / "first", 1)
     dist.destroy_process_group()  # its threads would not survive a fork
     folder, log = scratch / "checkpoints", scratch / "log"
     for crash_at in itertools.count(1):
@@ -121,7 +121,7 @@ def killed_everywhere(scratch: Path) -> int:
         if code == 0:
             return len(operations)
         assert (code, len(operations)) == (-signal.SIGKILL, crash_at - 1)
-        commit.prepare(folder)
+        commit.prepare_folder(folder)
         found = latest(folder, warn=unexpected)
         assert found is not None, operations
         assert found.name == "step-2" or "rename step-2" not in operations, operations
@@ -137,7 +137,7 @@ def test_a_start_sweeps_what_crashes_left_and_nothing_else(pool: Pool, tmp_path:
         (folder / name).mkdir()
         (folder / name / "file").write_text("x")
     (folder / "tmp-file").write_text("x")
-    commit.prepare(folder)
+    commit.prepare_folder(folder)
     assert names(folder) == ["notes", "step-1", "step-2", "step-9"]
 
 
@@ -147,7 +147,7 @@ def test_a_start_finishes_a_commit_that_lacked_only_the_rename(pool: Pool, tmp_p
     (folder / "step-2").rename(folder / "tmp-2-00ff")
     (folder / "step-1").rename(folder / "tmp-1-00ff")
     flip(folder / "tmp-1-00ff" / WEIGHTS_0, 900)
-    commit.prepare(folder)
+    commit.prepare_folder(folder)
     assert names(folder) == ["step-2"]
 
 
@@ -158,14 +158,14 @@ def full_disk(folder: Path, rank: int) -> str:
     """Save while one rank may not write files of this size, then while it may."""
     run = make_run()
     train(run, range(1))
-    save(run, TrainState(1, 0), folder, 1)
+    save_checkpoint(run, TrainState(1, 0), folder, 1)
     before = whole(run)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if dist.get_rank() == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        save(run, TrainState(2, 0), folder, 1)
+        save_checkpoint(run, TrainState(2, 0), folder, 1)
     except ResourceError as error:
         line = error.line()
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -174,7 +174,7 @@ def full_disk(folder: Path, rank: int) -> str:
     assert dist.get_rank() != 0 or names(folder) == ["step-1"]
     assert latest(folder, unexpected) == folder / "step-1"
     dist.barrier()
-    save(run, TrainState(2, 0), folder, 1)
+    save_checkpoint(run, TrainState(2, 0), folder, 1)
     return line
 
 
@@ -191,7 +191,7 @@ def test_a_file_that_cannot_grow_is_an_error_on_every_rank_and_harms_nothing(
 
 def short_of_memory(folder: Path) -> tuple[str, int]:
     run = make_run()
-    save(run, TrainState(1, 0), folder, 1)
+    save_checkpoint(run, TrainState(1, 0), folder, 1)
 
     def found_no_room(*_: Any) -> shards.Shard:
         raise MemoryError
@@ -199,7 +199,7 @@ def short_of_memory(folder: Path) -> tuple[str, int]:
     if dist.get_rank() == 1:
         shards.write_shard = found_no_room
     with pytest.raises(ResourceError) as caught:
-        save(run, TrainState(2, 0), folder, 1)
+        save_checkpoint(run, TrainState(2, 0), folder, 1)
     return caught.value.line(), caught.value.exit_code
 
 
@@ -220,19 +220,19 @@ def test_too_little_space_is_seen_before_writing(tmp_path: Path) -> None:
 def test_a_read_only_folder_is_seen_at_the_start(tmp_path: Path) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     with pytest.raises(ResourceError, match="make the folder writable"):
-        commit.prepare(tmp_path / "checkpoints")
+        commit.prepare_folder(tmp_path / "checkpoints")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_folder_that_cannot_be_made_is_seen_at_the_start() -> None:
     with pytest.raises(ResourceError, match=r"cannot write the checkpoint \(/proc/shardwise/checkpoints\)"):
-        commit.prepare(Path("/proc/shardwise/checkpoints"))
+        commit.prepare_folder(Path("/proc/shardwise/checkpoints"))
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(ResourceError, match="cannot write the checkpoint"):
-        commit.prepare(tmp_path / "checkpoints")
+        commit.prepare_folder(tmp_path / "checkpoints")
 
 
 def needed_and_written(folder: Path, stage: int) -> tuple[int, int]:
@@ -241,7 +241,7 @@ def needed_and_written(folder: Path, stage: int) -> tuple[int, int]:
     make = commit.stage
     commit.stage = lambda where, step, needed: (asked.append(needed), make(where, step, needed))[1]
     try:
-        path = save(make_run(stage, model={**MODEL, "width": 64}), TrainState(1, 0), folder, 1)
+        path = save_checkpoint(make_run(stage, model={**MODEL, "width": 64}), TrainState(1, 0), folder, 1)
     finally:
         commit.stage = make
     return sum(asked), sum(file.stat().st_size for file in path.iterdir())
@@ -258,5 +258,5 @@ def test_a_save_asks_for_the_bytes_that_it_writes(
 def test_the_names_of_new_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path_of(descriptor)))
-    commit.prepare(tmp_path / "runs" / "one" / "checkpoints")
+    commit.prepare_folder(tmp_path / "runs" / "one" / "checkpoints")
     assert {str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "one")} <= set(synced)

@@ -184,7 +184,7 @@ MANIFEST = Manifest(
 def sealed(**changes: Any) -> bytes:
     body = json.loads(MANIFEST.to_bytes())
     del body["xxh3_128"]
-    return manifests._sealed(body | changes)
+    return manifests._with_digest(body | changes)
 
 
 def test_a_manifest_reads_back_equal() -> None:
@@ -308,7 +308,7 @@ def test_a_checkpoint_that_was_changed_and_sealed_again(folder: Path, changes: d
     path = folder / "step-2" / "manifest.json"
     body = json.loads(path.read_bytes())
     del body["xxh3_128"]
-    path.write_bytes(manifests._sealed(body | changes))
+    path.write_bytes(manifests._with_digest(body | changes))
     with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
         load_weights(folder / "step-2")
 
@@ -321,6 +321,6 @@ def test_a_tensor_larger_than_its_file_is_never_allocated(folder: Path) -> None:
     rank = len(entry["shape"])
     entry["shape"] = [2**50, *entry["shape"][1:]]
     entry["pieces"] = [[0, [0] * rank, entry["shape"]]]
-    path.write_bytes(manifests._sealed(body))
+    path.write_bytes(manifests._with_digest(body))
     with pytest.raises(CheckpointError, match="files are smaller than its tensors"):
         load_weights(folder / "step-2")

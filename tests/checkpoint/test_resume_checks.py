@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.checkpoint import restore, save, start
+from shardwise.checkpoint.checkpoint import restore, save_checkpoint, start
 from shardwise.checkpoint.resume_checks import candidates, check_start, finished, left_to_write
 from shardwise.checkpoint.run_folder import SAVED_AS
 from shardwise.core.errors import CheckpointError, DataError, RecipeError, ShardwiseError
@@ -43,7 +43,7 @@ def through(stage: int) -> tuple[list[str], Tensors]:
 def stable(folder: Path, stage: int) -> None:
     run = make_run(stage)
     train(run, range(6))
-    save(run, TrainState(6, 60), folder, 9, "data-1")
+    save_checkpoint(run, TrainState(6, 60), folder, 9, "data-1")
 
 
 def branch(source: Path, stage: int) -> tuple[TrainState, list[str], Tensors]:

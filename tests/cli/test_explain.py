@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.cli.main import run
 from shardwise.core.block_times import BlockTimes
-from shardwise.core.model_state import RANKS, SIZES, paper_bytes
+from shardwise.core.model_state import PAPER_MODELS, RANKS, paper_bytes
 from shardwise.recipe.presets import PRESETS
 from tests.planner.test_zero_paper import CELLS, bytes_per_parameter
 
@@ -24,7 +24,7 @@ def test_the_54_cells(capsys: pytest.CaptureFixture[str]) -> None:
         if "N" in line and line.strip()[0].isdigit()
     ]
     shown = {}
-    for size, row in zip([size for size in SIZES for _ in range(3)], rows, strict=True):
+    for size, row in zip([size for size in PAPER_MODELS for _ in range(3)], rows, strict=True):
         values = [float(word.replace(",", "")) for word in row[-6:]]
         shown |= {(size, int(row[-6 - _words(row)]), n): v for n, v in zip(RANKS, values, strict=True)}
     assert len(shown) == len(CELLS) == 54

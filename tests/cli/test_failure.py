@@ -38,7 +38,7 @@ def line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_an_interruption_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(data, "read", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(data, "read_request", raising(KeyboardInterrupt()))
     assert run(["data", "recipe.yaml"]) == 130
     assert line(capsys) == "error: interrupted"
 
@@ -75,8 +75,8 @@ def test_memory_and_disks_that_run_out_are_no_faults(
     monkeypatch.setattr(serving, "load_model", raising(error))
     assert run(["generate", "run"]) == code
     assert says in line(capsys)
-    monkeypatch.setattr(planner, "read", raising(error))
-    for step in planner.STEPS:
+    monkeypatch.setattr(planner, "read_request", raising(error))
+    for step in planner.PLANNING_STEPS:
         assert planner.main(step, "recipe.yaml", "run") == code
         assert says in line(capsys)
 

@@ -17,10 +17,10 @@ from shardwise.cli.main import run
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
-from shardwise.exporter.model_card import card
+from shardwise.exporter.model_card import model_card
 from shardwise.jobs import finetuning
-from shardwise.jobs.finetuning import choose, draft, hardware_here, shape_of, with_overrides
-from shardwise.recipe.fine_tuning import METHODS, FineTuning, Hardware, Method
+from shardwise.jobs.finetuning import choose_method, draft, hardware_here, shape_of, with_overrides
+from shardwise.recipe.fine_tuning import FINE_TUNING_METHODS, FineTuning, FineTuningMethod, Hardware
 from shardwise.recipe.load import parse_recipe
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
@@ -60,8 +60,8 @@ def write_chats(path: Path, count: int = 60, letters: int = 4) -> Path:
     return path
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_recipe_of_every_method_is_a_recipe(method: Method) -> None:
+@pytest.mark.parametrize("method", FINE_TUNING_METHODS)
+def test_the_recipe_of_every_method_is_a_recipe(method: FineTuningMethod) -> None:
     asked = FineTuning("org/model", "chats/*.jsonl", 2.0, hardware=Hardware("H100-80GB", 8, 79.2, "bf16"))
     recipe = parse_recipe(asked.recipe(method, "because"), SETTINGS)
     assert (recipe.epochs, recipe.data.packing, recipe.cluster.devices_per_node) == (2.0, True, 8)
@@ -107,11 +107,11 @@ def planned(monkeypatch: pytest.MonkeyPatch, fitting: set[str]) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FINE_TUNING_METHODS)
 def test_the_first_method_that_fits_is_chosen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = planned(monkeypatch, {method, "qlora"})
-    text, recipe, _, plan = choose(FineTuning("org/model", "a.jsonl"), None)
-    assert seen == list(METHODS[: METHODS.index(method) + 1]) and plan.fits
+    text, recipe, _, plan = choose_method(FineTuning("org/model", "a.jsonl"), None)
+    assert seen == list(FINE_TUNING_METHODS[: FINE_TUNING_METHODS.index(method) + 1]) and plan.fits
     if method != "full":
         assert f"{seen[-2]} needs " in text  # why not the one before
     assert recipe == parse_recipe(text, SETTINGS)
@@ -120,10 +120,12 @@ def test_the_first_method_that_fits_is_chosen(method: str, monkeypatch: pytest.M
 def test_no_method_fits_or_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = planned(monkeypatch, set())
     with pytest.raises(ResourceError, match="does not fit"):
-        choose(FineTuning("org/model", "a.jsonl"), None)
-    assert seen == list(METHODS)
+        choose_method(FineTuning("org/model", "a.jsonl"), None)
+    assert seen == list(FINE_TUNING_METHODS)
     seen = planned(monkeypatch, {"full", "lora"})
-    _, recipe, _, _ = choose(FineTuning("org/model", "a.jsonl"), "lora", ["adapter.rank=4", "batch_size=2"])
+    _, recipe, _, _ = choose_method(
+        FineTuning("org/model", "a.jsonl"), "lora", ["adapter.rank=4", "batch_size=2"]
+    )
     assert (
         seen == ["lora"]
         and recipe.adapter is not None
@@ -167,7 +169,7 @@ def test_presets_have_no_weights_to_tune() -> None:
 def test_the_card_has_metadata_that_the_hub_reads(adapter: str) -> None:
     text = f"model: {{hf: org/base}}\ndata: {{source: 'x: y'}}\nsteps: 7\nbatch_size: 4\n{adapter}"
     recipe = parse_recipe(text, SETTINGS)
-    _, head, body = card(recipe, small_plan(), 1.25).split("---\n", 2)
+    _, head, body = model_card(recipe, small_plan(), 1.25).split("---\n", 2)
     values = yaml.safe_load(head)
     assert values["base_model"] == "org/base" and "text-generation" in values["tags"]
     assert values["library_name"] == ("peft" if adapter else "transformers")

@@ -48,6 +48,6 @@ def test_in_a_module_that_makes_another_error_of_it(
         except KeyboardInterrupt:
             raise ImportError("numpy.core.multiarray failed to import") from None
 
-    monkeypatch.setattr(data, "read", cut_short)
+    monkeypatch.setattr(data, "read_request", cut_short)
     assert run(["data", "recipe.yaml"]) == 130
     assert capsys.readouterr().err == "error: interrupted\n"

@@ -15,7 +15,7 @@ from shardwise.core.json_file import text_of
 from shardwise.core.plan import Plan
 from shardwise.jobs import verifying
 from shardwise.launch import launcher as launching
-from shardwise.verifier.verdict import Allowed, Counted, Verdict
+from shardwise.verifier.verdict import Allowed, ComparedCounts, Verdict
 from tests.harness.commands import Shell
 
 RECIPE = """
@@ -113,7 +113,7 @@ NEAR = Verdict(
     precision="fp16",
     allowed=Allowed(4e-3, 9e-2, 2e-2, 5e-3),
     compared=20,
-    counted=Counted((20, 20), (12, 18), (38, 39), (0, 39)),
+    counted=ComparedCounts((20, 20), (12, 18), (38, 39), (0, 39)),
     max_gradient_difference=1e-2,
     worst_gradient="layers.1.up",
     skipped=(2, 2),
@@ -142,7 +142,7 @@ def test_a_run_in_fewer_bits_is_shown_with_its_noise_and_its_proof(
         "  precision: fp64 for fp16",
         "  passed at a tolerance of 1e-10",
     ]
-    none = Counted((20, 20), (0, 18), (0, 0), (39, 39))
+    none = ComparedCounts((20, 20), (0, 18), (0, 0), (39, 39))
     judged(replace(NEAR, counted=none))
     assert run(["verify", recipe]) == 0
     assert capsys.readouterr().out.splitlines()[2:5] == [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.core.attempts import NAME, Attempts, interruptions
+from shardwise.core.attempts import ATTEMPTS, Attempts, interruptions
 
 
 def metrics(folder: Path, steps: int, at: float) -> None:
@@ -53,7 +53,7 @@ def test_a_finished_run_that_is_extended_was_not_interrupted(tmp_path: Path) -> 
 @pytest.mark.parametrize("content", ["", "not json\n", "[1]\n{}\n", '{"event": "training", "time": "x"}\n'])
 def test_what_cannot_be_read_is_left_out(content: str, tmp_path: Path) -> None:
     assert interruptions(tmp_path) == ()
-    (tmp_path / NAME).write_text(content)
+    (tmp_path / ATTEMPTS).write_text(content)
     (tmp_path / "metrics.jsonl").write_text(content)
     run = Attempts(tmp_path)
     run.began()
@@ -64,5 +64,5 @@ def test_what_cannot_be_read_is_left_out(content: str, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_does_not_stop_a_run(tmp_path: Path) -> None:
-    (tmp_path / NAME).symlink_to("/dev/full")
+    (tmp_path / ATTEMPTS).symlink_to("/dev/full")
     Attempts(tmp_path).ended("x")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.core.errors import DataError
-from shardwise.core.json_file import parsed, plain, read_json, text_of
+from shardwise.core.json_file import parse_json, plain, read_json, text_of
 from shardwise.core.ledger import Ledger
 from shardwise.core.plan import Plan, TimelinePoint
 from shardwise.core.run_files import Outcome, PassesRecord, RankMemory, RankPasses, StepRecord
@@ -39,7 +39,7 @@ def test_figures_that_follow_from_others_are_written_and_not_read() -> None:
     assert written["fits"] is True and written["host"]["bytes"] == 0
     assert written["step"]["tokens_per_second"] == pytest.approx(640)
     assert written["timeline"] == [{"phase": "forward", **Ledger(gradients=3).as_dict()}]
-    assert parsed(json.dumps(written | {"fits": False}), Plan, Path("plan.json")) == plan
+    assert parse_json(json.dumps(written | {"fits": False}), Plan, Path("plan.json")) == plan
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_figures_that_follow_from_others_are_written_and_not_read() -> None:
 )
 def test_types_are_strict_and_errors_name_the_place(text: str, where: str) -> None:
     with pytest.raises(DataError) as caught:
-        parsed(text, StepRecord, Path("m.jsonl"), 7)
+        parse_json(text, StepRecord, Path("m.jsonl"), 7)
     assert caught.value.where == where
 
 
 def test_a_metrics_line_leaves_nothing_out() -> None:
     """NaN is what a failed run has."""
     record = StepRecord(1, float("nan"), 1.0, 1e-3, 8, 0.1, 80.0)
-    again = parsed(json.dumps(plain(record)), StepRecord, Path("m.jsonl"), 1)
+    again = parse_json(json.dumps(plain(record)), StepRecord, Path("m.jsonl"), 1)
     assert again.loss != again.loss
     assert replace(again, loss=0.0) == replace(record, loss=0.0)
 

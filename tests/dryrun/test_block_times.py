@@ -15,7 +15,7 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.report.blocks import blocks_through_time
-from shardwise.report.pictures import NARROW, png, svg
+from shardwise.report.pictures import NARROW_INCHES, png, svg
 from shardwise.runtime.recompute.chain import passes
 from shardwise.technique import strategy_from
 
@@ -92,7 +92,7 @@ def test_the_picture_has_one_chart_for_each() -> None:
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles[1].startswith("sqrt   2 runs forward per block · keeps ") and "the first" in titles[2]
     assert len({axes.get_xlim() for axes in figure.axes[:3]}) == 1
-    assert png(blocks_through_time(every, NARROW)).startswith(b"\x89PNG")
+    assert png(blocks_through_time(every, NARROW_INCHES)).startswith(b"\x89PNG")
     assert len(svg(blocks_through_time({"": every["sqrt"]}), "blocks")) < 20_000
 
 

@@ -12,7 +12,7 @@ from shardwise.dryrun.model_flops import model_flops
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.planner.predict import predict
-from shardwise.planner.timing import step_time
+from shardwise.planner.timing import predicted_step_time
 from shardwise.planner.worst_rank import predict_worst
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
@@ -125,7 +125,7 @@ def test_ring_and_ulysses_take_the_same_time_to_multiply() -> None:
     for method in ("ring", "ulysses"):
         strategy = strategy_from({"precision": "bf16", "sequence_parallel": 4, "sequence_method": method})
         run = dry_run(asked, blueprint_of(asked), strategy, cluster)
-        split = step_time(run.cost, layout_of(strategy, 4), cluster).split
+        split = predicted_step_time(run.cost, layout_of(strategy, 4), cluster).split
         seconds[method] = split["matrix products"]
     assert seconds["ring"] == pytest.approx(seconds["ulysses"], rel=1e-3)
 

@@ -14,7 +14,7 @@ from shardwise.dryrun.run import DryRun
 from shardwise.dryrun.tracker import Allocation, StorageOrigin
 from shardwise.hardware.allocator_options import AllocatorOptions
 from shardwise.hardware.cluster import Cluster, cluster_of
-from shardwise.hardware.kinds import KINDS
+from shardwise.hardware.kinds import DEVICE_KINDS
 from shardwise.jobs.planning import refuse_unfit
 from shardwise.model.open import blueprint_of
 from shardwise.planner.predict import EXPANDABLE, predict
@@ -134,7 +134,7 @@ def limited(needed: int) -> tuple[Recipe, Cluster]:
     states = {"precision": "bf16", "zero_stage": 3, "offload": "none"}
     activations = {"micro_batch_size": 2, "activation_checkpointing": "none", "loss": "logits"}
     pinned = {**degrees, **states, **activations}
-    memory = needed / (1 - KINDS["cuda"].reserve) / 2**30
+    memory = needed / (1 - DEVICE_KINDS["cuda"].reserve) / 2**30
     cluster = {"preset": "4xH100-80GB", "memory_gib": memory}
     asked = recipe(cluster=cluster, strategy=pinned)
     return asked, cluster_of(asked.cluster)

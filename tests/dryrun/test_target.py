@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.dryrun import target
-from shardwise.dryrun.target import TARGETS
+from shardwise.dryrun.target import TARGET_KERNELS
 
 
 def saved_bytes(function: object, *inputs: Tensor) -> int:
@@ -42,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["cuda", "rocm"])
 def test_fused_norm_keeps_its_input_and_one_number_a_row(kind: str) -> None:
-    with FakeTensorMode(), TARGETS[kind].kernels(1):
+    with FakeTensorMode(), TARGET_KERNELS[kind].kernels(1):
         x = torch.empty(32, 64, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(64, dtype=torch.bfloat16, requires_grad=True)
         assert saved_bytes(norm, x, weight) == 32 * 64 * 2 + 64 * 2 + 32 * 4
@@ -51,7 +51,7 @@ def test_fused_norm_keeps_its_input_and_one_number_a_row(kind: str) -> None:
 
 def test_flash_attention_keeps_no_scores_and_no_repeated_heads() -> None:
     """q, k, v, the output, one fp32 log-sum per query and head, and the generator's two numbers."""
-    with FakeTensorMode(), TARGETS["cuda"].kernels(1):
+    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1):
         q = torch.empty(1, 8, 256, 32, dtype=torch.bfloat16, requires_grad=True)
         k, v = (torch.empty(1, 2, 256, 32, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
         kept = saved_bytes(attention, q, k, v)
@@ -60,7 +60,7 @@ def test_flash_attention_keeps_no_scores_and_no_repeated_heads() -> None:
 
 
 def test_fp32_attention_runs_forward_and_backward() -> None:
-    with FakeTensorMode(), TARGETS["cuda"].kernels(1):
+    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1):
         q = torch.empty(1, 8, 64, 32, requires_grad=True)
         k, v = (torch.empty(1, 2, 64, 32, requires_grad=True) for _ in "kv")
         attention(q, k, v).sum().backward()
@@ -68,7 +68,7 @@ def test_fp32_attention_runs_forward_and_backward() -> None:
 
 
 def test_a_recomputation_meets_the_same_kernels() -> None:
-    with FakeTensorMode(), TARGETS["cuda"].kernels(1):
+    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1):
         x = torch.empty(32, 64, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(64, dtype=torch.bfloat16, requires_grad=True)
         checkpoint(norm, x, weight, use_reentrant=False).sum().backward()
@@ -78,7 +78,7 @@ def test_a_recomputation_meets_the_same_kernels() -> None:
 def test_afterwards_the_cpu_s_own_kernels_are_back() -> None:
     x, weight = torch.randn(4, 64), torch.randn(64)
     before = norm(x, weight)
-    with FakeTensorMode(), TARGETS["cuda"].kernels(1):
+    with FakeTensorMode(), TARGET_KERNELS["cuda"].kernels(1):
         pass
     torch.testing.assert_close(norm(x, weight), before, rtol=0, atol=0)
     q = torch.randn(1, 2, 8, 4)
@@ -87,25 +87,27 @@ def test_afterwards_the_cpu_s_own_kernels_are_back() -> None:
 
 def test_gloo_copies_and_nccl_does_not() -> None:
     assert (
-        TARGETS["cpu"].workspace("all_gather", 100) == TARGETS["cpu"].workspace("reduce_scatter", 100) == 100
+        TARGET_KERNELS["cpu"].workspace("all_gather", 100)
+        == TARGET_KERNELS["cpu"].workspace("reduce_scatter", 100)
+        == 100
     )
-    assert TARGETS["cpu"].workspace("all_reduce", 100) == 0
-    assert TARGETS["cuda"].workspace("all_gather", 100) == 0
+    assert TARGET_KERNELS["cpu"].workspace("all_reduce", 100) == 0
+    assert TARGET_KERNELS["cuda"].workspace("all_gather", 100) == 0
 
 
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor for which oneDNN compiles 16-bit products."""
-    monkeypatch.setattr(target, "_compiled", lambda: {torch.bfloat16: 560 * 1024})
+    monkeypatch.setattr(target, "_compiled_product_bytes", lambda: {torch.bfloat16: 560 * 1024})
 
 
 @pytest.mark.usefixtures("compiling")
 def test_onednn_keeps_one_compiled_product_a_shape_in_bf16() -> None:
-    cpu, half = TARGETS["cpu"].kept, torch.empty(30, 50, dtype=torch.bfloat16)
+    cpu, half = TARGET_KERNELS["cpu"].kept, torch.empty(30, 50, dtype=torch.bfloat16)
     factors = half, torch.empty(50, 50, dtype=torch.bfloat16)
     assert cpu("aten::mm", factors, half) == cpu("aten::mm", factors, half.repeat(2, 2)) > 0
     assert cpu("aten::mm", factors, half.float()) == cpu("aten::add.Tensor", factors, half) == 0
-    assert TARGETS["cuda"].kept("aten::mm", factors, half) == 0
+    assert TARGET_KERNELS["cuda"].kept("aten::mm", factors, half) == 0
 
 
 MULTIPLY = """
@@ -135,7 +137,7 @@ def test_small_products_are_not_compiled() -> None:
         shape = (batch, m, n) if "bmm" in name else (m, n)
         left = torch.empty(*shape[:-1], k, dtype=torch.bfloat16)
         args = [torch.empty(n), left] if "add" in name else [left]
-        counted = TARGETS["cpu"].kept(f"aten::{name}", args, torch.empty(shape, dtype=torch.bfloat16))
+        counted = TARGET_KERNELS["cpu"].kept(f"aten::{name}", args, torch.empty(shape, dtype=torch.bfloat16))
         assert (counted > 0) == (",exec," in part), part
 
 
@@ -165,5 +167,5 @@ def test_attention_has_onednn_compile_three_products_for_each_pair_of_block_size
     kernel = target._ATTENTION_KERNEL
     for length, part in zip(lengths, said, strict=True):
         grad = torch.empty(1, 2, length, 64, dtype=torch.bfloat16)
-        counted = TARGETS["cpu"].kept(target._ATTENTION, (), (grad, grad, grad)) // kernel
+        counted = TARGET_KERNELS["cpu"].kept(target._CPU_ATTENTION_BACKWARD, (), (grad, grad, grad)) // kernel
         assert counted == part.count("create:cache_miss")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.checkpoint import restore, save
+from shardwise.checkpoint.checkpoint import restore, save_checkpoint
 from shardwise.core.errors import RecipeError
 from shardwise.dryrun.run import dry_run
 from shardwise.engine.build import build
@@ -119,7 +119,7 @@ def trained(factories: list[str], settings: dict[str, Any], folder: Path) -> dic
             found[name] = error.line()
             continue
         losses = losses_of(run, range(SAVED))
-        save(run, TrainState(SAVED, 0), folder / name.replace(":", "-"), 1)
+        save_checkpoint(run, TrainState(SAVED, 0), folder / name.replace(":", "-"), 1)
         losses += losses_of(run, range(SAVED, STEPS))
         found[name] = losses
         assert continued([name], settings, folder)[name] == losses[SAVED:], "bit by bit"

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.checkpoint.checkpoint import latest, save
+from shardwise.checkpoint.checkpoint import latest, save_checkpoint
 from shardwise.checkpoint.saved_weights import SavedWeights
 from shardwise.cli.main import run as run_cli
 from shardwise.core.errors import CheckpointError, RecipeError, ResourceError, ShardwiseError
@@ -55,7 +55,7 @@ def leave_run(folder: Path, values: dict[str, Any], settings: dict[str, Any]) ->
             part += 0.1 * torch.randn(part.shape).to(part)
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    save(run, TrainState(1, 4), folder / "checkpoints", 1)
+    save_checkpoint(run, TrainState(1, 4), folder / "checkpoints", 1)
 
 
 def ids(vocab: int = 257) -> Tensor:
@@ -233,7 +233,7 @@ def test_a_recipe_trains_on_from_it(tmp_path: Path, runs: dict[str, Path]) -> No
 
 def test_shards_with_an_index(tmp_path: Path, runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     export_run(runs["llama"], tmp_path / "one")
-    monkeypatch.setattr(model_folder, "LARGEST", 30_000)
+    monkeypatch.setattr(model_folder, "LARGEST_SHARD", 30_000)
     written, _ = export_run(runs["llama"], tmp_path / "many")
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert written.files == len(files) > 2
@@ -335,13 +335,13 @@ def test_a_damaged_checkpoint(tmp_path: Path, runs: dict[str, Path]) -> None:
 def test_a_disk_that_loses_bytes_is_noticed(
     tmp_path: Path, runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require_same = model_folder._require_same
+    require_same = model_folder._require_equal_hashes
 
     def lost(staged: Path, hashes: Any) -> None:
         flip(staged / "model.safetensors", -100)
         require_same(staged, hashes)
 
-    monkeypatch.setattr(model_folder, "_require_same", lost)
+    monkeypatch.setattr(model_folder, "_require_equal_hashes", lost)
     assert "reads back with other values" in refused(CheckpointError, runs["llama"], tmp_path / "out")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage())
     assert "needed, 10 B free" in refused(ResourceError, runs["llama"], tmp_path / "out")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.adapter import leave
-from shardwise.checkpoint.checkpoint import save
+from shardwise.checkpoint.checkpoint import save_checkpoint
 from shardwise.cli.main import run as run_cli
 from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.engine.build import build
 from shardwise.engine.train_state import TrainState
 from shardwise.exporter import export_run
-from shardwise.exporter.merge import merge
+from shardwise.exporter.merge import merge_adapter
 from shardwise.model.files.peft import AdapterFiles
 from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import dump_recipe, recipe_of
@@ -39,7 +39,7 @@ def started_run(folder: Path, base: Path, adapter: dict[str, Any]) -> Tensor:
         found = run.blueprint.logits(run.model, IDS)
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    save(run, TrainState(1, 4), folder / "checkpoints", 1)
+    save_checkpoint(run, TrainState(1, 4), folder / "checkpoints", 1)
     leave(run, folder)
     return found
 
@@ -62,10 +62,10 @@ def test_peft_reads_the_base_and_the_adapter(
     assert theirs.peft_config["default"].init_lora_weights is True
     assert (theirs(IDS).logits - logits).abs().max() <= 1e-5
     assert (loaded(frozen)(IDS).logits - logits).abs().max() > 1e-3  # the adapter is part of the start
-    merge(str(frozen), run / "adapter", tmp_path / "merged")
+    merge_adapter(str(frozen), run / "adapter", tmp_path / "merged")
     assert (loaded(tmp_path / "merged")(IDS).logits - logits).abs().max() <= 1e-5
     with pytest.raises(CheckpointError, match="the adapter is for another base"):
-        merge(str(base), run / "adapter", tmp_path / "wrong")
+        merge_adapter(str(base), run / "adapter", tmp_path / "wrong")
 
 
 def test_other_packed_bases_have_no_fingerprint(pool: Pool, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.cli.main import run as run_cli
 from shardwise.core.errors import CheckpointError
-from shardwise.exporter.merge import NORMS, RECORD, merge, unmerge
+from shardwise.exporter.merge import NORMS_FILE, RECORD_FILE, merge_adapter, unmerge
 from shardwise.model.files.peft import CONFIG, TENSORS
 
 transformers = pytest.importorskip("transformers")
@@ -85,7 +85,7 @@ def test_merged_is_what_peft_merges_and_unmerged_the_base(
 ) -> None:
     folder = base(family)
     adapted = written_by_peft(folder, tmp_path / "adapter", kind)
-    _, found = merge(str(folder), tmp_path / "adapter", tmp_path / "merged")
+    _, found = merge_adapter(str(folder), tmp_path / "adapter", tmp_path / "merged")
     before, theirs, mine = logits(adapted), adapted.merge_and_unload(), loaded(tmp_path / "merged")
     scale = float(before.abs().max())
     assert found.layers == (8 if family == "gpt2" else 10)
@@ -100,13 +100,13 @@ def test_merged_is_what_peft_merges_and_unmerged_the_base(
     assert back.keys() == original.keys()
     for name, tensor in original.items():
         torch.testing.assert_close(back[name], tensor, atol=1e-6, rtol=0)
-    assert not (tmp_path / "back" / RECORD).exists()
+    assert not (tmp_path / "back" / RECORD_FILE).exists()
 
 
 def test_a_merged_forward_pass_costs_what_the_bases_does(base: Any, tmp_path: Path) -> None:
     folder = base("llama")
     adapted = written_by_peft(folder, tmp_path / "adapter", "lora")
-    merge(str(folder), tmp_path / "adapter", tmp_path / "merged")
+    merge_adapter(str(folder), tmp_path / "adapter", tmp_path / "merged")
 
     def flops(model: nn.Module) -> int:
         with FlopCounterMode(display=False) as counter:
@@ -127,10 +127,10 @@ def test_dtypes(base: Any, tmp_path: Path) -> None:
     def kinds(name: str) -> set[torch.dtype]:
         return {t.dtype for t in load_file(tmp_path / name / "model.safetensors").values()}
 
-    _, near = merge(str(folder), tmp_path / "adapter", tmp_path / "narrow")
+    _, near = merge_adapter(str(folder), tmp_path / "adapter", tmp_path / "narrow")
     assert kinds("narrow") == {torch.bfloat16}
     assert json.loads((tmp_path / "narrow" / "config.json").read_text())["dtype"] == "bfloat16"
-    _, exact = merge(str(folder), tmp_path / "adapter", tmp_path / "wide", "fp32")
+    _, exact = merge_adapter(str(folder), tmp_path / "adapter", tmp_path / "wide", "fp32")
     assert kinds("wide") == {torch.float32} and exact.difference < 0.01 * near.difference
     unmerge(str(tmp_path / "wide"), tmp_path / "adapter", tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -144,7 +144,7 @@ def test_another_adapter_is_not_taken_out(base: Any, tmp_path: Path, capfd: Any)
     folder = base("gpt2")
     written_by_peft(folder, tmp_path / "adapter", "lora")
     written_by_peft(folder, tmp_path / "other", "lora", seed=1)
-    merge(str(folder), tmp_path / "adapter", tmp_path / "merged")
+    merge_adapter(str(folder), tmp_path / "adapter", tmp_path / "merged")
 
     def refused(merged: Path, adapter: Path) -> str:
         words = ["merge", str(merged), str(adapter), str(tmp_path / "back"), "--undo"]
@@ -159,24 +159,24 @@ def test_another_adapter_is_not_taken_out(base: Any, tmp_path: Path, capfd: Any)
     (tmp_path / "other" / TENSORS).write_bytes((tmp_path / "adapter" / TENSORS).read_bytes())
     assert "another adapter was merged" in refused(tmp_path / "merged", tmp_path / "other")
     assert "no record of a merge" in refused(folder, tmp_path / "adapter")
-    (tmp_path / "merged" / RECORD).write_text("{}")
+    (tmp_path / "merged" / RECORD_FILE).write_text("{}")
     assert "record of a merge cannot be read" in refused(tmp_path / "merged", tmp_path / "adapter")
 
 
 def test_dora_comes_back_by_its_norms_alone(base: Any, tmp_path: Path) -> None:
     folder = base("llama")
     written_by_peft(folder, tmp_path / "adapter", "dora")
-    merge(str(folder), tmp_path / "adapter", tmp_path / "merged")
-    norms = load_file(tmp_path / "merged" / NORMS)
+    merge_adapter(str(folder), tmp_path / "adapter", tmp_path / "merged")
+    norms = load_file(tmp_path / "merged" / NORMS_FILE)
     assert len(norms) == 10
-    (tmp_path / "merged" / NORMS).unlink()
+    (tmp_path / "merged" / NORMS_FILE).unlink()
     with pytest.raises(CheckpointError, match="missing"):
         unmerge(str(tmp_path / "merged"), tmp_path / "adapter", tmp_path / "back")
     tensors = load_file(tmp_path / "adapter" / TENSORS)
     name = next(name for name in tensors if "magnitude" in name)
     tensors[name][0] = 0
     save_file(tensors, tmp_path / "adapter" / TENSORS)
-    merge(str(folder), tmp_path / "adapter", tmp_path / "zero")
+    merge_adapter(str(folder), tmp_path / "adapter", tmp_path / "zero")
     with pytest.raises(CheckpointError, match="a row's magnitude is zero"):
         unmerge(str(tmp_path / "zero"), tmp_path / "adapter", tmp_path / "back")
 

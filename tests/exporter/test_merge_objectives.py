@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.exporter.merge import merge
+from shardwise.exporter.merge import merge_adapter
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.files.peft import write_adapter
 from shardwise.model.hf import HuggingFaceModel
@@ -30,7 +30,7 @@ def test_a_merged_adapter_is_pefts(family: str, objective: str, tmp_path: Path) 
     adapted = AdaptedModel(base, AdapterSpec(rank=4, alpha=8.0))
     tensors = {name: 0.1 * torch.randn(shape) for name, shape in adapted.adapter_shapes.items()}
     write_adapter(tmp_path / "adapter", tensors, adapted.config(), None)
-    merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
+    merge_adapter(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
     ids = torch.randint(6, 64, (2, 8))
     given = {"input_ids": ids} | ({"decoder_input_ids": ids} if objective == "seq2seq" else {})
     with torch.no_grad():

@@ -14,11 +14,11 @@ from shardwise.hardware.cluster import (
     DEVICE_NAMES,
     Cluster,
     cluster_of,
-    device_named,
+    device_profile,
     parse_preset,
     recognise,
 )
-from shardwise.hardware.device import DTYPES, DeviceProfile, Efficiency, Overhead
+from shardwise.hardware.device import RATED_DTYPES, DeviceProfile, Efficiency, Overhead
 from shardwise.hardware.profiles import PROFILES
 from shardwise.recipe.sections import ClusterSpec
 
@@ -63,7 +63,7 @@ def test_every_figure_has_a_source(profile: DeviceProfile) -> None:
 
 @pytest.mark.parametrize("profile", ALL, ids=lambda profile: profile.name)
 def test_figures_are_sane(profile: DeviceProfile) -> None:
-    assert set(profile.flops) <= set(DTYPES)
+    assert set(profile.flops) <= set(RATED_DTYPES)
     assert all(rate > 1e9 for rate in profile.flops.values())
     assert profile.memory_bandwidth >= profile.host_bandwidth > 0
     assert profile.host_memory_bandwidth > 0
@@ -123,7 +123,7 @@ def test_presets(text: str, nodes: int, devices: int, name: str | None) -> None:
 
 @pytest.mark.parametrize("name", DEVICE_NAMES)
 def test_every_name_is_its_own_preset(name: str) -> None:
-    profile = device_named(name)
+    profile = device_profile(name)
     assert (profile.name if profile else "cpu") == name
 
 

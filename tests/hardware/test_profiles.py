@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.hardware.profiles import FOLDER, PROFILES, ProfileFolder, read_profile
+from shardwise.hardware.profiles import PROFILES, PROFILES_FOLDER, ProfileFolder, read_profile
 
 ROOT = Path(__file__).parents[2]
-H100 = (FOLDER / "H100-80GB.toml").read_text(encoding="utf-8")
+H100 = (PROFILES_FOLDER / "H100-80GB.toml").read_text(encoding="utf-8")
 
 
 def test_units_of_the_keys() -> None:
@@ -26,7 +26,7 @@ def test_units_of_the_keys() -> None:
 
 
 def test_short_names_are_unique_and_name_no_device() -> None:
-    listed = [short for name in PROFILES for short in read_profile(FOLDER / f"{name}.toml")[1]]
+    listed = [short for name in PROFILES for short in read_profile(PROFILES_FOLDER / f"{name}.toml")[1]]
     assert len(listed) == len(set(listed)) == len(PROFILES.short_names())
     assert not {name.lower() for name in PROFILES} & set(listed)
 

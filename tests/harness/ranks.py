@@ -32,7 +32,7 @@ from shardwise.trainer.warm_up import warm_kernels
 from shardwise.verifier.plain_runs import run_plain
 from shardwise.verifier.verdict import Verdict
 from shardwise.verifier.verify import (
-    TOLERANCE,
+    TOLERANCES,
     exactly,
     rounds_more,
     run_reference,
@@ -43,7 +43,7 @@ from shardwise.verifier.verify import (
 Job = tuple[Recipe, dict[str, Any], Path]
 """A recipe, a strategy's settings, and the folder of the reference."""
 
-AGAINST_FP32 = TOLERANCE | {"fp16": 1e-2, "bf16": 5e-2, "fp8": 1e-1, "adamw_8bit": 5e-2}
+AGAINST_FP32 = TOLERANCES | {"fp16": 1e-2, "bf16": 5e-2, "fp8": 1e-1, "adamw_8bit": 5e-2}
 """Largest relative differences from the reference in fp32 (fp64 for fp64), by precision or optimizer.
 
 Of models and learning rates that the tests choose: ``shardwise verify`` measures the noise instead.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.checkpoint import save
+from shardwise.checkpoint.checkpoint import save_checkpoint
 from shardwise.engine.build import build
 from shardwise.engine.run import Run
 from shardwise.engine.run_state import tensors_of
@@ -73,7 +73,7 @@ def saved(folder: Path, stage: int, replicate: int, steps: int, keep: int = 2) -
     run = make_run(stage, replicate)
     for index in range(steps):
         train(run, range(index, index + 1))
-        save(run, TrainState(index + 1, 10 * (index + 1)), folder, keep, "data-1")
+        save_checkpoint(run, TrainState(index + 1, 10 * (index + 1)), folder, keep, "data-1")
     return whole(run)
 
 
@@ -81,7 +81,7 @@ def saved_as(folder: Path, steps: list[int], keep: int) -> None:
     """Save an untrained run as these steps."""
     run = make_run()
     for number in steps:
-        save(run, TrainState(number, 0), folder, keep)
+        save_checkpoint(run, TrainState(number, 0), folder, keep)
 
 
 def names(folder: Path) -> list[str]:

@@ -366,7 +366,7 @@ def test_a_second_signal_ends_ranks_that_make_no_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The ranks ignore the first, as a rank does that hangs: its handler only sets a flag."""
-    monkeypatch.setattr(stops, "PATIENCE", 0.3)
+    monkeypatch.setattr(stops, "STOP_PATIENCE", 0.3)
     monkeypatch.setattr(stops, "_BURST", 0.1)
     for pause in (0.0, 0.5):
         send_when_ready(tmp_path, 2, signal.SIGTERM, pause)

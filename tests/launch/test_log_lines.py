@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from shardwise.core.run_files import StepRecord
-from shardwise.launch.log_lines import EVERY, LogLines
+from shardwise.launch.log_lines import FRAME_SECONDS, LogLines
 from shardwise.trainer.progress import Progressing
 
 
@@ -29,7 +29,7 @@ def test_a_redrawn_line_becomes_a_line_in_a_while() -> None:
     shown = log.decode().splitlines()
     assert "\x1b" not in log.decode()
     assert shown[-2:] == ["said aloud", "step 20"]
-    assert len(shown) == 2 + round(20 / EVERY)
+    assert len(shown) == 2 + round(20 / FRAME_SECONDS)
 
 
 def test_a_characters_bytes_may_come_apart() -> None:

@@ -24,7 +24,7 @@ def wait_for(gone: psutil.Process) -> None:
 @pytest.mark.cli
 def test_a_started_worker_takes_the_command(tmp_path: Path) -> None:
     """It runs with the command's arguments and log, in its own process."""
-    with launcher.preloaded(1):
+    with launcher.preloaded_run(1):
         [child] = started()
         code, line = run_ranks(1, ["train", str(tmp_path / "nothing")], tmp_path / "logs")
         assert not child.is_running()
@@ -33,7 +33,7 @@ def test_a_started_worker_takes_the_command(tmp_path: Path) -> None:
 
 
 def test_workers_without_a_command_end_with_the_block() -> None:
-    with launcher.preloaded(2):
+    with launcher.preloaded_run(2):
         children = started()
         assert len(children) == 2
     for child in children:
@@ -42,20 +42,20 @@ def test_workers_without_a_command_end_with_the_block() -> None:
 
 
 def test_none_is_started_for_several_nodes() -> None:
-    with launcher.preloaded(2, nodes=2):
+    with launcher.preloaded_run(2, nodes=2):
         assert not started()
 
 
 def test_other_variables_need_another_process(tmp_path: Path) -> None:
     """Threads of OpenMP are counted when a process starts."""
-    with preload.preloaded(1, {"OMP_NUM_THREADS": "1"}):
+    with preload.preloaded_workers(1, {"OMP_NUM_THREADS": "1"}):
         environment = {**os.environ, "OMP_NUM_THREADS": "2"}
         assert preload.take(launcher.Command((), environment, 1, 2, ())) is None
         assert len(started()) == 1
 
 
 def test_a_worker_that_ended_takes_nothing(tmp_path: Path) -> None:
-    with preload.preloaded(1, {}):
+    with preload.preloaded_workers(1, {}):
         [child] = started()
         child.kill()
         deadline = time.monotonic() + 5.0

@@ -18,7 +18,7 @@ from shardwise.core.errors import RankError, RecipeError, ResourceError
 from shardwise.launch import launcher as launching
 from shardwise.launch import process
 from shardwise.launch.launcher import launch
-from shardwise.launch.placement import LAUNCHER, LOOPBACK, first_host, launched_by
+from shardwise.launch.placement import LAUNCHER, LOOPBACK_INTERFACE, first_host, launched_by
 from shardwise.launch.process import VISIBLE_DEVICES, World, join
 from shardwise.launch.signals import StopRequest
 from tests.harness.pool import Pool
@@ -222,7 +222,7 @@ def test_the_gpu_of_a_local_rank(
     monkeypatch.setattr(process, "_meet", lambda *arguments: None)
     monkeypatch.setattr(process, "_store", lambda placement: None)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, LOOPBACK)
+        monkeypatch.setenv(name, LOOPBACK_INTERFACE)
     for name in VISIBLE_DEVICES:
         monkeypatch.delenv(name, raising=False)
     if own:

@@ -8,9 +8,9 @@ import pytest
 
 from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
-from shardwise.hardware.kinds import KINDS
+from shardwise.hardware.kinds import DEVICE_KINDS
 from shardwise.model.open import blueprint_of
-from shardwise.planner.choose import TELLS, _Visit, choose
+from shardwise.planner.choose import TELLS, _Visit, choose_strategy
 from shardwise.planner.predictor import Predictor
 from shardwise.planner.quick import Quick
 from shardwise.planner.space import Space, children
@@ -26,7 +26,7 @@ def recipe(
 ) -> Recipe:
     cluster: dict[str, Any] = {"preset": preset, "nodes": nodes}
     if memory_mib is not None:
-        cluster["memory_gib"] = memory_mib / 1024 / (1 - KINDS["cuda"].reserve)
+        cluster["memory_gib"] = memory_mib / 1024 / (1 - DEVICE_KINDS["cuda"].reserve)
     values = {
         "model": MODEL,
         "data": {"sequence_length": 64},
@@ -106,7 +106,7 @@ def on_one_card(memory_mib: float) -> Predictor:
 def test_the_gradients_of_one_card_can_leave_it(memory_mib: float) -> None:
     """With offloaded parameters ZeRO 3 of one rank sends gradients to the host, too. Without that it takes 1.2 GiB."""
     predictor = on_one_card(memory_mib)
-    chosen = choose(predictor)
+    chosen = choose_strategy(predictor)
     assert chosen.strategy.values["zero_stage"] == 3
     assert chosen.strategy.values["offload"].endswith("optimizer+parameters")
     assert predictor.fits(chosen) == (memory_mib == 900)
@@ -122,7 +122,7 @@ def test_one_card_has_stages_only_where_weights_are_cast(precision: str, stages:
 @pytest.mark.parametrize(("memory_mib", "stage"), [(4096, 1), (2700, 0)])
 def test_one_card_keeps_cast_weights_if_they_fit(memory_mib: float, stage: int) -> None:
     """They take 193 MiB, and the step needs 2,628 MiB without them."""
-    chosen = choose(on_one_card(memory_mib))
+    chosen = choose_strategy(on_one_card(memory_mib))
     assert chosen.strategy.values["zero_stage"] == stage
 
 
@@ -154,7 +154,7 @@ def assert_nothing_is_better(objective: str, **pinned: object) -> None:
     strategy = {**alone, "loss": "logits", "replicate": 1, **pinned}
     asked = recipe("2xA100-80GB", plan={"objective": objective}, strategy=strategy, batch_size=4)
     predictor = Predictor(asked, blueprint_of(asked), cluster_of(asked.cluster))
-    chosen, others = choose(predictor), []
+    chosen, others = choose_strategy(predictor), []
     for strategy_ in every(space(asked)):
         for size in predictor.micro_batch_sizes(strategy_):
             quick = predictor.worst(strategy_.with_values(micro_batch_size=size), quick=True)

@@ -12,7 +12,7 @@ from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.planner import compare, read_ahead
-from shardwise.planner.compare import Neighbours, judged
+from shardwise.planner.compare import Neighbours, compared_candidates
 from shardwise.planner.predict import Prediction
 from shardwise.planner.predictor import Predictor
 from shardwise.planner.quick import UNSURE, figures_in_proportion, quick_figures
@@ -42,7 +42,7 @@ def compared(cluster: dict[str, object]) -> tuple[Candidate, Prediction]:
     )
     chosen = predictor.predict(plain, quick=False)
     predictor.predict(other, quick=True)
-    by_strategy = {candidate.strategy: candidate for candidate in judged(predictor, chosen)}
+    by_strategy = {candidate.strategy: candidate for candidate in compared_candidates(predictor, chosen)}
     assert by_strategy[plain].peak_is == "counted"
     return by_strategy[other], predictor.worst(other, quick=False)
 
@@ -114,7 +114,7 @@ def neighbours(*expected: Strategy, of: Strategy) -> Mapping[Strategy, Candidate
         for strategy in expected:
             ahead.expect(strategy)
         ahead.record(predictor.predict(of, quick=False))
-    assert not read_ahead._running
+    assert not read_ahead._children
     return predictor.candidates
 
 
@@ -147,7 +147,7 @@ def test_neighbours_of_stages_are_predicted_once_their_worst_rank_is_known() -> 
     predictor = small(devices=2)
     with Neighbours(predictor) as ahead:
         ahead.expect(staged)
-        assert not predictor.candidates and not read_ahead._running
+        assert not predictor.candidates and not read_ahead._children
 
 
 def test_neighbours_of_stages_in_a_large_world_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,13 @@ from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
 from shardwise.planner import compose, compose_corner
 from shardwise.planner.compose_align import NotComposable
-from shardwise.planner.compose_corner import Corner, Point
+from shardwise.planner.compose_corner import Corner, CornerPoint
 from shardwise.planner.compose_sum import ROLES, Composed
 from shardwise.planner.predict import predict
 from shardwise.planner.predictor import Predictor
 from shardwise.planner.quick import figures_of_stages, sketch_of_stages
 from shardwise.planner.read_ahead import ReadAhead
-from shardwise.planner.timing import step_time
+from shardwise.planner.timing import predicted_step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import (
@@ -80,7 +80,7 @@ def differs(predictor: Predictor, strategy: Strategy) -> tuple[float, float]:
     found = composed(predictor, strategy)
     full = dry_run(predictor.recipe, predictor.blueprint, strategy, predictor.cluster, history=False)
     layout = layout_of(strategy, predictor.cluster.world_size)
-    times = [step_time(each.cost, layout, predictor.cluster).seconds for each in (found, full)]
+    times = [predicted_step_time(each.cost, layout, predictor.cluster).seconds for each in (found, full)]
     assert found.cost.flops == full.cost.flops
     assert_sketched(predictor, strategy, found, times[0])
     return found.peak.bytes / full.peak.bytes - 1, times[0] / times[1] - 1
@@ -181,7 +181,7 @@ def test_a_size_whose_calls_are_its_own_is_composed_after_another(monkeypatch: p
     assert asked.composer is not None
     counted = asked.composer.count
 
-    def count(point: compose_corner.Point) -> compose_corner.Corner:
+    def count(point: compose_corner.CornerPoint) -> compose_corner.Corner:
         found = counted(point)
         return replace(found, calls=found.calls[1:]) if point.size == 1 else found
 
@@ -197,14 +197,16 @@ def test_what_depends_on_the_depth_is_not_composed() -> None:
         composed(asked, strategy_from({"activation_checkpointing": "sqrt"}))
 
 
-def counted_ahead(of: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Point], list[Point]]:
+def counted_ahead(
+    of: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[CornerPoint], list[CornerPoint]]:
     """Points that are listed to be counted ahead, and all that are counted."""
-    ahead, counted = list[Point](), list[Point]()
+    ahead, counted = list[CornerPoint](), list[CornerPoint]()
     assert of.composer is not None
     count = of.composer.count
 
-    class Listed(ReadAhead[Point, Corner]):
-        def __init__(self, run: Callable[[Point], Corner], tasks: Sequence[Point]) -> None:
+    class Listed(ReadAhead[CornerPoint, Corner]):
+        def __init__(self, run: Callable[[CornerPoint], Corner], tasks: Sequence[CornerPoint]) -> None:
             super().__init__(run, tasks[:1])  # no child
             self._tasks = list(tasks)
             ahead.extend(tasks)
@@ -212,7 +214,7 @@ def counted_ahead(of: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[list[
         def get(self, number: int) -> Corner:
             return self._run(self._tasks[number])
 
-    def recorded(point: Point) -> Corner:
+    def recorded(point: CornerPoint) -> Corner:
         counted.append(point)
         return count(point)
 

@@ -20,7 +20,7 @@ HERE = os.getpid()
 def three_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(read_ahead, "usable_cores", lambda: 3)
     yield
-    assert not read_ahead._running, "every child has ended"
+    assert not read_ahead._children, "every child has ended"
 
 
 def here() -> bool:
@@ -72,7 +72,7 @@ def stuck(number: int) -> int:
 
 
 def test_a_child_that_is_stuck_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "PATIENCE", 0.3)
+    monkeypatch.setattr(read_ahead, "CHILD_PATIENCE", 0.3)
     began = time.monotonic()
     with ReadAhead(stuck, range(4)) as ahead:
         time.sleep(0.2)
@@ -110,11 +110,11 @@ def test_what_a_child_prints_is_not_seen_and_it_is_prepared(
 def test_one_core_or_one_task_needs_no_child(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_ahead, "usable_cores", lambda: cores)
     with ReadAhead(slow_square, range(3 - cores)) as ahead:
-        assert not read_ahead._running
+        assert not read_ahead._children
         assert [ahead.get(number)[0] for number in range(3 - cores)] == [n * n for n in range(3 - cores)]
 
 
 def test_lists_within_lists_start_no_more_children_than_there_are_cores() -> None:
     with ReadAhead(stuck, range(4)), ReadAhead(slow_square, range(4)) as inner:
-        assert len(read_ahead._running) == 2
+        assert len(read_ahead._children) == 2
         assert inner.get(3)[1] == os.getpid()

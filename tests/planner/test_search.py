@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.json_file import parsed
+from shardwise.core.json_file import parse_json
 from shardwise.core.plan import Plan
 from shardwise.core.strategy import Strategy
 from shardwise.hardware.cluster import cluster_of
-from shardwise.hardware.kinds import KINDS
+from shardwise.hardware.kinds import DEVICE_KINDS
 from shardwise.model.open import blueprint_of
 from shardwise.planner import read_ahead
 from shardwise.planner.predict import predict
@@ -38,7 +38,7 @@ def recipe(
 ) -> Recipe:
     cluster: dict[str, Any] = {"preset": "4xA100-80GB"}
     if memory_mib is not None:
-        cluster["memory_gib"] = memory_mib / 1024 / (1 - KINDS["cuda"].reserve)
+        cluster["memory_gib"] = memory_mib / 1024 / (1 - DEVICE_KINDS["cuda"].reserve)
     values = {
         "model": model,
         "data": {"sequence_length": 128},
@@ -176,10 +176,10 @@ def test_a_broken_rule_is_refused_with_the_nearest_that_works() -> None:
 
 def test_the_plan_survives_json() -> None:
     plan = planned(recipe(zero_stage=2))
-    again = parsed(plan.to_json(), Plan, Path("plan.json"))
+    again = parse_json(plan.to_json(), Plan, Path("plan.json"))
     assert again.as_dict() == plan.as_dict()
     large = replace(plan, step=replace(plan.step, flops=2**70, model_flops=2**80))  # of 405B weights: 2^65
-    assert parsed(large.to_json(), Plan, Path("plan.json")) == large
+    assert parse_json(large.to_json(), Plan, Path("plan.json")) == large
     data = plan.as_dict()
     assert sum(data["ledger"].values()) == data["peak"]["bytes"]
     assert set(data["strategy"]) == {s.key for s in SETTINGS}

@@ -10,7 +10,7 @@ from shardwise.core.cost import Collective, Kernel, StepCost
 from shardwise.core.pipeline.schedule import step_time as schedule_seconds
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.hardware.measured import IN_PLACE, NEW, MeasuredSpeeds
-from shardwise.planner.timing import StepTime, step_time
+from shardwise.planner.timing import StepTime, predicted_step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import mesh_layout
 
@@ -33,7 +33,7 @@ def gather(calls: int, megabytes: float, axis: str = "shard", passes: int = 1) -
 
 def timed(*collectives: Collective, micro_batches: int = 1, calls: int = 10) -> StepTime:
     cost = StepCost((work("forward", calls=calls),), collectives, (), micro_batches)
-    return step_time(cost, LAYOUT, cluster())
+    return predicted_step_time(cost, LAYOUT, cluster())
 
 
 def test_collectives_of_one_rank_and_of_nothing_are_free() -> None:
@@ -69,7 +69,7 @@ def test_a_reduction_once_a_step_hides_behind_one_micro_batch_only() -> None:
 
 def test_many_small_kernels_wait_for_the_host() -> None:
     cost = StepCost((Kernel("forward", "aten::add", "bf16", 1000, 0, 1000),), ())
-    time = step_time(cost, LAYOUT, cluster())
+    time = predicted_step_time(cost, LAYOUT, cluster())
     assert time.seconds == pytest.approx(1000 * cluster().device.launch.kernel)
     assert time.split["waiting for the host"] > 0
 
@@ -91,7 +91,7 @@ def test_a_calibrated_host_launches_in_the_seconds_that_were_measured() -> None:
         Kernel("backward", "aten::add", "bf16", 1000, 0, 1000),
         Kernel("optimizer", "aten::_fused_adamw_", "fp32", 100, 0, 1000),
     )
-    time = step_time(StepCost(kernels, ()), LAYOUT, here)
+    time = predicted_step_time(StepCost(kernels, ()), LAYOUT, here)
     launches = 1000 * 5e-5 + 1000 * here.device.launch.kernel + 100 * 2e-5
     assert time.seconds == pytest.approx(launches)
     assert time.split["memory-bound"] == pytest.approx(2100 * 1e-6)
@@ -100,11 +100,13 @@ def test_a_calibrated_host_launches_in_the_seconds_that_were_measured() -> None:
 def test_messages_between_stages_belong_to_the_schedule() -> None:
     layout = mesh_layout({"pipeline": 2, "shard": 8})
     message = Collective("send", "pipeline", 2, 8, 10**7, 2 * 10**7, "forward", 4)
-    time = step_time(StepCost((work("forward"),), (message,), (), 4), layout, cluster("16xH100-80GB"))
+    time = predicted_step_time(
+        StepCost((work("forward"),), (message,), (), 4), layout, cluster("16xH100-80GB")
+    )
     assert time.split["exposed communication"] == 0
     assert time.sending == pytest.approx(2e7 / (50e9 * cluster().device.efficiency.network), rel=0.2)
     around = replace(message, axis="sequence", degree=8)
-    assert step_time(StepCost((), (around,), (), 4), LAYOUT, cluster()).seconds > 0
+    assert predicted_step_time(StepCost((), (around,), (), 4), LAYOUT, cluster()).seconds > 0
     # Two micro-batches are in flight, and each waits for a message there and one back.
     steps = [schedule_seconds("1f1b", 2, 1, 8, lambda a: 1.0, sending) for sending in (0.0, 0.25)]
     assert steps[1] == steps[0] + 8 / 2 * 2 * 0.25

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.events import StreamEndEvent
 
 from shardwise.core.errors import RecipeError
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.recipe.load import SECTIONS
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
@@ -49,7 +49,7 @@ def timed(file: Path, overrides: tuple[str, ...]) -> tuple[str, float]:
     began, line = time.process_time(), ""
     try:
         with uncollected():
-            read(file, overrides)
+            read_request(file, overrides)
     except RecipeError as error:
         line = error.line()
     return line, time.process_time() - began

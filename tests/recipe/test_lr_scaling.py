@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.core.errors import RecipeError
 from shardwise.recipe.load import dump_recipe, parse_recipe, recipe_of
-from shardwise.recipe.lr_scaling import scaled, sentences
+from shardwise.recipe.lr_scaling import scaled, scaling_sentences
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from tests.harness.optimizers import FACTORIES, StartWeights, name_of
 
@@ -35,7 +35,7 @@ def recipe(
 def test_without_a_rule_nothing_is_derived() -> None:
     plain = recipe(1024, None)
     assert scaled(plain) is plain.optimizer
-    assert list(sentences(plain)) == []
+    assert list(scaling_sentences(plain)) == []
 
 
 def test_linear_scales_the_rate_alone() -> None:
@@ -106,10 +106,10 @@ def test_the_largest_batch_is_exact_in_decimals() -> None:
 
 
 def test_what_was_derived_is_said_in_one_sentence() -> None:
-    assert next(sentences(recipe(1024, "linear"))) == (
+    assert next(scaling_sentences(recipe(1024, "linear"))) == (
         "learning rate 0.0003 × 4 = 0.0012 (linear, batch 1024 from 256)"
     )
-    assert list(sentences(recipe(1024, "sqrt"))) == [
+    assert list(scaling_sentences(recipe(1024, "sqrt"))) == [
         "learning rate 0.0003 × √4 = 0.0006 (sqrt, batch 1024 from 256); betas [0.9, 0.95] → [0.6, 0.8];"
         " epsilon 1e-08 → 5e-09"
     ]
@@ -136,7 +136,7 @@ def test_the_resolved_recipe_keeps_what_was_written() -> None:
 
 
 def advice(of: Recipe) -> list[str]:
-    return [sentence for sentence in sentences(of) if sentence.startswith("advice: ")]
+    return [sentence for sentence in scaling_sentences(of) if sentence.startswith("advice: ")]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_sqrt_scales_betas_and_epsilon_of_an_adam_of_torch() -> None:
     assert found.arguments == {"betas": (0.6, 0.8), "eps": 5e-7, "weight_decay": 0.1}
     assert scaled(recipe(1024, "linear", factory="torch.optim:AdamW")).arguments == {}
     assert "betas [0.9, 0.999] → [0.6, 0.996]; epsilon 1e-08 → 5e-09" in next(
-        sentences(recipe(1024, "sqrt", factory="torch.optim:AdamW"))
+        scaling_sentences(recipe(1024, "sqrt", factory="torch.optim:AdamW"))
     )
     with pytest.raises(RecipeError, match=r"batch_size that works is 2559") as caught:
         recipe(2560, "sqrt", factory="torch.optim:AdamW")

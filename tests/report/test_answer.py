@@ -11,7 +11,7 @@ from shardwise.core.answer import Alternative, Answer, DeviceTry, FigureOrigin, 
 from shardwise.core.plan import Plan
 from shardwise.core.units import GiB
 from shardwise.report.front import differs, memory_against_time
-from shardwise.report.pictures import NARROW, WIDE, svg
+from shardwise.report.pictures import NARROW_INCHES, WIDE_INCHES, svg
 from shardwise.report.tables import plan_text
 
 
@@ -102,7 +102,7 @@ def test_labels_say_what_differs(plan: Plan, other: str, words: str) -> None:
     assert differs(plan.line, other) == words
 
 
-@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("width", [WIDE_INCHES, NARROW_INCHES])
 def test_the_front_is_drawn_with_labels_that_do_not_overlap(plan: Plan, answer: Answer, width: float) -> None:
     figure = memory_against_time(plan, answer.front, width)
     labels = [text.get_text() for text in figure.axes[0].texts]
@@ -115,7 +115,7 @@ def test_the_front_is_drawn_with_labels_that_do_not_overlap(plan: Plan, answer: 
     assert "zero2×8" in svg(figure, "front")
 
 
-@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("width", [WIDE_INCHES, NARROW_INCHES])
 def test_many_strategies_are_labelled_once_and_off_the_points(plan: Plan, width: float) -> None:
     """Close together, some with long names; the chosen one is on the front as an equal object, as from a file."""
     chosen = plan.candidates[0]

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from shardwise.core.pipeline.schedule import SCHEDULES, orders, play, steps
 from shardwise.core.strategy import Layout
 from shardwise.report.mesh import SHOWN_ROWS, held, mesh
-from shardwise.report.pictures import NARROW, WIDE, png, svg
-from shardwise.report.pipeline.gantt import PASSES, SHOWN_LANES, Chart, gantt
+from shardwise.report.pictures import NARROW_INCHES, WIDE_INCHES, png, svg
+from shardwise.report.pipeline.gantt import PASS_COLOURS, SHOWN_LANES, Chart, gantt
 from shardwise.technique import mesh_layout
 
 SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -31,7 +31,7 @@ def texts(figure: Figure) -> list[str]:
 
 def bars(axes: Any) -> list[tuple[str, float, float, float]]:
     """(colour, lane, start, length) of every bar that is a pass."""
-    colours = {colour for _, colour in PASSES.values()}
+    colours = {colour for _, colour in PASS_COLOURS.values()}
     shapes = [
         (to_hex(p.get_facecolor()), p.get_y() + p.get_height() / 2, p.get_x(), p.get_width())
         for p in axes.patches
@@ -50,7 +50,7 @@ def test_a_bar_for_every_pass_where_it_lies(schedule: str) -> None:
     shown = chart(schedule)
     drawn = bars(gantt([shown], "slots").axes[0])
     wanted = [
-        (PASSES[action.kind][1], lane, start, end - start)
+        (PASS_COLOURS[action.kind][1], lane, start, end - start)
         for lane, spans in enumerate(shown.played.spans)
         for action, start, end in spans
     ]
@@ -90,9 +90,9 @@ def test_a_box_says_what_its_rank_holds() -> None:
     assert len({tuple(held(LAYOUT, rank)) for rank in range(16)}) == 16
 
 
-@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("width", [WIDE_INCHES, NARROW_INCHES])
 def test_every_rank_of_a_small_mesh_is_drawn(width: float) -> None:
-    columns = 8 if width == WIDE else 2
+    columns = 8 if width == WIDE_INCHES else 2
     words = texts(mesh(LAYOUT, 8, width))
     ranks = [word for word in words if word.startswith("rank")]
     assert len(set(ranks)) == len(ranks) == min(16, columns * SHOWN_ROWS)
@@ -152,12 +152,18 @@ def test_rows_hold_every_rank_once_whatever_stages_and_nodes(stages: int, shards
 
 @pytest.mark.parametrize(
     ("stages", "shards", "in_node", "width"),
-    [(4, 6, 8, NARROW), (2, 6, 4, NARROW), (3, 16, 8, WIDE), (8, 12, 12, WIDE), (8, 3, 12, NARROW)],
+    [
+        (4, 6, 8, NARROW_INCHES),
+        (2, 6, 4, NARROW_INCHES),
+        (3, 16, 8, WIDE_INCHES),
+        (8, 12, 12, WIDE_INCHES),
+        (8, 3, 12, NARROW_INCHES),
+    ],
 )
 def test_what_is_left_out_is_counted(stages: int, shards: int, in_node: int, width: float) -> None:
     figure = mesh(staged(stages, shards), in_node, width)
     drawn = {rank for rank, _, _ in boxes(figure)}
-    assert_in_place(figure, in_node, 8 if width == WIDE else 2)
+    assert_in_place(figure, in_node, 8 if width == WIDE_INCHES else 2)
     assert len(nodes(figure)) <= SHOWN_ROWS
     assert 0 in drawn
     assert drawn & set(range((stages - 1) * shards, stages * shards)), "of the last stage"

@@ -10,7 +10,15 @@ import pytest
 
 from shardwise.core.ledger import CATEGORIES
 from shardwise.core.units import GiB, MiB
-from shardwise.report.notation import COLOURS, deviation, of_capacity, seconds, share, tokens_rate, unit_for
+from shardwise.report.notation import (
+    COLOURS,
+    deviation,
+    of_capacity,
+    percent_text,
+    seconds,
+    tokens_rate,
+    unit_for,
+)
 
 Array = npt.NDArray[np.float64]
 
@@ -88,7 +96,12 @@ def test_peak_beside_capacity() -> None:
 
 
 def test_figures() -> None:
-    assert [share(0.62, 1), share(0.001, 1), share(0, 1), share(1, 0)] == ["62 %", "<1 %", "0 %", ""]
+    assert [percent_text(0.62, 1), percent_text(0.001, 1), percent_text(0, 1), percent_text(1, 0)] == [
+        "62 %",
+        "<1 %",
+        "0 %",
+        "",
+    ]
     assert [deviation(102, 100), deviation(98, 100), deviation(1, 0)] == ["+2.0 %", "−2.0 %", "–"]
     assert [tokens_rate(r) for r in (0.5, 42.25, 999.7, 79_682, 1.5e6)] == [
         "0.50 tokens/s",

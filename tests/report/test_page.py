@@ -18,11 +18,11 @@ from shardwise.core.errors import ResourceError
 from shardwise.core.plan import AllocationSite, Plan
 from shardwise.core.run_files import PhasesRecord, RankMemory
 from shardwise.core.units import GiB, MiB, format_bytes
-from shardwise.report.notation import COLOURS, by_size, label
-from shardwise.report.page import SHOWN_RANKS, render_page
+from shardwise.report.notation import COLOURS, by_size, row_label
+from shardwise.report.page import TABLE_RANKS, render_page
 from shardwise.report.record import RunRecord, read_run
 from shardwise.report.run import write_plan_page, write_report
-from shardwise.report.template import data_block, printable, script
+from shardwise.report.template import data_block, script, without_control
 
 MakeRun = Callable[..., Path]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -109,7 +109,7 @@ def test_every_row_of_the_ledger_is_there_in_its_colour(run: RunRecord) -> None:
     page = render_page(run)
     for row, size in by_size(run.plan.ledger):
         assert re.search(
-            rf'<th scope="row">{label(row)}</th>\s*'
+            rf'<th scope="row">{row_label(row)}</th>\s*'
             rf'<td class="bar"><i style="[^"]*background:{COLOURS[row]}"></i></td>\s*'
             rf'<td class="n">{size / 2**30:.2f} GiB</td>',
             page,
@@ -180,7 +180,7 @@ def test_json_in_a_page_cannot_end_its_element() -> None:
 
 
 def test_what_cannot_be_printed_is_shown_as_such() -> None:
-    assert printable("a\x00b\u202ec\td\ne \ud800 é") == "a\ufffdb\ufffdc\td\ne \ufffd é"
+    assert without_control("a\x00b\u202ec\td\ne \ud800 é") == "a\ufffdb\ufffdc\td\ne \ufffd é"
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -337,7 +337,7 @@ def test_of_many_ranks_the_table_keeps_those_that_hold_most(run: RunRecord) -> N
     assert run.outcome is not None
     ranks = tuple(RankMemory(rank, 100, rank + 1) for rank in range(1024))
     text = Reader(render_page(replace(run, outcome=replace(run.outcome, ranks=ranks)))).text
-    assert f"The {SHOWN_RANKS} of 1024 ranks that held most" in text
+    assert f"The {TABLE_RANKS} of 1024 ranks that held most" in text
 
 
 @pytest.mark.usefixtures("no_pictures")

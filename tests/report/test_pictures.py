@@ -22,8 +22,8 @@ from shardwise.core.units import GiB
 from shardwise.report.notation import COLOURS
 from shardwise.report.pictures import (
     MOST_POINTS,
-    NARROW,
-    SHOWN_RANKS,
+    NARROW_INCHES,
+    PICTURE_RANKS,
     STACK,
     ledger_bar,
     loss_curve,
@@ -69,7 +69,7 @@ def test_ids_of_two_pictures_do_not_meet(plan: Plan) -> None:
         set(re.findall(r' id="([^"]*)"', element))
         for element in (
             svg(memory_timeline(plan), "memory"),
-            svg(memory_timeline(plan, NARROW), "memory"),
+            svg(memory_timeline(plan, NARROW_INCHES), "memory"),
             svg(loss_curve([step(1), step(2)]), "loss"),
         )
     ]
@@ -197,7 +197,7 @@ def test_ranks_show_both_sizes_and_the_error() -> None:
 def test_of_many_ranks_those_that_hold_most() -> None:
     figure = peaks_by_rank([RankMemory(rank, 100, rank + 1) for rank in range(64)])
     words = texts(figure)
-    assert f"rank {64 - SHOWN_RANKS}" in words
+    assert f"rank {64 - PICTURE_RANKS}" in words
     assert "rank 0" not in words
 
 

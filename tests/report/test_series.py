@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import run as command
-from shardwise.core.identity import NAME, Start, append, starts
+from shardwise.core.identity import STARTS, Start, append, starts
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import StepRecord
 from shardwise.report.charts import series_charts
-from shardwise.report.compare import differences
+from shardwise.report.compare import setting_differences
 from shardwise.report.page import render_page
 from shardwise.report.pictures import svg
 from shardwise.report.record import read_run
@@ -95,7 +95,7 @@ def test_this_process_names_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.argv", ["/lib/shardwise/__main__.py", "plan"])
     assert Start.now(tmp_path).command == "shardwise plan"
     append(tmp_path, now)
-    with (tmp_path / NAME).open("a") as file:
+    with (tmp_path / STARTS).open("a") as file:
         file.write('{"time": 3}\nno json\n')
     assert starts(tmp_path) == [now]
 
@@ -117,7 +117,7 @@ def test_runs_are_compared_on_one_page(
     assert re.findall(r"<script>(.*?)</script>", html, re.DOTALL) == [script()]
     assert "other &lt;line&gt;" in html and "loss, nats per token" in html
     runs = {folder.name: read_run(folder) for folder in folders}
-    assert list(differences(runs)) == [("optimizer.learning_rate", ["0.0003", "0.5"])]
+    assert list(setting_differences(runs)) == [("optimizer.learning_rate", ["0.0003", "0.5"])]
     assert "<code>optimizer.learning_rate</code>" in html
     assert len(html) < 400_000
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import Outcome, PhasesRecord, RankMemory
-from shardwise.report.step_times import phase_times, step_sentences
+from shardwise.report.step_times import compared_phases, step_sentences
 
 MEASURED = {"forward": 0.5, "backward": 1.0, "optimizer": 0.2, "communication": 0.3}
 PREDICTED = {"forward": 0.4, "backward": 1.1, "optimizer": 0.2, "communication": 0.0}
@@ -26,11 +26,11 @@ def on_cpu(plan: Plan, *assumptions: str) -> Plan:
 
 def test_every_phase_has_both_figures_and_the_error(plan: Plan) -> None:
     planned = on_cpu(plan)
-    rows = {each.name: each for each in phase_times(planned, outcome(planned, 2.0))}
+    rows = {each.name: each for each in compared_phases(planned, outcome(planned, 2.0))}
     assert list(rows) == ["forward", "backward", "communication", "optimizer"]
     assert rows["forward"].error == "−20.0 %" and rows["backward"].error == "+10.0 %"
     assert rows["communication"].error == ""
-    assert phase_times(plan, outcome(plan, 2.0)) == []  # a plan of an older version
+    assert compared_phases(plan, outcome(plan, 2.0)) == []  # a plan of an older version
 
 
 def test_a_large_error_offers_a_calibration_once(plan: Plan) -> None:

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shardwise.core.json_file import parsed
+from shardwise.core.json_file import parse_json
 from shardwise.core.ledger import CATEGORIES, Ledger
 from shardwise.core.plan import HostMemory, Plan
 from shardwise.core.units import GiB, MiB
-from shardwise.report.notation import COLOURS, label
+from shardwise.report.notation import COLOURS, row_label
 from shardwise.report.tables import plan_table, plan_text
 from tests.harness.plans import with_rows
 
@@ -45,7 +45,7 @@ def test_narrow_head_takes_two_lines(plan: Plan) -> None:
 def test_ledger_rows_are_the_plans_and_sum_to_its_peak(plan: Plan) -> None:
     text = plan_text(plan)
     rows = dict(re.findall(r"^  (\w[\w ]*?)  +[█▏▎▍▌▋▊▉]+ +([\d.]+) GiB", text, re.MULTILINE))
-    expected = {label(row): f"{size / GiB:.2f}" for row, size in plan.ledger.as_dict().items() if size}
+    expected = {row_label(row): f"{size / GiB:.2f}" for row, size in plan.ledger.as_dict().items() if size}
     assert rows == expected
     assert list(rows) == sorted(rows, key=lambda row: -float(rows[row]))
     assert sum(map(float, rows.values())) == pytest.approx(plan.peak.bytes / GiB, abs=0.01 * len(rows))
@@ -166,7 +166,7 @@ def test_words_from_outside_are_shown_as_they_are(plan: Plan) -> None:
 
 
 def test_a_plan_read_back_prints_the_same(plan: Plan) -> None:
-    assert plan_text(parsed(plan.to_json(), Plan, Path())) == plan_text(plan)
+    assert plan_text(parse_json(plan.to_json(), Plan, Path())) == plan_text(plan)
 
 
 sizes = st.integers(0, 2**44)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.runtime.quantized import NF4, Packing, bits_per_weight, linear
+from shardwise.runtime.quantized import NF4_LEVELS, Packing, bits_per_weight, linear
 
 KINDS = ("nf4", "int8")
 
@@ -31,7 +31,7 @@ def test_levels_are_the_quantiles_of_a_normal_distribution() -> None:
     below = -torch.special.ndtri(torch.linspace(tail, 0.5, 8, dtype=torch.float64))
     levels = torch.cat([below[:-1], above]).sort().values
     torch.testing.assert_close(
-        torch.tensor(NF4, dtype=torch.float64), levels / levels.max(), atol=1e-6, rtol=0
+        torch.tensor(NF4_LEVELS, dtype=torch.float64), levels / levels.max(), atol=1e-6, rtol=0
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint.adapter import gathered, leave
+from shardwise.checkpoint.adapter import gathered_adapter, leave
 from shardwise.core.errors import CheckpointError, ResourceError
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import build
@@ -231,7 +231,7 @@ def values_rank(adapter: dict[str, Any], settings: dict[str, Any], folder: str) 
     """Whether a run that starts from an adapter's folder has its values."""
     recipe = recipe_with(adapter | {"start_from": folder})
     run = build(recipe, blueprint_of(recipe), strategy_from(settings), torch.device("cpu"))
-    whole = gathered(run, parameters_of(run))
+    whole = gathered_adapter(run, parameters_of(run))
     files = AdapterFiles(Path(folder))
     return all(torch.equal(value, files.read(name).to(value)) for name, value in whole.items())
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.hardware.cluster import cluster_of
-from shardwise.hardware.kinds import KINDS
+from shardwise.hardware.kinds import DEVICE_KINDS
 from shardwise.model.open import blueprint_of
 from shardwise.planner.predict import predict
 from shardwise.planner.search import plan_for
@@ -252,7 +252,7 @@ def test_the_planner_reaches_for_it_when_nothing_plainer_fits() -> None:
     asked = recipe(model, 256, cluster={"preset": "1xH100-80GB"}, strategy={"micro_batch_size": 16})
     strategy = strategy_from({"micro_batch_size": 16})
     limit = predict(asked, blueprint_of(asked), strategy, cluster_of(asked.cluster)).sum_bytes - 1
-    cluster = {"preset": "1xH100-80GB", "memory_gib": limit / 2**30 / (1 - KINDS["cuda"].reserve)}
+    cluster = {"preset": "1xH100-80GB", "memory_gib": limit / 2**30 / (1 - DEVICE_KINDS["cuda"].reserve)}
     asked = recipe(model, 256, cluster=cluster, strategy={"micro_batch_size": 16})
     plan = plan_for(asked, blueprint_of(asked), cluster_of(asked.cluster))
     assert plan.fits

@@ -49,7 +49,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
 
     original = compiled.compiled
     monkeypatch.setattr(compiled, "compiled", counted)
-    monkeypatch.setattr(compiled, "_kept", OrderedDict())
+    monkeypatch.setattr(compiled, "_compilations", OrderedDict())
     yield made
 
 
@@ -73,7 +73,7 @@ def test_the_scalar_code_of_a_dry_run_has_the_buffers_of_the_vectorized(
     device: str, precision: str, compilations: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scalar = planned(device=device, compile="block", precision=precision)
-    compiled._kept.clear()
+    compiled._compilations.clear()
     monkeypatch.delitem(torch_private_compiler._SCALAR, "cpp.simdlen")
     vectorized = planned(device=device, compile="block", precision=precision)
     assert len(compilations) == 2
@@ -84,7 +84,7 @@ def test_the_scalar_code_of_a_dry_run_has_the_buffers_of_the_vectorized(
 def test_a_plan_for_a_gpu_leaves_no_kernel_behind_in_the_compiler(compilations: list[object]) -> None:
     """The compiler's trace caches the kernel that an operator dispatches to; CUDA's have no gradient on a CPU."""
     for device in ("cpu", "H100-80GB", "cpu", "H100-80GB"):
-        compiled._kept.clear()
+        compiled._compilations.clear()
         eager, fused = planned(device=device), planned(device=device, compile="block")
         assert attention_of(eager) == attention_of(fused) != set(), device
         assert eager.cost.flops == fused.cost.flops, device
@@ -142,7 +142,7 @@ def test_a_later_dry_run_takes_the_compilation_of_one_before(
     """Its process groups are other objects with the same names."""
     runs = [planned(ranks=4, compile="block", zero_stage=stage, **settings) for stage in (3, 1)]
     assert len(compilations) == 1
-    compiled._kept.clear()
+    compiled._compilations.clear()
     own = planned(ranks=4, compile="block", zero_stage=1, **settings)
     assert len(compilations) == 2
     assert own.cost == runs[1].cost and own.peaks["backward"] == runs[1].peaks["backward"]

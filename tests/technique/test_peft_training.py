@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.checkpoint.adapter import gathered
+from shardwise.checkpoint.adapter import gathered_adapter
 from shardwise.engine.build import build
 from shardwise.engine.run_state import parameters_of
 from shardwise.engine.step import step
@@ -85,7 +85,7 @@ def trained_rank(values: dict[str, Any], settings: dict[str, Any]) -> dict[str, 
     mine = tokens()[run.data_rank :: run.data_degree]
     for _ in range(STEPS):
         step(run, [{"input_ids": mine[:, :-1], "labels": mine[:, 1:]}], RATE)
-    return gathered(run, parameters_of(run))
+    return gathered_adapter(run, parameters_of(run))
 
 
 @pytest.mark.parametrize("name", CASES)

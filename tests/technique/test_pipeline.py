@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.checkpoint import restore, save
+from shardwise.checkpoint.checkpoint import restore, save_checkpoint
 from shardwise.core.errors import RecipeError
-from shardwise.core.json_file import parsed
+from shardwise.core.json_file import parse_json
 from shardwise.core.pipeline.schedule import in_flight, orders, play
 from shardwise.core.plan import Plan
 from shardwise.core.units import format_percent
@@ -188,7 +188,7 @@ def test_held_out_loss_is_that_of_one_process(pool: Pool) -> None:
 def trained_and_saved(recipe: Recipe, folder: Path) -> None:
     run = made(recipe)
     step(run, batches(4), 1e-3)
-    save(run, TrainState(step=1), folder, keep=2)
+    save_checkpoint(run, TrainState(step=1), folder, keep=2)
 
 
 def gone_on(recipe: Recipe, folder: Path) -> tuple[dict[str, Tensor], float]:
@@ -327,7 +327,7 @@ def test_a_plan_shows_the_worst_stage_and_predicts_all_of_them() -> None:
     assert "pp2 1f1b" in plan.line
     assert plan.step.split["waiting for other stages"] > 0
     assert plan.step.seconds == pytest.approx(math.fsum(plan.step.split.values()))
-    played = parsed(plan.to_json(), Plan, Path("plan.json")).pipeline
+    played = parse_json(plan.to_json(), Plan, Path("plan.json")).pipeline
     assert played is not None and played == plan.pipeline
     assert (played.schedule, played.ranks, played.micro_batches, played.place) == (
         "1f1b",

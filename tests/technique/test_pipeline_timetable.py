@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.core.errors import DataError
-from shardwise.core.json_file import parsed, plain, text_of
+from shardwise.core.json_file import parse_json, plain, text_of
 from shardwise.core.pipeline.schedule import SCHEDULES
 from shardwise.core.timetable import Timetable
 
@@ -57,7 +57,7 @@ def test_steps_follow_each_other_and_only_pipedream_fills_the_pause(schedule: st
 def test_it_is_read_back_and_another_shape_is_refused() -> None:
     plan = even()
     path = Path("plan.json")
-    assert parsed(text_of(plan), Timetable, path) == plan
+    assert parse_json(text_of(plan), Timetable, path) == plan
     for wrong in ({"forward": [1.0]}, {"schedule": "dual-pipe"}):
         with pytest.raises(DataError, match="not one of this version"):
-            parsed(json.dumps(plain(plan) | wrong), Timetable, path)
+            parse_json(json.dumps(plain(plan) | wrong), Timetable, path)

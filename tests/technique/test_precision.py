@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.checkpoint.checkpoint import restore, save
+from shardwise.checkpoint.checkpoint import restore, save_checkpoint
 from shardwise.core.errors import RecipeError
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
@@ -101,7 +101,7 @@ def warned(folder: Path, precision: str) -> list[str]:
 
 
 def saved(folder: Path) -> None:
-    save(make_run(3, settings={"precision": "bf16"}), TrainState(1, 0), folder, 1)
+    save_checkpoint(make_run(3, settings={"precision": "bf16"}), TrainState(1, 0), folder, 1)
 
 
 def test_a_checkpoint_of_bf16_in_fp16_is_warned_about(pool: Pool, tmp_path: Path) -> None:

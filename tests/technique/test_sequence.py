@@ -12,13 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.checkpoint.checkpoint import restore, save
+from shardwise.checkpoint.checkpoint import restore, save_checkpoint
 from shardwise.core.errors import RecipeError
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
-from shardwise.planner.timing import collective_seconds, step_time
+from shardwise.planner.timing import collective_seconds, predicted_step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import OptimizerSpec, Recipe
 from shardwise.runtime.parallel.attention_kernels import _OnCPU, _Products
@@ -140,7 +140,7 @@ def saved_and_evaluated(folder: Path) -> tuple[dict[str, Tensor], float, str]:
     """What a checkpoint must hold, the held-out loss, and who is to blame for a weight that is not finite."""
     run = make_run(3, settings=divided("ring"), model=MODELS["grouped"], data=EIGHT)
     train(run, range(2))
-    save(run, TrainState(2, 0), folder, 1)
+    save_checkpoint(run, TrainState(2, 0), folder, 1)
     expected, held_out = whole(run), evaluate(run, [batch(7)])
     with torch.no_grad():
         dict(named_parameters(run.model))["layers.1.mlp.up_proj.weight"].fill_(torch.nan)
@@ -348,7 +348,7 @@ def test_all_to_alls_are_waited_for_and_rings_are_not() -> None:
         cost = replace(
             run.cost, collectives=tuple(c for c in run.cost.collectives if c.kind in ("all_to_all", "send"))
         )
-        exposed[method] = step_time(cost, layout, cluster).split["exposed communication"]
+        exposed[method] = predicted_step_time(cost, layout, cluster).split["exposed communication"]
         needed[method] = sum(collective_seconds(c, layout, cluster) for c in cost.collectives)
     assert exposed["ulysses"] == pytest.approx(needed["ulysses"])
     assert 0 < exposed["ring"] < 0.5 * needed["ring"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint.checkpoint import restore, save
+from shardwise.checkpoint.checkpoint import restore, save_checkpoint
 from shardwise.core.errors import RecipeError, ResourceError, ShardwiseError
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.optim import chunk as piece
@@ -311,7 +311,7 @@ def filled_on_the_way(folder: Path) -> list[str]:
     """Train and save, then let writes fail; the differences of the checkpoint afterwards."""
     run = built(FILES, folder)
     train(run, range(2))
-    save(run, TrainState(2, 0), folder / "checkpoints", keep=1)
+    save_checkpoint(run, TrainState(2, 0), folder / "checkpoints", keep=1)
     expected = whole(run)
     limit_files(4096)
     with pytest.raises(ResourceError, match="read or write the file of offloaded state"):
@@ -353,7 +353,7 @@ def saved_with(name: str, folder: Path) -> list[str]:
     with apart_of(row):
         run = built(row, folder)
         train(run, range(2))
-        save(run, TrainState(2, 0), folder / "checkpoints", keep=1)
+        save_checkpoint(run, TrainState(2, 0), folder / "checkpoints", keep=1)
         return train(run, range(2, 4))
 
 

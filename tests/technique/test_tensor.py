@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.checkpoint.checkpoint import restore, save
+from shardwise.checkpoint.checkpoint import restore, save_checkpoint
 from shardwise.checkpoint.saved_weights import load_weights
 from shardwise.core.cost import Collective, StepCost
 from shardwise.core.errors import RecipeError
@@ -25,7 +25,7 @@ from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.hf_tensor_plan import tensor_plan_of
 from shardwise.model.open import blueprint_of
-from shardwise.planner.timing import collective_seconds, step_time
+from shardwise.planner.timing import collective_seconds, predicted_step_time
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices
@@ -268,7 +268,7 @@ def test_nothing_hides_what_is_sent_between_layers() -> None:
     needed = sum(collective_seconds(c, layout, cluster) for c in sent)
     hidden = StepCost(cost.kernels, tuple(replace(c, axis="shard") for c in sent))
     exposed, overlapped = (
-        step_time(each, layout, cluster).split["exposed communication"]
+        predicted_step_time(each, layout, cluster).split["exposed communication"]
         for each in (StepCost(cost.kernels, tuple(sent)), hidden)
     )
     assert exposed == pytest.approx(needed)
@@ -350,11 +350,11 @@ def saved_and_resumed(folder: Path, first: dict[str, Any], second: dict[str, Any
     """Train with one layout, go on with another and save there; losses, and pieces of all that was saved."""
     run = make_run(settings=first, model=SMALL)
     before = train(run, range(2))
-    save(run, TrainState(2, 20), folder / "a", 2)
+    save_checkpoint(run, TrainState(2, 20), folder / "a", 2)
     after = train(run, range(2, 4))
     other = make_run(settings=second, model=SMALL)
     restore(other, folder / "a")
-    save(other, TrainState(2, 20), folder / "b", 2)
+    save_checkpoint(other, TrainState(2, 20), folder / "b", 2)
     held = {name: (local_slices(t), local_part(t).clone()) for name, t in tensors_of(other).items()}
     return before, after, train(other, range(2, 4)), held
 

@@ -160,7 +160,7 @@ def run_files(folder: Path) -> Iterator[Damage]:
 
 def manifest(checkpoint: Path) -> Damage:
     """A manifest that was changed and sealed again, or damaged."""
-    path = checkpoint / manifests.NAME
+    path = checkpoint / manifests.MANIFEST
     body = json.loads(path.read_bytes())
     del body["xxh3_128"]
 
@@ -168,9 +168,9 @@ def manifest(checkpoint: Path) -> Damage:
         part = random.choice(list(body))
         try:
             changed = json.loads(damaged_json({part: body[part]}, random))
-            path.write_bytes(manifests._sealed(body | changed))
+            path.write_bytes(manifests._with_digest(body | changed))
         except (ValueError, TypeError, RecursionError):
-            path.write_bytes(damaged_bytes(manifests._sealed(body), random))
+            path.write_bytes(damaged_bytes(manifests._with_digest(body), random))
         return lambda: load_weights(checkpoint)
 
     return of_manifest

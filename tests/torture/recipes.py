@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.recipe.load import SECTIONS
 from shardwise.technique import SETTINGS
 from tests.torture.cases import Case, damaged_bytes, main
@@ -113,7 +113,7 @@ def cases(count: int, random: random.Random) -> Iterator[Case]:
                 ]
             file.write_bytes(text)
             said = " ".join(each[:60] for each in overrides) or f"the file of case {number}"
-            yield said, lambda overrides=overrides: read(file, overrides)  # type: ignore[misc]
+            yield said, lambda overrides=overrides: read_request(file, overrides)  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.report.page import render_page
-from shardwise.report.pipeline.gantt import PASSES
+from shardwise.report.pipeline.gantt import PASS_COLOURS
 from shardwise.report.pipeline.pictures import planned_and_measured
 from shardwise.report.record import RunRecord, read_run
 from shardwise.report.run import write_report
@@ -111,7 +111,9 @@ def test_the_picture_shows_the_plan_s_passes_and_the_run_s(run: RunRecord) -> No
     ):
         assert played is not None
         bars = [p for p in axes.patches if p.get_zorder() > 0]
-        wanted = [(PASSES[a.kind][1], 1e3 * b, 1e3 * (e - b)) for spans in played.spans for a, b, e in spans]
+        wanted = [
+            (PASS_COLOURS[a.kind][1], 1e3 * b, 1e3 * (e - b)) for spans in played.spans for a, b, e in spans
+        ]
         drawn = [(matplotlib.colors.to_hex(p.get_facecolor()), p.get_x(), p.get_width()) for p in bars]
         assert [d[0] for d in drawn] == [w[0] for w in wanted]
         assert [d[1:] for d in drawn] == [pytest.approx(w[1:]) for w in wanted]

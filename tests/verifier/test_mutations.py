@@ -216,8 +216,8 @@ def moments_of_8_bits(patch: pytest.MonkeyPatch) -> None:
 def products_of_8_bits(patch: pytest.MonkeyPatch) -> None:
     from shardwise.runtime import float8
 
-    plain = float8.product
-    patch.setattr(float8, "product", lambda *arguments: plain(*arguments) * 1.1)
+    plain = float8.float8_product
+    patch.setattr(float8, "float8_product", lambda *arguments: plain(*arguments) * 1.1)
 
 
 def inputs_of_layers(patch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from shardwise.core.json_file import read_json, text_of
 from shardwise.verifier.verdict import (
+    ALL_PARAMETERS,
     FACTOR,
-    LEAST,
     LOOSEST,
-    WHOLE,
+    SMALLEST_LIMIT,
     PlainRuns,
     TrainedStep,
     Verdict,
-    judged,
+    judge_run,
     misalignments,
 )
 
@@ -33,9 +33,9 @@ def steps(*values: tuple[float, float]) -> tuple[TrainedStep, ...]:
 PLAIN = steps((4.0, 3.0), (4.0, inf), (3.0, 2.0), (2.0, 1.0))
 NOISY = steps((4.0, 3.0), (4.0, inf), (3.0, 2.02), (2.02, 1.015))
 FIRSTS = steps((4.0002, 3.003), (3.9999, 2.998))
-QUIET = {"w": 0.01, "b": 0.3, WHOLE: 0.001}
+QUIET = {"w": 0.01, "b": 0.3, ALL_PARAMETERS: 0.001}
 RUNS = PlainRuns(PLAIN[0], PLAIN, FIRSTS, (NOISY, PLAIN), QUIET, QUIET, UNIT, TARGETS)
-ALIKE = {"w": 0.0, "b": 0.0, WHOLE: 0.0}
+ALIKE = {"w": 0.0, "b": 0.0, ALL_PARAMETERS: 0.0}
 
 
 def verdict(
@@ -44,7 +44,7 @@ def verdict(
     parameters: dict[str, float] = ALIKE,
     runs: PlainRuns = RUNS,
 ) -> Verdict:
-    return judged(seen, gradients, parameters, runs, "fp16", 1e-5)
+    return judge_run(seen, gradients, parameters, runs, "fp16", 1e-5)
 
 
 def beyond(found: Verdict) -> list[str]:
@@ -54,7 +54,9 @@ def beyond(found: Verdict) -> list[str]:
 def test_a_run_within_the_noise_passes() -> None:
     """The norm of the skipped step is infinite in both, and left out."""
     seen = steps((4.0005, 3.01), (4.0005, inf), (3.01, 2.05), (2.05, 1.04))
-    found = verdict(seen, {"w": 0.03, "b": 9.0, WHOLE: 0.0}, {"w": 0.03, "b": 9.0, WHOLE: 0.0})
+    found = verdict(
+        seen, {"w": 0.03, "b": 9.0, ALL_PARAMETERS: 0.0}, {"w": 0.03, "b": 9.0, ALL_PARAMETERS: 0.0}
+    )
     assert found.passed and found.skipped == (1, 1) and found.unskipped == 0
     assert found.counted is not None and found.compared == 4
     assert vars(found.counted) == {
@@ -73,7 +75,7 @@ def test_a_run_within_the_noise_passes() -> None:
         (steps((4.0, 3.0), (4.0, inf), (3.0, 2.2), (2.0, 1.0)), {}, {}, "gradient norm"),
         (steps((4.0, 3.0), (4.0, inf), (nan, 2.0), (2.0, 1.0)), {}, {}, "loss"),
         (PLAIN, {"w": 0.05}, {}, "gradients"),
-        (PLAIN, {WHOLE: 0.01}, {}, "gradients"),
+        (PLAIN, {ALL_PARAMETERS: 0.01}, {}, "gradients"),
         (PLAIN, {"w": inf}, {}, "gradients"),
         (PLAIN, {}, {"w": 0.05}, "parameters"),
         (PLAIN, {}, {"w": 0.03}, None),
@@ -139,12 +141,12 @@ def test_misalignments() -> None:
             "broken": (nan, nan, 1.0),
         }
     )
-    assert found.pop(WHOLE) == inf
+    assert found.pop(ALL_PARAMETERS) == inf
     assert found == pytest.approx(
         {"long": 0.1, "orthogonal": 1.0, "opposite": 2.0, "still": 0.0, "moved": inf, "broken": inf}
     )
-    assert misalignments({"a": (1.1, 1.21, 1.0), "b": (1.0, 1.0, 1.0)})[WHOLE] == pytest.approx(0.05)
-    assert misalignments({}) == {WHOLE: 0.0}
+    assert misalignments({"a": (1.1, 1.21, 1.0), "b": (1.0, 1.0, 1.0)})[ALL_PARAMETERS] == pytest.approx(0.05)
+    assert misalignments({}) == {ALL_PARAMETERS: 0.0}
 
 
 @pytest.mark.parametrize("skipped", [0, 3, 4])
@@ -162,9 +164,9 @@ def test_an_update_by_a_gradient_that_is_not_finite_fails() -> None:
 
 def test_parameters_that_agree_in_all_repeats_are_allowed_the_least() -> None:
     silent = replace(RUNS, gradients=ALIKE, parameters=ALIKE)
-    within = {"w": 0.9 * LEAST, "b": 0.0, WHOLE: 0.0}
+    within = {"w": 0.9 * SMALLEST_LIMIT, "b": 0.0, ALL_PARAMETERS: 0.0}
     assert verdict(gradients=within, runs=silent).passed
-    assert not verdict(gradients={**within, "w": 1.1 * LEAST}, runs=silent).passed
+    assert not verdict(gradients={**within, "w": 1.1 * SMALLEST_LIMIT}, runs=silent).passed
     assert verdict(parameters={**within, "w": 0.9 * FACTOR * UNIT}, runs=silent).passed
     assert not verdict(parameters={**within, "w": 1.1 * FACTOR * UNIT}, runs=silent).passed
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["F", "B", "I", "W"]
+PassKind = Literal["F", "B", "I", "W"]
 
 SCHEDULES: tuple[str, ...] = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream")
 
@@ -38,7 +38,7 @@ SCHEDULES: tuple[str, ...] = ("naive", "gpipe", "1f1b", "interleaved", "zero_bub
 class Action:
     """One pass of one micro-batch through one stage, both counted from 0."""
 
-    kind: Kind
+    kind: PassKind
     stage: int
     micro_batch: int
 
@@ -60,11 +60,11 @@ def orders(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) 
     if schedule != "interleaved" and stages_per_rank != 1:
         raise ValueError(f"{schedule} has one stage per rank")
     if schedule == "zero_bubble":
-        return _filled(ranks, micro_batches)
-    return tuple(_order(schedule, rank, ranks, stages_per_rank, micro_batches) for rank in range(ranks))
+        return _zero_bubble_orders(ranks, micro_batches)
+    return tuple(_rank_order(schedule, rank, ranks, stages_per_rank, micro_batches) for rank in range(ranks))
 
 
-def _order(schedule: str, rank: int, ranks: int, stages_per_rank: int, count: int) -> Order:
+def _rank_order(schedule: str, rank: int, ranks: int, stages_per_rank: int, count: int) -> Order:
     after = ranks - rank - 1
     forward = [Action("F", rank, m) for m in range(count)]
     backward = [Action("B", rank, m) for m in range(count)]
@@ -80,7 +80,7 @@ def _order(schedule: str, rank: int, ranks: int, stages_per_rank: int, count: in
     return tuple(action for action in merged if action.micro_batch < count)
 
 
-def _in_groups(kind: Kind, stages: range, ranks: int, count: int) -> list[Action]:
+def _in_groups(kind: PassKind, stages: range, ranks: int, count: int) -> list[Action]:
     """As many micro-batches as there are ranks through one stage, then the same through the next."""
     return [
         Action(kind, stage, m)
@@ -99,7 +99,7 @@ def _merged(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -
     return merged + list(backward[len(forward) - ahead :])
 
 
-def _filled(ranks: int, count: int) -> tuple[Order, ...]:
+def _zero_bubble_orders(ranks: int, count: int) -> tuple[Order, ...]:
     """ZB-H1, played in slots of one pass each.
 
     A rank prefers F, as far as 1f1b would be ahead of I and no more than ``ranks`` micro-batches hold anything; then I,
@@ -110,7 +110,7 @@ def _filled(ranks: int, count: int) -> tuple[Order, ...]:
     numbers = [dict.fromkeys(("F", "I", "W"), 0) for _ in range(ranks)]
     slot = 0
     while any(n["W"] < count for n in numbers):
-        chosen = [_next(rank, ranks, count, numbers[rank], done, slot) for rank in range(ranks)]
+        chosen = [_next_action(rank, ranks, count, numbers[rank], done, slot) for rank in range(ranks)]
         for rank, action in enumerate(chosen):
             if action is not None:
                 done[action] = slot
@@ -120,7 +120,7 @@ def _filled(ranks: int, count: int) -> tuple[Order, ...]:
     return tuple(tuple(actions) for actions in lists)
 
 
-def _next(
+def _next_action(
     rank: int, ranks: int, count: int, number: Mapping[str, int], done: Mapping[Action, int], slot: int
 ) -> Action | None:
     def ready(action: Action) -> bool:

@@ -25,7 +25,7 @@ def _or_world(draft: Draft) -> str:
 def devices(draft: Draft) -> None:
     """Set the cluster, and how its ranks are divided. Raises RecipeError for degrees that are not its size."""
     facts, values = draft.facts, draft.values
-    if "stage_schedule" in facts and _staged(draft):
+    if "stage_schedule" in facts and _uses_pipeline(draft):
         draft.put(facts["stages"]["schedule"], facts["stage_schedule"], "stage_schedule")
     nodes = int(draft.number("nodes") or 1)
     ring = draft.number("ring")
@@ -87,7 +87,7 @@ def sharding(draft: Draft) -> None:
         if name not in draft.facts:
             continue
         words = re.findall(r"\w+", str(draft.facts[name]).lower())
-        names = _SHARDING | {"default": (2 if _staged(draft) else 3, False)}  # torchtitan's
+        names = _SHARDING | {"default": (2 if _uses_pipeline(draft) else 3, False)}  # torchtitan's
         known = [names[word] for word in words if word in names]
         if "offload" in words:
             draft.take("@offload_parameters", "cpu", *draft.keys[name])
@@ -100,7 +100,7 @@ def sharding(draft: Draft) -> None:
             draft.lose(name, "sharding is full_shard, shard_grad_op, no_shard or hybrid_shard")
 
 
-def _staged(draft: Draft) -> bool:
+def _uses_pipeline(draft: Draft) -> bool:
     """Whether torchtitan divides the blocks among stages."""
     return (draft.number(draft.facts.get("stages", {}).get("degree", "")) or 1) > 1
 
@@ -128,7 +128,9 @@ def batch(draft: Draft) -> None:
         )
     if total is None:
         total = (micro or 1) * (accumulated or 1) * degree
-    if (pieces := draft.number("stage_batch")) and _staged(draft):  # stages split torchtitan's local batch
+    if (pieces := draft.number("stage_batch")) and _uses_pipeline(
+        draft
+    ):  # stages split torchtitan's local batch
         draft.put("strategy.micro_batch_size", int(pieces), "stage_batch")
     elif micro:
         draft.put("strategy.micro_batch_size", int(micro), "micro_batch")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from shardwise.core.errors import RecipeError, shorten
 from shardwise.core.paths import path_of
-from shardwise.plugins.importers.draft import DEFAULT, Draft, Statement
+from shardwise.plugins.importers.draft import DEFAULT_MARK, Draft, Statement
 from shardwise.plugins.importers.foreign import leaves, read_foreign
 from shardwise.plugins.importers.formats import OFF, ForeignFormat, Mapped, format_named
 from shardwise.recipe.yaml_source import resolve_scalar
@@ -21,7 +21,7 @@ Status = Literal["no equivalent", "unknown", "mapped", "not needed", "default", 
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """One key of the other file: ``detail`` is the recipe's keys, or the reason."""
 
     key: str
@@ -62,7 +62,7 @@ class Collection:
     """
 
     draft: Draft = field(default_factory=Draft)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[KeyRow] = field(default_factory=list)
     stated: set[str] = field(default_factory=set)
     files: list[File] = field(default_factory=list)
 
@@ -93,7 +93,7 @@ class Collection:
         for file in self.files:
             for key, entry in file.format.entries.items():
                 if isinstance(entry, Mapped) and entry.default is not None:
-                    self._default(file, entry, file.prefix + key + DEFAULT)
+                    self._default(file, entry, file.prefix + key + DEFAULT_MARK)
 
     def _default(self, file: File, entry: Mapped, name: str) -> None:
         draft = self.draft
@@ -101,8 +101,8 @@ class Collection:
             for target in entry.targets - {f"@{fact}" for fact in draft.keys}:
                 draft.autos.setdefault(target.removeprefix("@"), []).append(name)
             return
-        chosen = _targets(entry, entry.default)
-        if name.removesuffix(DEFAULT) in self.stated | draft.lost.keys():
+        chosen = _mapped_values(entry, entry.default)
+        if name.removesuffix(DEFAULT_MARK) in self.stated | draft.lost.keys():
             return
         if entry.values is not None and next(iter(chosen), "").removeprefix("@") in draft.keys:
             return  # of the whole choice, another key says another
@@ -115,21 +115,21 @@ class Collection:
     def _key(self, file: File, key: str, name: str, value: Any) -> None:
         entry = file.format.entry(key)
         if entry is None and value in OFF and file.format.has_section(key):
-            self.rows.append(Row(name, value, "not needed", "off"))
+            self.rows.append(KeyRow(name, value, "not needed", "off"))
         elif entry is None:
             near = get_close_matches(key, file.format.entries, n=1, cutoff=0.7)
             why = f"no key of {file.format.title}" + (f"; did you mean {near[0]}?" if near else "")
-            self.rows.append(Row(name, value, "unknown", why))
+            self.rows.append(KeyRow(name, value, "unknown", why))
         elif isinstance(entry, Mapped):
-            self.rows.append(Row(name, value, "mapped", ""))
+            self.rows.append(KeyRow(name, value, "mapped", ""))
             self._map(file, entry, key, name, value)
         elif not entry.asks(value) or _is_auto(value):
             off = entry.why if entry.fate == "not needed" else "off"
-            self.rows.append(Row(name, value, "not needed", off))
+            self.rows.append(KeyRow(name, value, "not needed", off))
         elif entry.fate == "refused":
-            raise _refusal(file, key, value, entry.why)
+            raise _refused_training(file, key, value, entry.why)
         else:
-            self.rows.append(Row(name, value, entry.fate, entry.why))
+            self.rows.append(KeyRow(name, value, entry.fate, entry.why))
 
     def _map(self, file: File, entry: Mapped, key: str, name: str, value: Any) -> None:
         draft = self.draft
@@ -140,10 +140,10 @@ class Collection:
         if value in (None, "", [], *entry.unset):
             return
         try:
-            chosen = _targets(entry, value)
+            chosen = _mapped_values(entry, value)
         except ValueError as problem:
             if entry.refuse:
-                raise _refusal(file, key, value, entry.refuse) from None
+                raise _refused_training(file, key, value, entry.refuse) from None
             draft.lost[name] = str(problem)
             return
         self.stated.add(name)
@@ -165,13 +165,13 @@ class Collection:
             (path for path in (file.path.parent / name_of_file, name_of_file) if path.is_file()), None
         )
         if path is not None:
-            self.rows.append(Row(file.prefix + name, value, "not needed", "its keys are in this list"))
+            self.rows.append(KeyRow(file.prefix + name, value, "not needed", "its keys are in this list"))
             return [File(path, form, read_foreign(path), parent, f"{path.name}: ")]
         if isinstance(file.format.entry(key), Mapped):
             self._key(file, key, file.prefix + name, value)
         else:
             why = "there is no such file: import it on its own"
-            self.rows.append(Row(file.prefix + name, value, "no equivalent", why))
+            self.rows.append(KeyRow(file.prefix + name, value, "no equivalent", why))
         return []
 
     def _overrule(self) -> None:
@@ -188,13 +188,13 @@ class Collection:
                     }
 
 
-def _refusal(file: File, key: str, value: Any, why: str) -> RecipeError:
+def _refused_training(file: File, key: str, value: Any, why: str) -> RecipeError:
     place = f"{file.path}: {key}: {shorten(str(value), 60)}"
     fix = f"train this with {file.format.title}, or remove {key}"
     return RecipeError("this training cannot be done here", where=place, why=why, fix=fix)
 
 
-def _targets(entry: Mapped, value: Any) -> dict[str, Any]:
+def _mapped_values(entry: Mapped, value: Any) -> dict[str, Any]:
     """What a value sets. Raises ValueError for a value that has no place."""
     on = {f"@enables:{entry.enables}": True} if entry.enables else {}
     if entry.values is not None:

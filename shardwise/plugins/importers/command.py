@@ -14,7 +14,7 @@ import typer
 from shardwise.cli.common import AsJson, Overrides, path_argument, path_option
 from shardwise.cli.plan import ModelOption, WorldOption
 from shardwise.core.errors import shorten
-from shardwise.plugins.importers.collect import Row
+from shardwise.plugins.importers.collect import KeyRow
 from shardwise.plugins.importers.convert import Imported, imported
 from shardwise.recipe.yaml_source import written
 
@@ -59,7 +59,7 @@ def command(
         }
         print(json.dumps(values, indent=1, default=str))
     else:
-        _print(found, every)
+        _print_import(found, every)
     if out is not None:
         write_whole(out, found.text(out.parent).encode("utf-8"))
         typer.echo(f"{out}: next, shardwise plan {out}", err=as_json)
@@ -75,39 +75,47 @@ _LONG = 24
 """More mapped keys than these are counted by section of the recipe."""
 
 
-def _groups(found: Imported, every: bool) -> Iterator[tuple[str, list[str], str | None]]:
+def _row_groups(found: Imported, every: bool) -> Iterator[tuple[str, list[str], str | None]]:
     """(title, lines, colour) of the rows by their weight for the user; assumptions, to act on, come last."""
     lost, mapped = found.of("no equivalent", "unknown"), found.of("mapped")
     idle, defaults = found.of("not needed"), found.of("default")
-    yield f"no equivalent: {_keys(lost)}", [_row(row) for row in lost], "yellow"
+    yield f"no equivalent: {_key_count(lost)}", [_row_text(row) for row in lost], "yellow"
     sections = Counter(row.detail.partition(",")[0].partition(".")[0] for row in mapped)
     counted = [", ".join(f"{name} {count}" for name, count in sections.items()) + "; --all lists them"]
     few = every or len(mapped) <= _LONG
-    yield f"{_keys(mapped)} mapped", [_row(row) for row in mapped] if few else counted, None
+    yield f"{_key_count(mapped)} mapped", [_row_text(row) for row in mapped] if few else counted, None
     lines = [f"{row.key} → {row.detail}" for row in defaults]
     names = [", ".join(row.key.partition(" (")[0] for row in defaults)] * bool(defaults)
-    yield f"{_keys(defaults)} left out, so {found.format.title}'s defaults", lines if every else names, None
+    yield (
+        f"{_key_count(defaults)} left out, so {found.format.title}'s defaults",
+        lines if every else names,
+        None,
+    )
     names = [shorten(", ".join(row.key for row in idle), _WIDTH - 25) + "; --all says why"] * bool(idle)
-    yield f"{_keys(idle)} not needed", [_row(row) for row in idle] if every else names, "bright_black"
+    yield (
+        f"{_key_count(idle)} not needed",
+        [_row_text(row) for row in idle] if every else names,
+        "bright_black",
+    )
     assumed = [f"{row.key}={written(row.value)}: {row.detail}" for row in found.of("assumed")]
-    yield f"{_keys(assumed)} assumed; give KEY=VALUE to replace", assumed, "cyan"
+    yield f"{_key_count(assumed)} assumed; give KEY=VALUE to replace", assumed, "cyan"
 
 
-def _keys(rows: Sized) -> str:
+def _key_count(rows: Sized) -> str:
     return f"{len(rows)} key" + "s" * (len(rows) != 1)
 
 
-def _row(row: Row) -> str:
+def _row_text(row: KeyRow) -> str:
     value = shorten(json.dumps(row.value, default=str, ensure_ascii=False), 40)
     said = f"unknown: {row.detail}" if row.status == "unknown" else row.detail
     return f"{row.key}: {value} → {said}"
 
 
-def _print(found: Imported, every: bool) -> None:
+def _print_import(found: Imported, every: bool) -> None:
     more = f" and {len(found.keys) - 3} more" if len(found.keys) > 3 else ""
     by = f", recognised by {', '.join(found.keys[:3])}{more}" if found.keys else ""
     typer.echo("\n".join(textwrap.wrap(f"{found.path.name} ({found.format.title}{by})", _WIDTH)))
-    for title, lines, colour in _groups(found, every):
+    for title, lines, colour in _row_groups(found, every):
         if lines:
             typer.secho(f"\n{title}", bold=True, fg=colour)
         for line in lines:

@@ -13,12 +13,12 @@ from typing import Any
 
 from shardwise.core.errors import RecipeError, shorten
 from shardwise.core.paths import PathBase, path_of, seen_from
-from shardwise.plugins.importers.collect import Collection, File, Row, Status
-from shardwise.plugins.importers.draft import ASSUMED, DEFAULT, Draft
+from shardwise.plugins.importers.collect import Collection, File, KeyRow, Status
+from shardwise.plugins.importers.draft import ASSUMED, DEFAULT_MARK, Draft
 from shardwise.plugins.importers.facts import combine
 from shardwise.plugins.importers.foreign import read_foreign
 from shardwise.plugins.importers.formats import (
-    NAMES,
+    FORMAT_NAMES,
     STRANGE,
     ForeignFormat,
     Likeness,
@@ -30,7 +30,7 @@ from shardwise.recipe.overrides import overridden
 from shardwise.recipe.paths import with_whole_paths
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import Recipe
-from shardwise.recipe.yaml_source import Document, Origin, dotted, parse_document, written
+from shardwise.recipe.yaml_source import Origin, YamlDocument, dotted, parse_document, written
 
 NODE = 8
 """Devices of a node where the other file says only how many there are."""
@@ -52,11 +52,11 @@ class Imported:
     path: Path
     format: ForeignFormat
     keys: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[KeyRow, ...]
     values: Mapping[str, Any]
     sources: Mapping[str, list[str]]
 
-    def of(self, *statuses: Status) -> list[Row]:
+    def of(self, *statuses: Status) -> list[KeyRow]:
         """The rows with one of these statuses."""
         return [row for row in self.rows if row.status in statuses]
 
@@ -118,7 +118,7 @@ def imported(
     Args:
         model: preset, folder or Hub id, instead of the file's.
         world: number of devices (``8``), or a cluster (``8xH100-80GB``), instead of the file's.
-        kind: a name in NAMES; None recognises it.
+        kind: a name in FORMAT_NAMES; None recognises it.
         overrides: ``section.key=value`` of the recipe, applied in order.
 
     Raises:
@@ -128,7 +128,7 @@ def imported(
     content = read_foreign(path)
     form = format_named(kind) if kind else None
     likeness = Likeness("", form, ()) if form else recognised(content)
-    form = _readable(path, likeness, content)
+    form = _file_format(path, likeness, content)
     collection = Collection()
     draft = collection.draft
     draft.path = path
@@ -143,23 +143,23 @@ def imported(
     if world is not None:
         _replace_world(draft, world)
     combine(draft)
-    _complete(draft, world)
-    rows = [_finished(row, draft) for row in collection.rows]
+    _fill_required(draft, world)
+    rows = [_finished_row(row, draft) for row in collection.rows]
     for key, to in draft.targets.items():
-        if key.endswith(DEFAULT) and to:
-            rows.append(Row(key, None, "default", ", ".join(dict.fromkeys(to))))
+        if key.endswith(DEFAULT_MARK) and to:
+            rows.append(KeyRow(key, None, "default", ", ".join(dict.fromkeys(to))))
     for key, value in draft.values.items():
         if draft.sources[key] == [ASSUMED] or key in draft.notes:
-            rows.append(Row(key, value, "assumed", draft.notes.get(key, "the file does not say it")))
+            rows.append(KeyRow(key, value, "assumed", draft.notes.get(key, "the file does not say it")))
     keys = likeness.keys if likeness else ()
-    document = Document(path.name, _nested(draft.values), {(): Origin(0, 0)}, path)
+    document = YamlDocument(path.name, _nested(draft.values), {(): Origin(0, 0)}, path)
     made = Imported(path, form, keys, tuple(rows), with_whole_paths(document).values, draft.sources)
     return _overridden(made, overrides) if overrides else made
 
 
-def _readable(path: Path, likeness: Likeness | None, content: Mapping[str, Any]) -> ForeignFormat:
+def _file_format(path: Path, likeness: Likeness | None, content: Mapping[str, Any]) -> ForeignFormat:
     """The format of a file. Raises RecipeError for another trainer's, which would be half read."""
-    known = f"read are {', '.join(format_named(name).title for name in NAMES)}"
+    known = f"read are {', '.join(format_named(name).title for name in FORMAT_NAMES)}"
     if likeness is None:
         what = "this file is of no known trainer"
         raise RecipeError(what, where=str(path), why=known, fix="give --format to read it as one")
@@ -186,7 +186,7 @@ def _overridden(made: Imported, overrides: Sequence[str]) -> Imported:
     return replace(made, rows=rows, values=document.values, sources={**made.sources, **own})
 
 
-def _holds(values: Any, row: Row, own: Mapping[str, Any]) -> bool:
+def _holds(values: Any, row: KeyRow, own: Mapping[str, Any]) -> bool:
     """Whether an assumption still holds: no override has set or dropped its key."""
     head, _, rest = row.key.partition(".")
     inner = values.get(head)
@@ -213,7 +213,7 @@ def _replace_world(draft: Draft, world: str) -> None:
     draft.take("@nodes", nodes, "--world")
 
 
-def _complete(draft: Draft, world: str | None) -> None:
+def _fill_required(draft: Draft, world: str | None) -> None:
     """Fill in the keys that every recipe needs, and name the hardware."""
     if not {"model.preset", "model.layers"} & draft.values.keys():
         draft.assume("model.hf", "MODEL")
@@ -242,7 +242,7 @@ def _complete(draft: Draft, world: str | None) -> None:
         draft.sources["cluster.nodes"] = draft.sources["cluster.devices_per_node"]
 
 
-def _finished(row: Row, draft: Draft) -> Row:
+def _finished_row(row: KeyRow, draft: Draft) -> KeyRow:
     """A mapped row with its places in the recipe, or the reason why it has none."""
     if row.status != "mapped":
         return row

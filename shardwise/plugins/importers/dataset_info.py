@@ -14,7 +14,7 @@ _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "me
 _TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
 """Fields of a record, and names of roles, where an entry has no ``columns`` or no ``tags``."""
 
-_FORMATS: Mapping[tuple[str | None, ...], str] = {
+_COLUMN_FORMATS: Mapping[tuple[str | None, ...], str] = {
     ("instruction", "input", "output"): "alpaca",
     ("instruction", None, "output"): "alpaca",
     ("prompt", None, "completion"): "prompt",
@@ -22,7 +22,7 @@ _FORMATS: Mapping[tuple[str | None, ...], str] = {
     ("messages", "role", "content", "user", "assistant"): "messages",
 }
 _MEDIA = ("images", "videos", "audios")
-_OTHERS = ("system", "tools", "history", *_MEDIA)
+_OTHER_COLUMNS = ("system", "tools", "history", *_MEDIA)
 
 
 def names_of(listed: Any) -> list[str]:
@@ -62,9 +62,9 @@ def _record(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     chat = entry.get("formatting", "alpaca") != "alpaca"
     fields = ("messages",) if chat else ("prompt", "query", "response")
     names = tuple(columns.get(key) for key in fields) + tuple(tags.get(key) for key in _TAGS if chat)
-    lost = [key for key in _OTHERS if columns.get(key) and (key in _MEDIA or columns[key] != key)]
-    if names in _FORMATS:
-        return {"format": _FORMATS[names]}, lost
+    lost = [key for key in _OTHER_COLUMNS if columns.get(key) and (key in _MEDIA or columns[key] != key)]
+    if names in _COLUMN_FORMATS:
+        return {"format": _COLUMN_FORMATS[names]}, lost
     if not chat and names[1:] == (None, None):  # a set of plain text has one column
         return {"format": "text", "text_key": names[0]}, lost
     return {}, [f"the fields {', '.join(str(name) for name in names if name)} are of no format here", *lost]

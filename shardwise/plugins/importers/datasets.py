@@ -13,11 +13,11 @@ from shardwise.plugins.importers.draft import Draft
 
 _FIELDS = {"field": "messages", "role": "role", "content": "content"}
 _CHAT_FIELDS = "fields of a chat are messages with role and content, or conversations with from and value"
-_FORMATS = "formats are text, prompt, messages, sharegpt and alpaca"
-_TYPES = {
+_KNOWN_FORMATS = "formats are text, prompt, messages, sharegpt and alpaca"
+_AXOLOTL_TYPES = {
     "alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text",
 }  # fmt: skip
-_WEIGHTS = "data sets are concatenated there; here a mixture has weights, all 1: give data.mixture"
+_WEIGHTS_NOTE = "data sets are concatenated there; here a mixture has weights, all 1: give data.mixture"
 
 
 def datasets(draft: Draft) -> None:
@@ -43,7 +43,7 @@ def datasets(draft: Draft) -> None:
         draft.put("data.source", facts["source_path"], "source_path")
     elif listed:
         items = sorted(item for item in listed if listed[item].get("path"))
-        _sources(draft, {item: _listed(draft, item, listed[item]) for item in items})
+        _sources(draft, {item: _axolotl_source(draft, item, listed[item]) for item in items})
     if "datasets" in facts:
         _registered(draft)
     if facts.get("eval_strategy") == "steps" and "validation_set" in facts:
@@ -78,10 +78,10 @@ def _sources(draft: Draft, sources: Mapping[int, tuple[dict[str, Any], list[str]
         names = [name for _, own in sources.values() for name in own]
         draft.put("data.mixture", [values for values, _ in sources.values()], *names)
         if not any("weight" in values for values, _ in sources.values()):
-            draft.notes["data.mixture"] = _WEIGHTS
+            draft.notes["data.mixture"] = _WEIGHTS_NOTE
 
 
-def _listed(draft: Draft, item: int, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _axolotl_source(draft: Draft, item: int, asked: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A data set of Axolotl's list as a source, with the facts that it is from."""
     config, split, files = asked.get("config"), asked.get("split"), asked.get("files")
     name = str(asked["path"]) + (f":{config}" if config else "")
@@ -94,7 +94,7 @@ def _listed(draft: Draft, item: int, asked: Mapping[str, Any]) -> tuple[dict[str
     names = [f"dataset:{item}:{kind}" for kind in asked]
     values = {"source": source} | {key: asked[key] for key in ("text_key", "weight") if asked.get(key)}
     kind = re.split(r"[:.]", str(asked.get("type") or "none").lower())[0]
-    form = _TYPES.get(kind)
+    form = _AXOLOTL_TYPES.get(kind)
     fields = tuple(asked.get(name) or value for name, value in _FIELDS.items())
     if form == "messages" and fields == ("conversations", "from", "value"):
         form = "sharegpt"
@@ -104,14 +104,14 @@ def _listed(draft: Draft, item: int, asked: Mapping[str, Any]) -> tuple[dict[str
     if form is not None:
         values["format"] = form
     elif kind != "none":
-        draft.lose(f"dataset:{item}:type", _FORMATS)
+        draft.lose(f"dataset:{item}:type", _KNOWN_FORMATS)
     return values, names
 
 
 def _registered(draft: Draft) -> None:
     """Data sets of LLaMA-Factory, by their names in dataset_info.json."""
     named = names_of(draft.facts["datasets"])
-    shares = _shares(draft, len(named))
+    shares = _mixture_weights(draft, len(named))
     sources, lost = {}, list[str]()
     for item, (name, share) in enumerate(zip(named, shares, strict=True)):
         values, reason = registered(draft, name)
@@ -125,7 +125,7 @@ def _registered(draft: Draft) -> None:
         draft.lose("datasets", "; ".join(dict.fromkeys(lost)))
 
 
-def _shares(draft: Draft, count: int) -> list[float]:
+def _mixture_weights(draft: Draft, count: int) -> list[float]:
     """A weight for each data set, 0 where none is said. Raises RecipeError for others."""
     if (weights := draft.facts.get("dataset_weights")) is None:
         return [0.0] * count

@@ -12,7 +12,7 @@ from shardwise.core.errors import RecipeError
 ASSUMED = "assumed"
 """The source of a value that no file says."""
 
-DEFAULT = " (default)"
+DEFAULT_MARK = " (default)"
 """Ends the name of a key whose value is the other trainer's default."""
 
 
@@ -127,7 +127,7 @@ class Draft:
 
     def is_said(self, name: str) -> bool:
         """Whether a file says this fact or key of the recipe, and no default."""
-        return any(not key.endswith(DEFAULT) for key in self.keys.get(name, ()))
+        return any(not key.endswith(DEFAULT_MARK) for key in self.keys.get(name, ()))
 
     def origin(self, name: str) -> str:
         """The file and the key that a fact is from, for an error."""

@@ -23,14 +23,14 @@ from shardwise.recipe.sections import OptimizerSpec
 
 def combine(draft: Draft) -> None:
     """Apply all facts. Raises RecipeError for facts that contradict each other."""
-    for apply in _STEPS:
+    for apply in _FACT_STEPS:
         apply(draft)
     for keys in draft.sources.values():
         if not keys:
             keys.append(ASSUMED)
 
 
-def _model(draft: Draft) -> None:
+def _model_facts(draft: Draft) -> None:
     """The model: a preset, or a folder or id with weights; of torchtitan a flavor, with weights where it loads some."""
     facts = draft.facts
     if "flavor" in facts and "model" not in facts:
@@ -75,7 +75,7 @@ def _precision(draft: Draft) -> None:
         draft.take("@fp8", True, *draft.keys["converters"])
     if len(linear) < len(converters):
         draft.lose("converters", "of the converters, float8 of linear layers is precision: fp8")
-    names = [name for name in ("fp8", "bf16", "fp16", "fp64") if _on(facts.get(name))]
+    names = [name for name in ("fp8", "bf16", "fp16", "fp64") if _is_on(facts.get(name))]
     said = [name for name in names if draft.is_said(name)] or names
     if (pure := facts.get("pure")) and not set(said) - {pure}:  # weights in 16 bits, too
         draft.take(f"@{pure}", True, *draft.keys.get(pure, []), *draft.keys["pure"])
@@ -99,7 +99,7 @@ def _precision(draft: Draft) -> None:
         draft.put("strategy.precision", "fp32", "fp16", "bf16", "no_mixed_precision")
 
 
-def _on(value: object) -> bool:
+def _is_on(value: object) -> bool:
     return value is True or str(value).lower() in ("true", "full")
 
 
@@ -127,7 +127,7 @@ _ADAMW_8BIT = re.compile(r"(paged_)?adamw_?(bnb_|torch_)?8bit|ao_adamw_8bit")
 _FACTORY = "; optimizer.factory takes those of torch and other packages"
 
 
-def _optimizer(draft: Draft) -> None:
+def _optimizer_facts(draft: Draft) -> None:
     facts = draft.facts
     fact = "own_optimizer" if "own_optimizer" in facts else "optimizer"
     if (chosen := facts.get(fact)) is not None:
@@ -147,7 +147,7 @@ def _optimizer(draft: Draft) -> None:
         draft.put("optimizer.clip_norm", float(norm) or None, "clip_norm")
 
 
-def _checkpointing(draft: Draft) -> None:
+def _checkpointing_facts(draft: Draft) -> None:
     """Activation checkpointing, where no key has set it: off, or by DeepSpeed's own."""
     key = "strategy.activation_checkpointing"
     if "no_checkpointing" in draft.facts and key not in draft.values:
@@ -202,7 +202,7 @@ def _offload(draft: Draft) -> None:
         draft.put("strategy.offload_fraction", float(fraction), "offload_fraction")
 
 
-def _adapter(draft: Draft) -> None:
+def _adapter_facts(draft: Draft) -> None:
     facts = draft.facts
     if not facts.get("enables:adapter"):
         draft.drop("adapter.")
@@ -227,7 +227,7 @@ def _adapter(draft: Draft) -> None:
     draft.assume("adapter.rank", 8)
 
 
-def _length(draft: Draft) -> None:
+def _length_facts(draft: Draft) -> None:
     """Steps or epochs. A schedule that ends elsewhere than the run is another training, and refused or lost."""
     steps, epochs, tokens = (draft.number(name) for name in ("max_steps", "epochs", "max_tokens"))
     schedule = draft.number("schedule_steps")
@@ -256,7 +256,7 @@ def _length(draft: Draft) -> None:
         draft.assume("steps", 1000)
 
 
-def _schedule(draft: Draft) -> None:
+def _schedule_facts(draft: Draft) -> None:
     warmup, ratio, least = (draft.number(name) for name in ("warmup_steps", "warmup_ratio", "min_lr"))
     steps = draft.values.get("steps")
     if warmup and ratio and draft.is_said("warmup_steps") and draft.is_said("warmup_ratio"):
@@ -335,7 +335,7 @@ def _pauses(draft: Draft) -> None:
         draft.put("evaluation.sequences", sequences, "evaluation_batches", "validation_batch")
 
 
-def _best(draft: Draft) -> None:
+def _best_checkpoint_facts(draft: Draft) -> None:
     """The checkpoint that the Trainer loads at the end: that of the least loss, unless it names another metric."""
     facts, values = draft.facts, draft.values
     losses = [*values.get("evaluation.sets", {}), *["held_out_loss"] * (values.get("data.held_out") != 0)]
@@ -377,22 +377,22 @@ def _trackers(draft: Draft) -> None:
             draft.lose(fact, f"no tracker {name}: there are {', '.join(known)}{rest}")
 
 
-_STEPS: tuple[Callable[[Draft], None], ...] = (
-    _model,
+_FACT_STEPS: tuple[Callable[[Draft], None], ...] = (
+    _model_facts,
     datasets,
     _precision,
     _loss_scale,
-    _optimizer,
-    _checkpointing,
+    _optimizer_facts,
+    _checkpointing_facts,
     _compile,
     sharding,
     _offload,
-    _adapter,
+    _adapter_facts,
     devices,
     batch,
-    _length,
-    _schedule,
+    _length_facts,
+    _schedule_facts,
     _pauses,
-    _best,
+    _best_checkpoint_facts,
     _trackers,
 )

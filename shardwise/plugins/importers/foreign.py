@@ -15,7 +15,7 @@ from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, MarkedYAMLError, YAML
 
 from shardwise.core.errors import RecipeError, one_line
 
-LARGEST_FILE = 1024 * 1024
+LARGEST_FOREIGN_FILE = 1024 * 1024
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
@@ -23,8 +23,8 @@ def read_foreign(path: Path) -> dict[str, Any]:
     where = str(path)
     try:
         with open(path, "rb") as file:
-            raw = file.read(LARGEST_FILE + 1)
-        if len(raw) > LARGEST_FILE:
+            raw = file.read(LARGEST_FOREIGN_FILE + 1)
+        if len(raw) > LARGEST_FOREIGN_FILE:
             raise ValueError("it is larger than 1 MiB")
         values = _parsed(path.suffix, raw.decode("utf-8-sig"))
     except FileNotFoundError:

@@ -26,8 +26,17 @@ from typing import Any, Literal
 from shardwise.core.errors import RecipeError
 from shardwise.recipe.sections import ModelSpec
 
-FOLDER = Path(__file__).parent
-NAMES = ("deepspeed", "accelerate", "trainer", "trl", "llamafactory", "axolotl", "litgpt", "torchtitan")
+FORMATS_FOLDER = Path(__file__).parent
+FORMAT_NAMES = (
+    "deepspeed",
+    "accelerate",
+    "trainer",
+    "trl",
+    "llamafactory",
+    "axolotl",
+    "litgpt",
+    "torchtitan",
+)
 OFF: tuple[object, ...] = (None, False, "", "no", "none", 0, [], {})
 """Values that turn a key off."""
 
@@ -137,9 +146,9 @@ class Likeness:
 
 @cache
 def format_named(name: str) -> ForeignFormat:
-    """The format of a table. Raises RecipeError for a name that is not in NAMES."""
-    if name not in NAMES:
-        fix = f"choose one of {', '.join(NAMES)}"
+    """The format of a table. Raises RecipeError for a name that is not in FORMAT_NAMES."""
+    if name not in FORMAT_NAMES:
+        fix = f"choose one of {', '.join(FORMAT_NAMES)}"
         raise RecipeError(f"unknown format {name!r}", where="--format", fix=fix)
     table = _toml(name)
     base = format_named(table["extends"]) if "extends" in table else None
@@ -172,7 +181,7 @@ def _entries(table: Mapping[str, Any]) -> Iterator[tuple[str, Entry]]:
 
 @cache
 def _toml(name: str) -> dict[str, Any]:
-    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((FORMATS_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def recognised(values: Mapping[str, Any]) -> Likeness | None:
@@ -180,9 +189,9 @@ def recognised(values: Mapping[str, Any]) -> Likeness | None:
     model = values.get("model")
     if isinstance(model, Mapping) and any(key in ModelSpec.model_fields for key in model):
         return None
-    likeness = [_likeness(form, values) for form in map(format_named, NAMES) if _fits(form, values)]
+    likeness = [_likeness(form, values) for form in map(format_named, FORMAT_NAMES) if _fits(form, values)]
     best = min(likeness, key=lambda like: (len(like.strange), -len(like.keys)), default=None)
-    parts = set(_parts(values)) - (best.format.tops if best and best.format else set())
+    parts = set(_key_names(values)) - (best.format.tops if best and best.format else set())
     for title, keys in _toml("other_trainers").items():
         if evidence := tuple(key for key in keys if key in parts):
             return Likeness(title, None, evidence)
@@ -199,12 +208,12 @@ def _fits(form: ForeignFormat, values: Mapping[str, Any]) -> bool:
     return sections and any(key in values for key in form.signature)
 
 
-def _parts(values: Any) -> Iterator[str]:
+def _key_names(values: Any) -> Iterator[str]:
     """All names of keys, at any depth."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield str(key)
-            yield from _parts(value)
+            yield from _key_names(value)
     elif isinstance(values, list):
         for value in values:
-            yield from _parts(value)
+            yield from _key_names(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwise.core.paths import path_of
-from shardwise.plugins.quantize.job import quantize as quantize_folder
+from shardwise.plugins.quantize.job import quantize_model as quantize_folder
 from shardwise.plugins.quantize.report import Quantized
 from shardwise.plugins.quantize.settings import Settings
 

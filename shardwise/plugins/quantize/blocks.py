@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 
-NORMS = ("input_layernorm", "post_attention_layernorm")
-ATTENTION = tuple(f"self_attn.{letter}_proj" for letter in "qkvo")
+BLOCK_NORMS = ("input_layernorm", "post_attention_layernorm")
+ATTENTION_LAYERS = tuple(f"self_attn.{letter}_proj" for letter in "qkvo")
 GATE, UP, DOWN = "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
 _OPTIONAL = {GATE, "self_attn.q_norm", "self_attn.k_norm"}
 
@@ -55,9 +55,9 @@ def pre_norm_block(block: nn.Module, option: str) -> PreNormBlock:
     Raises RecipeError for another block; ``option`` is the argument of the command line that needs the parts.
     """
     found = {name: module for name, module in block.named_modules() if _has_own_parameters(module)}
-    required = {*NORMS, *ATTENTION, UP, DOWN}
+    required = {*BLOCK_NORMS, *ATTENTION_LAYERS, UP, DOWN}
     missing, foreign = sorted(required - found.keys()), sorted(found.keys() - required - _OPTIONAL)
-    linear = [name for name in (*ATTENTION, GATE, UP, DOWN) if name in found]
+    linear = [name for name in (*ATTENTION_LAYERS, GATE, UP, DOWN) if name in found]
     other = [name for name in linear if not isinstance(found[name], nn.Linear)]
     why = ""
     if missing:
@@ -76,7 +76,7 @@ def pre_norm_block(block: nn.Module, option: str) -> PreNormBlock:
     parts = {name: found[name] for name in linear}
     gate = parts.pop(GATE, None)
     q, k, v, o, up, down = (part for part in parts.values() if isinstance(part, nn.Linear))
-    first, second = (found[name] for name in NORMS)
+    first, second = (found[name] for name in BLOCK_NORMS)
     return PreNormBlock(first, q, k, v, o, second, gate if isinstance(gate, nn.Linear) else None, up, down)
 
 
@@ -93,14 +93,14 @@ def fold(previous: nn.Module, layers: Sequence[nn.Linear], scale: Tensor) -> Non
     Raises RecipeError for a norm whose gain is not known.
     """
     if isinstance(previous, nn.Linear):
-        _set(previous.weight, previous.weight.double() / scale.double().unsqueeze(1))
+        _set_values(previous.weight, previous.weight.double() / scale.double().unsqueeze(1))
     else:
         set_gain(previous, gain_of(previous) / scale.double())
     bias = getattr(previous, "bias", None)
     if isinstance(bias, Tensor):
-        _set(bias, bias.double() / scale.double())
+        _set_values(bias, bias.double() / scale.double())
     for layer in layers:
-        _set(layer.weight, layer.weight.double() * scale.double())
+        _set_values(layer.weight, layer.weight.double() * scale.double())
 
 
 def gain_of(norm: nn.Module) -> Tensor:
@@ -114,7 +114,7 @@ def gain_of(norm: nn.Module) -> Tensor:
 @torch.no_grad()
 def set_gain(norm: nn.Module, gain: Tensor) -> None:
     """Give a norm this gain [h]."""
-    _set(_weight(norm), gain - norm_offset(norm))
+    _set_values(_weight(norm), gain - norm_offset(norm))
 
 
 @torch.no_grad()
@@ -122,9 +122,9 @@ def is_rms_norm(norm: nn.Module) -> bool:
     """Whether a norm has no bias and normalizes to x / rms(x), which commutes with rotations."""
     if getattr(norm, "bias", None) is not None:
         return False
-    probe = _probe(norm)
+    probe = _norm_probe(norm)
     expected = probe * probe.square().mean(-1, keepdim=True).rsqrt()
-    return _close(_normalized(norm, probe), expected.double())
+    return _is_close(_normalized(norm, probe), expected.double())
 
 
 @torch.no_grad()
@@ -137,12 +137,12 @@ def norm_offset(norm: nn.Module) -> float:
     if type(norm) in (nn.LayerNorm, nn.RMSNorm):
         return 0.0
     if {name for name, own in norm._parameters.items() if own is not None} <= {"weight", "bias"}:
-        probe, draw = _probe(norm), torch.Generator().manual_seed(0)
+        probe, draw = _norm_probe(norm), torch.Generator().manual_seed(0)
         gain, bias = (1 + torch.rand(_weight(norm).shape, generator=draw) / 2 for _ in range(2))
         output, normalized = _output(norm, probe, gain, bias), _normalized(norm, probe)
         added = 0 if getattr(norm, "bias", None) is None else bias.double()
         for offset in (0.0, 1.0):
-            if _close(output, normalized * (gain + offset) + added):
+            if _is_close(output, normalized * (gain + offset) + added):
                 return offset
     raise RecipeError(
         f"the gain of a {type(norm).__name__} is not known",
@@ -152,7 +152,7 @@ def norm_offset(norm: nn.Module) -> float:
     )
 
 
-def _probe(norm: nn.Module) -> Tensor:
+def _norm_probe(norm: nn.Module) -> Tensor:
     """An input [4, h] of a norm, whose mean is not zero."""
     return 1 + torch.randn(4, *_weight(norm).shape, generator=torch.Generator().manual_seed(1))
 
@@ -177,7 +177,7 @@ def _output(norm: nn.Module, probe: Tensor, weight: Tensor, bias: Tensor) -> Ten
     return output.double()
 
 
-def _close(output: Tensor, expected: Tensor) -> bool:
+def _is_close(output: Tensor, expected: Tensor) -> bool:
     return bool((output - expected).norm() <= 1e-3 * expected.norm())
 
 
@@ -187,7 +187,7 @@ def _weight(norm: nn.Module) -> nn.Parameter:
     return weight
 
 
-def _set(parameter: Tensor, value: Tensor) -> None:
+def _set_values(parameter: Tensor, value: Tensor) -> None:
     """Replace the values. The old memory may be a mapped file, so it is not written to."""
     parameter.data = value.to(parameter.dtype)
 

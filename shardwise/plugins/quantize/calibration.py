@@ -21,7 +21,7 @@ from shardwise.trainer.batches import require_vocabulary
 HELD_OUT = 32
 """Held-out sequences that the gate reads."""
 
-TOKENS = 2048
+BATCH_TOKENS = 2048
 """The most tokens of a batch, if a sequence is shorter."""
 
 
@@ -59,13 +59,13 @@ class Chosen:
 
 def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) -> Chosen:
     """Open the data and cut it into batches of one shape. Raises DataError, RecipeError."""
-    data = _opened(source, model, texts, texts.calibrate)
+    data = _calibration_data(source, model, texts, texts.calibrate)
     sequences = min(texts.sequences, data.train_sequences)
     calibration = [data.micro_batches(step, 0, 1, 1)[0] for step in range(sequences)]
     filled = [data.filled(step)[0] for step in range(sequences)]
     identity = data.fingerprint
     if texts.evaluate is not None:
-        other = _opened(source, model, texts, texts.evaluate)
+        other = _calibration_data(source, model, texts, texts.evaluate)
         count = min(HELD_OUT, other.train_sequences)
         held_out = [other.micro_batches(step, 0, 1, 1)[0] for step in range(count)]
         identity += f" {other.fingerprint}"
@@ -88,7 +88,7 @@ def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) 
             where=texts.calibrate or "the calibration data",
             fix="give more --sequences, or start fewer ranks",
         )
-    size = _batch_size(len(calibration), len(held_out), source.length, ranks)
+    size = _calibration_batch_size(len(calibration), len(held_out), source.length, ranks)
 
     def joined(found: list[dict[str, Tensor]], name: str) -> list[Tensor]:
         parts = [each[name] for each in found]
@@ -98,12 +98,12 @@ def open_batches(source: SourceModel, model: str, texts: Texts, ranks: int = 1) 
         joined(calibration, "input_ids"),
         joined(held_out, "input_ids"),
         joined(held_out, "labels"),
-        [_counted(filled[at : at + size], source.length) for at in range(0, sequences, size)],
+        [_token_mask(filled[at : at + size], source.length) for at in range(0, sequences, size)],
     )
     return Chosen(batches, identity)
 
 
-def _counted(filled: list[int | None], length: int) -> Tensor | None:
+def _token_mask(filled: list[int | None], length: int) -> Tensor | None:
     """Bool [b, s], false for the padding that follows the ``filled`` tokens of each row; None without padding."""
     if all(number is None or number == length for number in filled):
         return None
@@ -111,15 +111,17 @@ def _counted(filled: list[int | None], length: int) -> Tensor | None:
     return torch.arange(length) < ends.unsqueeze(1)
 
 
-def _batch_size(calibration: int, held_out: int, length: int, ranks: int) -> int:
-    """Sequences in a batch: a divisor of every rank's counts, of at most TOKENS tokens or one sequence."""
+def _calibration_batch_size(calibration: int, held_out: int, length: int, ranks: int) -> int:
+    """Sequences in a batch: a divisor of every rank's counts, of at most BATCH_TOKENS tokens or one sequence."""
     both = max(1, math.gcd(calibration, held_out) // ranks)
     return max(
-        size for size in range(1, both + 1) if both % size == 0 and (size == 1 or size * length <= TOKENS)
+        size
+        for size in range(1, both + 1)
+        if both % size == 0 and (size == 1 or size * length <= BATCH_TOKENS)
     )
 
 
-def _opened(source: SourceModel, model: str, texts: Texts, text: str | None) -> Data:
+def _calibration_data(source: SourceModel, model: str, texts: Texts, text: str | None) -> Data:
     recipe = _recipe(source, model, texts)
     changes: dict[str, Any] = {"sequence_length": source.length, "packing": False}
     if text is not None:

@@ -15,7 +15,7 @@ from shardwise.cli.common import AsJson, path_argument
 from shardwise.core.errors import NumericsError
 from shardwise.core.scheme import scheme_of
 from shardwise.launch.placement import launched_by
-from shardwise.plugins.quantize.job import quantize
+from shardwise.plugins.quantize.job import quantize_model
 from shardwise.plugins.quantize.settings import Settings
 
 if TYPE_CHECKING:
@@ -69,21 +69,21 @@ def command(
     settings = Settings(
         model, out, scheme, method, calibrate, evaluate, tokenizer, sequences, sequence_length, max_kl, rotate
     )
-    _run(settings, as_json)
+    _quantize_and_print(settings, as_json)
 
 
-def _run(settings: Settings, as_json: bool) -> None:
+def _quantize_and_print(settings: Settings, as_json: bool) -> None:
     """Quantize and print the result, on rank 0. Raises NumericsError above the limit."""
     place = launched_by()
     if place is not None and place.rank != 0:  # rank 0 speaks for all
-        if quantize(settings).folder is None:
+        if quantize_model(settings).folder is None:
             raise typer.Exit(NumericsError.exit_code)
         return
-    found = quantize(settings, say=(lambda _: None) if as_json else typer.echo, watching=_progress)
+    found = quantize_model(settings, say=(lambda _: None) if as_json else typer.echo, watching=_progress_bar)
     if as_json:
         typer.echo(json.dumps(found.as_dict()))
     else:
-        _show(found)
+        _show_result(found)
     if found.folder is None:
         raise NumericsError(
             "quantization lost too much",
@@ -94,7 +94,7 @@ def _run(settings: Settings, as_json: bool) -> None:
 
 
 @contextmanager
-def _progress(blocks: int, finished: int) -> Iterator[Callable[[int], None]]:
+def _progress_bar(blocks: int, finished: int) -> Iterator[Callable[[int], None]]:
     """A bar on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
@@ -104,7 +104,7 @@ def _progress(blocks: int, finished: int) -> Iterator[Callable[[int], None]]:
         yield lambda index: bar.update(task, completed=index + 1)
 
 
-def _show(found: Quantized) -> None:
+def _show_result(found: Quantized) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -19,9 +19,9 @@ from shardwise.model.files.hf_folder import TensorGroup, unchanged_tensor
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.lora import linear_layers
 from shardwise.model.unreached import matrices
-from shardwise.plugins.quantize.state import KEPT, LayerRow, PassState, form_of
+from shardwise.plugins.quantize.state import UNQUANTIZED, LayerRow, PassState, form_of
 
-REPORT = "quantization.json"
+QUANTIZATION_REPORT = "quantization.json"
 """File of the folder with the report."""
 
 
@@ -70,7 +70,7 @@ def ignored(blueprint: Blueprint, contents: Contents, rows: Sequence[LayerRow]) 
     """
     with torch.device("meta"):
         model = blueprint.build()
-    quantized, stored = {row.name for row in rows if row.method != KEPT}, _stored_names(contents)
+    quantized, stored = {row.name for row in rows if row.method != UNQUANTIZED}, _stored_names(contents)
     linear = [
         path
         for path, module in model.named_modules(remove_duplicate=False)
@@ -99,7 +99,7 @@ def write_quantized(
     whole = {**contents.layout.config, "quantization_config": dict(config)}
     layout = replace(contents.layout, config=whole, groups=groups)
     text = json.dumps(report, indent=1).encode() + b"\n"
-    extra = {**contents.extra_files, REPORT: lambda: text}
+    extra = {**contents.extra_files, QUANTIZATION_REPORT: lambda: text}
     return write_model(target, Contents(layout, reading.dtypes, reading.read, extra))
 
 

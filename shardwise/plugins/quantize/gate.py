@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.data.samples import NOT_COUNTED
 
-ROWS = 256
+LOGIT_ROWS = 256
 """Tokens of a batch whose logits are in memory at once."""
 
 
@@ -53,14 +53,14 @@ def losses(
     """
     sums = torch.zeros(4, dtype=torch.float64)
     for ours, theirs, targets in zip(base, quantized, labels, strict=True):
-        step = max(2, ROWS // targets.shape[0])
+        step = max(2, LOGIT_ROWS // targets.shape[0])
         for start in range(0, targets.shape[1], step):
             part = slice(start, start + step)
-            sums += _sums(head(ours[:, part]), head(theirs[:, part]), targets[:, part])
+            sums += _loss_sums(head(ours[:, part]), head(theirs[:, part]), targets[:, part])
     return sums
 
 
-def _sums(base: Tensor, quantized: Tensor, targets: Tensor) -> Tensor:
+def _loss_sums(base: Tensor, quantized: Tensor, targets: Tensor) -> Tensor:
     """Sums of one part of a batch."""
     base, quantized = F.log_softmax(base.float(), -1), F.log_softmax(quantized.float(), -1)
     counted = targets != NOT_COUNTED

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from shardwise.jobs.request import Say
+from shardwise.core.progress import Say
 from shardwise.launch.placement import launched_by
-from shardwise.plugins.quantize.settings import Settings
+from shardwise.plugins.quantize.settings import Settings, Watching
 
 if TYPE_CHECKING:
     from shardwise.plugins.quantize.report import Quantized
 
-Watching = Callable[[int, int], AbstractContextManager[Callable[[int], None]]]
-"""Makes the progress of a pass, from (blocks, blocks that are done): a function to call after each block."""
 
-
-def quantize(
+def quantize_model(
     settings: Settings,
     say: Say = lambda _: None,
     watching: Watching = lambda *_: nullcontext(lambda _: None),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.dryrun.reading import peaks
-from shardwise.dryrun.target import TARGETS
+from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.dryrun.tracker import Tracker, asked_device
 from shardwise.hardware.this_machine import cpu_profile
 from shardwise.model.streaming import Read
@@ -74,7 +74,7 @@ def predicted_peak(source: SourceModel, quantizer: Quantizer, batches: Batches, 
 
 def counted_peak(run: Callable[[], object]) -> int:
     """Peak bytes of the tensors that ``run`` makes, which are fake."""
-    target = TARGETS["cpu"]
+    target = TARGET_KERNELS["cpu"]
     tracker = Tracker({}, target.workspace, target.kept, lambda: "")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, tracker.watching(), target.kernels(1), _Constants():

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.model.unreached import in_words, shares
 from shardwise.plugins.quantize.gate import Lost
-from shardwise.plugins.quantize.state import KEPT, LayerRow
+from shardwise.plugins.quantize.state import UNQUANTIZED, LayerRow
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Quantized:
     @property
     def kept(self) -> dict[str, float]:
         """The share of the blocks' weights that stay as they are, by name, with ``*`` for numbers."""
-        kept = [(row.name, row.numel) for row in self.layers if row.method == KEPT]
+        kept = [(row.name, row.numel) for row in self.layers if row.method == UNQUANTIZED]
         return shares(kept, sum(row.numel for row in self.layers))
 
     @property
     def kept_sentence(self) -> str:
         """Which matrices of the blocks stay as they are, with their shares; "" if there are none."""
-        bits = sorted({row.bits for row in self.layers if row.method == KEPT})
+        bits = sorted({row.bits for row in self.layers if row.method == UNQUANTIZED})
         named = in_words(self.kept, "the blocks' weights") if bits else ""
         return f"{named} stay in {' and '.join(f'{each:g}' for each in bits)} bits" if bits else ""
 
@@ -63,7 +63,7 @@ class Quantized:
             "perplexity": self.lost.perplexity,
             "kl": self.lost.kl,
             "tokens": self.lost.tokens,
-            "layers": [_row(row) for row in self.layers],
+            "layers": [_row_json(row) for row in self.layers],
             "predicted_peak_bytes": self.predicted_peak_bytes,
         }
 
@@ -77,6 +77,6 @@ class Quantized:
         }
 
 
-def _row(row: LayerRow) -> dict[str, Any]:
+def _row_json(row: LayerRow) -> dict[str, Any]:
     said: dict[str, Any] = {"name": row.name, "error": row.error, "method": row.method, "bits": row.bits}
     return {**said, "shape": list(row.shape), **({"why": row.why} if row.why else {})}

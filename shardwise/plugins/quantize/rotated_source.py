@@ -18,7 +18,7 @@ from shardwise.runtime.parallel.shard_slices import shared_names
 SEED = 0
 """Of the random signs. One seed makes a pass repeatable; another one makes no systematic difference."""
 
-TOLERANCE = 1e-2
+LOGIT_TOLERANCE = 1e-2
 """Of the largest logit. In fp32 a rotation moves logits by about 1e-5."""
 
 
@@ -42,7 +42,7 @@ def require_same_logits(source: SourceModel) -> None:
         (untied(source.blueprint), Rotated(source.blueprint, read, SEED).read),
     )
     moved, largest = max_logit_difference(plain, rotated, torch.float32)
-    if not moved <= TOLERANCE * largest:
+    if not moved <= LOGIT_TOLERANCE * largest:
         raise RecipeError(
             "this model cannot be rotated",
             where="--rotate",

@@ -32,7 +32,7 @@ from shardwise.plugins.quantize.blocks import PreNormBlock, is_rms_norm, norm_of
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.quantization.hadamard import RandomHadamard
 
-CHUNK = 1 << 20
+ROTATED_VALUES = 1 << 20
 """Values that are rotated at a time, in fp64."""
 
 _Change = Callable[[Tensor], Tensor]
@@ -94,7 +94,9 @@ class Rotated:
     ) -> None:
         """Give the gain of a norm to the layers that read it, and rotate their inputs. ``after``: of their outputs."""
         if not is_rms_norm(norm):
-            raise _refused(f"{self._paths[norm]} is a {type(norm).__name__}, and a rotation moves the mean")
+            raise _cannot_rotate(
+                f"{self._paths[norm]} is a {type(norm).__name__}, and a rotation moves the mean"
+            )
         offset, name = norm_offset(norm), f"{self._paths[norm]}.weight"
         self._change(norm, lambda weight: torch.full_like(weight, 1 - offset))
 
@@ -112,7 +114,7 @@ class Rotated:
 
 
 @torch.no_grad()
-def rotate(blueprint: Blueprint, model: nn.Module, seed: int) -> None:
+def rotate_model(blueprint: Blueprint, model: nn.Module, seed: int) -> None:
     """Rotate a whole model in memory. Its output layer is untied.
 
     Args:
@@ -144,16 +146,16 @@ def _outside(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Embeddin
     if len(embeddings) == len(heads) == len(norms) == 1:
         return embeddings[0], norms[0], heads[0]
     paths = ", ".join(path or type(module).__name__ for path, module in owners)
-    raise _refused(
+    raise _cannot_rotate(
         f"a token embedding, a norm and an output layer are expected next to the blocks, not {paths}"
     )
 
 
 @torch.no_grad()
 def _by_rows(rotate: _Change, x: Tensor, gain: Tensor | None = None) -> Tensor:
-    """``rotate`` of x [..., n], times ``gain`` [n], a part of the rows at a time in fp64; in the dtype of x."""
+    """``rotate_model`` of x [..., n], times ``gain`` [n], a part of the rows at a time in fp64; in the dtype of x."""
     rows, result = x.reshape(-1, x.shape[-1]), torch.empty_like(x, memory_format=torch.contiguous_format)
-    count = max(1, CHUNK // x.shape[-1])
+    count = max(1, ROTATED_VALUES // x.shape[-1])
     for part, out in zip(rows.split(count), result.view(rows.shape).split(count), strict=True):
         out.copy_(rotate(part.double() if gain is None else part.double() * gain))
     return result
@@ -169,9 +171,9 @@ def _head_width(block: nn.Module) -> int:
     attention = block.get_submodule("self_attn")
     width = getattr(attention, "head_dim", None) or getattr(attention, "head_width", None)
     if not isinstance(width, int):
-        raise _refused(f"{type(attention).__name__} does not say the width of its heads")
+        raise _cannot_rotate(f"{type(attention).__name__} does not say the width of its heads")
     return width
 
 
-def _refused(why: str) -> RecipeError:
+def _cannot_rotate(why: str) -> RecipeError:
     return RecipeError("this model cannot be rotated", where="--rotate", why=why, fix="leave out --rotate")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwise.core.errors import ResourceError
+from shardwise.core.progress import Say
 from shardwise.core.scheme import scheme_of
 from shardwise.core.units import format_bytes
 from shardwise.hardware.this_machine import memory_left, usable_memory
@@ -29,8 +29,8 @@ from shardwise.plugins.quantize.ranks import Ranks
 from shardwise.plugins.quantize.readers import reading_notes
 from shardwise.plugins.quantize.report import Quantized
 from shardwise.plugins.quantize.rotated_source import require_same_logits, rotated_source
-from shardwise.plugins.quantize.settings import Settings
-from shardwise.plugins.quantize.source import SourceModel, open_source
+from shardwise.plugins.quantize.settings import Settings, Watching
+from shardwise.plugins.quantize.source import SourceModel, open_source_model
 from shardwise.plugins.quantize.state import PassState
 from shardwise.plugins.quantize.stream import Quantizer, kept_matrices, quantize_blocks
 from shardwise.plugins.quantize.walk import Walk
@@ -40,40 +40,37 @@ from shardwise.recipe.sections import ModelSpec
 from shardwise.runtime.quantization.weights import ZERO
 from shardwise.trainer.meter import MemoryMeter, frees_returned
 
-COMPUTE = torch.float32
+COMPUTE_DTYPE = torch.float32
 """Dtype of activations and of the weights while they are used."""
-
-Say = Callable[[str], None]
-Watching = Callable[[int, int], AbstractContextManager[Callable[[int], None]]]
 
 
 @frees_returned()
 def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     """Quantize and write; see ``jobs.quantizing.quantize``."""
-    source = plain = open_source(settings.model, settings.length)
+    source = plain = open_source_model(settings.model, settings.length)
     if settings.rotate is not None:
         source = rotated_source(plain)
     require_packable(source.blueprint, source.contents)
     quantizer = Quantizer(method_of(settings.method), scheme_of(settings.scheme), source.contents.dtypes)
-    notes = _notes(source, quantizer)
-    require_walk(plain.blueprint, plain.over(plain.lowest), plain.length, COMPUTE)
+    notes = _result_notes(source, quantizer)
+    require_walk(plain.blueprint, plain.over(plain.lowest), plain.length, COMPUTE_DTYPE)
     texts = Texts(settings.calibrate, settings.evaluate, settings.tokenizer, settings.sequences)
     ranks = Ranks.joined()
     chosen = open_batches(source, settings.model, texts, ranks.size)
     batches = chosen.of(ranks)
     with walking(plain.blueprint):
-        predicted = ranks.largest(predicted_peak(source, quantizer, batches, COMPUTE))
+        predicted = ranks.largest(predicted_peak(source, quantizer, batches, COMPUTE_DTYPE))
     say(f"{settings.scheme} by {settings.method}: {format_bytes(predicted)} at the peak, predicted")
-    _require_fit(predicted)
+    _require_memory(predicted)
     for note in notes:
         say(note)
     if settings.rotate is not None:
         require_same_logits(plain)
-    state = PassState(settings.out, _identity(settings, source, chosen))
+    state = PassState(settings.out, _pass_identity(settings, source, chosen))
     _warm(quantizer)
     gc.collect()
     meter = MemoryMeter(torch.device("cpu"), exact=True)
-    walk = Walk(source.blueprint, source.over(source.lowest), COMPUTE)
+    walk = Walk(source.blueprint, source.over(source.lowest), COMPUTE_DTYPE)
     if state.done:
         say(f"going on after block {state.done} of {walk.depth}")
     with watching(walk.depth, state.done) as done:
@@ -100,7 +97,7 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     return replace(found, folder=settings.out, stored_bytes=written.bytes)
 
 
-def _notes(source: SourceModel, quantizer: Quantizer) -> tuple[str, ...]:
+def _result_notes(source: SourceModel, quantizer: Quantizer) -> tuple[str, ...]:
     """What the command will not reach, and what a reader of its folder has to know. Raises as ``reading_notes``."""
     blueprint = source.blueprint
     with torch.device("meta"):
@@ -117,7 +114,7 @@ def _notes(source: SourceModel, quantizer: Quantizer) -> tuple[str, ...]:
     return sentences
 
 
-def _identity(settings: Settings, source: SourceModel, chosen: Chosen) -> dict[str, Any]:
+def _pass_identity(settings: Settings, source: SourceModel, chosen: Chosen) -> dict[str, Any]:
     """All that the result depends on, to compare with those of an interrupted pass."""
     return {
         "model": source.identity,
@@ -130,7 +127,7 @@ def _identity(settings: Settings, source: SourceModel, chosen: Chosen) -> dict[s
     }
 
 
-def _require_fit(predicted: int) -> None:
+def _require_memory(predicted: int) -> None:
     """Raise ResourceError if the pass needs more memory than this machine has left."""
     room = min(usable_memory(), memory_left() or usable_memory())
     if predicted > room:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,9 @@ from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import RecipeError
 from shardwise.core.paths import missing, only_a_path, path_of
 from shardwise.core.scheme import check_method, scheme_of
+
+Watching = Callable[[int, int], AbstractContextManager[Callable[[int], None]]]
+"""Makes the progress of a pass, from (blocks, blocks that are done): a function to call after each block."""
 
 ROTATIONS = ("hadamard",)
 """Rotations that are folded into the weights before a method rounds them."""

@@ -21,7 +21,7 @@ from shardwise.model.merging import Merged, Read
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 
-LONGEST = 2048
+CALIBRATION_LENGTH = 2048
 """Tokens of a calibration sequence, unless the model's context is shorter or the run's recipe says otherwise."""
 
 
@@ -49,10 +49,10 @@ class SourceModel:
     length: int
 
 
-def open_source(model: str, length: int | None) -> SourceModel:
+def open_source_model(model: str, length: int | None) -> SourceModel:
     """Open a run's folder, a model's folder or a hub id. Raises ShardwiseError."""
     folder = path_of(model)
-    found = _run(folder, length) if (folder / RECIPE).is_file() else _model(model, length)
+    found = _run_source(folder, length) if (folder / RECIPE).is_file() else _model_source(model, length)
     if found.blueprint.objective != "causal":
         raise RecipeError(
             "this model does not generate text",
@@ -62,9 +62,9 @@ def open_source(model: str, length: int | None) -> SourceModel:
     return found
 
 
-def _run(folder: Path, length: int | None) -> SourceModel:
+def _run_source(folder: Path, length: int | None) -> SourceModel:
     run = open_run(folder)
-    kinds, shapes = run.weights.dtypes, _shapes(run.blueprint)
+    kinds, shapes = run.weights.dtypes, _tensor_shapes(run.blueprint)
 
     def over(read: Read) -> Read:
         with torch.device("meta"):
@@ -83,7 +83,7 @@ def _run(folder: Path, length: int | None) -> SourceModel:
     )
 
 
-def _model(model: str, length: int | None) -> SourceModel:
+def _model_source(model: str, length: int | None) -> SourceModel:
     blueprint = HuggingFaceModel(model, length or 1, objective=None)
     blueprint.require_objective()
     if blueprint.quantized:
@@ -91,21 +91,21 @@ def _model(model: str, length: int | None) -> SourceModel:
             "the model is quantized already", where=model, fix="give the model that it was made from"
         )
     contents, weights = contents_of(blueprint), blueprint.weights()
-    context = blueprint.context or LONGEST
-    shapes = _shapes(blueprint)
+    context = blueprint.context or CALIBRATION_LENGTH
+    shapes = _tensor_shapes(blueprint)
     return SourceModel(
         blueprint,
         contents,
         weights.read,
         lambda read: rounded(read, contents),
         lambda name: (shapes[name], DTYPES_BY_NAME[weights.kind(name)]),
-        _identity(model),
+        _model_identity(model),
         None,
-        length or min(LONGEST, context),
+        length or min(CALIBRATION_LENGTH, context),
     )
 
 
-def _shapes(blueprint: Blueprint) -> dict[str, torch.Size]:
+def _tensor_shapes(blueprint: Blueprint) -> dict[str, torch.Size]:
     with torch.device("meta"):
         model = blueprint.build()
     return {name: tensor.shape for name, tensor in (*named_parameters(model), *model.named_buffers())}
@@ -121,7 +121,7 @@ def rounded(read: Read, contents: Contents) -> Read:
     return rounded
 
 
-def _identity(model: str) -> str:
+def _model_identity(model: str) -> str:
     """The path of a folder with the times of its weights; a hub id."""
     folder = path_of(model)
     if not folder.exists():

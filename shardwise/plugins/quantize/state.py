@@ -26,11 +26,11 @@ from shardwise.core.errors import CheckpointError, RecipeError, ResourceError
 from shardwise.exporter.hf_writer import write_tensors
 from shardwise.model.files.safetensors_reader import WeightFiles
 
-SETTINGS = "settings.json"
-KEPT = "kept"
+SETTINGS_FILE = "settings.json"
+UNQUANTIZED = "kept"
 """Method of a weight that stays as it is."""
 
-_KEY = "shardwise"
+_METADATA_KEY = "shardwise"
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class PassState:
     def __init__(self, target: Path, settings: Mapping[str, Any]) -> None:
         self.folder = target.absolute().with_name(f"{target.name}.quantizing")
         text = json.dumps(settings, indent=1, sort_keys=True) + "\n"
-        path = self.folder / SETTINGS
+        path = self.folder / SETTINGS_FILE
         if path.is_file():
-            _require_same(path, json.loads(text))
+            _require_equal_settings(path, json.loads(text))
             return
         try:
             make_folder(self.folder)
         except OSError as error:
-            raise _unwritable(self.folder, error) from error
+            raise _cannot_write_state(self.folder, error) from error
         write_whole(path, text.encode())
 
     def __contains__(self, index: int) -> bool:
@@ -114,11 +114,11 @@ class PassState:
         forms = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         try:
             staged.unlink(missing_ok=True)  # of a killed process with this number
-            write_tensors(staged, forms, tensors.items(), {_KEY: json.dumps(said)})
+            write_tensors(staged, forms, tensors.items(), {_METADATA_KEY: json.dumps(said)})
             staged.replace(path)
             sync_folder(self.folder)
         except OSError as error:
-            raise _unwritable(self.folder, error) from error
+            raise _cannot_write_state(self.folder, error) from error
         finally:
             staged.unlink(missing_ok=True)
 
@@ -126,7 +126,7 @@ class PassState:
         """A finished block. Raises CheckpointError for a damaged file."""
         files, rows = self._opened(index)
         weights: dict[str, Mapping[str, Tensor]] = {
-            row.name: _tensors(files, row) for row in rows if row.method != KEPT
+            row.name: _row_tensors(files, row) for row in rows if row.method != UNQUANTIZED
         }
         changed = {
             name.removeprefix("changed/"): files.read(name)
@@ -153,17 +153,17 @@ class PassState:
         """Rows of the quantized layers, and what reads their stored tensors by suffix."""
         for index in range(self.done):
             for row in self._opened(index)[1]:
-                if row.method != KEPT:
+                if row.method != UNQUANTIZED:
                     yield row, partial(self._read, index, row)
 
     def _read(self, index: int, row: LayerRow) -> Mapping[str, Tensor]:
-        return _tensors(WeightFiles(self.folder, single=self._file(index).name), row)
+        return _row_tensors(WeightFiles(self.folder, single=self._file(index).name), row)
 
     def _opened(self, index: int) -> tuple[WeightFiles, list[LayerRow]]:
         path = self._file(index)
         files = WeightFiles(self.folder, single=path.name)
         try:
-            rows = json.loads(files.metadata(path.name)[_KEY])
+            rows = json.loads(files.metadata(path.name)[_METADATA_KEY])
             return files, [LayerRow(**{**row, "shape": tuple(row["shape"])}) for row in rows]
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(path, error) from error
@@ -173,7 +173,7 @@ class PassState:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _tensors(files: WeightFiles, row: LayerRow) -> dict[str, Tensor]:
+def _row_tensors(files: WeightFiles, row: LayerRow) -> dict[str, Tensor]:
     return {suffix: files.read(f"{row.name}/{suffix}") for suffix in row.tensors}
 
 
@@ -187,7 +187,7 @@ def form_of(stored: tuple[str, list[int]]) -> tuple[torch.dtype, tuple[int, ...]
     return DTYPES_BY_NAME[stored[0]], tuple(stored[1])
 
 
-def _require_same(path: Path, settings: Mapping[str, Any]) -> None:
+def _require_equal_settings(path: Path, settings: Mapping[str, Any]) -> None:
     try:
         before = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -211,7 +211,7 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _unwritable(folder: Path, error: OSError) -> ResourceError:
+def _cannot_write_state(folder: Path, error: OSError) -> ResourceError:
     return ResourceError(
         "cannot write the state of the pass",
         where=str(folder),

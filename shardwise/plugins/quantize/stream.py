@@ -26,12 +26,12 @@ from shardwise.model.unreached import matrices
 from shardwise.plugins.quantize.gate import losses
 from shardwise.plugins.quantize.methods.base import (
     InputStatistics,
-    Method,
     NotConverged,
+    QuantizationMethod,
     relative_output_error,
 )
 from shardwise.plugins.quantize.ranks import ALONE, Ranks
-from shardwise.plugins.quantize.state import KEPT, LayerRow, QuantizedBlock, stored_form
+from shardwise.plugins.quantize.state import UNQUANTIZED, LayerRow, QuantizedBlock, stored_form
 from shardwise.plugins.quantize.statistics import input_sums
 from shardwise.plugins.quantize.walk import Walk
 from shardwise.runtime.quantization.activations import rounded_to_float8, rounded_to_int8
@@ -67,7 +67,7 @@ class Batches:
 FOLDING_TOLERANCE = 1e-3
 """Largest move of the hidden states by folding, relative to the change that the block makes."""
 
-Progress = Callable[[int], None]
+BlockProgress = Callable[[int], None]
 """Called after each block with its number."""
 
 
@@ -75,7 +75,7 @@ Progress = Callable[[int], None]
 class Quantizer:
     """Quantizes every linear layer alike. ``dtypes``: those of the written folder, by name of the tensor."""
 
-    method: Method
+    method: QuantizationMethod
     scheme: Scheme
     dtypes: Mapping[str, torch.dtype]
 
@@ -86,7 +86,7 @@ def quantize_blocks(
     quantizer: Quantizer,
     batches: Batches,
     state: State,
-    done: Progress = lambda _: None,
+    done: BlockProgress = lambda _: None,
     blocks: Iterable[int] | None = None,
     ranks: Ranks = ALONE,
 ) -> Tensor:
@@ -131,7 +131,7 @@ def kept_matrices(
         LayerRow(
             each.name,
             each.shape,
-            KEPT,
+            UNQUANTIZED,
             0.0,
             8.0 * dtypes[each.name].itemsize,
             f"{each.kind} is no linear layer",
@@ -165,7 +165,7 @@ class _Block:
         """Give the layers the weights of a finished block, exactly as a reader of its file computes them."""
         for name, value in found.changed.items():
             owner, _, key = name.removeprefix(f"{self._prefix}.").rpartition(".")
-            _set(self._module.get_submodule(owner), key, value)
+            _replace_parameter(self._module.get_submodule(owner), key, value)
         for name, tensors in found.weights.items():
             layer = self._layers[name.removeprefix(f"{self._prefix}.")]
             rows, columns = layer.get_parameter("weight").shape
@@ -231,22 +231,22 @@ class _Block:
         if not why:
             try:
                 result = method.quantize(weight.to(stored), self._quantizer.scheme, statistics)
-                tensors = _readable(result.tensors())
+                tensors = _stored_tensors(result.tensors())
             except NotConverged as reason:
                 why = str(reason) or "it does not converge"
         if why:
-            return LayerRow(name, shape, KEPT, 0.0, 8.0 * stored.itemsize, why), None
+            return LayerRow(name, shape, UNQUANTIZED, 0.0, 8.0 * stored.itemsize, why), None
         error = relative_output_error(weight, result.dequantize(), statistics)
         return LayerRow(name, shape, method.name, error, result.bits, tensors=stored_form(tensors)), tensors
 
     def _serve(self, layer: nn.Module, weight: Tensor) -> None:
         """Give a layer its dequantized weight, and 8-bit inputs if the scheme has them."""
-        _set(layer, "weight", weight)
+        _replace_parameter(layer, "weight", weight)
         if self._quantizer.scheme.activation_bits == 8:
             layer.register_forward_pre_hook(_IN_8_BITS[self._quantizer.scheme.kind])
 
 
-def _readable(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _stored_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The stored tensors. Raises NotConverged for zero points of several groups in one row of words.
 
     compressed-tensors up to 0.20 fails to unpack them: their transpose counts as contiguous, with a stride of 2.
@@ -280,7 +280,7 @@ def require_same_output(block: str, method: str, before: Tensor, after: Tensor) 
         )
 
 
-def _set(module: nn.Module, key: str, value: Tensor) -> None:
+def _replace_parameter(module: nn.Module, key: str, value: Tensor) -> None:
     """Replace a parameter by a value of its dtype. The old tensor may be a mapped file, so it is not written to."""
     old = module.get_parameter(key)
     module.register_parameter(key, nn.Parameter(value.to(old.dtype), requires_grad=False))

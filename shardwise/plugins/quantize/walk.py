@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.streaming import Read, StreamedModel, StreamedTensors
 
-HIDDEN = "hidden_states"
+HIDDEN_STATES = "hidden_states"
 """Name of the hidden states where a model passes them by name."""
 
 
@@ -73,8 +73,10 @@ class Walk:
         block, tensors = self._streamed.blocks[index]
 
         def run(hidden: Tensor) -> Tensor:
-            first = () if HIDDEN in reached.named else (hidden,)
-            named = {**reached.named, HIDDEN: hidden} if HIDDEN in reached.named else reached.named
+            first = () if HIDDEN_STATES in reached.named else (hidden,)
+            named = (
+                {**reached.named, HIDDEN_STATES: hidden} if HIDDEN_STATES in reached.named else reached.named
+            )
             result = block(*first, *reached.arguments[1:], **named)
             self._returns_tuple[index] = isinstance(result, tuple)
             out: Tensor = result[0] if isinstance(result, tuple) else result
@@ -139,7 +141,9 @@ class Walk:
 
     @staticmethod
     def _hidden(reached: _Reached) -> Tensor:
-        hidden: Tensor = reached.named[HIDDEN] if HIDDEN in reached.named else reached.arguments[0]
+        hidden: Tensor = (
+            reached.named[HIDDEN_STATES] if HIDDEN_STATES in reached.named else reached.arguments[0]
+        )
         return hidden
 
     @contextmanager

@@ -21,9 +21,9 @@ from shardwise.model.blueprint import Blueprint
 from shardwise.model.streaming import Read, streamed_logits
 from shardwise.plugins.quantize.walk import Walk
 
-TOLERANCE = 1e-3
+WALK_TOLERANCE = 1e-3
 """Of the logits' norm. The two are the same operations on the same values."""
-BLOCKS, LENGTH = 2, 8
+CHECKED_BLOCKS, CHECKED_LENGTH = 2, 8
 """Blocks that stand for all others if all are alike, and tokens of a sequence."""
 
 
@@ -35,17 +35,19 @@ def require_walk(blueprint: Blueprint, read: Read, length: int, dtype: torch.dty
         read: reads the tensors by canonical name. length: the most tokens of a sequence.
     """
     tried = blueprint
-    if blueprint.depth is not None and blueprint.depth > BLOCKS:
+    if blueprint.depth is not None and blueprint.depth > CHECKED_BLOCKS:
         tried = copy.copy(blueprint)
-        tried.build = partial(blueprint.build, BLOCKS)  # type: ignore[method-assign]
+        tried.build = partial(blueprint.build, CHECKED_BLOCKS)  # type: ignore[method-assign]
     vocab, draw = blueprint.vocab or 1, torch.Generator().manual_seed(0)
-    batches = [torch.randint(vocab, (1, min(LENGTH, length)), generator=draw) for _ in range(2)]
+    batches = [torch.randint(vocab, (1, min(CHECKED_LENGTH, length)), generator=draw) for _ in range(2)]
     with walking(blueprint):
         walked = torch.cat(_walked(Walk(tried, read, dtype), batches)).double()
         whole = torch.cat([streamed_logits(tried, read, ids, dtype) for ids in batches]).double()
     moved = float((walked - whole).norm() / whole.norm().clamp(min=1e-30))
-    if not moved <= TOLERANCE:
-        raise _refused(blueprint, f"so run, its logits differ by {format_percent(moved, 1)} from the model's")
+    if not moved <= WALK_TOLERANCE:
+        raise _cannot_walk(
+            blueprint, f"so run, its logits differ by {format_percent(moved, 1)} from the model's"
+        )
 
 
 @contextmanager
@@ -56,7 +58,7 @@ def walking(blueprint: Blueprint) -> Iterator[None]:
     except ShardwiseError:
         raise
     except Exception as error:
-        raise _refused(blueprint, f"{type(error).__name__}: {one_line(str(error))}") from error
+        raise _cannot_walk(blueprint, f"{type(error).__name__}: {one_line(str(error))}") from error
 
 
 def _walked(walk: Walk, batches: list[Tensor]) -> list[Tensor]:
@@ -69,7 +71,7 @@ def _walked(walk: Walk, batches: list[Tensor]) -> list[Tensor]:
         return [head(hidden) for hidden in states]
 
 
-def _refused(blueprint: Blueprint, why: str) -> RecipeError:
+def _cannot_walk(blueprint: Blueprint, why: str) -> RecipeError:
     return RecipeError(
         "the blocks of this model cannot be run one by one",
         where=f"model: {blueprint.name}",

@@ -22,7 +22,7 @@ from shardwise.plugins.scaling.law import FLOPS_PER_PARAMETER, Law, ParametricLa
 from shardwise.plugins.scaling.repetition import DataConstrained
 from shardwise.recipe.presets import Dimensions
 
-_SHOWN = 2.0
+_NEIGHBOUR_FACTOR = 2.0
 """Neighbours are about this much smaller and larger, and its square root."""
 _PROBED = 3.0
 """Sizes are planned on both sides of the choice, this much smaller and larger: another strategy may be faster there."""
@@ -106,7 +106,7 @@ class BudgetSearch:
         if not served:
             return self._result(chosen, self._tokens, None)
         at_first = self._in_budget(chosen, self._tokens(chosen))
-        law = _parametric(self._law)
+        law = _require_parametric(self._law)
         target = law.loss(at_first.parameters, at_first.tokens)
 
         def tokens(index: int) -> float:
@@ -138,11 +138,11 @@ class BudgetSearch:
         if self._limit.kind == "tokens":
             return None
         size, smallest, largest = self._family[index].parameters, min(self._plans), max(self._plans)
-        if self._family[smallest].parameters * _SHOWN > size:
+        if self._family[smallest].parameters * _NEIGHBOUR_FACTOR > size:
             below = min(self._nearest(size / _PROBED), index - 1)
             if 0 <= below < smallest:
                 return below
-        if self._family[largest].parameters < size * _SHOWN:
+        if self._family[largest].parameters < size * _NEIGHBOUR_FACTOR:
             above = min(max(self._nearest(size * _PROBED), index + 1), self._too_large - 1)
             if above > largest:
                 return above
@@ -236,7 +236,15 @@ class BudgetSearch:
         self, chosen: int, tokens: Callable[[int], float], fresh: SizeInBudget | None
     ) -> BudgetChoice:
         size = self._family[chosen].parameters
-        near = {self._nearest(factor * size) for factor in (1 / _SHOWN, _SHOWN**-0.5, _SHOWN**0.5, _SHOWN)}
+        near = {
+            self._nearest(factor * size)
+            for factor in (
+                1 / _NEIGHBOUR_FACTOR,
+                _NEIGHBOUR_FACTOR**-0.5,
+                _NEIGHBOUR_FACTOR**0.5,
+                _NEIGHBOUR_FACTOR,
+            )
+        }
         refused = None
         if self._refusal is not None:
             refused = self._family[self._too_large], self._refusal
@@ -253,7 +261,7 @@ class BudgetSearch:
         )
 
 
-def _parametric(law: Law) -> ParametricLaw:
+def _require_parametric(law: Law) -> ParametricLaw:
     """The law of the loss. Raises RecipeError where repeated tokens change it."""
     if isinstance(law, DataConstrained):
         why = "the loss that serving must keep is of fresh tokens"

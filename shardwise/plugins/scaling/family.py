@@ -23,10 +23,10 @@ _HEAD_WIDTHS = ((0, 16), (256, 32), (512, 64), (4096, 128))
 """From this width on, the width of a head."""
 _HEADS = ((0, 2), (1024, 4), (2048, 8))
 """From this width on, the heads are a multiple of this, so that tensor parallelism within a node divides them."""
-_WIDTHS = (32, 32768)
-_DEPTHS = (0.75, 1.3)
+_WIDTH_RANGE = (32, 32768)
+_DEPTH_RANGE = (0.75, 1.3)
 """Least and greatest depth, relative to the depth of the aspect ratio."""
-_STEP = 0.12
+_SIZE_GROWTH = 0.12
 """Growth of the parameters from one size to the next, as a difference of logarithms."""
 
 
@@ -54,17 +54,19 @@ def sizes(pattern: Dimensions) -> list[Dimensions]:
     by_step: dict[int, tuple[float, Dimensions]] = {}
     for width in _widths():
         depth = width / aspect(width)
-        for layers in range(max(1, math.ceil(_DEPTHS[0] * depth)), math.floor(_DEPTHS[1] * depth) + 2):
+        for layers in range(
+            max(1, math.ceil(_DEPTH_RANGE[0] * depth)), math.floor(_DEPTH_RANGE[1] * depth) + 2
+        ):
             made = sized(pattern, width, layers)
-            key, off = round(math.log(made.parameters) / _STEP), abs(math.log(layers / depth))
+            key, off = round(math.log(made.parameters) / _SIZE_GROWTH), abs(math.log(layers / depth))
             if key not in by_step or off < by_step[key][0]:
                 by_step[key] = off, made
     return sorted((made for _, made in by_step.values()), key=lambda made: made.parameters)
 
 
 def _widths() -> Iterator[int]:
-    width = _WIDTHS[0]
-    while width <= _WIDTHS[1]:
+    width = _WIDTH_RANGE[0]
+    while width <= _WIDTH_RANGE[1]:
         yield width
         quantum = _from(_HEAD_WIDTHS, width) * _from(_HEADS, width)
         width = (width // quantum + 1) * quantum

@@ -26,14 +26,14 @@ from shardwise.plugins.scaling.law import (
     log_log_fit,
 )
 
-FOLDER = Path(__file__).with_name("laws")
-DEFAULT = "besiroglu"
+LAWS_FOLDER = Path(__file__).with_name("laws")
+DEFAULT_LAW = "besiroglu"
 COEFFICIENTS = ("E", "A", "B", "alpha", "beta")
 
 
 def names() -> list[str]:
     """The published laws."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+    return sorted(path.stem for path in LAWS_FOLDER.glob("*.toml"))
 
 
 def read_law(name: str) -> Law:
@@ -42,7 +42,7 @@ def read_law(name: str) -> Law:
     Raises:
         RecipeError: there is no such law, or the file is not one; the error names the key.
     """
-    known = FOLDER / f"{name}.toml"
+    known = LAWS_FOLDER / f"{name}.toml"
     path = known if name in names() else path_of(name)
     if path is not known and not path.exists():
         choices = ", ".join(names())
@@ -50,7 +50,7 @@ def read_law(name: str) -> Law:
         raise RecipeError(f"unknown law '{name}'", where="law", why=why)
     try:
         values = tomllib.loads(read_text(path))
-        return _law(path.stem if path is known else name, values)
+        return _law_from(path.stem if path is known else name, values)
     except (KeyError, TypeError, ValueError) as fault:
         why = f"{fault.args[0]} is missing" if isinstance(fault, KeyError) else str(fault)
         raise RecipeError(
@@ -80,15 +80,15 @@ def law_text(law: ParametricLaw, points: Sequence[tuple[str, float, float, float
     return "\n".join(lines) + "\n"
 
 
-def _law(name: str, values: Mapping[str, Any]) -> Law:
+def _law_from(name: str, values: Mapping[str, Any]) -> Law:
     """The law in a file's values. Raises KeyError, TypeError or ValueError."""
     source = str(values["source"])
-    fitted = _range(values["range"]) if "range" in values else None
+    fitted = _fitted_range(values["range"]) if "range" in values else None
     match values["kind"]:
         case "parametric":
-            return _parametric(name, values)
+            return _parametric_law(name, values)
         case "table":
-            return _table(name, source, values, fitted)
+            return _power_law(name, source, values, fitted)
         case "ratio":
             ratio = _positive(values["tokens_per_parameter"], "tokens_per_parameter")
             scale = (FLOPS_PER_PARAMETER * ratio) ** -0.5
@@ -97,14 +97,14 @@ def _law(name: str, values: Mapping[str, Any]) -> Law:
             raise ValueError(f"kind must be parametric, table or ratio, found {other!r}")
 
 
-def _parametric(name: str, values: Mapping[str, Any]) -> ParametricLaw:
-    fitted = _range(values["range"]) if "range" in values else None
+def _parametric_law(name: str, values: Mapping[str, Any]) -> ParametricLaw:
+    fitted = _fitted_range(values["range"]) if "range" in values else None
     numbers = {key: _positive(values["coefficients"][key], key) for key in COEFFICIENTS}
-    intervals = {key: _pair(pair, key) for key, pair in values.get("intervals", {}).items()}
+    intervals = {key: _low_and_high(pair, key) for key, pair in values.get("intervals", {}).items()}
     return ParametricLaw(name, str(values["source"]), **numbers, fitted=fitted, intervals=intervals)
 
 
-def _table(name: str, source: str, values: Mapping[str, Any], fitted: FittedRange | None) -> PowerLaw:
+def _power_law(name: str, source: str, values: Mapping[str, Any], fitted: FittedRange | None) -> PowerLaw:
     rows = []
     for number, row in enumerate(values["rows"], 1):
         parameters, flops, tokens = (_positive(value, f"rows[{number}]") for value in row)
@@ -121,17 +121,19 @@ def _losses(values: Mapping[str, Any]) -> ParametricLaw:
     """The parametric law that predicts an allocation's loss."""
     name = values["loss"]
     if name in names():
-        found = tomllib.loads(read_text(FOLDER / f"{name}.toml"))
+        found = tomllib.loads(read_text(LAWS_FOLDER / f"{name}.toml"))
         if found["kind"] == "parametric":
-            return _parametric(name, found)
+            return _parametric_law(name, found)
     raise ValueError(f"loss must name a parametric law, found {name!r}")
 
 
-def _range(table: Mapping[str, Any]) -> FittedRange:
-    return FittedRange(*(_pair(table[key], f"range.{key}") for key in ("parameters", "tokens", "flops")))
+def _fitted_range(table: Mapping[str, Any]) -> FittedRange:
+    return FittedRange(
+        *(_low_and_high(table[key], f"range.{key}") for key in ("parameters", "tokens", "flops"))
+    )
 
 
-def _pair(value: Any, key: str) -> tuple[float, float]:
+def _low_and_high(value: Any, key: str) -> tuple[float, float]:
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError(f"{key} must be two numbers, found {value!r}")
     low, high = (_positive(each, key) for each in value)

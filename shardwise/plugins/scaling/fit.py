@@ -89,7 +89,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def fit(points: Sequence[TrainedPoint], *, draws: int = DRAWS, seed: int = 0, name: str = "fit") -> Fit:
+def fit_law(points: Sequence[TrainedPoint], *, draws: int = DRAWS, seed: int = 0, name: str = "fit") -> Fit:
     """Fit a law to the ends of runs; the bootstrap draws points with replacement.
 
     Raises:

@@ -15,7 +15,7 @@ LAST = 0.05
 """Share of a run's steps over which a training loss is averaged."""
 
 
-def points_of(folders: Sequence[Path]) -> list[TrainedPoint]:
+def run_points(folders: Sequence[Path]) -> list[TrainedPoint]:
     """Parameters, tokens and final loss of finished runs.
 
     The loss is the validation loss where all runs have one, else the training loss of the last twentieth of the steps.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwise.core.units import format_count
 from shardwise.plugins.scaling.law import Law, SizeAndTokens, extrapolation
 
-NEAR = 0.002
+NEAR_OPTIMUM = 0.002
 """Loss above the optimum, relative, below which a run counts as compute-optimal."""
 
 NO_PREDICTION = 3.0
@@ -47,7 +47,7 @@ class RunStanding:
     @property
     def verdict(self) -> str:
         """undertrained (a smaller model on more tokens does better), overtrained, or compute-optimal."""
-        if self.penalty <= NEAR * self.best_loss:
+        if self.penalty <= NEAR_OPTIMUM * self.best_loss:
             return "compute-optimal"
         return "undertrained" if self.run.parameters > self.best.parameters else "overtrained"
 

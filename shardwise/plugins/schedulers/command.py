@@ -15,7 +15,7 @@ import typer
 from shardwise.cli.common import Overrides, RecipeArgument, path_option
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.paths import path_of
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.plugins.schedulers import kubernetes, ray, skypilot, slurm
 from shardwise.plugins.schedulers.job import ClusterJob
 from shardwise.recipe.sections import Recipe
@@ -65,9 +65,9 @@ def command(
 
     Nodes and devices are those of the recipe's cluster.
     """
-    wanted, cluster = read(recipe, overrides or [])
+    wanted, cluster = read_request(recipe, overrides or [])
     job = ClusterJob(
-        name=(name := _name(recipe.stem)),
+        name=(name := _job_name(recipe.stem)),
         recipe=str(recipe.absolute()),
         folder=str(Path.cwd()),
         recipe_text=recipe.read_text(encoding="utf-8"),
@@ -76,7 +76,7 @@ def command(
         nodes=cluster.nodes,
         devices=cluster.devices_per_node,
         device=None if cluster.device.traits.is_host else cluster.device.name,
-        time=_time(time),
+        time=_checked_time(time),
         image=image,
         partition=partition,
         account=account,
@@ -91,7 +91,7 @@ def command(
     module = SCHEDULERS[scheduler.value]
     write_whole(path, module.job_file(job).encode("utf-8"))
     typer.echo(f"{path}: {_extent(wanted, job)}, in {job.out}")
-    _next(module.SUBMIT, path, submit)
+    _submit_or_name(module.SUBMIT, path, submit)
 
 
 def _extent(recipe: Recipe, job: ClusterJob) -> str:
@@ -101,21 +101,21 @@ def _extent(recipe: Recipe, job: ClusterJob) -> str:
     return f"{length} on {nodes} of {job.devices} ranks"
 
 
-def _next(commands: Sequence[Sequence[str]], path: Path, submit: bool) -> None:
+def _submit_or_name(commands: Sequence[Sequence[str]], path: Path, submit: bool) -> None:
     """Run the scheduler's commands on the file, or name them."""
     for words in ([*command, str(path)] for command in commands):
         if not submit:
             typer.echo("next: " + " ".join(words))
-        elif (answer := _run(words)) and tuple(words[:-1]) == tuple(commands[-1]):
+        elif (answer := _run_scheduler(words)) and tuple(words[:-1]) == tuple(commands[-1]):
             typer.echo(answer)
 
 
-def _name(stem: str) -> str:
+def _job_name(stem: str) -> str:
     """A name that Kubernetes, Slurm and clouds accept."""
     return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].rstrip("-") or "run"
 
 
-def _time(text: str | None) -> str | None:
+def _checked_time(text: str | None) -> str | None:
     """Raises RecipeError for a text that Slurm would not read as hours, minutes and seconds."""
     if text is not None and not re.fullmatch(r"(\d+-)?\d{1,2}:\d\d:\d\d", text):
         raise RecipeError(f"{text!r} is no time", where="--time", fix="write HH:MM:SS or D-HH:MM:SS")
@@ -130,7 +130,7 @@ def _shared_out(out: str | None, default: str) -> str:
     return out or default
 
 
-def _run(words: list[str]) -> str:
+def _run_scheduler(words: list[str]) -> str:
     """What the scheduler's command printed. Raises ResourceError."""
     if shutil.which(words[0]) is None:
         fix = f"run it where {words[0]} is installed, or without --submit"

@@ -14,7 +14,7 @@ from shardwise.core.errors import Preempted, RankError
 
 AGAIN = (Preempted.exit_code, RankError.exit_code)
 RESTARTS = 20
-PORT = 29500
+RENDEZVOUS_PORT = 29500
 SAVING_SECONDS = 180
 """Seconds between the signal and the kill: a step and a checkpoint."""
 
@@ -86,7 +86,7 @@ exit "$code"
 def node_script(job: ClusterJob, recipe: str | None = None) -> str:
     """Bash that runs the ranks of one node, for schedulers that start one process per node."""
     return NODE_SCRIPT.format(
-        port=PORT,
+        port=RENDEZVOUS_PORT,
         world=job.nodes * job.devices,
         devices=job.devices,
         command=job.command(recipe),

@@ -22,10 +22,16 @@ from shardwise.core.errors import (
     RecipeError,
     ResourceError,
 )
-from shardwise.plugins.schedulers.job import PORT, RESTARTS, SAVING_SECONDS, ClusterJob, node_script
+from shardwise.plugins.schedulers.job import (
+    RENDEZVOUS_PORT,
+    RESTARTS,
+    SAVING_SECONDS,
+    ClusterJob,
+    node_script,
+)
 
 SUBMIT = (("kubectl", "apply", "--dry-run=server", "-f"), ("kubectl", "apply", "-f"))
-RECIPE = "/recipe/recipe.yaml"
+MOUNTED_RECIPE = "/recipe/recipe.yaml"
 FINAL = tuple(
     error.exit_code for error in (RecipeError, DataError, CheckpointError, NumericsError, ResourceError)
 )
@@ -51,7 +57,7 @@ def objects(job: ClusterJob) -> tuple[dict[str, Any], ...]:
     meta = {"name": job.name, "labels": {"app": "shardwise", "shardwise/run": job.name}}
     recipe = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta}
     recipe["data"] = {"recipe.yaml": LiteralScalarString(job.recipe_text)}
-    ports = [{"name": "store", "port": PORT}]
+    ports = [{"name": "store", "port": RENDEZVOUS_PORT}]
     network = {"clusterIP": "None", "publishNotReadyAddresses": True, "ports": ports}
     network["selector"] = {"job-name": job.name}
     service = {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": network}
@@ -79,13 +85,13 @@ def _rules() -> list[dict[str, Any]]:
 
 def _pod(job: ClusterJob) -> dict[str, Any]:
     """One node: a container that runs all of its ranks."""
-    script = 'export NODE="$JOB_COMPLETION_INDEX"\n' + node_script(job, RECIPE)
+    script = 'export NODE="$JOB_COMPLETION_INDEX"\n' + node_script(job, MOUNTED_RECIPE)
     container: dict[str, Any] = {
         "name": "ranks",
         "image": job.image,
         "command": ["bash", "-c", LiteralScalarString(script)],
         "env": [{"name": "MASTER_ADDR", "value": f"{job.name}-0.{job.name}"}],
-        "ports": [{"containerPort": PORT}],
+        "ports": [{"containerPort": RENDEZVOUS_PORT}],
         "volumeMounts": [
             {"name": "recipe", "mountPath": "/recipe"},
             {"name": "shared", "mountPath": job.shared},

@@ -8,10 +8,10 @@ from typing import Any
 from ruamel.yaml.scalarstring import LiteralScalarString
 
 from shardwise.plugins.schedulers.job import AGAIN, RESTARTS, ClusterJob, node_script
-from shardwise.plugins.schedulers.kubernetes import RECIPE, as_yaml, image_of
+from shardwise.plugins.schedulers.kubernetes import MOUNTED_RECIPE, as_yaml, image_of
 
 SUBMIT = (("sky", "jobs", "launch", "--yes", "--detach-run"),)
-SIZES = {"A100-80GB": "A100-80GB", "V100-32GB": "V100-32GB"}
+NAMES_WITH_MEMORY = {"A100-80GB": "A100-80GB", "V100-32GB": "V100-32GB"}
 """Accelerators whose memory is part of SkyPilot's name; other names end before the memory."""
 
 
@@ -22,7 +22,7 @@ def job_file(job: ClusterJob) -> str:
         "image_id": f"docker:{image_of(job, 'a new node has no Shardwise')}",
     }
     if job.device is not None:
-        name = SIZES.get(job.device) or re.sub(r"-\d+GB$", "", job.device)
+        name = NAMES_WITH_MEMORY.get(job.device) or re.sub(r"-\d+GB$", "", job.device)
         resources["accelerators"] = f"{name}:{job.devices}"
     resources["job_recovery"] = {
         "max_restarts_on_errors": RESTARTS,
@@ -30,13 +30,13 @@ def job_file(job: ClusterJob) -> str:
     }
     script = (
         'export NODE="$SKYPILOT_NODE_RANK" MASTER_ADDR="$(head -n 1 <<< "$SKYPILOT_NODE_IPS")"\n'
-        + node_script(job, RECIPE)
+        + node_script(job, MOUNTED_RECIPE)
     )
     task: dict[str, Any] = {
         "name": job.name,
         "num_nodes": job.nodes,
         "resources": resources,
-        "file_mounts": {RECIPE: job.recipe, job.shared: {"name": job.volume, "mode": "MOUNT"}},
+        "file_mounts": {MOUNTED_RECIPE: job.recipe, job.shared: {"name": job.volume, "mode": "MOUNT"}},
         "run": LiteralScalarString(script),
     }
     return as_yaml(task)

@@ -21,7 +21,7 @@ def job_file(job: ClusterJob) -> str:
     again = " || ".join(f"code == {code}" for code in AGAIN)
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in _options(job)),
+        *(f"#SBATCH {option}" for option in _sbatch_options(job)),
         "",
         "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}",
         f"mkdir -p {shlex.quote(job.out)}",
@@ -38,7 +38,7 @@ def job_file(job: ClusterJob) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _options(job: ClusterJob) -> Iterator[str]:
+def _sbatch_options(job: ClusterJob) -> Iterator[str]:
     yield f"--job-name={job.name}"
     yield f"--nodes={job.nodes}"
     yield f"--ntasks-per-node={job.devices}"

@@ -20,7 +20,7 @@ from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles
 from shardwise.model.lora import MAGNITUDE, A, B, is_adapter
 from shardwise.recipe.sections import AdapterSpec
 
-_NAME = re.compile(rf"(.+)\.(?:({A}|{B})\.weight|({MAGNITUDE})|{B}\.bias)")
+_TENSOR_NAME = re.compile(rf"(.+)\.(?:({A}|{B})\.weight|({MAGNITUDE})|{B}\.bias)")
 _BIAS = f"{B}.bias"
 
 Layer = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -118,7 +118,7 @@ def layers_of(
     """Shapes of A and B by layer. Raises CheckpointError if the tensors are not a complete adapter."""
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        match = _NAME.fullmatch(name)
+        match = _TENSOR_NAME.fullmatch(name)
         if match is None:
             raise _incomplete(where, f"{name} is not a tensor of a known adapter type")
         parts.setdefault(match[1], {})[match[2] or match[3] or _BIAS] = shape

@@ -76,7 +76,7 @@ class Conversation:
             del self.turns[self._kept : self._kept + 2]
 
 
-def opened(tokenizer: Tokenizer, question: str) -> str:
+def opening_prompt(tokenizer: Tokenizer, question: str) -> str:
     """The prompt of a chat of one question. Raises DataError if the tokenizer has no chat template."""
     return template_of(tokenizer).opened([Turn("user", question)], "the prompt")
 

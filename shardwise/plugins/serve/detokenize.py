@@ -50,12 +50,12 @@ class Writer:
         if found:
             self.stopped = True
             return text[: min(found)]
-        keep = max((_begun(text, stop) for stop in self._stop), default=0)
+        keep = max((_partial_stop(text, stop) for stop in self._stop), default=0)
         self._kept = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _begun(text: str, stop: str) -> int:
+def _partial_stop(text: str, stop: str) -> int:
     """Number of characters at the end of ``text`` that are a prefix of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

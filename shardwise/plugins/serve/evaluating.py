@@ -17,13 +17,13 @@ from shardwise.core.paths import path_of
 from shardwise.data.opening import samples_of
 from shardwise.data.samples import Batch
 from shardwise.data.text import open_tokens
-from shardwise.plugins.serve.load import OWN, Opened, open_model
+from shardwise.plugins.serve.load import OWN_ADAPTER, OpenedModel, open_model
 from shardwise.plugins.serve.multi_lora import BASE
-from shardwise.plugins.serve.serving import DTYPES, ServedModel, device_named
+from shardwise.plugins.serve.serving import SERVED_DTYPES, ServedModel, serving_device
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.cross_entropy import IGNORED, cross_entropy_sum
 
-LONGEST = 1024
+EVALUATED_LENGTH = 1024
 """Tokens of a sequence where neither the caller nor the model's context says less."""
 
 
@@ -57,7 +57,7 @@ class EvaluationOptions:
     Attributes:
         adapter: a name of ``adapters``, own or base; None is the model as it was trained.
         adapters: folders by name.
-        sequence_length: most tokens of a sequence; None for the model's, at most LONGEST.
+        sequence_length: most tokens of a sequence; None for the model's, at most EVALUATED_LENGTH.
         sequences: how many to read, from the first; None for all.
         batch: sequences at a time.
     """
@@ -85,27 +85,27 @@ def perplexity(
     Raises:
         CheckpointError, DataError, RecipeError: the model, the data or an option cannot be used.
     """
-    opened, served, length = _opened(model, options)
+    opened, served, length = _opened_model(model, options)
     spec = DataSpec(source=source, sequence_length=length, held_out=0.0)
     tokens = open_tokens(spec, opened.tokenizer, default_root())
     samples, _ = samples_of(tokens, opened.tokenizer, packing=False)
     count = min(len(samples), options.sequences or len(samples))
     lengths = [samples.filled(sample) or length for sample in range(count)]
     order = sorted(range(count), key=lambda sample: -lengths[sample])  # sequences of a batch have one length
-    served.bank.select([_adapter(opened, options)] * options.batch)
+    served.bank.select([_chosen_adapter(opened, options)] * options.batch)
     place, total, targets = next(opened.model.parameters()).device, 0.0, 0
     for first in range(0, count, options.batch):
         rows: list[int | None] = [*order[first : first + options.batch]]
         longest = lengths[order[first]]
         rows += [None] * (options.batch - len(rows))
         batch = {name: tensor[:, :longest].to(place) for name, tensor in samples.batch(rows).items()}
-        loss, valid = _loss(opened, batch)
+        loss, valid = _batch_loss(opened, batch)
         total, targets = total + loss, targets + valid
         progress(min(first + options.batch, count), count)
     return Perplexity(total / max(1, targets), targets, count, max(lengths, default=0), sum(lengths))
 
 
-def _loss(opened: Opened, batch: Batch) -> tuple[float, int]:
+def _batch_loss(opened: OpenedModel, batch: Batch) -> tuple[float, int]:
     """(cross-entropy in nats, summed in fp64, number of targets) of a batch; without a router's auxiliary loss."""
     logits, labels = opened.blueprint.logits(opened.model, batch["input_ids"]), batch["labels"]
     counted = labels != IGNORED
@@ -145,12 +145,12 @@ def task_results(
     harness = _harness()
     from shardwise.plugins.serve.task_model import TaskModel
 
-    opened, served, length = _opened(model, options)
+    opened, served, length = _opened_model(model, options)
     manager = harness.tasks.TaskManager(include_path=None if how.folder is None else str(how.folder))
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
         fix = "see https://github.com/EleutherAI/lm-evaluation-harness, or name its folder: --task-folder"
         raise RecipeError(f"there is no task {unknown[0]!r}", where="--tasks", fix=fix)
-    asked = TaskModel(opened, served, _adapter(opened, options), length, options.batch)
+    asked = TaskModel(opened, served, _chosen_adapter(opened, options), length, options.batch)
     try:
         found = harness.simple_evaluate(
             asked,
@@ -192,21 +192,23 @@ def _metrics(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name if filtered == "none" else f"{name} ({filtered})", float(value)
 
 
-def _opened(model: Path, options: EvaluationOptions) -> tuple[Opened, ServedModel, int]:
+def _opened_model(model: Path, options: EvaluationOptions) -> tuple[OpenedModel, ServedModel, int]:
     """The model, its adapters, and the tokens of a sequence."""
-    if options.precision not in DTYPES:
-        fix = f"take one of {', '.join(DTYPES)}"
+    if options.precision not in SERVED_DTYPES:
+        fix = f"take one of {', '.join(SERVED_DTYPES)}"
         raise RecipeError(f"precision is {options.precision!r}", where="precision", fix=fix)
-    opened = open_model(model, options.tokenizer, DTYPES[options.precision], device_named(options.device))
-    length = options.sequence_length or min(opened.context or LONGEST, LONGEST)
+    opened = open_model(
+        model, options.tokenizer, SERVED_DTYPES[options.precision], serving_device(options.device)
+    )
+    length = options.sequence_length or min(opened.context or EVALUATED_LENGTH, EVALUATED_LENGTH)
     if opened.context is not None and length > opened.context:
         why = f"the model's context is {opened.context}"
         raise RecipeError(f"sequences of {length} tokens are too long", where="sequence_length", why=why)
     return opened, ServedModel(opened, dict(options.adapters)), length
 
 
-def _adapter(opened: Opened, options: EvaluationOptions) -> str:
-    return options.adapter or (OWN if opened.own else BASE)
+def _chosen_adapter(opened: OpenedModel, options: EvaluationOptions) -> str:
+    return options.adapter or (OWN_ADAPTER if opened.own else BASE)
 
 
 def evaluate(

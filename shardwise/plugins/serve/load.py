@@ -32,14 +32,14 @@ from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of, refuse_other_base
 from shardwise.runtime.parallel.shard_slices import named_parameters, share, shared_names
 
-OWN = "own"
+OWN_ADAPTER = "own"
 """Name of the adapter that the opened run trained."""
 
-_CONFIG = "config.json"
+_CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model without adapters, its tokenizer, and the adapter of its run.
 
     Attributes:
@@ -58,7 +58,7 @@ class Opened:
     trained: tuple[str, ...] = ()
 
 
-def open_model(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Opened:
+def open_model(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> OpenedModel:
     """Read a folder; ``tokenizer`` replaces the folder's own.
 
     Raises:
@@ -68,16 +68,16 @@ def open_model(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: 
     """
     if (folder / RECIPE).is_file():
         return _open_run(folder, tokenizer, dtype, device)
-    if (folder / _CONFIG).is_file():
+    if (folder / _CONFIG_FILE).is_file():
         return _open_folder(folder, tokenizer, dtype, device)
     raise CheckpointError(
         "not the folder of a run or of a model",
         where=str(folder),
-        why=f"it has neither {RECIPE} nor {_CONFIG}" if folder.is_dir() else no_folder(folder),
+        why=f"it has neither {RECIPE} nor {_CONFIG_FILE}" if folder.is_dir() else no_folder(folder),
     )
 
 
-def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Opened:
+def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> OpenedModel:
     recipe, checkpoint = checkpoint_of(folder)
     spec = recipe.adapter
     blueprint = base_of(recipe)
@@ -86,22 +86,24 @@ def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: t
     model = allocated(meta_model(blueprint, spec, dtype), device)
     blueprint.restore(model)
     trained = _read_checkpoint(model, checkpoint)
-    own = [adapter_of(OWN, str(checkpoint), spec, trained)] if spec is not None else []
-    ends = cuts.ends.union(() if recipe.model.hf is None else _ends_of(recipe.model.hf))
+    own = [adapter_of(OWN_ADAPTER, str(checkpoint), spec, trained)] if spec is not None else []
+    ends = cuts.ends.union(() if recipe.model.hf is None else _end_tokens(recipe.model.hf))
     # A base that was trained before reads more than the sequences of a fine-tuning run.
     context = recipe.data.sequence_length if recipe.model.hf is None else blueprint.context
     whole = () if spec is None else spec.modules_to_save
-    return Opened(blueprint, model, cuts, context, dtype, ends, own, whole)
+    return OpenedModel(blueprint, model, cuts, context, dtype, ends, own, whole)
 
 
-def _ends_of(source: str) -> tuple[int, ...]:
+def _end_tokens(source: str) -> tuple[int, ...]:
     """The ends that the files of a folder or of a hub id name."""
     from shardwise.model.hf_source import folder_of
 
     return ends_of_model(folder_of(source, ["config.json", GENERATION]))
 
 
-def _open_folder(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device) -> Opened:
+def _open_folder(
+    folder: Path, tokenizer: str | None, dtype: torch.dtype, device: torch.device
+) -> OpenedModel:
     from shardwise.model.hf import HuggingFaceModel
 
     blueprint = HuggingFaceModel(str(folder), sequence_length=1, objective=None)
@@ -120,7 +122,7 @@ def _open_folder(folder: Path, tokenizer: str | None, dtype: torch.dtype, device
         blueprint.fill(model, 0)
     fill_packed(model, blueprint, 0)
     ends = cuts.ends.union(ends_of_model(folder))
-    return Opened(blueprint, model, cuts, blueprint.context, dtype, ends)
+    return OpenedModel(blueprint, model, cuts, blueprint.context, dtype, ends)
 
 
 def meta_model(blueprint: Blueprint, spec: AdapterSpec | None, dtype: torch.dtype) -> nn.Module:
@@ -174,7 +176,7 @@ def require_text(blueprint: Blueprint) -> None:
         )
 
 
-def require_base(model: nn.Module, adapters: list[ServedAdapter]) -> None:
+def require_same_base(model: nn.Module, adapters: list[ServedAdapter]) -> None:
     """Raise CheckpointError if an adapter was trained with another base model than ``model``."""
     for adapter in adapters:
         if adapter.files is not None:

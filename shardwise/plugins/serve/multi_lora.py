@@ -70,7 +70,7 @@ class Bank:
             self.names.append(adapter.name)
         modules = dict(self._model.named_modules())
         for adapter in adapters:
-            _require_fit(adapter, modules)
+            _require_layers(adapter, modules)
         for path in sorted({path for adapter in adapters for path in adapter.owners}):
             self._modules.append(_Copies(path, modules[path], adapters, lambda: self._selected))
         for path in sorted({path for adapter in adapters for path in adapter.ranks}):
@@ -156,7 +156,7 @@ class _Layer:
         dtype: torch.dtype,
     ) -> None:
         device = next(layer.parameters()).device
-        rows, columns = _shape(layer)
+        rows, columns = _weight_shape(layer)
         rank = max(adapter.ranks[path] for adapter in adapters)
         self.path, self.group = path, group
         self.a = torch.zeros(len(adapters), rank, columns, device=device, dtype=dtype)
@@ -267,7 +267,7 @@ class _Copies:
 # ---- the layers of the base -------------------------------------------------------------------------------
 
 
-def _require_fit(adapter: ServedAdapter, modules: Mapping[str, nn.Module]) -> None:
+def _require_layers(adapter: ServedAdapter, modules: Mapping[str, nn.Module]) -> None:
     """Raise CheckpointError unless the model has every layer of an adapter, with the same shape."""
     for path in adapter.ranks:
         layer = modules.get(path)
@@ -278,8 +278,8 @@ def _require_fit(adapter: ServedAdapter, modules: Mapping[str, nn.Module]) -> No
                 why=f"its layer {path} is not a linear layer of this model",
                 fix="give the base it was trained on",
             )
-        if adapter.shape(path) != _shape(layer):
-            there, here = list(adapter.shape(path)), list(_shape(layer))
+        if adapter.shape(path) != _weight_shape(layer):
+            there, here = list(adapter.shape(path)), list(_weight_shape(layer))
             raise CheckpointError(
                 "the adapter is for another base",
                 where=adapter.where,
@@ -314,7 +314,7 @@ def _is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
 
 
-def _shape(layer: nn.Module) -> tuple[int, int]:
+def _weight_shape(layer: nn.Module) -> tuple[int, int]:
     """[o, i], for any storage of the weight."""
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features

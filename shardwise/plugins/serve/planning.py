@@ -13,11 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.run_folder import RECIPE, require_base
+from shardwise.checkpoint.run_folder import RECIPE, require_base_in_place
 from shardwise.core.errors import RecipeError, ResourceError
 from shardwise.core.units import format_bytes
 from shardwise.hardware.cluster import Cluster, cluster_of
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 
@@ -77,11 +77,11 @@ def served_recipe(path: Path, overrides: Sequence[str]) -> tuple[Recipe, Cluster
     Raises RecipeError.
     """
     if (path / RECIPE).is_file():
-        recipe, cluster = read(path / RECIPE, overrides)
-        require_base(path, recipe)
+        recipe, cluster = read_request(path / RECIPE, overrides)
+        require_base_in_place(path, recipe)
         return recipe, cluster
     if not (path / _CONFIG).is_file():
-        return read(path, overrides)
+        return read_request(path, overrides)
     values = {"model": {"hf": str(path)}, "data": {"sequence_length": 1}, "steps": 1, "batch_size": 1}
     recipe = recipe_of(values, overrides=overrides)
     return recipe, cluster_of(recipe.cluster)
@@ -212,15 +212,15 @@ class _Counted:
         import torch
 
         from shardwise.dryrun.reading import peaks
-        from shardwise.dryrun.target import TARGETS
+        from shardwise.dryrun.target import TARGET_KERNELS
         from shardwise.dryrun.tracker import Tracker
         from shardwise.plugins.serve.decoding import reader_of
         from shardwise.plugins.serve.load import allocated, meta_model
         from shardwise.plugins.serve.multi_lora import BASE, Bank
-        from shardwise.plugins.serve.serving import DTYPES
+        from shardwise.plugins.serve.serving import SERVED_DTYPES
         from shardwise.runtime.torch_private import FakeTensorMode
 
-        dtype, target = DTYPES[self.precision], TARGETS[self.cluster.device.kind]
+        dtype, target = SERVED_DTYPES[self.precision], TARGET_KERNELS[self.cluster.device.kind]
         built = meta_model(self.blueprint, self.recipe.adapter, dtype)
         tracker = Tracker({}, target.workspace, target.kept, lambda: "")
         fake = FakeTensorMode(allow_non_fake_inputs=True)

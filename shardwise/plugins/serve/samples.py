@@ -23,7 +23,7 @@ from shardwise.hardware.kinds import HOST
 from shardwise.plugins.serve.multi_lora import BASE
 from shardwise.plugins.serve.requests import Request
 from shardwise.plugins.serve.sampling import Sampling
-from shardwise.plugins.serve.serving import LENGTH, ServedModel, load_model
+from shardwise.plugins.serve.serving import LENGTH_END, ServedModel, load_model
 from shardwise.recipe.sections import Recipe
 
 SAMPLE_FLOPS = 5e11
@@ -34,7 +34,7 @@ SAMPLE_TOKENS = (100, 300)
 
 PROMPTS = 3
 """Most held-out records that a report's sample answers."""
-COUNT, TOKENS = 2, 60
+COUNT, ANSWER_TOKENS = 2, 60
 """Records that are answered at the end of a fine-tuning run, and the longest answer."""
 _LOOKED_AT = 100
 """Records among which those with room for an answer are looked for."""
@@ -76,9 +76,11 @@ def answers(folder: Path, device: str = "cpu") -> list[AnswerSample]:
     recipe, _ = read_job(folder)
     if recipe.model.factory is not None or recipe.model.objective != "causal":
         return []
-    questions = list(_questions(recipe, COUNT, TOKENS))
+    questions = list(_questions(recipe, COUNT, ANSWER_TOKENS))
     precision = "fp32" if device == HOST.torch_type else "bf16"
-    return _answered(load_model(folder, precision=precision, device=device), questions, TOKENS, False)
+    return _greedy_answers(
+        load_model(folder, precision=precision, device=device), questions, ANSWER_TOKENS, False
+    )
 
 
 def record_sample(folder: Path) -> None:
@@ -92,13 +94,13 @@ def record_sample(folder: Path) -> None:
     if affordable < shortest:
         return
     try:
-        sample = _written(folder, recipe, min(affordable, longest))
+        sample = _sample_of_text(folder, recipe, min(affordable, longest))
     except RecipeError:
         return  # the model does not generate text
     write_outcome(folder, replace(outcome, sample=sample))
 
 
-def _written(folder: Path, recipe: Recipe, tokens: int) -> str:
+def _sample_of_text(folder: Path, recipe: Recipe, tokens: int) -> str:
     """The sample. Raises RecipeError if the model does not generate text."""
     model = load_model(folder)
     part = recipe.data.parts[0]
@@ -106,11 +108,13 @@ def _written(folder: Path, recipe: Recipe, tokens: int) -> str:
     if not isinstance(opened, Examples):
         return model.complete([Request("", sampling=Sampling(tokens=tokens, past_end=True))])[0]
     questions = list(_questions(recipe, PROMPTS, tokens // PROMPTS))
-    answered = _answered(model, questions, tokens // PROMPTS, len(model.adapters) > 1)
-    return "\n\n".join(f"── {title} ──\n{text}" for answer in answered for title, text in _parts(answer))
+    answered = _greedy_answers(model, questions, tokens // PROMPTS, len(model.adapters) > 1)
+    return "\n\n".join(
+        f"── {title} ──\n{text}" for answer in answered for title, text in _answer_parts(answer)
+    )
 
 
-def _parts(answer: AnswerSample) -> Iterator[tuple[str, str]]:
+def _answer_parts(answer: AnswerSample) -> Iterator[tuple[str, str]]:
     yield "prompt", answer.question.asked
     yield "the trained model", answer.text
     if answer.before is not None:
@@ -118,7 +122,7 @@ def _parts(answer: AnswerSample) -> Iterator[tuple[str, str]]:
     yield "in the data", answer.question.expected
 
 
-def _answered(
+def _greedy_answers(
     model: ServedModel, questions: Sequence[Question], tokens: int, base: bool
 ) -> list[AnswerSample]:
     """Greedy answers: of the trained model, and of its base before training."""
@@ -126,7 +130,7 @@ def _answered(
     names = [None, BASE] if base else [None]
     texts = [""] * len(questions) * len(names)
     for piece in model.generate([Request(q.prompt, name, sampling) for name in names for q in questions]):
-        texts[piece.request] += piece.text + (_MORE if piece.end == LENGTH else "")
+        texts[piece.request] += piece.text + (_MORE if piece.end == LENGTH_END else "")
     texts = [text.strip() for text in texts]
     before: list[str | None] = [*texts[len(questions) :]] or [None] * len(questions)
     return [AnswerSample(*three) for three in zip(questions, texts, before, strict=False)]
@@ -153,7 +157,7 @@ def _questions(recipe: Recipe, count: int, tokens: int) -> Iterator[Question]:
         ids = side_of_text.sequence(0).tolist()
         half = min(tokens, len(ids) // 2)
         prompt = tokenizer.shown(ids[:half])
-        yield Question(prompt, tokenizer.decode(ids[:half]).strip(), _cut(ids[half:], tokens, tokenizer))
+        yield Question(prompt, tokenizer.decode(ids[:half]).strip(), _cut_text(ids[half:], tokens, tokenizer))
 
 
 def _question(
@@ -166,7 +170,7 @@ def _question(
         start, length = _opening_in(ids, tokenizer, template)
     prompt = tokenizer.shown(ids[:start])
     asked = tokenizer.decode(ids[:start]) if template is None else _last_turn(prompt, tokenizer, template)
-    return Question(prompt, asked.strip(), _cut(ids[start : start + length], tokens, tokenizer))
+    return Question(prompt, asked.strip(), _cut_text(ids[start : start + length], tokens, tokenizer))
 
 
 def _opening_in(ids: list[int], tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, int]:
@@ -181,7 +185,7 @@ def _opening_in(ids: list[int], tokenizer: Tokenizer, template: ChatTemplate | N
     return start, len(list(takewhile(lambda token: token not in over, ids[start:])))
 
 
-def _cut(ids: list[int], tokens: int, tokenizer: Tokenizer) -> str:
+def _cut_text(ids: list[int], tokens: int, tokenizer: Tokenizer) -> str:
     text = tokenizer.decode(ids[:tokens]).strip()
     return text + _MORE if len(ids) > tokens else text
 

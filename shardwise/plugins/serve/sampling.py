@@ -51,29 +51,31 @@ class Sampling:
             name, value = field.name, getattr(self, field.name)
             if name in whole and not (name == "top_k" and value is None):
                 good = type(value) is int and value >= whole[name]
-                _require(good, name, value, f"a whole number of at least {whole[name]}")
-        _require(_within(self.temperature, 0, 1e6), "temperature", self.temperature, "from 0 to 1e6")
-        _require(_within(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "above 0 and at most 1")
+                _require_option(good, name, value, f"a whole number of at least {whole[name]}")
+        _require_option(_in_range(self.temperature, 0, 1e6), "temperature", self.temperature, "from 0 to 1e6")
+        _require_option(
+            _in_range(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "above 0 and at most 1"
+        )
         penalty = self.repetition_penalty
-        _require(_within(penalty, 0, 1e6) and penalty > 0, "repetition_penalty", penalty, "above 0")
+        _require_option(_in_range(penalty, 0, 1e6) and penalty > 0, "repetition_penalty", penalty, "above 0")
         texts = isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop)
-        _require(texts, "stop", self.stop, "texts that are not empty")
-        _require(isinstance(self.past_end, bool), "past_end", self.past_end, "true or false")
+        _require_option(texts, "stop", self.stop, "texts that are not empty")
+        _require_option(isinstance(self.past_end, bool), "past_end", self.past_end, "true or false")
 
 
 OPTIONS = tuple(field.name for field in fields(Sampling))
 
 
-def _within(value: Any, low: float, high: float) -> bool:
+def _in_range(value: Any, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
-def _require(good: bool, name: str, value: object, wanted: str) -> None:
+def _require_option(good: bool, name: str, value: object, wanted: str) -> None:
     if not good:
         raise RecipeError(f"{name} is {value!r}", where=name, fix=f"use {wanted}")
 
 
-def choose(logits: Tensor, before: Sequence[int], how: Sampling, generator: torch.Generator) -> int:
+def choose_token(logits: Tensor, before: Sequence[int], how: Sampling, generator: torch.Generator) -> int:
     """Choose a token id from the logits [vocab] of the last position, on the CPU; ``before`` are the ids so far."""
     scores = logits.float()
     if how.repetition_penalty != 1:

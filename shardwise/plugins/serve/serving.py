@@ -23,14 +23,14 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.plugins.serve.adapters import open_adapter
 from shardwise.plugins.serve.decoding import Reader, reader_of
 from shardwise.plugins.serve.detokenize import Writer
-from shardwise.plugins.serve.load import OWN, Opened, open_model, require_base
+from shardwise.plugins.serve.load import OWN_ADAPTER, OpenedModel, open_model, require_same_base
 from shardwise.plugins.serve.multi_lora import BASE, Bank
 from shardwise.plugins.serve.requests import Request
-from shardwise.plugins.serve.sampling import Sampling, choose
+from shardwise.plugins.serve.sampling import Sampling, choose_token
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SERVED_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-LENGTH, STOP, END = "length", "stop", "end of text"
+LENGTH_END, STOP_END, TEXT_END = "length", "stop", "end of text"
 """Why an answer ended: the token limit, a stop text, or a token that ends an answer."""
 
 
@@ -49,7 +49,7 @@ class ServedModel:
     ``adapters`` lists their names. The name ``base`` means no adapter, ``own`` the adapter that the run trained.
     """
 
-    def __init__(self, opened: Opened, adapters: Mapping[str, str | Path] | None = None) -> None:
+    def __init__(self, opened: OpenedModel, adapters: Mapping[str, str | Path] | None = None) -> None:
         """Load the adapters.
 
         Raises:
@@ -64,10 +64,10 @@ class ServedModel:
                 why=f"it has trained {', '.join(opened.trained)} in full, and lacks the base's",
                 fix="give the folder of the base model, and the run's adapter with --adapter",
             )
-        require_base(opened.model, found)
+        require_same_base(opened.model, found)
         self._opened = opened
         self.bank = Bank(opened.model, opened.dtype, [*opened.own, *found])
-        self._as_it_is = OWN if opened.own else BASE
+        self._as_it_is = OWN_ADAPTER if opened.own else BASE
         if opened.trained:
             self.bank.has_base = False
 
@@ -121,7 +121,7 @@ class ServedModel:
         try:
             for first in range(0, len(answers), batch):
                 reader = reader_of(self._opened.blueprint, self.model, self.bank, cached)
-                yield from _answered(answers[first : first + batch], reader, vocab)
+                yield from _answer_batch(answers[first : first + batch], reader, vocab)
         finally:
             self.bank.select(())
 
@@ -155,7 +155,7 @@ def _prompted(tokenizer: Tokenizer, prompt: str) -> list[int]:
 class _Answer:
     """One request in progress."""
 
-    def __init__(self, place: int, how: Sampling, adapter: str, ids: list[int], opened: Opened) -> None:
+    def __init__(self, place: int, how: Sampling, adapter: str, ids: list[int], opened: OpenedModel) -> None:
         self.place, self.how, self.adapter = place, how, adapter
         self._ids, self._context = ids, opened.context
         self._ends = opened.ends
@@ -182,22 +182,22 @@ class _Answer:
 
     def take(self, logits: torch.Tensor) -> tuple[int, Piece]:
         """Choose a token and append it."""
-        token = choose(logits, self._ids, self.how, self._generator)
+        token = choose_token(logits, self._ids, self.how, self._generator)
         self._left -= 1
         self._ids.append(token)
         if token in self._ends and not self.how.past_end:
-            return token, Piece(self.place, self._writer.rest(), END)
+            return token, Piece(self.place, self._writer.rest(), TEXT_END)
         text = self._writer.push(token)
         if self._writer.stopped:
-            return token, Piece(self.place, text, STOP)
+            return token, Piece(self.place, text, STOP_END)
         if self._left == 0:
-            return token, Piece(self.place, text + self._writer.rest(), LENGTH)
+            return token, Piece(self.place, text + self._writer.rest(), LENGTH_END)
         return token, Piece(self.place, text)
 
 
-def _answered(answers: list[_Answer], reader: Reader, vocab: int) -> Iterator[Piece]:
+def _answer_batch(answers: list[_Answer], reader: Reader, vocab: int) -> Iterator[Piece]:
     """Answer one batch. Ids from ``vocab`` on are padding of the model's vocabulary and are never chosen."""
-    logits = _begun(answers, reader)
+    logits = _first_logits(answers, reader)
     while True:
         rows, left, tokens = logits[:, :vocab].float().cpu(), [], []
         for row, answer in enumerate(answers):
@@ -214,11 +214,11 @@ def _answered(answers: list[_Answer], reader: Reader, vocab: int) -> Iterator[Pi
             reader.keep(left)
         # A list, so that every answer moves: any() of a generator would stop at the first.
         moved = [answer.move() for answer in answers]
-        logits = _begun(answers, reader) if any(moved) else _followed(reader, tokens)
+        logits = _first_logits(answers, reader) if any(moved) else _followed(reader, tokens)
 
 
 @torch.no_grad()
-def _begun(answers: list[_Answer], reader: Reader) -> torch.Tensor:
+def _first_logits(answers: list[_Answer], reader: Reader) -> torch.Tensor:
     texts = [answer.read for answer in answers]
     return reader.begin(texts, [answer.adapter for answer in answers], max(a.left for a in answers))
 
@@ -243,15 +243,15 @@ def load_model(
         DataError: the tokenizer is missing or unreadable.
         RecipeError: an option is invalid.
     """
-    if precision not in DTYPES:
+    if precision not in SERVED_DTYPES:
         raise RecipeError(
-            f"precision is {precision!r}", where="precision", fix=f"take one of {', '.join(DTYPES)}"
+            f"precision is {precision!r}", where="precision", fix=f"take one of {', '.join(SERVED_DTYPES)}"
         )
-    place = device_named(device)
-    return ServedModel(open_model(path_of(folder), tokenizer, DTYPES[precision], place), adapters)
+    place = serving_device(device)
+    return ServedModel(open_model(path_of(folder), tokenizer, SERVED_DTYPES[precision], place), adapters)
 
 
-def device_named(name: str) -> torch.device:
+def serving_device(name: str) -> torch.device:
     """The device. Raises RecipeError if there is none of this name here."""
     try:
         place = torch.device(name)

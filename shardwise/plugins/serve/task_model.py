@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.data.formats import Chat
 from shardwise.data.turns import Turn
 from shardwise.plugins.serve.chat import template_of
-from shardwise.plugins.serve.load import Opened
+from shardwise.plugins.serve.load import OpenedModel
 from shardwise.plugins.serve.requests import Request
 from shardwise.plugins.serve.sampling import Sampling
 from shardwise.plugins.serve.serving import ServedModel
@@ -38,7 +38,9 @@ class TaskModel(TemplateLM):
         batch: sequences at a time.
     """
 
-    def __init__(self, opened: Opened, served: ServedModel, adapter: str, length: int, batch: int) -> None:
+    def __init__(
+        self, opened: OpenedModel, served: ServedModel, adapter: str, length: int, batch: int
+    ) -> None:
         super().__init__()
         self._opened, self._served, self._adapter = opened, served, adapter
         self._length, self._batch = length, batch

@@ -11,9 +11,9 @@ from typing import Any
 from shardwise.plugins.trackers.base import flat, name_of, project
 from shardwise.trainer.tracking import RunTracker
 
-_LONGEST = 500
+_LONGEST_VALUE = 500
 """Characters of a parameter's value or of a tag that every store takes."""
-_MOST = 100
+_MOST_PARAMETERS = 100
 """Parameters in a request."""
 
 
@@ -39,9 +39,9 @@ class MlflowTracker(RunTracker):
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         self._id = self._client.create_run(experiment, run_name=name_of(run)).info.run_id
         remembered.write_text(self._id, encoding="utf-8")
-        params = [Param(key, str(value)[:_LONGEST]) for key, value in flat(run["recipe"])]
-        for first in range(0, len(params), _MOST):
-            self._client.log_batch(self._id, params=params[first : first + _MOST])
+        params = [Param(key, str(value)[:_LONGEST_VALUE]) for key, value in flat(run["recipe"])]
+        for first in range(0, len(params), _MOST_PARAMETERS):
+            self._client.log_batch(self._id, params=params[first : first + _MOST_PARAMETERS])
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
@@ -53,7 +53,7 @@ class MlflowTracker(RunTracker):
     def mark(self, step: int, name: str, text: str) -> None:
         key = name.replace(" ", "_")
         self._client.log_metric(self._id, f"event/{key}", 1.0, step=step)
-        self._client.set_tag(self._id, f"event.{step}.{key}", text[:_LONGEST])
+        self._client.set_tag(self._id, f"event.{step}.{key}", text[:_LONGEST_VALUE])
 
     def close(self, reason: str) -> None:
         status = {"finished": "FINISHED", "stopped": "FINISHED", "preempted": "KILLED"}.get(reason, "FAILED")

@@ -17,12 +17,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from shardwise.core.pipeline.schedule import Played
-from shardwise.report.pictures import INK, PAPER, SHADE, STYLE, WIDE, on
+from shardwise.report.pictures import BACKGROUND, INK, SHADE, STYLE, WIDE_INCHES, on
 
 SHOWN_LANES = 16
 """Most ranks in a chart; with more, the first and the last ones are drawn."""
 
-PASSES: dict[str, tuple[str, str]] = {
+PASS_COLOURS: dict[str, tuple[str, str]] = {
     "F": ("forward", "#47639c"),
     "B": ("backward", "#eda83e"),
     "I": ("backward, inputs", "#eda83e"),
@@ -54,7 +54,7 @@ class Chart:
 def gantt(
     charts: Sequence[Chart],
     unit: str,
-    width: float = WIDE,
+    width: float = WIDE_INCHES,
     shared: bool = True,
     most: int = SHOWN_LANES,
     until: float = math.inf,
@@ -67,8 +67,8 @@ def gantt(
         most: most ranks in a chart; with more, the first and the last ones are drawn.
         until: latest end of the time scale.
     """
-    lanes = [_shown(len(chart.played.spans), most) for chart in charts]
-    words = [_title(chart, width) for chart in charts]
+    lanes = [_lanes_shown(len(chart.played.spans), most) for chart in charts]
+    words = [_gantt_title(chart, width) for chart in charts]
     tall = [0.32 + 0.16 * len(title.splitlines()) + (0 if shared else 0.4) for title in words]
     heights = [space + 0.24 * len(rows) for space, rows in zip(tall, lanes, strict=True)]
     figure = Figure(figsize=(width, 0.75 + sum(heights)), layout="constrained")
@@ -77,12 +77,12 @@ def gantt(
     for axes, chart, rows, title in zip(every, charts, lanes, words, strict=True):
         axes.set_title(title, loc="left", color=INK, fontsize=9)
         end = longest if shared else chart.played.end
-        _draw(axes, chart, rows, end, width)
+        _draw_gantt(axes, chart, rows, end, width)
         if not shared or axes is every[-1]:
             axes.set_xlabel(unit)
     kinds = {action.kind for chart in charts for spans in chart.played.spans for action, _, _ in spans}
     handles = [_patch(kind) for kind in "FBIW" if kind in kinds]
-    columns = len(handles) if width >= WIDE else 2
+    columns = len(handles) if width >= WIDE_INCHES else 2
     figure.legend(
         handles=handles, loc="outside upper left", ncols=columns, handlelength=1.6, handleheight=1.1
     )
@@ -91,16 +91,16 @@ def gantt(
 
 def _patch(kind: str) -> Patch:
     """A kind of pass in the legend."""
-    name, colour = PASSES[kind]
-    return Patch(facecolor=colour, edgecolor=PAPER, linewidth=0.5, hatch=HATCHES.get(kind), label=name)
+    name, colour = PASS_COLOURS[kind]
+    return Patch(facecolor=colour, edgecolor=BACKGROUND, linewidth=0.5, hatch=HATCHES.get(kind), label=name)
 
 
-def _title(chart: Chart, width: float) -> str:
+def _gantt_title(chart: Chart, width: float) -> str:
     """The name and the note, on two lines if the picture is narrow."""
-    return f"{chart.name}{'   ' if width >= WIDE else chr(10)}{chart.note}".rstrip()
+    return f"{chart.name}{'   ' if width >= WIDE_INCHES else chr(10)}{chart.note}".rstrip()
 
 
-def _shown(ranks: int, most: int) -> list[int]:
+def _lanes_shown(ranks: int, most: int) -> list[int]:
     """The ranks that get a row."""
     if ranks <= most:
         return list(range(ranks))
@@ -108,23 +108,25 @@ def _shown(ranks: int, most: int) -> list[int]:
     return [*range(half), *range(ranks - half, ranks)]
 
 
-def _bar(lane: int, start: float, stop: float, **how: Any) -> Rectangle:
+def _pass_bar(lane: int, start: float, stop: float, **how: Any) -> Rectangle:
     return Rectangle((start, lane - 0.43), stop - start, 0.86, **how)
 
 
-def _draw(axes: Any, chart: Chart, rows: Sequence[int], end: float, width: float) -> None:
+def _draw_gantt(axes: Any, chart: Chart, rows: Sequence[int], end: float, width: float) -> None:
     ranks = len(chart.played.spans)
     inch = 0.85 * width / end
     for lane in range(len(rows)):
-        axes.add_patch(_bar(lane, 0, end, facecolor=SHADE, linewidth=0, zorder=-1))
+        axes.add_patch(_pass_bar(lane, 0, end, facecolor=SHADE, linewidth=0, zorder=-1))
     for lane, rank in enumerate(rows):
         for action, start, stop in chart.played.spans[rank]:
-            colour, hatch = PASSES[action.kind][1], HATCHES.get(action.kind)
+            colour, hatch = PASS_COLOURS[action.kind][1], HATCHES.get(action.kind)
             if start >= end:
                 continue
             edge = 0.5 if (stop - start) * inch > NARROWEST else 0.0
             axes.add_patch(
-                _bar(lane, start, stop, facecolor=colour, edgecolor=PAPER, linewidth=edge, hatch=hatch)
+                _pass_bar(
+                    lane, start, stop, facecolor=colour, edgecolor=BACKGROUND, linewidth=edge, hatch=hatch
+                )
             )
             # One prime for each earlier stage of the same rank.
             number = str(action.micro_batch % chart.micro_batches + 1) + "′" * (action.stage // ranks)

@@ -21,8 +21,8 @@ from shardwise.core.plan import Plan
 from shardwise.core.run_files import PassesRecord
 from shardwise.core.timetable import Timetable
 from shardwise.core.units import format_bytes, format_percent
-from shardwise.report.notation import share
-from shardwise.report.pictures import WIDE
+from shardwise.report.notation import percent_text
+from shardwise.report.pictures import WIDE_INCHES
 from shardwise.report.pipeline.gantt import Chart, gantt
 
 Draw = Callable[[str, Callable[[float], Figure]], Any]
@@ -34,7 +34,7 @@ SHOWN_MICRO_BATCHES = 32
 COMPARED_MICRO_BATCHES, COMPARED_LANES = 8, 8
 """Of a step in the picture of all schedules."""
 
-STEPS = 2
+COMPARED_STEPS = 2
 """In the picture of all schedules: the pause between them is what pipedream does not have."""
 
 READABLE = 4
@@ -51,7 +51,7 @@ def figures(plan: Plan, passes: PassesRecord | None) -> dict[str, Figure]:
     }
 
 
-def section(plan: Plan, passes: PassesRecord | None, picture: Draw) -> dict[str, Any]:
+def pipeline_section(plan: Plan, passes: PassesRecord | None, picture: Draw) -> dict[str, Any]:
     """The section of the page: the planned step and the measured one, and all schedules; Nones without a pipeline."""
     pipeline = plan.pipeline
     if pipeline is None:
@@ -66,44 +66,46 @@ def section(plan: Plan, passes: PassesRecord | None, picture: Draw) -> dict[str,
     }
 
 
-def planned_and_measured(pipeline: Timetable, passes: PassesRecord | None, width: float = WIDE) -> Figure:
+def planned_and_measured(
+    pipeline: Timetable, passes: PassesRecord | None, width: float = WIDE_INCHES
+) -> Figure:
     """One step as it was planned, and where there is one, as it was measured."""
     count = pipeline.micro_batches
     planned = pipeline.played(pipeline.schedule, count)
-    charts = [_chart(f"planned · {pipeline.schedule}", planned, count)]
+    charts = [_gantt_chart(f"planned · {pipeline.schedule}", planned, count)]
     if passes is not None:
-        charts.append(_chart(f"measured · step {passes.step}", passes.played(), count))
+        charts.append(_gantt_chart(f"measured · step {passes.step}", passes.played(), count))
     ends = [chart.played.end for chart in charts]
     shared = max(ends) <= READABLE * min(ends)
     scaled, unit, _ = _in_one_unit(charts)
     return gantt(scaled, unit, width=width, shared=shared)
 
 
-def side_by_side(pipeline: Timetable, width: float = WIDE) -> Figure:
+def side_by_side(pipeline: Timetable, width: float = WIDE_INCHES) -> Figure:
     """Steps under every schedule, by the plan's seconds, with what ranks wait and hold."""
     count = min(pipeline.micro_batches, COMPARED_MICRO_BATCHES)
     # The naive schedule is so long that the others would look small next to it.
     compared = [each for each in SCHEDULES if each != "naive" or each == pipeline.schedule]
-    until = max(pipeline.played(each, count, STEPS).end for each in compared)
+    until = max(pipeline.played(each, count, COMPARED_STEPS).end for each in compared)
     charts = []
     for schedule in SCHEDULES:
         each = pipeline.stages_of(schedule)
         name = f"{schedule}, {each} stages a rank" if each > 1 else schedule
         mine = " · this plan's" if schedule == pipeline.schedule else ""
-        played = pipeline.played(schedule, count, STEPS)
+        played = pipeline.played(schedule, count, COMPARED_STEPS)
         cut = f" · cut off at {format_percent(until / played.end)}" if played.end > until else ""
-        charts.append(Chart(name + mine, played, count, _note(pipeline, schedule) + cut))
+        charts.append(Chart(name + mine, played, count, _schedule_note(pipeline, schedule) + cut))
     scaled, unit, factor = _in_one_unit(charts)
     of = f" of {pipeline.micro_batches}" if count < pipeline.micro_batches else ""
-    words = f"{unit}, {STEPS} steps of {count}{of} micro-batches"
+    words = f"{unit}, {COMPARED_STEPS} steps of {count}{of} micro-batches"
     return gantt(scaled, words, width=width, most=COMPARED_LANES, until=until * factor)
 
 
-def _note(pipeline: Timetable, schedule: str) -> str:
+def _schedule_note(pipeline: Timetable, schedule: str) -> str:
     """What ranks wait and hold under a schedule."""
     held = pipeline.in_flight(schedule)
     bytes_held = f", {format_bytes(pipeline.held_bytes(schedule))}" if pipeline.pass_bytes else ""
-    return f"waits {share(pipeline.waiting(schedule), 1)} · {held:g} in flight{bytes_held}"
+    return f"waits {percent_text(pipeline.waiting(schedule), 1)} · {held:g} in flight{bytes_held}"
 
 
 def held_in_words(pipeline: Timetable) -> str:
@@ -116,12 +118,12 @@ def held_in_words(pipeline: Timetable) -> str:
     )
 
 
-def _chart(name: str, played: Played, count: int) -> Chart:
+def _gantt_chart(name: str, played: Played, count: int) -> Chart:
     """One step, cut off after the first micro-batches where there are many."""
     first = min(action.micro_batch for spans in played.spans for action, _, _ in spans)
     limit = first + SHOWN_MICRO_BATCHES
     kept = tuple(tuple(span for span in spans if span[0].micro_batch < limit) for spans in played.spans)
-    note = f"waits {share(played.bubble, 1)}"
+    note = f"waits {percent_text(played.bubble, 1)}"
     if count > SHOWN_MICRO_BATCHES:
         note += f" · the first {SHOWN_MICRO_BATCHES} of {count} micro-batches"
     return Chart(name, Played(kept), count, note)

@@ -1,8 +1,8 @@
 """Activation offload: saved tensors of blocks are in host memory between forward and backward pass.
 
 Tensors that autograd saves in a block go through ``saved_tensors_hooks``; recomputation (selective.py, segments.py)
-saves through ``save``. All saved tensors of one call of a block form a group. When the next block begins, the group's
-storages are copied to pinned host memory on a copy stream, while that block computes. When that block ends, the
+saves by ``save_offloaded``. All saved tensors of one call of a block form a group. When the next block begins, the
+group's storages are copied to pinned host memory on a copy stream, while that block computes. When that block ends, the
 device's stream waits for the copies and the storages are freed. In the backward pass, opening a group prefetches the
 group before it. So two groups are on the device at a time. The last two blocks never move, because the backward pass
 needs them at once.
@@ -57,13 +57,13 @@ class SavedTensor(Protocol):
         ...
 
 
-_running: _BlockCall | None = None
+_running_call: _BlockCall | None = None
 """The block call that runs forward. A module variable, because a process runs one step at a time."""
 
 
-def save(tensor: Tensor) -> SavedTensor:
+def save_offloaded(tensor: Tensor) -> SavedTensor:
     """Save a tensor for the backward pass, offloaded like the saved tensors of the block that runs."""
-    return _OnDevice(tensor, None) if _running is None else _running.pack(tensor)
+    return _OnDevice(tensor, None) if _running_call is None else _running_call.pack(tensor)
 
 
 class OffloadedBlocks:
@@ -157,13 +157,13 @@ class OffloadedBlocks:
 @contextmanager
 def _saving(group: _BlockCall) -> Iterator[None]:
     """Tensors that autograd saves in this block belong to ``group``."""
-    global _running
-    before, _running = _running, group
+    global _running_call
+    before, _running_call = _running_call, group
     try:
         with saved_tensors_hooks(group.pack, unpack):
             yield
     finally:
-        _running = before
+        _running_call = before
     group.home.finished(group)
 
 

@@ -50,7 +50,7 @@ class ScratchFile:
                 "state cannot be offloaded", where=f"offload: nvme:{folder}", why=why, fix="name a folder"
             )
         try:
-            self._descriptor = _reserved(folder, max(size, 1))
+            self._descriptor = _reserved_file(folder, max(size, 1))
         except OSError as error:
             raise self._error(error, "reserve") from error
         self._map: weakref.ref[mmap.mmap] | None = None
@@ -112,7 +112,7 @@ class ScratchFile:
         )
 
 
-def _reserved(folder: Path, size: int) -> int:
+def _reserved_file(folder: Path, size: int) -> int:
     """Descriptor of a new unnamed file with ``size`` bytes allocated on the disk."""
     descriptor, path = tempfile.mkstemp(prefix="shardwise-", dir=folder)
     os.unlink(path)
@@ -135,36 +135,40 @@ def _transfer(part: Callable[..., int], descriptor: int, view: memoryview, offse
 
 # -- the operators ------------------------------------------------------------------------------------
 
-_OPEN: dict[str, ScratchFile] = {}
+_OPEN_FILES: dict[str, ScratchFile] = {}
 _LOCK = threading.Lock()
 
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
-_LIBRARY.define("disk_reserve(Tensor anchor, str file, str folder, int size) -> ()")
-_LIBRARY.define("disk_read(Tensor(a!) into, str file, int offset, int slot) -> ()")
-_LIBRARY.define("disk_write(Tensor what, str file, int offset, int slot) -> ()")
+_DISK_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
+_DISK_LIBRARY.define("disk_reserve(Tensor anchor, str file, str folder, int size) -> ()")
+_DISK_LIBRARY.define("disk_read(Tensor(a!) into, str file, int offset, int slot) -> ()")
+_DISK_LIBRARY.define("disk_write(Tensor what, str file, int offset, int slot) -> ()")
 
 
 def _reserve(anchor: Tensor, file: str, folder: str, size: int) -> None:
     opened = ScratchFile(Path(folder), size)
     with _LOCK:
-        _OPEN[file] = opened
+        _OPEN_FILES[file] = opened
 
 
-def _read(into: Tensor, file: str, offset: int, slot: int) -> None:
-    _OPEN[file].submit(os.preadv, into, offset, slot)
+def _disk_read(into: Tensor, file: str, offset: int, slot: int) -> None:
+    _OPEN_FILES[file].submit(os.preadv, into, offset, slot)
 
 
-def _write(what: Tensor, file: str, offset: int, slot: int) -> None:
-    _OPEN[file].submit(os.pwritev, what, offset, slot)
+def _disk_write(what: Tensor, file: str, offset: int, slot: int) -> None:
+    _OPEN_FILES[file].submit(os.pwritev, what, offset, slot)
 
 
-def _nothing(*_: object) -> None:
+def _fake_transfer(*_: object) -> None:
     """On fake tensors the tracker counts the operation, and nothing is done."""
 
 
-for _name, _function in {"disk_reserve": _reserve, "disk_read": _read, "disk_write": _write}.items():
-    _LIBRARY.impl(_name, _function, "CPU")
-    torch.library.register_fake(f"shardwise::{_name}", _nothing, lib=_LIBRARY)
+for _name, _function in {
+    "disk_reserve": _reserve,
+    "disk_read": _disk_read,
+    "disk_write": _disk_write,
+}.items():
+    _DISK_LIBRARY.impl(_name, _function, "CPU")
+    torch.library.register_fake(f"shardwise::{_name}", _fake_transfer, lib=_DISK_LIBRARY)
 
 reserve = torch.ops.shardwise.disk_reserve
 read = torch.ops.shardwise.disk_read
@@ -173,7 +177,7 @@ write = torch.ops.shardwise.disk_write
 
 def opened(file: str) -> ScratchFile | None:
     """The file reserved under a name; None after a dry run."""
-    return _OPEN.get(file)
+    return _OPEN_FILES.get(file)
 
 
 def wait(file: str, slot: int | None = None) -> None:
@@ -185,6 +189,6 @@ def wait(file: str, slot: int | None = None) -> None:
 def close(file: str) -> None:
     """Close the file and free its disk space."""
     with _LOCK:
-        found = _OPEN.pop(file, None)
+        found = _OPEN_FILES.pop(file, None)
     if found is not None:
         found.close()

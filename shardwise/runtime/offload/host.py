@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 from shardwise.hardware.kinds import kind_of
 from shardwise.runtime.torch_private_fsdp import fsdp_copies
 
-_depth = 0
+_nesting = 0
 _pinned = False
-_override: bool | None = None
+_own_memory_override: bool | None = None
 
 
 @contextmanager
@@ -37,19 +37,19 @@ def host_memory(pinned: bool = False) -> Iterator[None]:
 
     FSDP2 does not pin gradients that it accumulates or passes to a hook; for these the count is an upper bound.
     """
-    global _depth, _pinned
+    global _nesting, _pinned
     before, _pinned = _pinned, pinned
-    _depth += 1
+    _nesting += 1
     try:
         yield
     finally:
-        _depth -= 1
+        _nesting -= 1
         _pinned = before
 
 
 def in_host_memory() -> bool:
     """Whether a ``host_memory`` context is open."""
-    return _depth > 0
+    return _nesting > 0
 
 
 def allocated_host_bytes(size: int) -> int:
@@ -60,18 +60,18 @@ def allocated_host_bytes(size: int) -> int:
 @contextmanager
 def separate_host_memory(value: bool) -> Iterator[None]:
     """Override ``has_separate_host_memory`` inside the context, for the dry run and for tests on a CPU."""
-    global _override
-    before, _override = _override, value
+    global _own_memory_override
+    before, _own_memory_override = _own_memory_override, value
     try:
         with _copies_of_shards() if value else nullcontext():
             yield
     finally:
-        _override = before
+        _own_memory_override = before
 
 
 def has_separate_host_memory(device: torch.device) -> bool:
     """Whether ``device`` has memory of its own."""
-    return not kind_of(device).is_host if _override is None else _override
+    return not kind_of(device).is_host if _own_memory_override is None else _own_memory_override
 
 
 def host_empty_like(tensor: Tensor) -> Tensor:

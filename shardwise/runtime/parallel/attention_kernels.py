@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.hardware.kinds import KINDS, DeviceKind, kind_of
+from shardwise.hardware.kinds import DEVICE_KINDS, DeviceKind, kind_of
 from shardwise.runtime.torch_private import (
     efficient_attention,
     efficient_attention_backward,
@@ -32,29 +32,29 @@ from shardwise.runtime.torch_private import (
 _LOGARITHMS = 32
 """The memory-efficient kernel pads its log-sum-exp to a multiple of this."""
 
-_WIDTHS = 8
+_WIDTH_MULTIPLE = 8
 """The accelerators' kernels need head widths that are multiples of this."""
 
-WIDEST = 256
+WIDEST_HEAD = 256
 """Head width of flash attention."""
 
-_override: str | None = None
+_kind_override: str | None = None
 
 
 @contextmanager
 def kernels_as(device_type: str) -> Iterator[None]:
     """Use this device type's kernels inside the context, for the dry run."""
-    global _override
-    before, _override = _override, device_type
+    global _kind_override
+    before, _kind_override = _kind_override, device_type
     try:
         yield
     finally:
-        _override = before
+        _kind_override = before
 
 
 def planned_device() -> str | None:
     """The device type whose kernels are used in place of those of the tensors' device, if any."""
-    return _override
+    return _kind_override
 
 
 class Kernels(Protocol):
@@ -69,13 +69,13 @@ class Kernels(Protocol):
         ...
 
 
-def _kind(tensor: Tensor) -> DeviceKind:
-    return kind_of(tensor.device) if _override is None else KINDS[_override]
+def _kernel_device(tensor: Tensor) -> DeviceKind:
+    return kind_of(tensor.device) if _kind_override is None else DEVICE_KINDS[_kind_override]
 
 
 def kernels_for(tensor: Tensor) -> Kernels:
     """The kernels for a tensor's dtype on its device, or on the planned device."""
-    if _kind(tensor).is_host:
+    if _kernel_device(tensor).is_host:
         return _OnCPU()
     if tensor.dtype == torch.float64:
         return _Products()
@@ -84,7 +84,7 @@ def kernels_for(tensor: Tensor) -> Kernels:
 
 def padding_for(tensor: Tensor) -> int:
     """Number of zeros to append to the head width for the kernels."""
-    return 0 if _kind(tensor).is_host else -tensor.shape[-1] % _WIDTHS
+    return 0 if _kernel_device(tensor).is_host else -tensor.shape[-1] % _WIDTH_MULTIPLE
 
 
 def has_varlen_kernel(like: Tensor, head_width: int) -> bool:
@@ -92,11 +92,14 @@ def has_varlen_kernel(like: Tensor, head_width: int) -> bool:
 
     It needs 16 bits, head widths of at most 256 and an NVIDIA GPU since Ampere; a plan does not look at the generation.
     """
-    if like.dtype not in (torch.float16, torch.bfloat16) or head_width > WIDEST:
+    if like.dtype not in (torch.float16, torch.bfloat16) or head_width > WIDEST_HEAD:
         return False
-    if _override is not None:
-        return _override == "cuda"
-    return kind_of(like.device) is KINDS["cuda"] and torch.cuda.get_device_capability(like.device) >= (8, 0)
+    if _kind_override is not None:
+        return _kind_override == "cuda"
+    return kind_of(like.device) is DEVICE_KINDS["cuda"] and torch.cuda.get_device_capability(like.device) >= (
+        8,
+        0,
+    )
 
 
 class _OnCPU:
@@ -139,7 +142,7 @@ class _Efficient:
         dq, dk, dv, _ = efficient_attention_backward(
             gradient, q, *wide, None, out, padded, *state, 0.0, [True, True, True, False], causal, scale=scale
         )
-        return dq, _summed(dk, k.shape[1]), _summed(dv, k.shape[1])
+        return dq, _sum_repeated(dk, k.shape[1]), _sum_repeated(dv, k.shape[1])
 
 
 class _Products:
@@ -157,7 +160,7 @@ class _Products:
         of_scores = gradient @ v.mT - (gradient * out).sum(-1, keepdim=True)
         of_scores = of_scores * probabilities * scale
         of_k, of_v = of_scores.mT @ q, probabilities.mT @ gradient
-        return of_scores @ k, _summed(of_k, heads), _summed(of_v, heads)
+        return of_scores @ k, _sum_repeated(of_k, heads), _sum_repeated(of_v, heads)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
@@ -173,6 +176,6 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _summed(gradient: Tensor, heads: int) -> Tensor:
+def _sum_repeated(gradient: Tensor, heads: int) -> Tensor:
     """The gradient of ``_repeated``: sum over the repeated heads."""
     return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)

@@ -130,10 +130,10 @@ def _backward(
         sums = torch.zeros_like(here, dtype=wide) if behind is None else behind.wait()
         if step <= rank:
             dq += more[0]
-            _add(sums[:, :, :, :half], more[1:])
+            _add_parts(sums[:, :, :, :half], more[1:])
         else:
             dq[:, :, half:] += more[0]
-            _add(sums, more[1:])
+            _add_parts(sums, more[1:])
         del more
         behind = _RingTransfer(sums, group)
     if behind is not None:
@@ -142,7 +142,7 @@ def _backward(
     return dq.to(q.dtype), dk, dv
 
 
-def _add(sums: Tensor, more: tuple[Tensor, ...]) -> None:
+def _add_parts(sums: Tensor, more: tuple[Tensor, ...]) -> None:
     for total, part in zip(sums, more, strict=True):
         total += part
 
@@ -173,27 +173,32 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-PARTS: Mapping[str, Callable[..., Any]] = {"ring_attention": _forward, "ring_attention_backward": _backward}
+DECOMPOSITIONS: Mapping[str, Callable[..., Any]] = {
+    "ring_attention": _forward,
+    "ring_attention_backward": _backward,
+}
 """Decomposition of the operators of the namespace ``shardwise``, for the dry run."""
 
-_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
-_LIBRARY.define("ring_attention(Tensor q, Tensor k, Tensor v, float scale, str group) -> (Tensor, Tensor)")
-_LIBRARY.define(
+_RING_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
+_RING_LIBRARY.define(
+    "ring_attention(Tensor q, Tensor k, Tensor v, float scale, str group) -> (Tensor, Tensor)"
+)
+_RING_LIBRARY.define(
     "ring_attention_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logarithms,"
     " float scale, str group) -> (Tensor, Tensor, Tensor)"
 )
-for _name, _function in PARTS.items():
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+for _name, _function in DECOMPOSITIONS.items():
+    _RING_LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("shardwise::ring_attention", lib=_LIBRARY)
+@torch.library.register_fake("shardwise::ring_attention", lib=_RING_LIBRARY)
 def _traced_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, group_name: str) -> tuple[Tensor, Tensor]:
     """Results of a compiled block's trace: no rank sends anything in it."""
     out, logarithms = kernels_for(q).forward(q, k, v, True, scale)
     return torch.empty_like(out, dtype=q.dtype), logarithms.contiguous()
 
 
-@torch.library.register_fake("shardwise::ring_attention_backward", lib=_LIBRARY)
+@torch.library.register_fake("shardwise::ring_attention_backward", lib=_RING_LIBRARY)
 def _traced_backward(
     gradient: Tensor,
     q: Tensor,

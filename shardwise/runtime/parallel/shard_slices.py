@@ -22,7 +22,7 @@ from shardwise.runtime.torch_private import is_strided_shard
 Slices = tuple[slice, ...]
 """One slice per dim of the global tensor."""
 
-# Name prefixes added by activation checkpointing, torch.compile and stages.
+# Name prefixes added by activation checkpointing, torch.compile and pipeline stages.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod|_stage\d+)\.")
 
 
@@ -55,7 +55,7 @@ def local_slices(tensor: Tensor) -> Slices:
             return tuple(slice(0, 0) for _ in spans)
         for axis, dim in _in_cutting_order(tensor.placements):
             start, stop = spans[dim]
-            spans[dim] = _chunk(start, stop, coordinate[axis], tensor.device_mesh.size(axis))
+            spans[dim] = _chunk_range(start, stop, coordinate[axis], tensor.device_mesh.size(axis))
         held = tuple(local_part(tensor).shape)
         if held != tuple(stop - start for start, stop in spans):
             raise RuntimeError(f"{tensor.placements} of {tuple(tensor.shape)} is not contiguous on this rank")
@@ -87,7 +87,7 @@ def _in_cutting_order(placements: tuple[Placement, ...]) -> list[tuple[int, int]
     return plain + strided
 
 
-def _chunk(start: int, stop: int, index: int, chunks: int) -> tuple[int, int]:
+def _chunk_range(start: int, stop: int, index: int, chunks: int) -> tuple[int, int]:
     """The index-th chunk of [start, stop) as ``torch.chunk`` cuts: equal chunks, the last ones shorter."""
     size = -(-(stop - start) // chunks)
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)

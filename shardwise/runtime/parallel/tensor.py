@@ -64,7 +64,7 @@ _ENTERED = ("column", "logits", "gathered")
 """Layers with a collective on their input."""
 _REDUCED = ("row", "split")
 """Layers with a collective on their output."""
-_WHOLE = ("gathered", "split", "own", "experts", "tail")
+_WHOLE_SEQUENCE = ("gathered", "split", "own", "experts", "tail")
 """Layers that need whole sequences."""
 
 
@@ -156,7 +156,7 @@ def _require_pieces(chosen: Iterable[Split], size: int) -> None:
 
 
 def _require_shares(chosen: Mapping[str, Split]) -> None:
-    if whole := next((path for path, how in chosen.items() if how.how in _WHOLE), None):
+    if whole := next((path for path, how in chosen.items() if how.how in _WHOLE_SEQUENCE), None):
         raise RecipeError(
             "this model has no sequence shares",
             where="strategy.tensor_sequence_parallel",
@@ -224,7 +224,7 @@ def _register_hooks(
     how = split.how
     weights = LocalWeights(
         ranks,
-        _summed(layer) if how == "summed" or sequence_parallel else (),
+        _partial_sums(layer) if how == "summed" or sequence_parallel else (),
         "bias" if how in _REDUCED else "",
     )
     around: VocabularyRows | DividedExperts | None = None
@@ -256,6 +256,6 @@ def _register_hooks(
         layer.register_forward_hook(WholeLogits(model).after)
 
 
-def _summed(layer: nn.Module) -> tuple[str, ...]:
+def _partial_sums(layer: nn.Module) -> tuple[str, ...]:
     """The names of a layer's replicated parameters, whose gradients are partial sums."""
     return tuple(name for name, value in layer._parameters.items() if not isinstance(value, DTensor))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardwise.runtime.torch_private import functional_collectives
 
-Exchange = Callable[[Tensor], Tensor]
+TensorCollective = Callable[[Tensor], Tensor]
 """A collective on one tensor per rank."""
 
 
@@ -88,7 +88,7 @@ def _waited(tensor: Tensor) -> Tensor:
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: TensorCollective, back: TensorCollective) -> Tensor:
         ctx.back = back
         return there(x)
 
@@ -97,7 +97,7 @@ class _Exchanged(torch.autograd.Function):
         return ctx.back(grads[0]), None, None
 
 
-def exchanged(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+def exchanged(x: Tensor, there: TensorCollective, back: TensorCollective) -> Tensor:
     """``there(x)`` with the gradient ``back(g)``; saves nothing for the backward pass."""
     out: Tensor = _Exchanged.apply(x, there, back)
     return out
@@ -152,7 +152,7 @@ def summed(x: Tensor, ranks: TPGroup) -> Tensor:
     return exchanged(x, ranks.all_reduce, _as_it_is)
 
 
-def gathered(x: Tensor, ranks: TPGroup) -> Tensor:
+def gather_sequence(x: Tensor, ranks: TPGroup) -> Tensor:
     """The whole sequence [..., s, h] from the ranks' shards [..., s / ranks, h]."""
     return exchanged(x, ranks.all_gather, ranks.reduce_scatter)
 

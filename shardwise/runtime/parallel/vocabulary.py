@@ -69,15 +69,15 @@ class Vocabulary:
         return gathered_last_dim(logits, self._ranks, self._size)
 
 
-WHOLE = Vocabulary()
-_NAME = "sharded_vocabulary"
+WHOLE_VOCABULARY = Vocabulary()
+_VOCABULARY_BUFFER = "sharded_vocabulary"
 
 
 def set_vocabulary(model: nn.Module, vocabulary: Vocabulary) -> None:
     """Record that the model's output layer returns sharded logits."""
-    setattr(model, _NAME, vocabulary)
+    setattr(model, _VOCABULARY_BUFFER, vocabulary)
 
 
 def vocabulary_of(model: nn.Module) -> Vocabulary:
     """The vocabulary of the model's logits."""
-    return cast("Vocabulary", getattr(model, _NAME, WHOLE))
+    return cast("Vocabulary", getattr(model, _VOCABULARY_BUFFER, WHOLE_VOCABULARY))

@@ -20,18 +20,18 @@ FLOAT8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 def rounded_to_int8(x: Tensor) -> Tensor:
     """Activations [..., in] of any float dtype, rounded to int8 codes times a scale; in their dtype."""
-    scale = _largest(x).div_(INT8_STEPS)
+    scale = _largest_magnitude(x).div_(INT8_STEPS)
     return (x.float() / scale).clamp_(-128, 127).round_().mul_(scale).to(x.dtype)
 
 
 def rounded_to_float8(x: Tensor) -> Tensor:
     """Activations [..., in] of any float dtype, rounded to e4m3 values times a scale; in their dtype."""
-    scale = _largest(x).div_(FLOAT8_LARGEST)
+    scale = _largest_magnitude(x).div_(FLOAT8_LARGEST)
     values = (x.float() / scale).clamp_(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(torch.float8_e4m3fn)
     return values.float().mul_(scale).to(x.dtype)
 
 
-def _largest(x: Tensor) -> Tensor:
+def _largest_magnitude(x: Tensor) -> Tensor:
     """The largest magnitude that shares a scale, in fp32, with as many dimensions as x; tiny where all are zero."""
     among = tuple(range(2, x.dim())) or tuple(range(x.dim()))
     return x.float().abs().amax(among, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny * 512)

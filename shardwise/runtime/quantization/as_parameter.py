@@ -19,7 +19,7 @@ from shardwise.runtime.quantization.stored import weight_of
 from shardwise.runtime.quantization.weights import SHAPE, QuantizedWeight
 
 _ALIGNED = 16
-Form = tuple[tuple[int, ...], torch.dtype]
+StoredForm = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a stored tensor."""
 
 
@@ -37,7 +37,7 @@ class StoredPacking:
     rows: int
     columns: int
     width: int
-    forms: tuple[tuple[str, Form], ...]
+    forms: tuple[tuple[str, StoredForm], ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -48,7 +48,7 @@ class StoredPacking:
     def _end(self) -> int:
         return max(stop for _, _, stop, _ in self._places())
 
-    def _places(self) -> Iterator[tuple[str, int, int, Form]]:
+    def _places(self) -> Iterator[tuple[str, int, int, StoredForm]]:
         """Suffix, first byte, last byte + 1, and form of each tensor."""
         start = 0
         for suffix, (shape, dtype) in self.forms:
@@ -76,7 +76,9 @@ class StoredPacking:
         return weight_of(tensors, self.width, (self.rows, self.columns)).dequantize().to(dtype)
 
 
-def stored_packing(kind: str, width: int, shape: tuple[int, int], forms: Mapping[str, Form]) -> StoredPacking:
+def stored_packing(
+    kind: str, width: int, shape: tuple[int, int], forms: Mapping[str, StoredForm]
+) -> StoredPacking:
     """The packing of stored tensors with these forms by suffix; ``weight_shape`` is left out."""
     kept = tuple((suffix, form) for suffix, form in forms.items() if suffix != SHAPE)
     return StoredPacking(kind, *shape, width, kept)

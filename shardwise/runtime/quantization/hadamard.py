@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-CHUNK = 64
+SYLVESTER_ORDER = 64
 """Order of the factors of Sylvester's matrix that are multiplied at once."""
 LARGEST_FACTOR = 256
 """The largest order of a Hadamard factor; larger ones cost more than they spread."""
@@ -80,10 +80,10 @@ def walsh_hadamard(x: Tensor) -> Tensor:
     size = x.shape[-1]
     if size & (size - 1):
         raise ValueError(f"{size} is no power of two")
-    inner = min(size, CHUNK)
+    inner = min(size, SYLVESTER_ORDER)
     x = x.unflatten(-1, (-1, inner)) @ _sylvester(inner).to(x)  # [..., size / inner, inner]
     while inner < size:
-        count = min(CHUNK, size // inner)
+        count = min(SYLVESTER_ORDER, size // inner)
         x = _sylvester(count).to(x) @ x.flatten(-2).unflatten(-1, (-1, count, inner))
         x, inner = x.flatten(-3, -2), inner * count
         x = x.flatten(-2).unflatten(-1, (-1, inner))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.runtime.quantization.orthogonal import KINDS, Basis, Factor
+from shardwise.runtime.quantization.orthogonal import TRANSFORMS, Basis, Factor
 from shardwise.runtime.quantization.packing import pack_bits, unpack_bits
 from shardwise.runtime.quantization.weights import SHAPE, QuantizedWeight
 from shardwise.runtime.torch_private import FakeTensor
@@ -48,7 +48,7 @@ class Codes:
 
     def values(self) -> Tensor:
         """The matrix [out, in], fp32."""
-        return values_of(self.codes, self.peaks.float())
+        return kashin_values(self.codes, self.peaks.float())
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class KashinWeight(QuantizedWeight):
         for name, part in ((U, self.u), (V, self.v)):
             stored |= {name: pack_bits(part.codes, part.width), f"{name}_peaks": part.peaks}
         factors = (self.inner.right, self.inner.left, self.outer.right, self.outer.left)
-        rows = [(-1, 0) if each is None else (KINDS.index(each.kind), each.seed) for each in factors]
+        rows = [(-1, 0) if each is None else (TRANSFORMS.index(each.kind), each.seed) for each in factors]
         return stored | {FACTORS: torch.tensor(rows, dtype=torch.int32)}
 
 
@@ -99,13 +99,13 @@ def kashin_weight_of(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> K
     stored = tensors[FACTORS]
     seeds = ONE_SIDED if isinstance(stored, FakeTensor) else stored.tolist()  # a dry run has no values
     factors = [
-        None if kind < 0 else Factor(KINDS[kind], seed, size)
+        None if kind < 0 else Factor(TRANSFORMS[kind], seed, size)
         for (kind, seed), size in zip(seeds, (columns, rows, columns, rows), strict=True)
     ]
     return KashinWeight(parts[0], parts[1], Basis(*factors[:2]), Basis(*factors[2:]))
 
 
-def values_of(codes: Tensor, peaks: Tensor) -> Tensor:
+def kashin_values(codes: Tensor, peaks: Tensor) -> Tensor:
     """±c₁±...±c_b [rows, columns] of codes and peaks [rows, b]."""
     return table_of(peaks).gather(1, codes.long())
 

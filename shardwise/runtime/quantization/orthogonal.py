@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.runtime.quantization.hadamard import walsh_hadamard
 
-KINDS = ("dct", "hadamard")
+TRANSFORMS = ("dct", "hadamard")
 """Transforms, by the number that is stored."""
 
 
@@ -38,7 +38,7 @@ class Factor:
     size: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in TRANSFORMS:
             raise ValueError(f"no transform is called {self.kind}")
         if self.kind == "hadamard" and self.size & (self.size - 1):
             raise ValueError(f"the Hadamard transform needs a power of two, not {self.size}")

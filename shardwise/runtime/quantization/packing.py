@@ -24,7 +24,7 @@ def pack_bits(codes: Tensor, width: int) -> Tensor:
         packed[..., byte] |= eights[..., place] << shift
         if shift + width > 8:
             packed[..., byte + 1] |= eights[..., place] >> (8 - shift)
-    return packed.view(rows, -1)[:, : bytes_of(count, width)].contiguous()
+    return packed.view(rows, -1)[:, : packed_bytes(count, width)].contiguous()
 
 
 def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
@@ -45,7 +45,7 @@ def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
     return codes.view(rows, -1)[:, :count]
 
 
-def bytes_of(count: int, width: int) -> int:
+def packed_bytes(count: int, width: int) -> int:
     """Bytes of a row of ``count`` codes."""
     return -(-count * width // 8)
 

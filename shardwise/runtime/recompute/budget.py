@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.flops import bytes_of, flops_of
+from shardwise.runtime.flops import flops_of, tensor_bytes
 from shardwise.runtime.recompute.calls import Saving
 from shardwise.runtime.recompute.knapsack import Item, best
 from shardwise.runtime.recompute.segments import Segment
 from shardwise.runtime.recompute.selective import (
-    Call,
     Keeping,
+    OperationCall,
     Results,
     Returning,
     argument_of,
@@ -51,7 +51,7 @@ def within_budget(blocks: Sequence[nn.Module], share: float) -> list[nn.Module]:
     """Wrap the blocks. Each wrapper keeps at most ``share`` of its block's activations; 0 <= share <= 1."""
     if share == 1:
         return list(blocks)
-    chosen: dict[Any, frozenset[Call]] = {}
+    chosen: dict[Any, frozenset[OperationCall]] = {}
     return [Segment([block], Budget(block, share, chosen)).members[0] for block in blocks]
 
 
@@ -62,7 +62,7 @@ class Budget:
         chosen: by the code of a block and the shapes of a call, whose results to keep. Blocks may share it.
     """
 
-    def __init__(self, block: nn.Module, share: float, chosen: dict[Any, frozenset[Call]]) -> None:
+    def __init__(self, block: nn.Module, share: float, chosen: dict[Any, frozenset[OperationCall]]) -> None:
         self.share = share
         self.chosen = chosen
         self._own = frozenset(vars(block))  # FSDP2 will add its state
@@ -71,21 +71,21 @@ class Budget:
     def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saving:
         if self._code is None:
             self._code = code_of_module(block, self._own), tuple(numbers_of(block, self._own).items())
-        given = [_kind(leaf) for leaf in tree_iter((args, kwargs))]
-        shapes = (self._code, block.training, *given, *map(_kind, block.parameters()))
+        given = [_argument_kind(leaf) for leaf in tree_iter((args, kwargs))]
+        shapes = (self._code, block.training, *given, *map(_argument_kind, block.parameters()))
         if shapes in self.chosen:
             return _Chosen(block, self.chosen[shapes])
         return _Measured(block, self, shapes)
 
 
-def _kind(leaf: Any) -> Any:
+def _argument_kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
 
 
 class _Chosen(Saving):
     """A call that keeps chosen results."""
 
-    def __init__(self, block: nn.Module, chosen: frozenset[Call]) -> None:
+    def __init__(self, block: nn.Module, chosen: frozenset[OperationCall]) -> None:
         self.results = Results()
         self._buffers = set(storage_keys(block.buffers()))
         self._chosen = chosen
@@ -113,15 +113,17 @@ class _Measured(_Chosen):
     def __init__(self, block: nn.Module, budget: Budget, shapes: Any) -> None:
         super().__init__(block, frozenset())
         self._budget, self._shapes = budget, shapes
-        self._noted: dict[Call, _Noted] = {}
-        self._written: dict[int, tuple[weakref.ref[torch.UntypedStorage], Call]] = {}
-        self._saved: dict[tuple[Call, int], int] = {}  # bytes of storages that autograd saves
+        self._noted: dict[OperationCall, _Noted] = {}
+        self._written: dict[int, tuple[weakref.ref[torch.UntypedStorage], OperationCall]] = {}
+        self._saved: dict[tuple[OperationCall, int], int] = {}  # bytes of storages that autograd saves
         self._last = 0  # operations before autograd saves the last tensor: the others do not run again
 
     def first(self) -> Keeping:
         return Keeping(self.results, self._note)
 
-    def _note(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
+    def _note(
+        self, call: OperationCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> bool:
         """Note an operation; whether its result is kept at once."""
         operation, _ = call
         given = {storage_key(leaf.untyped_storage()) for leaf in tree_iter((args, kwargs)) if is_plain(leaf)}
@@ -132,7 +134,7 @@ class _Measured(_Chosen):
         if operation.is_view or operation.namespace == "prim" or not tensors:
             return False
         leaves = {id(leaf): leaf for leaf in (*tree_iter((args, kwargs)), *tensors)}
-        cost = flops_of(operation, args, kwargs, result), bytes_of(leaves.values())
+        cost = flops_of(operation, args, kwargs, result), tensor_bytes(leaves.values())
         size = sum({storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in new}.values())
         fixed = schema_of(operation).is_mutable or _draws(operation, args, kwargs)
         candidate = len(new) == len(tensors) and not fixed and not operation.name().startswith(_UNFILLED)
@@ -147,7 +149,7 @@ class _Measured(_Chosen):
                 self._forget(tensor)  # one more tensor over this memory, with a version counter of its own
         return (candidate and cost[0] > 0) or _is_kept_always(call)
 
-    def _writer(self, tensor: Any) -> Call | None:
+    def _writer(self, tensor: Any) -> OperationCall | None:
         """Which call has written a tensor's memory."""
         if not is_plain(tensor):
             return None
@@ -187,7 +189,7 @@ class _Measured(_Chosen):
         self._budget.chosen[self._shapes] = chosen
 
 
-def _is_kept_always(call: Call) -> bool:
+def _is_kept_always(call: OperationCall) -> bool:
     return runs_once(call[0])
 
 

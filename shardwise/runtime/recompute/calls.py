@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from shardwise.core.errors import RecipeError
-from shardwise.runtime.offload.activations import SavedTensor, save
+from shardwise.runtime.offload.activations import SavedTensor, save_offloaded
 from shardwise.runtime.torch_private import (
     TreeSpec,
     storage_key,
@@ -59,15 +59,15 @@ class _FromPrevious:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTensor:
     """A tensor that is kept for a second run, offloaded with the block's other activations."""
 
     kept: SavedTensor
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Kept:
-        return cls(save(tensor.detach()), tensor.requires_grad)
+    def of(cls, tensor: Tensor) -> KeptTensor:
+        return cls(save_offloaded(tensor.detach()), tensor.requires_grad)
 
     def tensor(self) -> Tensor:
         tensor = self.kept.value()
@@ -77,7 +77,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """The arguments of one call, and the state of the random generators and of autocast at that time."""
 
     leaves: list[Any]
@@ -91,10 +91,10 @@ class Call:
     @classmethod
     def noted(
         cls, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Sequence[Tensor], saving: Saving
-    ) -> Call:
+    ) -> BlockCall:
         """The call of a block. ``returned``: tensors in the result of the block before, as the first run gave them."""
         leaves, spec = tree_flatten((args, kwargs))
-        kept = [_kept(leaf, returned) for leaf in leaves]
+        kept = [_kept_argument(leaf, returned) for leaf in leaves]
         devices, states = get_device_states(*leaves)
         return cls(kept, spec, torch.get_rng_state(), devices, states, _autocast(leaves), saving)
 
@@ -104,7 +104,7 @@ class Call:
         return any(isinstance(leaf, _FromPrevious) for leaf in self.leaves)
 
     def arguments(self, returned: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        leaves = [_opened(leaf, returned) for leaf in self.leaves]
+        leaves = [_original_argument(leaf, returned) for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
 
@@ -195,12 +195,12 @@ class SecondRun:
         return tensor
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
+def result_tensors(tree: Any) -> list[Tensor]:
     """The tensors in a block's result, in order."""
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
 
 
-def refusal(why: str) -> RecipeError:
+def blocks_in_order_error(why: str) -> RecipeError:
     """For a model whose blocks are not called one after the other."""
     return RecipeError(
         "this model's blocks cannot be recomputed together",
@@ -225,23 +225,23 @@ def _autocast(leaves: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _kept(leaf: Any, returned: Sequence[Tensor]) -> Any:
+def _kept_argument(leaf: Any, returned: Sequence[Tensor]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     for position, tensor in enumerate(returned):
-        if _place(leaf) == _place(tensor):
+        if _memory_and_version(leaf) == _memory_and_version(tensor):
             return _FromPrevious(position)
-    return Kept.of(leaf)
+    return KeptTensor.of(leaf)
 
 
-def _opened(leaf: Any, returned: Sequence[Tensor]) -> Any:
+def _original_argument(leaf: Any, returned: Sequence[Tensor]) -> Any:
     """The argument itself."""
     if isinstance(leaf, _FromPrevious):
         return returned[leaf.position]
-    return leaf.tensor() if isinstance(leaf, Kept) else leaf
+    return leaf.tensor() if isinstance(leaf, KeptTensor) else leaf
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_and_version(tensor: Tensor) -> tuple[Any, ...]:
     """Identifies a tensor's memory and version. FSDP2 gives a block a view of the result of the block before."""
     storage = storage_key(tensor.untyped_storage())
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor)

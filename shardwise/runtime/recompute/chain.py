@@ -26,7 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise.runtime.recompute.calls import Call, Kept, Saving, SecondRun, Slot, Slots, refusal, tensors_of
+from shardwise.runtime.recompute.calls import (
+    BlockCall,
+    KeptTensor,
+    Saving,
+    SecondRun,
+    Slot,
+    Slots,
+    blocks_in_order_error,
+    result_tensors,
+)
 from shardwise.runtime.torch_private import ActivationWrapper
 from shardwise.runtime.torch_private_fsdp import fsdp_reshard
 
@@ -59,7 +68,7 @@ def kept_inputs(blocks: int, inputs: int) -> list[int]:
 
 
 class Chain:
-    """Wrappers of all blocks of a stage."""
+    """Wrappers of all blocks of a pipeline stage."""
 
     def __init__(self, blocks: Sequence[nn.Module], inputs: int) -> None:
         self.inputs = inputs
@@ -87,7 +96,7 @@ class _Link(ActivationWrapper):
             chain.current = _ChainPass(chain)
         run = chain.current
         if run is None or len(run.calls) != self.index:
-            raise refusal(f"{type(block).__name__} is not called once and after the one before")
+            raise blocks_in_order_error(f"{type(block).__name__} is not called once and after the one before")
         result = run.first(block, args, kwargs)
         if self.index == len(chain.members) - 1:
             chain.current = None
@@ -104,20 +113,22 @@ class _ChainPass:
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self.calls: list[Call] = []
+        self.calls: list[BlockCall] = []
         self.slots: list[Slots] = []
         self.returned: list[Tensor] = []
         self.required: list[list[bool]] = []
-        self.kept: list[tuple[int, list[Kept]]] = []
+        self.kept: list[tuple[int, list[KeptTensor]]] = []
 
     def first(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the block and note the call; saved tensors become slots."""
         index = len(self.calls)
-        call = Call.noted(args, kwargs, self.returned, Saving())
+        call = BlockCall.noted(args, kwargs, self.returned, Saving())
         if self.calls and not call.continues:
-            raise refusal(f"{type(block).__name__} is not called with the result of the block before")
+            raise blocks_in_order_error(
+                f"{type(block).__name__} is not called with the result of the block before"
+            )
         if index in self.chain.on_the_way:
-            self.kept.append((index, [Kept.of(tensor) for tensor in self.returned]))
+            self.kept.append((index, [KeptTensor.of(tensor) for tensor in self.returned]))
         self.calls.append(call)
         slots = Slots()
         self.slots.append(slots)
@@ -125,7 +136,7 @@ class _ChainPass:
             result = block(*args, **kwargs)
         # Detached, so that no graph is held. The last block's result is not needed.
         last = len(self.calls) == len(self.chain.members)
-        found = [] if last else tensors_of(result)
+        found = [] if last else result_tensors(result)
         self.required.append([tensor.requires_grad for tensor in found])
         self.returned = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in found]
         return result
@@ -165,13 +176,13 @@ class _ChainPass:
             if at < index - 1:  # the backward pass needs the weights of the block before next
                 fsdp_reshard(self.chain.members[at])
             if at + 1 in keep and at + 1 < index:
-                self.kept.append((at + 1, [Kept.of(tensor) for tensor in returned]))
+                self.kept.append((at + 1, [KeptTensor.of(tensor) for tensor in returned]))
         return returned
 
     def _passed(self, at: int, returned: list[Tensor]) -> list[Tensor]:
         """What a block returns, without a graph, in tensors that require a gradient where the first run's did."""
         with torch.no_grad():
-            found = tensors_of(self.calls[at].again(self.chain.members[at], returned))
+            found = result_tensors(self.calls[at].again(self.chain.members[at], returned))
         return [
             tensor.requires_grad_(required) for tensor, required in zip(found, self.required[at], strict=True)
         ]

@@ -42,12 +42,12 @@ def best(items: tuple[Item, ...], limit: int) -> Choice:
     """The items of at most ``limit`` bytes that spare most."""
     choices = [Choice(0, (0, 0), frozenset())]
     for number, item in enumerate(items):
-        more = [_with(choice, number, item) for choice in choices if choice.size + item.size <= limit]
+        more = [_choice_with(choice, number, item) for choice in choices if choice.size + item.size <= limit]
         choices = _undominated([*choices, *more], max(1, limit // LABELS))
     return choices[-1]
 
 
-def _with(choice: Choice, number: int, item: Item) -> Choice:
+def _choice_with(choice: Choice, number: int, item: Item) -> Choice:
     spared = (choice.spared[0] + item.cost[0], choice.spared[1] + item.cost[1])
     return Choice(choice.size + item.size, spared, choice.kept | {number})
 

@@ -24,7 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise.runtime.recompute.calls import Call, Saving, SecondRun, Slot, Slots, refusal, tensors_of
+from shardwise.runtime.recompute.calls import (
+    BlockCall,
+    Saving,
+    SecondRun,
+    Slot,
+    Slots,
+    blocks_in_order_error,
+    result_tensors,
+)
 from shardwise.runtime.torch_private import ActivationWrapper
 
 
@@ -69,7 +77,7 @@ class _Member(ActivationWrapper):
             segment.current = _Pass(segment)
         run = segment.current
         if run is None or len(run.calls) != self.index:
-            raise refusal(f"{type(block).__name__} is not called once and after the one before")
+            raise blocks_in_order_error(f"{type(block).__name__} is not called once and after the one before")
         result = run.first(block, args, kwargs)
         if self.index == len(segment.members) - 1:
             segment.current = None
@@ -81,22 +89,24 @@ class _Pass:
     """One forward pass through a segment. The autograd graph holds it."""
 
     segment: Segment
-    calls: list[Call] = field(default_factory=list)
+    calls: list[BlockCall] = field(default_factory=list)
     slots: Slots = field(default_factory=Slots)
     returned: list[Tensor] = field(default_factory=list)
 
     def first(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the block and note the call; saved tensors become slots."""
-        call = Call.noted(args, kwargs, self.returned, self.segment.saving(block, args, kwargs))
+        call = BlockCall.noted(args, kwargs, self.returned, self.segment.saving(block, args, kwargs))
         if self.calls and not call.continues:
-            raise refusal(f"{type(block).__name__} is not called with the result of the block before")
+            raise blocks_in_order_error(
+                f"{type(block).__name__} is not called with the result of the block before"
+            )
         self.calls.append(call)
         with saved_tensors_hooks(self._pack, self._unpack), call.saving.first():
             result = block(*args, **kwargs)
         call.saving.ended(result)
         # Detached, so that no graph is held. The last block's result is not needed.
         last = len(self.calls) == len(self.segment.members)
-        self.returned = [] if last else [tensor.detach() for tensor in tensors_of(result)]
+        self.returned = [] if last else [tensor.detach() for tensor in result_tensors(result)]
         return result
 
     def _pack(self, tensor: Tensor) -> Slot:
@@ -119,7 +129,7 @@ class _Pass:
                     result = call.again(member, returned)
                     if second.complete:
                         return
-                    returned = tensors_of(result)
+                    returned = result_tensors(result)
         finally:
             self.segment.second = None
         second.check()

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.runtime.offload.activations import SavedTensor, save
+from shardwise.runtime.offload.activations import SavedTensor, save_offloaded
 from shardwise.runtime.operands import tensors_in
 from shardwise.runtime.storages import is_plain, outside_autograd
 from shardwise.runtime.torch_private import (
@@ -39,7 +39,7 @@ from shardwise.runtime.torch_private import (
 )
 
 BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
-PRODUCTS = BATCHED | {
+MATRIX_PRODUCTS = BATCHED | {
     "aten::mm",
     "aten::addmm",
     "aten::linear",
@@ -48,7 +48,7 @@ PRODUCTS = BATCHED | {
     "aten::_scaled_grouped_mm",
     "shardwise::float8_product",
 }
-ATTENTION = (
+ATTENTION_PREFIXES = (
     "aten::_scaled_dot_product_",
     "aten::_flash_attention_forward",
     "aten::_efficient_attention_forward",
@@ -61,7 +61,7 @@ SENDS = ("c10d::", "_c10d_functional::", "fsdp::", "shardwise::ring_")
 """Name prefixes of collectives."""
 
 
-Call = tuple[Any, int]
+OperationCall = tuple[Any, int]
 """An operation, and the number of its earlier calls in the block."""
 
 
@@ -71,7 +71,7 @@ def is_kept(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
         return False
     if is_attention(operation):
         return not argument_of("dropout_p", operation, args, kwargs, 0.0)
-    if _name(operation) not in BATCHED:
+    if _operation_name(operation) not in BATCHED:
         return True
     return bool(result.numel() <= sum(tensor.numel() for tensor in tensors_in(args)))
 
@@ -79,7 +79,7 @@ def is_kept(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
 @cache
 def _is_costly(operation: Any) -> bool:
     """Whether an operation is a product or attention that returns its result."""
-    named = is_attention(operation) or _name(operation) in PRODUCTS
+    named = is_attention(operation) or _operation_name(operation) in MATRIX_PRODUCTS
     return named and not schema_of(operation).is_mutable
 
 
@@ -113,12 +113,12 @@ class Results:
     def __init__(self) -> None:
         self.generators: dict[torch.Generator, Tensor] = {}
         """Generators that the block itself draws from, with their states before the first draw."""
-        self._results: dict[Call, Any] = {}
-        self._by_storage: dict[int, tuple[Call, _Result]] = {}  # while the block runs
+        self._results: dict[OperationCall, Any] = {}
+        self._by_storage: dict[int, tuple[OperationCall, _Result]] = {}  # while the block runs
 
-    def put(self, call: Call, result: Any) -> None:
+    def put(self, call: OperationCall, result: Any) -> None:
         def kept(tensor: Tensor) -> _Result:
-            found = _Result(save(outside_autograd(tensor)))
+            found = _Result(save_offloaded(outside_autograd(tensor)))
             if is_plain(tensor):
                 self._by_storage[storage_key(tensor.untyped_storage())] = call, found
             return found
@@ -132,7 +132,7 @@ class Results:
         for tensor in filter(is_plain, tensors):
             _, found = self._by_storage.get(storage_key(tensor.untyped_storage()), (None, None))
             if found is not None:
-                found.others.append(save(outside_autograd(tensor)))
+                found.others.append(save_offloaded(outside_autograd(tensor)))
 
     def before_write(self, tensors: Iterable[Any]) -> None:
         """Drop results that an operation is about to overwrite; copy those of operations that run only once."""
@@ -141,15 +141,15 @@ class Results:
             if call is None or found is None:
                 continue
             if runs_once(call[0]) and (now := found.kept.value()) is not None:
-                found.kept, found.others = save(now.clone()), []
+                found.kept, found.others = save_offloaded(now.clone()), []
             else:
                 self._results.pop(call, None)
 
-    def calls(self) -> Collection[Call]:
+    def calls(self) -> Collection[OperationCall]:
         """The calls whose results are kept."""
         return self._results.keys()
 
-    def only(self, calls: Collection[Call]) -> None:
+    def only(self, calls: Collection[OperationCall]) -> None:
         """Drop all other results."""
         self._results = {call: result for call, result in self._results.items() if call in calls}
 
@@ -157,7 +157,7 @@ class Results:
         """The block has run: its storages may be freed and their keys reused."""
         self._by_storage.clear()
 
-    def take(self, call: Call) -> Any:
+    def take(self, call: OperationCall) -> Any:
         """Remove and return a result; None when it was not kept or was written to since."""
         kept = self._results.pop(call, None)
         if kept is None:
@@ -170,7 +170,7 @@ class Results:
         self._results.clear()
 
 
-Policy = Callable[[Call, tuple[Any, ...], Mapping[str, Any], Any], bool]
+Policy = Callable[[OperationCall, tuple[Any, ...], Mapping[str, Any], Any], bool]
 """Whether to keep the result of a call with these arguments."""
 
 
@@ -240,7 +240,7 @@ class Returning(TorchDispatchMode):
         self._calls[func] += 1
         if result is not None:
             return result
-        if self._buffers and _name(func).endswith("_"):
+        if self._buffers and _operation_name(func).endswith("_"):
             for tensor in filter(is_plain, written_by(func, args, kwargs)):
                 if storage_key(tensor.untyped_storage()) in self._buffers:
                     return tensor
@@ -252,7 +252,7 @@ def runs_once(operation: Any) -> bool:
 
     A collective that writes into its argument runs again, because it returns nothing that could replace it.
     """
-    name = _name(operation)
+    name = _operation_name(operation)
     sends = (
         name.startswith(SENDS) and not schema_of(operation).is_mutable and not name.endswith("wait_tensor")
     )
@@ -261,11 +261,11 @@ def runs_once(operation: Any) -> bool:
 
 def is_attention(operation: Any) -> bool:
     """Whether an operation is an attention kernel."""
-    return _name(operation).startswith(ATTENTION)
+    return _operation_name(operation).startswith(ATTENTION_PREFIXES)
 
 
 @cache
-def _name(operation: Any) -> str:
+def _operation_name(operation: Any) -> str:
     """Namespace and name of an operation, without its overload."""
     return str(operation.name()).partition(".")[0]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.plugins.importers.collect import Row
+from shardwise.plugins.importers.collect import KeyRow
 from shardwise.plugins.importers.convert import Imported, imported
 
 
@@ -33,7 +33,7 @@ def value(made: Imported, key: str) -> Any:
     return found
 
 
-def row(made: Imported, key: str) -> Row:
+def row(made: Imported, key: str) -> KeyRow:
     """The row of a key."""
     (only,) = [each for each in made.rows if each.key == key]
     return only

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardwise.core.errors import RecipeError
-from shardwise.plugins.importers.formats import NAMES, Mapped, Unmapped, format_named, recognised
+from shardwise.plugins.importers.formats import FORMAT_NAMES, Mapped, Unmapped, format_named, recognised
 from shardwise.recipe.load import SECTIONS
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS
@@ -55,7 +55,7 @@ def test_every_field_of_the_installed_version_has_an_entry(
     assert fields and sorted(fields - tops) == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_the_places_of_a_table_are_keys_of_a_recipe(name: str) -> None:
     for key, entry in format_named(name).entries.items():
         if isinstance(entry, Unmapped):
@@ -76,7 +76,7 @@ def test_the_places_of_a_table_are_keys_of_a_recipe(name: str) -> None:
         assert bool(entry.to) != bool(entry.values), key
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_every_fact_of_a_table_is_used(name: str) -> None:
     """A value that nothing combines would be lost without a row."""
     folder = Path(format_named.__wrapped__.__code__.co_filename).parent
@@ -114,7 +114,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_no_value_of_a_key_is_an_unexpected_failure(name: str, tmp_path: Path) -> None:
     """A value of a kind that the key does not have is a row or one line."""
     for key, entry in format_named(name).entries.items():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.cli.main import run
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from tests.plugins.importers.foreign import convert, written
 
 FILES = Path(__file__).parent / "files"
@@ -63,8 +63,8 @@ def test_pins_that_cost_time_are_marked_and_can_be_dropped(
     assert said == f"without its pins that cost time: shardwise plan {out} strategy.offload=null"
     (line,) = [line for line in out.read_text(encoding="utf-8").splitlines() if "offload:" in line]
     assert line.startswith("  offload: optimizer ") and line.endswith("(saves memory, costs time)")
-    pinned, _ = read(out, [])
-    free, _ = read(out, ["strategy.offload=null"])
+    pinned, _ = read_request(out, [])
+    free, _ = read_request(out, ["strategy.offload=null"])
     assert pinned.strategy["offload"] == "optimizer" and "offload" not in free.strategy
 
 

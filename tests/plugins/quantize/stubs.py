@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.scheme import Scheme
-from shardwise.plugins.quantize.methods.base import InputStatistics, Method, NotConverged
+from shardwise.plugins.quantize.methods.base import InputStatistics, NotConverged, QuantizationMethod
 from shardwise.runtime.quantization.weights import IntWeight, QuantizedWeight
 from tests.harness.families import config_of
 
@@ -26,7 +26,7 @@ PREDICTED = 1 << 20
 
 
 @dataclass(frozen=True)
-class ToMultiples(Method):
+class ToMultiples(QuantizationMethod):
     """Rounds each input channel's weights after those of the channels before: it depends on the Hessian's diagonal."""
 
     name = "multiples"

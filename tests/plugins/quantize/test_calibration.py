@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.plugins.quantize.calibration import Texts, open_batches
 from shardwise.plugins.quantize.ranks import Ranks
-from shardwise.plugins.quantize.source import open_source
+from shardwise.plugins.quantize.source import open_source_model
 from shardwise.plugins.quantize.statistics import InputSums, input_sums
 from shardwise.plugins.quantize.walk import Walk
 from tests.plugins.quantize.stubs import saved_model
@@ -63,7 +63,7 @@ def test_chats_are_counted_without_their_padding(tmp_path: Path, monkeypatch: py
     records = [{"prompt": "a" * (3 + n), "completion": "b" * (1 + n % 4)} for n in range(12)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     (tmp_path / "text.txt").write_text("words and words " * 60)
-    source = open_source(str(folder), LENGTH)
+    source = open_source_model(str(folder), LENGTH)
     texts = [
         Texts(str(tmp_path / name), str(tmp_path / "text.txt"), "bytes", 4)
         for name in ("chats.jsonl", "text.txt")

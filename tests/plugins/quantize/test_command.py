@@ -262,7 +262,7 @@ LAYERS, TENSORS = 7, 3
 """Linear layers of a block, and stored tensors of each."""
 POINTS = {
     KillPoint("shardwise.plugins.quantize.methods.gptq:GPTQ.quantize", 1 + LAYERS + 4): 1,
-    KillPoint("shardwise.exporter.hf_writer:_content", 3 * LAYERS * TENSORS + 5): 3,
+    KillPoint("shardwise.exporter.hf_writer:_tensor_content", 3 * LAYERS * TENSORS + 5): 3,
 }
 """In the second block, after a first call that warms up; while the folder is written. The blocks that are finished."""
 

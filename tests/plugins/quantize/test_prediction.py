@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from shardwise.core.scheme import scheme_of
 from shardwise.plugins.quantize.methods import kashin
 from shardwise.plugins.quantize.methods.awq import AWQ, awq_scale
-from shardwise.plugins.quantize.methods.base import InputStatistics, Method
+from shardwise.plugins.quantize.methods.base import InputStatistics, QuantizationMethod
 from shardwise.plugins.quantize.methods.gptq import GPTQ
 from shardwise.plugins.quantize.methods.hqq import HalfQuadratic
 from shardwise.plugins.quantize.methods.kashin import Kashin
@@ -21,7 +21,7 @@ from shardwise.plugins.quantize.prediction import counted_peak
 
 ROWS, COLUMNS = 48, 192
 KASHIN = Kashin(steps=2, rounds=1, sweeps=Sweeps(1, 1))
-CASES: dict[str, tuple[Method, str, bool]] = {
+CASES: dict[str, tuple[QuantizationMethod, str, bool]] = {
     "rtn": (RoundToNearest(), "w4a16-g64", False),
     "rtn-w8a8": (RoundToNearest(), "w8a8", False),
     "rtn-fp8": (RoundToNearest(), "fp8", False),
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Method, str, bool]] = {
 }
 
 
-def quantizing(method: Method, scheme: str, calibrated: bool) -> Callable[[], object]:
+def quantizing(method: QuantizationMethod, scheme: str, calibrated: bool) -> Callable[[], object]:
     """What a pass does with one weight."""
 
     def run() -> object:
@@ -66,10 +66,10 @@ def allocated_peak(run: Callable[[], object]) -> int:
 @torch.no_grad()
 @pytest.mark.parametrize(("method", "scheme", "calibrated"), CASES.values(), ids=CASES.keys())
 def test_a_rehearsal_on_fake_tensors_has_the_peak_of_the_method(
-    method: Method, scheme: str, calibrated: bool, monkeypatch: pytest.MonkeyPatch
+    method: QuantizationMethod, scheme: str, calibrated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 64 bytes, in which the allocator rounds. Without statistics Kashin's rows are searched in two parts."""
-    monkeypatch.setattr(kashin, "CHUNK", ROWS * COLUMNS // (1 if calibrated else 2))
+    monkeypatch.setattr(kashin, "SEARCHED_WEIGHTS", ROWS * COLUMNS // (1 if calibrated else 2))
     expected = allocated_peak(quantizing(method, scheme, calibrated))
     found = counted_peak(quantizing(method.rehearsal(), scheme, calibrated))
     assert found == pytest.approx(expected, abs=64)

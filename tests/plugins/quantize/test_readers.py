@@ -15,11 +15,11 @@ from torch import Tensor
 from shardwise.core.errors import RecipeError
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.plugins.quantize.calibration import Texts, open_batches
-from shardwise.plugins.quantize.job import quantize
+from shardwise.plugins.quantize.job import quantize_model
 from shardwise.plugins.quantize.readers import DEQUANTIZE
 from shardwise.plugins.quantize.report import Quantized
 from shardwise.plugins.quantize.settings import Settings
-from shardwise.plugins.quantize.source import open_source
+from shardwise.plugins.quantize.source import open_source_model
 from shardwise.plugins.quantize.stream import Batches
 from tests.harness.corpora import write_words
 from tests.harness.families import causal_families
@@ -69,7 +69,7 @@ def quantized(family: str, scheme: str, folder: Path, method: str = "rtn") -> Qu
         write_words(folder / "words.txt", 2000)
     names = {"calibrate": str(folder / "words.txt"), "tokenizer": "bytes", "sequences": 4, "length": LENGTH}
     with unpredicted():
-        return quantize(Settings(str(folder / "base"), folder / scheme, scheme, method, **names))
+        return quantize_model(Settings(str(folder / "base"), folder / scheme, scheme, method, **names))
 
 
 def loaded(folder: Path, dequantize: bool = False) -> Any:
@@ -104,7 +104,7 @@ def loss_of(model: Any, batches: Batches) -> float:
 def held_out(folder: Path) -> Batches:
     base = str(folder / "base")
     texts = Texts(str(folder / "words.txt"), None, "bytes", 4)
-    return open_batches(open_source(base, LENGTH), base, texts).batches
+    return open_batches(open_source_model(base, LENGTH), base, texts).batches
 
 
 @pytest.mark.parametrize(

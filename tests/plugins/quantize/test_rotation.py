@@ -18,8 +18,8 @@ from shardwise.model.untied import untied
 from shardwise.plugins.quantize.blocks import is_rms_norm
 from shardwise.plugins.quantize.methods.rtn import RoundToNearest
 from shardwise.plugins.quantize.rotated_source import require_same_logits
-from shardwise.plugins.quantize.rotation import Rotated, rotate
-from shardwise.plugins.quantize.source import open_source
+from shardwise.plugins.quantize.rotation import Rotated, rotate_model
+from shardwise.plugins.quantize.source import open_source_model
 from shardwise.recipe.presets import Dimensions
 from tests.harness.families import DENSE, SPARSE, config_of
 
@@ -47,7 +47,7 @@ def loss_of_logits(blueprint: Blueprint, model: nn.Module, seed: int = 7) -> tup
         lambda _, args, named: hidden.append(args[0] if args else named["hidden_states"]), with_kwargs=True
     )
     before = blueprint.logits(model, ids)
-    rotate(blueprint, model, seed)
+    rotate_model(blueprint, model, seed)
     after = blueprint.logits(model, ids)
     return float((after - before).norm() / before.norm()), hidden[0], hidden[1]
 
@@ -90,7 +90,7 @@ def test_rotated_weights_lose_less_in_four_bits() -> None:
     lost = []
     for seed in (None, 7):
         if seed is not None:
-            rotate(blueprint, model, seed)
+            rotate_model(blueprint, model, seed)
         weight = blueprint.blocks(model)[0].get_submodule("self_attn.q_proj").weight
         made = RoundToNearest(clip=False).quantize(weight, scheme_of("w4a16-channel"), None)
         lost.append(float((made.dequantize() - weight).norm() / weight.norm()))
@@ -133,7 +133,7 @@ def test_models_of_transformers_are_rotated_or_refused(family: str, saved: Any) 
         assert loss_of_logits(blueprint, model)[0] < 1e-6  # transformers' norms compute in fp32
         return
     with pytest.raises(RecipeError) as refused:
-        rotate(blueprint, model, 0)
+        rotate_model(blueprint, model, 0)
     line = refused.value.line()
     assert "--rotate" in line and refused.value.why
 
@@ -188,7 +188,7 @@ def test_a_rotation_that_moves_the_logits_is_refused(tmp_path: Path, monkeypatch
 
     model = scrambled(AutoModelForCausalLM.from_config(config_of("llama")), torch.float32)
     model.save_pretrained(tmp_path / "llama")
-    require_same_logits(open_source(str(tmp_path / "llama"), 12))
+    require_same_logits(open_source_model(str(tmp_path / "llama"), 12))
     build = HuggingFaceModel.build
 
     def changed(blueprint: HuggingFaceModel, depth: int | None = None) -> nn.Module:
@@ -198,7 +198,7 @@ def test_a_rotation_that_moves_the_logits_is_refused(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(HuggingFaceModel, "build", changed)
     with pytest.raises(RecipeError, match="cannot be rotated") as refused:
-        require_same_logits(open_source(str(tmp_path / "llama"), 12))
+        require_same_logits(open_source_model(str(tmp_path / "llama"), 12))
     assert "its logits would move" in refused.value.line()
 
 

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shardwise.core.scheme import METHODS
+from shardwise.core.scheme import QUANTIZATION_METHODS
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.plugins.quantize.calibration import Texts, open_batches
-from shardwise.plugins.quantize.job import quantize
+from shardwise.plugins.quantize.job import quantize_model
 from shardwise.plugins.quantize.run import run_pass
 from shardwise.plugins.quantize.settings import Settings
-from shardwise.plugins.quantize.source import open_source
+from shardwise.plugins.quantize.source import open_source_model
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_words
 from tests.harness.pool import Pool
@@ -49,7 +49,7 @@ def loss_of(folder: Path, base: Path, text: Path, rounded: Callable[[Tensor], Te
 
     ``rounded``: what a server does with the inputs of the blocks' linear layers.
     """
-    source = open_source(str(base), LENGTH)
+    source = open_source_model(str(base), LENGTH)
     batches = open_batches(source, str(base), Texts(str(text), None, "bytes", 4)).batches
     blueprint = HuggingFaceModel(str(folder), LENGTH, objective=None)
     with torch.device("meta"):
@@ -93,7 +93,7 @@ def test_the_folder_has_the_loss_that_was_reported(
     text = write_words(tmp_path / "words.txt", 2000)
     names = {"calibrate": str(text), "tokenizer": "bytes", "sequences": 4, "length": LENGTH}
     with unpredicted():
-        found = quantize(Settings(str(base), tmp_path / "out", scheme, method, rotate=rotate, **names))
+        found = quantize_model(Settings(str(base), tmp_path / "out", scheme, method, rotate=rotate, **names))
     assert {row.method for row in found.layers} == {method}
     assert loss_of(base, base, text) == pytest.approx(found.lost.base_loss, rel=1e-5)
     rounded = {"w8a8": int8, "fp8": e4m3}.get(scheme)
@@ -111,7 +111,7 @@ UNCALIBRATED, ROTATED = ["--sequences", "0"], ["--rotate", "hadamard"]
 @pytest.mark.parametrize(
     ("method", "sequences"),
     [
-        *((method, ["--sequences", "16"]) for method in METHODS),
+        *((method, ["--sequences", "16"]) for method in QUANTIZATION_METHODS),
         *((method, UNCALIBRATED) for method in ("rtn", "hqq", "kashin")),
     ],
     ids=lambda given: given if isinstance(given, str) else given[-1],

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.core.scheme import scheme_of
 from shardwise.model.hf import HuggingFaceModel
-from shardwise.plugins.quantize.blocks import ATTENTION, NORMS
+from shardwise.plugins.quantize.blocks import ATTENTION_LAYERS, BLOCK_NORMS
 from shardwise.plugins.quantize.gate import lost
 from shardwise.plugins.quantize.methods import method_of
 from shardwise.plugins.quantize.methods.awq import ScalingGroup
-from shardwise.plugins.quantize.methods.base import Method
-from shardwise.plugins.quantize.state import KEPT, PassState
+from shardwise.plugins.quantize.methods.base import QuantizationMethod
+from shardwise.plugins.quantize.state import UNQUANTIZED, PassState
 from shardwise.plugins.quantize.stream import Batches, Quantizer, quantize_blocks
 from shardwise.plugins.quantize.walk import Walk
 from shardwise.runtime.quantization.stored import weight_of
@@ -51,7 +51,7 @@ def quantized(folder: Path, state: PassState, **options: Any) -> Tensor:
     return pass_over(folder, state, ToMultiples(**options), "w8a16")
 
 
-def pass_over(folder: Path, state: PassState, method: Method, scheme: str) -> Tensor:
+def pass_over(folder: Path, state: PassState, method: QuantizationMethod, scheme: str) -> Tensor:
     walk = walk_of(folder)
     dtypes = {name: torch.float32 for name, _ in walk.model.named_parameters()}
     return quantize_blocks(walk, Quantizer(method, scheme_of(scheme), dtypes), batches(), state)
@@ -133,10 +133,10 @@ LAYERS, TENSORS = 7, 3
 """Linear layers of a block, and stored tensors of each."""
 POINTS = (
     ("gptq", KillPoint("shardwise.plugins.quantize.methods.gptq:GPTQ.quantize", 4), 0),
-    ("gptq", KillPoint("shardwise.exporter.hf_writer:_content", 5), 0),
+    ("gptq", KillPoint("shardwise.exporter.hf_writer:_tensor_content", 5), 0),
     ("gptq", KillPoint("shardwise.plugins.quantize.state:sync_folder", 1), 1),
     ("gptq", KillPoint("shardwise.plugins.quantize.methods.gptq:GPTQ.quantize", LAYERS + 4), 1),
-    ("gptq", KillPoint("shardwise.exporter.hf_writer:_content", LAYERS * TENSORS + 5), 1),
+    ("gptq", KillPoint("shardwise.exporter.hf_writer:_tensor_content", LAYERS * TENSORS + 5), 1),
     (
         "awq",
         KillPoint("shardwise.plugins.quantize.methods.awq:AWQ.quantize", LAYERS + 4),
@@ -193,17 +193,19 @@ def test_layers_that_do_not_converge_are_kept_and_reported(tmp_path: Path) -> No
     folder = saved_model(tmp_path / "model")
     state = PassState(tmp_path / "out", {})
     quantized(folder, state, refused="square")
-    kept = {row.name: row.why for row in state.rows() if row.method == KEPT}
+    kept = {row.name: row.why for row in state.rows() if row.method == UNQUANTIZED}
     square = [f"model.layers.{i}.self_attn.{letter}_proj" for i in range(2) for letter in "qo"]
     assert kept == dict.fromkeys(square, "it is square")
-    assert {row.bits for row in state.rows() if row.method == KEPT} == {32.0}  # the folder's dtype is fp32
+    assert {row.bits for row in state.rows() if row.method == UNQUANTIZED} == {
+        32.0
+    }  # the folder's dtype is fp32
     assert not {row.name for row, _ in state.weights()} & kept.keys()
 
 
 def test_a_folding_that_moves_the_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales of a norm that one of its readers does not get: nothing is quantized, in one line."""
     folder = saved_model(tmp_path / "model")
-    forgotten = [ScalingGroup(NORMS[0], ATTENTION[:2])]
+    forgotten = [ScalingGroup(BLOCK_NORMS[0], ATTENTION_LAYERS[:2])]
     monkeypatch.setattr("shardwise.plugins.quantize.methods.awq.scaling_groups", lambda _: forgotten)
     state = PassState(tmp_path / "out", {})
     with pytest.raises(RecipeError, match="awq would change this model before it rounds") as caught:

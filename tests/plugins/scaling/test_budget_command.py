@@ -11,7 +11,7 @@ import pytest
 from shardwise.cli.main import run
 from shardwise.core.run_files import StepRecord
 from shardwise.jobs.planning import make_plan
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 from shardwise.report.record import read_run
 from tests.harness.commands import Shell
 
@@ -51,7 +51,7 @@ def budget(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 def check_recipe(path: Path, values: dict[str, Any]) -> None:
     """The written recipe is planned as it was printed, and fits."""
-    asked, cluster = read(path, [])
+    asked, cluster = read_request(path, [])
     plan = make_plan(asked, cluster)
     assert plan.fits
     assert (plan.parameters, plan.line) == (values["parameters"], values["strategy"])

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.core.errors import DataError
 from shardwise.plugins.scaling.files import COEFFICIENTS, law_text, read_law
-from shardwise.plugins.scaling.fit import TrainedPoint, fit
+from shardwise.plugins.scaling.fit import TrainedPoint, fit_law
 from shardwise.plugins.scaling.isoflop import envelope, exponent, isoflops
 from shardwise.plugins.scaling.law import ParametricLaw, extrapolation
 
@@ -36,14 +36,14 @@ def synthetic(seed: int, sizes: int = 12, lengths: int = 12, noise: float = 0.01
 
 
 def test_exact_losses_give_the_exact_law() -> None:
-    found = fit(synthetic(0, 5, 5, noise=0.0), draws=0).law
+    found = fit_law(synthetic(0, 5, 5, noise=0.0), draws=0).law
     for key in COEFFICIENTS:
         assert getattr(found, key) == pytest.approx(getattr(truth(), key), rel=1e-4), key
 
 
 def test_noise_of_one_percent() -> None:
     """E within 1 %, both exponents within 0.01."""
-    found = fit(synthetic(0), draws=0).law
+    found = fit_law(synthetic(0), draws=0).law
     assert pytest.approx(truth().E, rel=0.01) == found.E
     assert found.alpha == pytest.approx(truth().alpha, abs=0.01)
     assert found.beta == pytest.approx(truth().beta, abs=0.01)
@@ -79,7 +79,7 @@ def test_l_bfgs_finds_no_lower_objective() -> None:
         optimizer.step(closure)
         return objective(theta).item()
 
-    law = fit(points, draws=0).law
+    law = fit_law(points, draws=0).law
     ours = torch.tensor([math.log(law.A), math.log(law.B), math.log(law.E), law.alpha, law.beta])
     lowest = min(minimised(start) for start in ((5.0, 5.0, 0.3, 0.3, 0.3), (8.0, 8.0, 0.7, 0.5, 0.5)))
     assert float(objective(ours.double())) == pytest.approx(lowest, rel=1e-6)
@@ -89,7 +89,7 @@ def coverage(draws: int, samples: int, side: int = 12) -> float:
     """Share of 95 % intervals that hold the true coefficient, over samples of 1 % noise and all coefficients."""
     hits = []
     for seed in range(samples):
-        law = fit(synthetic(seed + 1, side, side), draws=draws, seed=seed).law
+        law = fit_law(synthetic(seed + 1, side, side), draws=draws, seed=seed).law
         for key in COEFFICIENTS:
             low, high = law.intervals[key]
             hits.append(low <= getattr(truth(), key) <= high)
@@ -108,19 +108,19 @@ def test_intervals_cover_the_truth() -> None:
 def test_an_outlier_hardly_moves_the_fit() -> None:
     points = synthetic(1, 8, 8, noise=0.001)
     spoiled = [replace(points[20], loss=3 * points[20].loss), *points[:20], *points[21:]]
-    assert fit(spoiled, draws=0).law.alpha == pytest.approx(fit(points, draws=0).law.alpha, abs=0.002)
+    assert fit_law(spoiled, draws=0).law.alpha == pytest.approx(fit_law(points, draws=0).law.alpha, abs=0.002)
 
 
 def test_too_few_runs_are_refused() -> None:
     for points in (synthetic(0, 2, 4), synthetic(0, 4, 2), synthetic(0, 3, 3)[:5]):
         with pytest.raises(DataError, match="too few runs") as caught:
-            fit(points)
+            fit_law(points)
         assert "branches of WSD runs" in caught.value.line()
 
 
 def test_the_file_of_a_fit_is_the_law(tmp_path: Path) -> None:
     points = synthetic(2, 5, 5)
-    found = fit(points, draws=20)
+    found = fit_law(points, draws=20)
     rows = [(point.run, point.parameters, point.tokens, point.loss) for point in points]
     path = tmp_path / "mine.toml"
     path.write_text(law_text(found.law, rows), encoding="utf-8")
@@ -131,7 +131,7 @@ def test_the_file_of_a_fit_is_the_law(tmp_path: Path) -> None:
 
 
 def test_intervals_of_predictions_widen_with_the_distance() -> None:
-    found = fit(synthetic(4, 8, 8), draws=40)
+    found = fit_law(synthetic(4, 8, 8), draws=40)
 
     def width(parameters: float, tokens: float) -> float:
         low, high = found.loss_interval(parameters, tokens)

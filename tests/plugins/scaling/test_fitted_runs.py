@@ -12,7 +12,7 @@ from shardwise.cli.main import run as run_command
 from shardwise.core.errors import DataError
 from shardwise.core.plan import Plan
 from shardwise.plugins.scaling.files import read_law
-from shardwise.plugins.scaling.fitting import points_of
+from shardwise.plugins.scaling.fitting import run_points
 from tests.report.conftest import MakeRun
 
 RECIPE = "model: {preset: tiny}\nsteps: 30\nbatch_size: 8\n"
@@ -50,13 +50,13 @@ def test_the_command_fits_and_writes_a_law(
 
 def test_the_loss_is_that_of_the_end(plan: Plan, make_run: MakeRun) -> None:
     first, *others = folders(plan, make_run)[:3]
-    (point,) = points_of([first])
+    (point,) = run_points([first])
     assert (point.parameters, point.tokens) == (1e7, 1e9)
     assert point.loss == pytest.approx(read_law("besiroglu").loss(1e7, 1e9))
     # Without a validation loss in one run, all have the training loss of their last steps.
     report = json.loads((first / "report.json").read_text()) | {"held_out_loss": None}
     (first / "report.json").write_text(json.dumps(report), encoding="utf-8")
-    assert all(1.5 < each.loss < 1.7 for each in points_of([first, *others]))
+    assert all(1.5 < each.loss < 1.7 for each in run_points([first, *others]))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_runs_that_do_not_compare_are_refused(recipe: str, said: str, plan: Plan
     first, second, *_ = folders(plan, make_run)
     (second / "recipe.yaml").write_text(recipe, encoding="utf-8")
     with pytest.raises(DataError) as caught:
-        points_of([first, second])
+        run_points([first, second])
     assert said in caught.value.line()
 
 
@@ -78,4 +78,4 @@ def test_an_unfinished_run_is_refused(plan: Plan, make_run: MakeRun) -> None:
     folder = make_run(plan, finished=False)
     (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
     with pytest.raises(DataError, match="not finished"):
-        points_of([folder])
+        run_points([folder])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.core.errors import RecipeError
-from shardwise.plugins.scaling.files import FOLDER, names, read_law
+from shardwise.plugins.scaling.files import LAWS_FOLDER, names, read_law
 from shardwise.plugins.scaling.law import ParametricLaw, PowerLaw, SizeAndTokens, extrapolation, log_log_fit
 from shardwise.plugins.scaling.search import minimum
 from shardwise.plugins.scaling.standing import standing
@@ -162,7 +162,7 @@ def test_every_published_law_cites_its_paper() -> None:
 )
 def test_a_faulty_law_file_is_refused_with_its_key(old: str, new: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text((FOLDER / "besiroglu.toml").read_text().replace(old, new), encoding="utf-8")
+    path.write_text((LAWS_FOLDER / "besiroglu.toml").read_text().replace(old, new), encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
         read_law(str(path))
     assert said in caught.value.why

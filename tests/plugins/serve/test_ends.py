@@ -12,7 +12,7 @@ import torch
 from shardwise.exporter.export_run import export_gguf, export_run
 from shardwise.plugins.serve.requests import Request
 from shardwise.plugins.serve.sampling import Sampling
-from shardwise.plugins.serve.serving import END, load_model
+from shardwise.plugins.serve.serving import TEXT_END, load_model
 from tests.data import chat_templates as templates
 from tests.data.test_chat import folder_of
 from tests.exporter.test_export_run import leave_run
@@ -102,6 +102,6 @@ def test_an_answer_ends_at_each_of_them_as_in_transformers(end: int, tmp_path: P
         served.model.get_submodule("model.embed_tokens").weight.fill_(1.0)
         served.model.get_submodule("lm_head").weight[end] = 1.0
     pieces = list(served.generate([Request("the answer", None, Sampling(tokens=5, temperature=0.0))]))
-    assert [(piece.text, piece.end) for piece in pieces] == [("", END)]
+    assert [(piece.text, piece.end) for piece in pieces] == [("", TEXT_END)]
     endless = Sampling(tokens=3, temperature=0.0, past_end=True)
     assert list(served.generate([Request("the answer", None, endless)]))[-1].end == "length"

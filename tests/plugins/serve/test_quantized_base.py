@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shardwise.checkpoint.adapter import leave
-from shardwise.checkpoint.checkpoint import save
+from shardwise.checkpoint.checkpoint import save_checkpoint
 from shardwise.cli.main import run as run_cli
 from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import scheme_of
 from shardwise.engine.build import build
 from shardwise.engine.train_state import TrainState
 from shardwise.exporter.export_run import export_run
-from shardwise.exporter.merge import merge
+from shardwise.exporter.merge import merge_adapter
 from shardwise.model.lora import is_adapter
 from shardwise.model.open import blueprint_of
 from shardwise.plugins.serve.requests import Request
@@ -74,7 +74,7 @@ def adapted_run(folder: Path, recipe: Recipe) -> None:
             local_part(parameter).normal_(0.0, 0.3)
     folder.mkdir(exist_ok=True)
     (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    save(run, TrainState(1, 4), folder / "checkpoints", 1)
+    save_checkpoint(run, TrainState(1, 4), folder / "checkpoints", 1)
     leave(run, folder)
 
 
@@ -85,7 +85,7 @@ def test_a_run_on_it_is_exported_and_merged_dense(pool: Pool, tmp_path: Path) ->
     pool.run(2, adapted_run, run, recipe_on(base, {"rank": 3, "alpha": 6}))
     _, merged = export_run(run, tmp_path / "exported")
     assert merged is not None and merged.layers == 14 and merged.unpacked == ("int4",)
-    merge(str(base), run / "adapter", tmp_path / "merged")
+    merge_adapter(str(base), run / "adapter", tmp_path / "merged")
     found = {name: load_file(tmp_path / name / "model.safetensors") for name in ("exported", "merged")}
     assert found["exported"].keys() == found["merged"].keys()
     adapter = load_file(run / "adapter" / "adapter_model.safetensors")

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.core.errors import RecipeError, ShardwiseError
 from shardwise.exporter.export_run import export_run
-from shardwise.exporter.merge import merge
+from shardwise.exporter.merge import merge_adapter
 from shardwise.plugins.serve.serving import load_model
 from shardwise.report.run import write_report
 
@@ -26,7 +26,7 @@ def test_a_factory_is_refused_before_it_is_imported(tmp_path: Path, monkeypatch:
     for attempt in (
         lambda: load_model(Path()),
         lambda: export_run(Path(), Path("out")),
-        lambda: merge(".", Path(), Path("out")),
+        lambda: merge_adapter(".", Path(), Path("out")),
         lambda: write_report(Path()),
     ):
         with pytest.raises(ShardwiseError):

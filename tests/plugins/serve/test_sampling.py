@@ -11,13 +11,13 @@ import torch
 from shardwise.core.errors import RecipeError
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.plugins.serve.detokenize import Writer
-from shardwise.plugins.serve.sampling import Sampling, choose
+from shardwise.plugins.serve.sampling import Sampling, choose_token
 
 
 def drawn(logits: list[float], times: int = 200, before: tuple[int, ...] = (), **how: Any) -> set[int]:
     generator = torch.Generator().manual_seed(0)
     options = Sampling(**({"temperature": 1.0, "top_k": None} | how))
-    return {choose(torch.tensor(logits), before, options, generator) for _ in range(times)}
+    return {choose_token(torch.tensor(logits), before, options, generator) for _ in range(times)}
 
 
 def test_temperature_zero_and_top_k() -> None:
@@ -51,7 +51,7 @@ def test_what_was_there_is_less_likely() -> None:
 def test_draws_are_the_seeds_shares() -> None:
     logits, generator = torch.tensor([0.7, 0.3]).log(), torch.Generator().manual_seed(1)
     how = Sampling(temperature=1.0, top_k=None)
-    ones = sum(choose(logits, (), how, generator) for _ in range(2000))
+    ones = sum(choose_token(logits, (), how, generator) for _ in range(2000))
     assert ones / 2000 == pytest.approx(0.3, abs=0.03)
 
 

@@ -24,7 +24,7 @@ from shardwise.model.files.peft import CONFIG, TENSORS, write_adapter
 from shardwise.model.lora import LoraLinear, is_adapter
 from shardwise.model.native import NativeModel
 from shardwise.plugins.serve.decoding import Again, Native, Transformers, reader_of
-from shardwise.plugins.serve.load import Opened, open_model
+from shardwise.plugins.serve.load import OpenedModel, open_model
 from shardwise.plugins.serve.requests import Request, read_requests
 from shardwise.plugins.serve.samples import record_sample
 from shardwise.plugins.serve.sampling import Sampling
@@ -65,10 +65,10 @@ def loud(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def native(family: str = "llama", context: int | None = 64) -> Opened:
+def native(family: str = "llama", context: int | None = 64) -> OpenedModel:
     blueprint = NativeModel(FAMILIES[family])
     model = loud(reference_model(blueprint, 0, torch.float32)).requires_grad_(False)
-    return Opened(blueprint, model, ByteTokenizer(), context, torch.float32, ByteTokenizer().ends)
+    return OpenedModel(blueprint, model, ByteTokenizer(), context, torch.float32, ByteTokenizer().ends)
 
 
 def trained(
@@ -113,7 +113,7 @@ def saved(adapted: AdaptedModel, model: nn.Module, folder: Path, known: bool = T
     return folder
 
 
-def three(opened: Opened, place: Path) -> tuple[dict[str, Path], dict[str, nn.Module]]:
+def three(opened: OpenedModel, place: Path) -> tuple[dict[str, Path], dict[str, nn.Module]]:
     """An adapter of every kind: their folders, and the merged models."""
     folders, models = {}, {}
     for seed, (name, values) in enumerate(KINDS.items()):
@@ -261,7 +261,9 @@ def test_texts_of_adapters_are_those_of_the_merged_models(place: Path) -> None:
                 key = (which, piece.request)
                 texts[key] = texts.get(key, "") + piece.text
     for key, model in {(0, 0): models["plain"], (0, 1): native().model, (1, 0): models["dora"]}.items():
-        alone = ServedModel(Opened(opened.blueprint, model, ByteTokenizer(), 64, torch.float32, opened.ends))
+        alone = ServedModel(
+            OpenedModel(opened.blueprint, model, ByteTokenizer(), 64, torch.float32, opened.ends)
+        )
         assert [texts[key]] == alone.complete([Request("x" if key == (0, 1) else "def ", sampling=how)])
 
 
@@ -320,7 +322,7 @@ def test_which_reader_a_model_gets(place: Path) -> None:
 def run_folder(place: Path) -> Callable[..., tuple[Path, nn.Module, AdaptedModel | None]]:
     """Makes the folder of a run as it is after its last save; what it saved."""
     from shardwise.checkpoint.adapter import leave
-    from shardwise.checkpoint.checkpoint import save
+    from shardwise.checkpoint.checkpoint import save_checkpoint
     from shardwise.engine.build import build
     from shardwise.engine.train_state import TrainState
     from shardwise.launch.process import join
@@ -348,7 +350,7 @@ def run_folder(place: Path) -> Callable[..., tuple[Path, nn.Module, AdaptedModel
                 for tensor_name, parameter in named_parameters(run.model):
                     if is_adapter(tensor_name) and parameter.ndim == 2:
                         local_part(parameter).normal_(0.0, 0.3, generator=chance)
-            save(run, TrainState(1, 1), folder / "checkpoints", 1)
+            save_checkpoint(run, TrainState(1, 1), folder / "checkpoints", 1)
             leave(run, folder)
             held = {n: local_part(p).clone() for n, p in named_parameters(run.model)}
         model = reference_model(blueprint, 1, torch.float32).eval()

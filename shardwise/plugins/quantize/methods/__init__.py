@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.scheme import METHODS
-from shardwise.plugins.quantize.methods.base import Method
+from shardwise.core.scheme import QUANTIZATION_METHODS
+from shardwise.plugins.quantize.methods.base import QuantizationMethod
 
 _CLASSES = {
     "rtn": "RoundToNearest",
@@ -21,11 +21,15 @@ _CLASSES = {
 """The class of each method. Its module has the method's name and is imported when the method is asked for."""
 
 
-def method_of(name: str) -> Method:
+def method_of(name: str) -> QuantizationMethod:
     """The method of a name, with its default settings. Raises RecipeError for another name."""
     if name not in _CLASSES:
         raise RecipeError(
-            f"no method is called {name}", where="--method", fix=f"give one of {', '.join(METHODS)}"
+            f"no method is called {name}",
+            where="--method",
+            fix=f"give one of {', '.join(QUANTIZATION_METHODS)}",
         )
-    method: Method = getattr(import_module(f"shardwise.plugins.quantize.methods.{name}"), _CLASSES[name])()
+    method: QuantizationMethod = getattr(
+        import_module(f"shardwise.plugins.quantize.methods.{name}"), _CLASSES[name]
+    )()
     return method

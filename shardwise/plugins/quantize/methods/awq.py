@@ -22,11 +22,19 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.core.scheme import Scheme
-from shardwise.plugins.quantize.blocks import ATTENTION, DOWN, GATE, NORMS, UP, fold, pre_norm_block
-from shardwise.plugins.quantize.methods.base import InputStatistics, Method
+from shardwise.plugins.quantize.blocks import (
+    ATTENTION_LAYERS,
+    BLOCK_NORMS,
+    DOWN,
+    GATE,
+    UP,
+    fold,
+    pre_norm_block,
+)
+from shardwise.plugins.quantize.methods.base import InputStatistics, QuantizationMethod
 from shardwise.plugins.quantize.methods.rounding import (
     REHEARSED,
-    WHOLE,
+    WHOLE_SEARCH,
     Search,
     absmax,
     clipped,
@@ -35,8 +43,8 @@ from shardwise.plugins.quantize.methods.rounding import (
 )
 from shardwise.runtime.quantization.weights import QuantizedWeight
 
-STEPS = 20
-ROWS = 512
+ALPHA_STEPS = 20
+SEARCHED_ROWS = 512
 """The most output channels of a layer, evenly spaced, that the search of alpha looks at."""
 
 
@@ -54,7 +62,7 @@ class ScalingGroup:
 
 
 @dataclass(frozen=True)
-class AWQ(Method):
+class AWQ(QuantizationMethod):
     """Clipping for the least output error; scales are folded before (``awq_scale``).
 
     Attributes:
@@ -67,8 +75,8 @@ class AWQ(Method):
     calibrated = True
     folds = True
     symmetric: bool = False
-    steps: int = STEPS
-    search: Search = WHOLE
+    steps: int = ALPHA_STEPS
+    search: Search = WHOLE_SEARCH
 
     def prepare(
         self, block: nn.Module, statistics: MutableMapping[str, InputStatistics], scheme: Scheme
@@ -94,7 +102,7 @@ class AWQ(Method):
         levels = clipped(groups, scheme.bits, symmetric, stored_dtype(weight), importance, self.search)
         return levels.weight(levels.codes(groups), scheme.activation_bits)
 
-    def rehearsal(self) -> Method:
+    def rehearsal(self) -> QuantizationMethod:
         return replace(self, steps=1, search=REHEARSED)
 
 
@@ -110,11 +118,11 @@ def scaling_groups(block: nn.Module) -> list[ScalingGroup]:
         return []
     gated = parts.gate is not None
     found = [
-        ScalingGroup(NORMS[0], ATTENTION[:3]),
-        ScalingGroup(NORMS[1], (GATE, UP) if gated else (UP,)),
+        ScalingGroup(BLOCK_NORMS[0], ATTENTION_LAYERS[:3]),
+        ScalingGroup(BLOCK_NORMS[1], (GATE, UP) if gated else (UP,)),
     ]
     if parts.v.out_features == parts.o.in_features:
-        found.insert(1, ScalingGroup(ATTENTION[2], ATTENTION[3:]))
+        found.insert(1, ScalingGroup(ATTENTION_LAYERS[2], ATTENTION_LAYERS[3:]))
     return [*found, ScalingGroup(UP, (DOWN,))] if gated else found
 
 
@@ -123,7 +131,7 @@ def awq_scale(
     statistics: InputStatistics,
     scheme: Scheme,
     symmetric: bool = False,
-    steps: int = STEPS,
+    steps: int = ALPHA_STEPS,
 ) -> Tensor:
     """The scale [in] of an input that gives its layers the least sum of squared output errors.
 
@@ -136,12 +144,12 @@ def awq_scale(
     Raises NotConverged as ``rounding.in_groups``.
     """
     symmetric = symmetric or scheme.activation_bits == 8
-    strides = [-(-weight.shape[0] // ROWS) for weight in weights]
+    strides = [-(-weight.shape[0] // SEARCHED_ROWS) for weight in weights]
     some = [weight[::stride] for weight, stride in zip(weights, strides, strict=True)]
     hessian, magnitude = statistics.hessian.float(), statistics.magnitude.float()
     best, least = torch.ones_like(magnitude), torch.inf
     for step in range(steps + 1):
-        scale = _scale(magnitude, step / steps)
+        scale = _channel_scale(magnitude, step / steps)
         errors = [_output_error(weight, scale, hessian, scheme, symmetric) for weight in some]
         error = sum(one * stride for one, stride in zip(errors, strides, strict=True))
         if error < least:
@@ -149,7 +157,7 @@ def awq_scale(
     return best
 
 
-def _scale(magnitude: Tensor, alpha: float) -> Tensor:
+def _channel_scale(magnitude: Tensor, alpha: float) -> Tensor:
     """magnitude^alpha, with the geometric mean of its extremes at 1."""
     scale = magnitude.clamp(min=1e-4 * float(magnitude.max()) or 1.0) ** alpha
     return scale / (scale.max() * scale.min()).sqrt()

@@ -33,7 +33,7 @@ class InputStatistics:
         return InputStatistics(self.hessian / torch.outer(scale, scale), self.magnitude / scale, self.tokens)
 
 
-class Method(ABC):
+class QuantizationMethod(ABC):
     """Quantizes one weight [out, in]. A method holds its settings and no state."""
 
     name: ClassVar[str]
@@ -63,7 +63,7 @@ class Method(ABC):
         Raises NotConverged when the layer should stay in 16 bits.
         """
 
-    def rehearsal(self) -> Method:
+    def rehearsal(self) -> QuantizationMethod:
         """A method with the same peak memory and fewer operations: a prediction runs it on fake tensors."""
         return self
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from shardwise.plugins.quantize.methods.base import NotConverged
 from shardwise.runtime.quantization.orthogonal import Basis
 
-BLOCKS = 10
+EXPANSION_BLOCKS = 10
 """Blocks of a whole expansion; 10 leave 1e-7 of a normal matrix in fp64."""
-TRIED, SLOWEST = 3, 0.5
+TRIED, SLOWEST_DECAY = 3, 0.5
 """Blocks that show whether the residual falls, and the largest share that a block may leave. Normal rows: 0.13."""
 
 
@@ -40,7 +40,11 @@ class Expansion:
 
 
 def expand(
-    weight: Tensor, basis: Basis, blocks: int = BLOCKS, widths: tuple[int, int] = (2, 2), turn: int = 1
+    weight: Tensor,
+    basis: Basis,
+    blocks: int = EXPANSION_BLOCKS,
+    widths: tuple[int, int] = (2, 2),
+    turn: int = 1,
 ) -> Expansion:
     """Expand W [out, in].
 
@@ -72,7 +76,7 @@ def check_convergence(weight: Tensor, basis: Basis) -> None:
     """Raise NotConverged unless the residual of a few blocks falls geometrically."""
     residuals = expand(weight, basis, TRIED).residuals
     before = torch.cat((torch.ones_like(residuals[:1]), residuals[:-1]))
-    if not bool((residuals <= SLOWEST * before).all()):
+    if not bool((residuals <= SLOWEST_DECAY * before).all()):
         left = ", ".join(f"{each:.2g}" for each in residuals.tolist())
         raise NotConverged(
             f"blocks of Kashin's expansion leave {left} of the weight instead of a falling share"

@@ -22,25 +22,25 @@ import torch
 from torch import Tensor
 
 from shardwise.core.scheme import Scheme
-from shardwise.plugins.quantize.methods.base import InputStatistics, Method, NotConverged
+from shardwise.plugins.quantize.methods.base import InputStatistics, NotConverged, QuantizationMethod
 from shardwise.plugins.quantize.methods.rounding import (
     REHEARSED,
-    WHOLE,
+    WHOLE_SEARCH,
     Levels,
     Search,
     clipped,
     in_groups,
-    nearest,
+    round_to_codes,
     stored_dtype,
 )
 from shardwise.runtime.quantization.weights import QuantizedWeight
 
-BLOCK = 128
-DAMPING, LARGEST_DAMPING = 0.01, 1.0
+COLUMN_BLOCK = 128
+HESSIAN_DAMPING, LARGEST_DAMPING = 0.01, 1.0
 
 
 @dataclass(frozen=True)
-class GPTQ(Method):
+class GPTQ(QuantizationMethod):
     """Rounding with error feedback.
 
     Attributes:
@@ -54,8 +54,8 @@ class GPTQ(Method):
     calibrated = True
     symmetric: bool = True
     act_order: bool = True
-    block: int = BLOCK
-    search: Search = WHOLE
+    block: int = COLUMN_BLOCK
+    search: Search = WHOLE_SEARCH
     _steps: ClassVar[int | None] = None
     """Columns of a block that are rounded; None for all."""
 
@@ -77,7 +77,7 @@ class GPTQ(Method):
         codes[order] = self._rounded(columns, factor, levels, order // groups.shape[2])
         return levels.weight(codes.T.contiguous(), scheme.activation_bits)
 
-    def rehearsal(self) -> Method:
+    def rehearsal(self) -> QuantizationMethod:
         return _Rehearsal(self.symmetric, self.act_order, self.block, REHEARSED)
 
     def _rounded(self, columns: Tensor, factor: Tensor, levels: Levels, group: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _round_in_turn(
     """
     for index, own in enumerate(group):
         scale, zero = levels.scale[own], None if levels.zero is None else levels.zero[own]
-        code = codes[index] = nearest(columns[index], scale, zero, levels.bits)
+        code = codes[index] = round_to_codes(columns[index], scale, zero, levels.bits)
         level = (code if zero is None else code - zero) * scale
         error = torch.div(columns[index] - level, factor[index, index], out=errors[index])
         columns[index + 1 :].addr_(factor[index, index + 1 :], error, alpha=-1)
@@ -126,7 +126,7 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     diagonal = hessian.diagonal()
     mean = diagonal.mean()
     whole = hessian + torch.diag(torch.where(diagonal > 0, 0.0, mean.clamp(min=1e-30)))
-    damping = DAMPING
+    damping = HESSIAN_DAMPING
     while damping <= LARGEST_DAMPING:
         damped = whole + torch.diag(torch.full_like(diagonal, damping) * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from shardwise.core.scheme import Scheme
-from shardwise.plugins.quantize.methods.base import InputStatistics, Method
+from shardwise.plugins.quantize.methods.base import InputStatistics, QuantizationMethod
 from shardwise.plugins.quantize.methods.rounding import (
     REHEARSED,
-    WHOLE,
+    WHOLE_SEARCH,
     Levels,
     Search,
     clipped,
@@ -37,7 +37,7 @@ from shardwise.runtime.quantization.weights import QuantizedWeight
 
 
 @dataclass(frozen=True)
-class HalfQuadratic(Method):
+class HalfQuadratic(QuantizationMethod):
     """Levels of least l_p error.
 
     Attributes:
@@ -53,7 +53,7 @@ class HalfQuadratic(Method):
     iterations: int = 20
     penalty: float = 10.0
     growth: float = 1.01
-    search: Search = WHOLE
+    search: Search = WHOLE_SEARCH
 
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
         groups = in_groups(weight, scheme)
@@ -65,7 +65,7 @@ class HalfQuadratic(Method):
         levels = in_parts(groups, fitted)
         return levels.weight(levels.codes(groups), scheme.activation_bits)
 
-    def rehearsal(self) -> Method:
+    def rehearsal(self) -> QuantizationMethod:
         return replace(self, iterations=min(self.iterations, 2), search=REHEARSED)
 
     def _fitted(self, groups: Tensor, start: Levels) -> Levels:

@@ -17,22 +17,28 @@ import torch
 from torch import Tensor
 
 from shardwise.core.scheme import Scheme
-from shardwise.plugins.quantize.methods.base import InputStatistics, Method, NotConverged
+from shardwise.plugins.quantize.methods.base import InputStatistics, NotConverged, QuantizationMethod
 from shardwise.plugins.quantize.methods.expansion import check_convergence, expand
 from shardwise.plugins.quantize.methods.kashin_codes import Pair, annealed, from_expansion, refit
-from shardwise.plugins.quantize.methods.kashin_weighted import WHOLE, Metric, Sweeps, metric_of, weighted
+from shardwise.plugins.quantize.methods.kashin_weighted import (
+    ALL_SWEEPS,
+    HessianMetric,
+    Sweeps,
+    metric_of,
+    weighted,
+)
 from shardwise.runtime.quantization.kashin import Codes, KashinWeight
 from shardwise.runtime.quantization.orthogonal import Basis, Factor
 
 FIRST_PEAK, RATIO = 0.68, 0.25
 """Peaks at which annealing starts, in rows of mean square 1: the first, and each one over the one before. A sign in
 each factor takes two bits of the residual."""
-CHUNK = 1 << 20
+SEARCHED_WEIGHTS = 1 << 20
 """Weights that are searched at once: the search is row by row for one-sided maps."""
 
 
 @dataclass(frozen=True)
-class Kashin(Method):
+class Kashin(QuantizationMethod):
     """Two factors with few values in random orthogonal bases.
 
     Attributes:
@@ -48,7 +54,7 @@ class Kashin(Method):
     name = "kashin"
     steps: int = 60
     rounds: int = 15
-    sweeps: Sweeps = WHOLE
+    sweeps: Sweeps = ALL_SWEEPS
     rotate: bool = True
     two_sided: bool = False
     kind: str = "dct"
@@ -65,20 +71,22 @@ class Kashin(Method):
         scale = (target.norm(dim=1, keepdim=True) / math.sqrt(columns)).clamp(min=1e-30)
         target = target / scale
         check_convergence(target, inner)
-        chunk = rows if self.two_sided else max(1, CHUNK // columns)
+        chunk = rows if self.two_sided else max(1, SEARCHED_WEIGHTS // columns)
         metric = None
         if statistics is not None:
             metric = metric_of(outer(outer(statistics.hessian.float()).T), inner)
-        pairs = [self._pair(part, inner, split(scheme.bits), metric) for part in target.split(chunk)]
+        pairs = [self._pair(part, inner, split_bits(scheme.bits), metric) for part in target.split(chunk)]
         found = [self._stored(pairs, side, scale) for side in (0, 1)]
         return KashinWeight(found[0], found[1], inner, outer)
 
-    def rehearsal(self) -> Method:
+    def rehearsal(self) -> QuantizationMethod:
         return replace(
             self, steps=min(self.steps, 1), rounds=min(self.rounds, 1), sweeps=Sweeps(1, 1, columns=1)
         )
 
-    def _pair(self, target: Tensor, inner: Basis, widths: tuple[int, int], metric: Metric | None) -> Pair:
+    def _pair(
+        self, target: Tensor, inner: Basis, widths: tuple[int, int], metric: HessianMetric | None
+    ) -> Pair:
         pair = self._searched(target, inner, widths)
         if metric is not None:
             pair = weighted(target, inner, metric, pair, self.sweeps)
@@ -101,6 +109,6 @@ class Kashin(Method):
         return Codes(torch.cat([pair.codes[side] for pair in pairs]), peaks)
 
 
-def split(bits: int) -> tuple[int, int]:
+def split_bits(bits: int) -> tuple[int, int]:
     """Bits of U and of V: 8 = 4+4, 6 = 3+3, 4 = 2+2, 3 = 2+1."""
     return bits - bits // 2, bits // 2

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from shardwise.plugins.quantize.methods.expansion import Expansion
-from shardwise.runtime.quantization.kashin import table_of, values_of
+from shardwise.runtime.quantization.kashin import kashin_values, table_of
 
 Map = Callable[[Tensor], Tensor]
-FIRST_TEMPERATURE, LAST_TEMPERATURE, FIRST_INERTIA = 0.5, 0.015, 0.2
+FIRST_CODE_TEMPERATURE, LAST_CODE_TEMPERATURE, FIRST_INERTIA = 0.5, 0.015, 0.2
 RELAXATION = 0.25
 """Share of a factor's correction that is added to it, before the first round; it falls to 0 in the last one."""
-LLOYD, RIDGE = 3, 1e-4
+LLOYD, PEAKS_RIDGE = 3, 1e-4
 
 
 @dataclass
@@ -36,10 +36,10 @@ class Pair:
     peaks: list[Tensor]
 
     def values(self, side: int) -> Tensor:
-        return values_of(self.codes[side], self.peaks[side])
+        return kashin_values(self.codes[side], self.peaks[side])
 
 
-def nearest(values: Tensor, peaks: Tensor) -> Tensor:
+def nearest_codes(values: Tensor, peaks: Tensor) -> Tensor:
     """The code of the nearest value for each entry [rows, columns], int64."""
     table, order = table_of(peaks).sort(1)
     place = torch.zeros_like(values, dtype=torch.int64)
@@ -52,10 +52,10 @@ def nearest(values: Tensor, peaks: Tensor) -> Tensor:
 def fitted(values: Tensor, peaks: Tensor, rounds: int = LLOYD) -> Tensor:
     """Peaks after some rounds of Lloyd's iteration: nearest codes, then least squares for the peaks of each row."""
     width, columns = peaks.shape[1], values.shape[1]
-    ridge = RIDGE * columns * torch.eye(width, dtype=peaks.dtype, device=peaks.device)
+    ridge = PEAKS_RIDGE * columns * torch.eye(width, dtype=peaks.dtype, device=peaks.device)
     for _ in range(rounds):
-        signs = signs_of(nearest(values, peaks), width)
-        right = signs @ values.unsqueeze(2) + RIDGE * columns * peaks.unsqueeze(2)
+        signs = signs_of(nearest_codes(values, peaks), width)
+        right = signs @ values.unsqueeze(2) + PEAKS_RIDGE * columns * peaks.unsqueeze(2)
         peaks = torch.linalg.solve(signs @ signs.mT + ridge, right).squeeze(2)
     return peaks
 
@@ -67,10 +67,10 @@ def from_expansion(target: Tensor, basis: Map, expansion: Expansion, widths: tup
     """
     peaks = [expansion.u_steps[:, : widths[0]], expansion.v_steps[:, : widths[1]]]
     peaks[0] = fitted(expansion.u, peaks[0], 4 * LLOYD)
-    codes = nearest(expansion.u, peaks[0])
-    rest = basis(target - values_of(codes, peaks[0]))
+    codes = nearest_codes(expansion.u, peaks[0])
+    rest = basis(target - kashin_values(codes, peaks[0]))
     peaks[1] = fitted(rest, peaks[1], 4 * LLOYD)
-    return Pair([codes, nearest(rest, peaks[1])], peaks)
+    return Pair([codes, nearest_codes(rest, peaks[1])], peaks)
 
 
 def refit(target: Tensor, basis: Map, pair: Pair, rounds: int) -> Pair:
@@ -81,7 +81,7 @@ def refit(target: Tensor, basis: Map, pair: Pair, rounds: int) -> Pair:
             rest = target - basis(pair.values(1)) if side == 0 else basis(target - pair.values(0))
             pair.peaks[side] = fitted(rest, pair.peaks[side])
             rest += relaxation * (rest - pair.values(side))
-            pair.codes[side] = nearest(rest, pair.peaks[side])
+            pair.codes[side] = nearest_codes(rest, pair.peaks[side])
     return pair
 
 
@@ -95,11 +95,11 @@ def annealed(target: Tensor, basis: Map, peaks: list[Tensor], steps: int) -> Pai
     tables = [table_of(each) for each in peaks]
     for step in range(steps):
         done = step / max(steps - 1, 1)
-        temperature = FIRST_TEMPERATURE * (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** done
+        temperature = FIRST_CODE_TEMPERATURE * (LAST_CODE_TEMPERATURE / FIRST_CODE_TEMPERATURE) ** done
         inertia = FIRST_INERTIA * (1 - done)
         means[0] = _mean(target - basis(means[1]) + inertia * means[0], tables[0], temperature)
         means[1] = _mean(basis(target - means[0]) + inertia * means[1], tables[1], temperature)
-    return Pair([nearest(mean, each) for mean, each in zip(means, peaks, strict=True)], peaks)
+    return Pair([nearest_codes(mean, each) for mean, each in zip(means, peaks, strict=True)], peaks)
 
 
 def _mean(values: Tensor, table: Tensor, temperature: float) -> Tensor:

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from shardwise.plugins.quantize.methods.gptq import inverse_factor
-from shardwise.plugins.quantize.methods.kashin_codes import Pair, nearest, signs_of
+from shardwise.plugins.quantize.methods.kashin_codes import Pair, nearest_codes, signs_of
 from shardwise.runtime.quantization.kashin import table_of
 from shardwise.runtime.quantization.orthogonal import Basis
 
-FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.1, 0.006
-DAMPING, RIDGE = 0.01, 1e-4
+FIRST_DESCENT_TEMPERATURE, LAST_DESCENT_TEMPERATURE = 0.1, 0.006
+METRIC_DAMPING, METRIC_RIDGE = 0.01, 1e-4
 EQUAL = 1e-3
 """Differences from the identity that no weighting is worth."""
-BLOCK = 64
+DESCENT_BLOCK = 64
 """Columns whose changes reach later blocks as one product."""
 
 
@@ -43,11 +43,11 @@ class Sweeps:
     columns: int | None = None
 
 
-WHOLE = Sweeps()
+ALL_SWEEPS = Sweeps()
 
 
 @dataclass(frozen=True)
-class Metric:
+class HessianMetric:
     """The damped Hessian in both bases, with mean diagonal 1.
 
     Attributes:
@@ -59,7 +59,7 @@ class Metric:
     smallest: float
 
 
-def metric_of(hessian: Tensor, inner: Basis) -> Metric | None:
+def metric_of(hessian: Tensor, inner: Basis) -> HessianMetric | None:
     """The metric of inputs with a Hessian [in, in] in the basis of the target.
 
     None for inputs of zeros, and for independent channels of equal size: the codes are searched for these already.
@@ -68,38 +68,44 @@ def metric_of(hessian: Tensor, inner: Basis) -> Metric | None:
     mean = hessian.diagonal().mean()
     if not bool(mean > 0):  # in a dry run conditions hold, so this one and the last lead to the sweeps
         return None
-    whole = hessian / mean + DAMPING * torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
+    whole = hessian / mean + METRIC_DAMPING * torch.eye(
+        hessian.shape[0], dtype=hessian.dtype, device=hessian.device
+    )
     smallest = float(torch.exp(-2 * inverse_factor(whole).diagonal().log().mean()))
     right = Basis(inner.right)
-    found = Metric((whole, right(right(whole).T.contiguous())), smallest)
-    equal = (1 + DAMPING) * torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
+    found = HessianMetric((whole, right(right(whole).T.contiguous())), smallest)
+    equal = (1 + METRIC_DAMPING) * torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     return found if bool(((whole - equal).abs() >= EQUAL).any()) else None
 
 
-def weighted(target: Tensor, inner: Basis, metric: Metric, pair: Pair, sweeps: Sweeps) -> Pair:
+def weighted(target: Tensor, inner: Basis, metric: HessianMetric, pair: Pair, sweeps: Sweeps) -> Pair:
     """Improve codes of a target [rows, in] for the error of the layer's outputs."""
     means = [pair.values(0), pair.values(1)]
     for step in range(sweeps.soft):
         done = step / max(sweeps.soft - 1, 1)
-        temperature = metric.smallest * FIRST_TEMPERATURE * (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** done
+        temperature = (
+            metric.smallest
+            * FIRST_DESCENT_TEMPERATURE
+            * (LAST_DESCENT_TEMPERATURE / FIRST_DESCENT_TEMPERATURE) ** done
+        )
         for side in (0, 1):
             table = table_of(pair.peaks[side])
-            means[side] = _sweep(target, inner, means, metric, side, table, temperature, sweeps.columns)
+            means[side] = _descend(target, inner, means, metric, side, table, temperature, sweeps.columns)
     for _ in range(sweeps.hard):
         for side in (0, 1):
             table = table_of(pair.peaks[side])
-            means[side] = _sweep(target, inner, means, metric, side, table, None, sweeps.columns)
-            pair.codes[side] = nearest(means[side], pair.peaks[side])
+            means[side] = _descend(target, inner, means, metric, side, table, None, sweeps.columns)
+            pair.codes[side] = nearest_codes(means[side], pair.peaks[side])
         pair.peaks = _fitted(target, inner, metric.sides[0], pair)
         means = [pair.values(0), pair.values(1)]
     return pair
 
 
-def _sweep(
+def _descend(
     target: Tensor,
     inner: Basis,
     means: list[Tensor],
-    metric: Metric,
+    metric: HessianMetric,
     side: int,
     table: Tensor,
     temperature: float | None,
@@ -112,8 +118,8 @@ def _sweep(
     error, hessian = target - means[0] - inner(means[1]), metric.sides[side]
     gradient = ((inner(error) if side else error) @ hessian).T.contiguous()
     columns, table, curvatures = means[side].T.contiguous(), table.T.contiguous(), hessian.diagonal()
-    for start in range(0, len(columns), BLOCK):
-        stop = min(start + BLOCK, len(columns))
+    for start in range(0, len(columns), DESCENT_BLOCK):
+        stop = min(start + DESCENT_BLOCK, len(columns))
         before, inside = columns[start:stop].clone(), hessian[start:stop, start:stop]
         for column in range(start, stop)[:steps]:
             wanted = columns[column] + gradient[column] / curvatures[column]
@@ -144,7 +150,7 @@ def _fitted(target: Tensor, inner: Basis, hessian: Tensor, pair: Pair) -> list[T
     parts = torch.cat([signs[0], inner(signs[1])], 1)  # [rows, b_u + b_v, in]
     weighted_parts = parts @ hessian
     gram = weighted_parts @ parts.mT
-    ridge = RIDGE * torch.diag_embed(gram.diagonal(dim1=1, dim2=2))
+    ridge = METRIC_RIDGE * torch.diag_embed(gram.diagonal(dim1=1, dim2=2))
     before = torch.cat(pair.peaks, 1).unsqueeze(2)
     peaks = torch.linalg.solve(gram + ridge, weighted_parts @ target.unsqueeze(2) + ridge @ before).squeeze(2)
     return [each.contiguous() for each in peaks.split(widths, 1)]

@@ -27,9 +27,9 @@ from shardwise.runtime.quantization.weights import IntWeight
 
 COARSE: tuple[float, ...] = tuple(1 - 0.05 * step for step in range(18))
 """Shrink factors of the range, 1 to 0.15; the optimum of 4 bits is about 0.8 for a normal and 0.3 for a t2.5 weight."""
-FINE: tuple[float, ...] = (-0.03, -0.02, -0.01, 0.01, 0.02, 0.03)
+FINE_FACTORS: tuple[float, ...] = (-0.03, -0.02, -0.01, 0.01, 0.02, 0.03)
 """Differences from the best coarse factor."""
-CHUNK = 1 << 18
+RANGE_CHUNK = 1 << 18
 """Weights whose ranges are searched at a time: their copies stay in the cache, and memory does not grow."""
 
 
@@ -38,11 +38,11 @@ class Search:
     """Shrink factors of the range: ``coarse`` ones, and differences from the best of these."""
 
     coarse: Sequence[float] = COARSE
-    fine: Sequence[float] = FINE
+    fine: Sequence[float] = FINE_FACTORS
 
 
-WHOLE = Search()
-REHEARSED = Search(COARSE[:1], FINE[:2])
+WHOLE_SEARCH = Search()
+REHEARSED = Search(COARSE[:1], FINE_FACTORS[:2])
 """For a dry run: memory is the same from the third factor on."""
 
 
@@ -64,7 +64,7 @@ class Levels:
 
     def codes(self, groups: Tensor) -> Tensor:
         """Nearest codes of weights [out, groups, size], as fp32 integers."""
-        return nearest(groups, self.scale.unsqueeze(2), _column(self.zero), self.bits)
+        return round_to_codes(groups, self.scale.unsqueeze(2), _column(self.zero), self.bits)
 
     def transposed(self) -> Levels:
         """The levels as [groups, out], so that those of one group are contiguous."""
@@ -101,7 +101,7 @@ def stored_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
-def nearest(values: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
+def round_to_codes(values: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
     """round(values / scale + zero), clamped to the codes of ``bits``; fp32."""
     codes = (values / scale).round_()
     if zero is not None:
@@ -111,7 +111,7 @@ def nearest(values: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> Te
 
 def absmax(groups: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> Levels:
     """Levels that reach the largest weight of every group [out, groups, size], and 0."""
-    return _levels(*_range(groups), bits, symmetric, dtype)
+    return _levels_between(*_group_range(groups), bits, symmetric, dtype)
 
 
 def clipped(
@@ -120,7 +120,7 @@ def clipped(
     symmetric: bool,
     dtype: torch.dtype,
     importance: Tensor | None = None,
-    search: Search = WHOLE,
+    search: Search = WHOLE_SEARCH,
 ) -> Levels:
     """Levels of least squared error among shrunken ranges; asymmetric ones are never worse than symmetric ones.
 
@@ -137,8 +137,8 @@ def clipped(
 
 
 def in_parts(groups: Tensor, find: Callable[[Tensor], Levels]) -> Levels:
-    """The levels of groups [out, groups, size], found for ``CHUNK`` weights at a time."""
-    found = [find(part) for part in groups.split(max(1, CHUNK // groups[0].numel()))]
+    """The levels of groups [out, groups, size], found for ``RANGE_CHUNK`` weights at a time."""
+    found = [find(part) for part in groups.split(max(1, RANGE_CHUNK // groups[0].numel()))]
     zeros = [part.zero for part in found if part.zero is not None]
     scale = torch.cat([part.scale for part in found])
     return Levels(scale, torch.cat(zeros) if zeros else None, found[0].bits, found[0].dtype)
@@ -147,13 +147,13 @@ def in_parts(groups: Tensor, find: Callable[[Tensor], Levels]) -> Levels:
 def _clipped(
     groups: Tensor, bits: int, symmetric: bool, dtype: torch.dtype, importance: Tensor | None, search: Search
 ) -> Levels:
-    low, high = _range(groups)
+    low, high = _group_range(groups)
     zeros = torch.zeros_like(low)
     best = _Best(torch.full_like(low, torch.inf), torch.ones_like(low), zeros, torch.ones_like(low))
     for kind in (True,) if symmetric else (True, False):
         one = _Best(torch.full_like(low, torch.inf), torch.ones_like(low), zeros, torch.ones_like(low))
         for shrink in _factors(one, search):
-            levels = _levels(low * shrink, high * shrink, bits, kind, dtype)
+            levels = _levels_between(low * shrink, high * shrink, bits, kind, dtype)
             error = squared_error(groups, levels.rounded(groups), importance)
             one.keep(error, levels.scale, zeros if levels.zero is None else levels.zero, shrink)
         best.keep(one.error, one.scale, one.zero, one.factor)
@@ -195,13 +195,13 @@ def _factors(best: _Best, search: Search) -> Iterable[Tensor]:
         yield around + difference
 
 
-def _range(groups: Tensor) -> tuple[Tensor, Tensor]:
+def _group_range(groups: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest weight of every group, with 0 between them."""
     low, high = groups.aminmax(dim=2)
     return low.clamp(max=0), high.clamp(min=0)
 
 
-def _levels(low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> Levels:
+def _levels_between(low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> Levels:
     """Levels from ``low`` to ``high``."""
     smallest, largest = -(1 << bits - 1), (1 << bits - 1) - 1
     if symmetric:

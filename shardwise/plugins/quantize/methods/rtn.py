@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from shardwise.core.scheme import Scheme
-from shardwise.plugins.quantize.methods.base import InputStatistics, Method
+from shardwise.plugins.quantize.methods.base import InputStatistics, QuantizationMethod
 from shardwise.plugins.quantize.methods.float8 import float8_weight
 from shardwise.plugins.quantize.methods.nf4 import nf4_weight
 from shardwise.plugins.quantize.methods.rounding import (
     REHEARSED,
-    WHOLE,
+    WHOLE_SEARCH,
     Search,
     absmax,
     clipped,
@@ -23,7 +23,7 @@ from shardwise.runtime.quantization.weights import QuantizedWeight
 
 
 @dataclass(frozen=True)
-class RoundToNearest(Method):
+class RoundToNearest(QuantizationMethod):
     """Integer levels, e4m3 or NF4, as the scheme says.
 
     Attributes:
@@ -35,7 +35,7 @@ class RoundToNearest(Method):
     name = "rtn"
     clip: bool = True
     symmetric: bool = True
-    search: Search = WHOLE
+    search: Search = WHOLE_SEARCH
 
     def quantize(self, weight: Tensor, scheme: Scheme, statistics: InputStatistics | None) -> QuantizedWeight:
         if scheme.kind == "float8":
@@ -48,5 +48,5 @@ class RoundToNearest(Method):
         levels = clipped(groups, *kind, search=self.search) if self.clip else absmax(groups, *kind)
         return levels.weight(levels.codes(groups), scheme.activation_bits)
 
-    def rehearsal(self) -> Method:
+    def rehearsal(self) -> QuantizationMethod:
         return replace(self, search=REHEARSED)

@@ -11,7 +11,7 @@ import typer
 from shardwise.cli.common import AsJson, Overrides, RecipeArgument, path_option
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
-from shardwise.jobs.request import read
+from shardwise.jobs.request import read_request
 
 if TYPE_CHECKING:
     from shardwise.plugins.scaling.budget import Limit
@@ -53,15 +53,15 @@ def command(
     The recipe gives the family of models, data, batch size, cluster and precision. Its model's size and its steps are
     replaced.
     """
-    limit = _limit(flops, hours, tokens)
-    asked, cluster = read(recipe, [*(overrides or []), *([f"law={law}"] if law else [])])
+    limit = _one_limit(flops, hours, tokens)
+    asked, cluster = read_request(recipe, [*(overrides or []), *([f"law={law}"] if law else [])])
     from shardwise.core.atomic_file import write_whole
     from shardwise.plugins.scaling.budgeting import find_budget, noise_of_run, to_train
     from shardwise.plugins.scaling.report.budget import budget_page, budget_text, budget_values
     from shardwise.recipe.load import dump_recipe
     from shardwise.recipe.noise_scale import batch_sentences
 
-    judged = _law(asked, unique_tokens)
+    judged = _recipe_law(asked, unique_tokens)
     measured, targets = (None, 1.0) if noise is None else noise_of_run(noise)
     with working("planning") as progress:
         found = find_budget(asked, cluster, limit, judged, serve_tokens, progress)
@@ -77,7 +77,7 @@ def command(
         write_whole(html, budget_page(found, text, dump_recipe(trained)).encode("utf-8"))
 
 
-def _law(recipe: Recipe, unique_tokens: float | None) -> Law:
+def _recipe_law(recipe: Recipe, unique_tokens: float | None) -> Law:
     """The recipe's law, on data that is repeated beyond ``unique_tokens``."""
     from shardwise.plugins.scaling.files import read_law
     from shardwise.plugins.scaling.repetition import DataConstrained
@@ -86,7 +86,7 @@ def _law(recipe: Recipe, unique_tokens: float | None) -> Law:
     return law if unique_tokens is None else DataConstrained(law, unique_tokens)
 
 
-def _limit(flops: float | None, hours: float | None, tokens: float | None) -> Limit:
+def _one_limit(flops: float | None, hours: float | None, tokens: float | None) -> Limit:
     """The one budget of the three. Raises RecipeError for none or several."""
     from shardwise.plugins.scaling.budget import Limit
 

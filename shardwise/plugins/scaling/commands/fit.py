@@ -35,23 +35,23 @@ def command(
     """
     from shardwise.core.atomic_file import write_whole
     from shardwise.plugins.scaling.files import law_text
-    from shardwise.plugins.scaling.fit import fit
-    from shardwise.plugins.scaling.fitting import points_of
+    from shardwise.plugins.scaling.fit import fit_law
+    from shardwise.plugins.scaling.fitting import run_points
     from shardwise.plugins.scaling.report.pictures import scaling_picture
     from shardwise.report.pictures import png
 
     with working("reading the runs") as progress:
-        points = points_of(runs)
+        points = run_points(runs)
         progress(f"fitting {draws:,} bootstrap draws")
-        found = fit(points, draws=draws, name=str(out))
+        found = fit_law(points, draws=draws, name=str(out))
     rows = [(point.run, point.parameters, point.tokens, point.loss) for point in points]
     write_whole(out, law_text(found.law, rows).encode("utf-8"))
     write_whole(out.with_suffix(".png"), png(scaling_picture(points, found.law)))
-    values = _values(found, flops or [])
-    print(json.dumps(values, indent=1) if as_json else _text(values, out))
+    values = _fit_json(found, flops or [])
+    print(json.dumps(values, indent=1) if as_json else _fit_text(values, out))
 
 
-def _values(found: Fit, budgets: list[float]) -> dict[str, Any]:
+def _fit_json(found: Fit, budgets: list[float]) -> dict[str, Any]:
     """The object that --json prints."""
     from shardwise.plugins.scaling.isoflop import envelope, exponent, isoflops
     from shardwise.plugins.scaling.law import extrapolation
@@ -85,7 +85,7 @@ def _values(found: Fit, budgets: list[float]) -> dict[str, Any]:
     }
 
 
-def _text(values: dict[str, Any], out: Path) -> str:
+def _fit_text(values: dict[str, Any], out: Path) -> str:
     from shardwise.core.units import format_count, format_percent
 
     lines = [f"L(N, D) = E + A / N^alpha + B / D^beta, fitted to {values['points']} points"]

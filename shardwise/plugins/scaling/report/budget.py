@@ -15,8 +15,8 @@ from shardwise.plugins.scaling.budget import BudgetChoice, SizeInBudget, six_nd
 from shardwise.plugins.scaling.law import Law, SizeAndTokens
 from shardwise.plugins.scaling.standing import doubts
 from shardwise.report.notation import of_capacity
-from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE, svg
-from shardwise.report.template import printable
+from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES, svg
+from shardwise.report.template import without_control
 
 _BINDING = 2
 """A size that does not fit, and is less than this much larger than the chosen one, has limited the choice."""
@@ -37,30 +37,30 @@ def budget_values(
         "seconds": steps * plan.step.seconds,
         "strategy": plan.line,
         "law": law.name,
-        "model": _shape(best),
+        "model": _dimensions_json(best),
         "steps": steps,
         "batch_size": batch_size,
         "tokens_per_parameter": tokens / best.parameters,
         "epochs": tokens / unique if unique else None,
         "step_seconds": plan.step.seconds,
         "fits": plan.fits,
-        "neighbours": [_size(each, best.loss) for each in budget.neighbours],
+        "neighbours": [_size_json(each, best.loss) for each in budget.neighbours],
         "budget": budget.limit,
-        "planned": [_size(each, best.loss) for each in budget.tried],
+        "planned": [_size_json(each, best.loss) for each in budget.tried],
         "refused": None if budget.refused is None else budget.refused[1],
-        "training_only": None if budget.fresh is None else _size(budget.fresh, best.loss),
+        "training_only": None if budget.fresh is None else _size_json(budget.fresh, best.loss),
         "warnings": list(warnings(budget, law)),
     }
 
 
-def _shape(size: SizeInBudget) -> dict[str, Any]:
+def _dimensions_json(size: SizeInBudget) -> dict[str, Any]:
     made = size.dimensions
     return {
         key: getattr(made, key) for key in ("family", "layers", "width", "heads", "kv_heads", "ffn", "vocab")
     }
 
 
-def _size(size: SizeInBudget, loss: float) -> dict[str, Any]:
+def _size_json(size: SizeInBudget, loss: float) -> dict[str, Any]:
     return {
         "parameters": size.parameters,
         "layers": size.dimensions.layers,
@@ -124,7 +124,7 @@ def _neighbour(each: dict[str, Any]) -> str:
 
 
 @matplotlib.rc_context(STYLE)
-def budget_picture(budget: BudgetChoice, width: float = WIDE) -> Figure:
+def budget_picture(budget: BudgetChoice, width: float = WIDE_INCHES) -> Figure:
     """Predicted loss by size in the budget; the chosen size is marked."""
     figure = Figure(figsize=(width, 0.38 * width), layout="constrained")
     axes: Any = figure.subplots()
@@ -140,7 +140,7 @@ def budget_picture(budget: BudgetChoice, width: float = WIDE) -> Figure:
     return figure
 
 
-_PAGE = """<!doctype html>
+_BUDGET_PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="color-scheme" content="light dark"><title>Budget · Shardwise</title><style>
@@ -158,5 +158,7 @@ svg { max-width: 100%; height: auto; }
 
 def budget_page(budget: BudgetChoice, text: str, recipe: str) -> str:
     """The text, the picture and the recipe to train, in one file without scripts."""
-    page = _PAGE.replace("PICTURE", svg(budget_picture(budget), "Predicted loss by model size in the budget"))
-    return printable(page.replace("TEXT", escape(text)).replace("RECIPE", escape(recipe)))
+    page = _BUDGET_PAGE.replace(
+        "PICTURE", svg(budget_picture(budget), "Predicted loss by model size in the budget")
+    )
+    return without_control(page.replace("TEXT", escape(text)).replace("RECIPE", escape(recipe)))

@@ -13,11 +13,11 @@ from shardwise.core.units import format_count
 from shardwise.plugins.scaling.fit import TrainedPoint
 from shardwise.plugins.scaling.isoflop import curves, envelope, isoflops
 from shardwise.plugins.scaling.law import Law
-from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE
+from shardwise.report.pictures import ACCENT, INK, MUTED, STYLE, WIDE_INCHES
 
 
 @matplotlib.rc_context(STYLE)
-def scaling_picture(points: Sequence[TrainedPoint], law: Law, width: float = WIDE) -> Figure:
+def scaling_picture(points: Sequence[TrainedPoint], law: Law, width: float = WIDE_INCHES) -> Figure:
     """Left: loss by size at equal FLOPs. Right: loss by FLOPs for each size, the envelope, and the law's optimum."""
     figure = Figure(figsize=(width, 0.42 * width), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)

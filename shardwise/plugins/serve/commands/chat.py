@@ -53,12 +53,12 @@ def command(
     conversation = Conversation(served, sampling, system, asked[0] if asked else None)
     if sys.stdin.isatty():
         typer.echo(f"{model} on {device}. /help lists the commands, /exit leaves")
-    for line in _lines():
-        if not _answered(conversation, served, line):
+    for line in _user_lines():
+        if not _answer_line(conversation, served, line):
             return
 
 
-def _lines() -> Iterator[str]:
+def _user_lines() -> Iterator[str]:
     """What the user writes, until the end of the input."""
     while True:
         try:
@@ -69,7 +69,7 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _answered(conversation: Conversation, served: ServedModel, line: str) -> bool:
+def _answer_line(conversation: Conversation, served: ServedModel, line: str) -> bool:
     """Answer a line, or obey it; False for /exit. A mistake is said, and the conversation goes on."""
     from shardwise.plugins.serve.chat import obeyed
 

@@ -67,7 +67,7 @@ def command(
         named, folders, tokenizer, sequence_length, sequences, batch, precision, device
     )
     if data is not None:
-        _perplexity(model, data, options, as_json)
+        _print_perplexity(model, data, options, as_json)
         return
     names = [name.strip() for name in str(tasks).split(",") if name.strip()]
     _tasks(model, names, options, (task_folder, shots, limit, chat), as_json)
@@ -94,7 +94,7 @@ def _tasks(
                 typer.echo(f"{task}  {metric} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
 
 
-def _perplexity(model: Path, data: str, options: EvaluationOptions, as_json: bool) -> None:
+def _print_perplexity(model: Path, data: str, options: EvaluationOptions, as_json: bool) -> None:
     with working(f"reading {model}") as progress:
         from shardwise.plugins.serve.evaluating import perplexity
 

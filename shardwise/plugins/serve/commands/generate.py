@@ -84,7 +84,7 @@ def command(
         served = load_model(model, folders, tokenizer=tokenizer, precision=precision, device=device)
         if prompt and not (chat or as_json):
             _hint(model, served, prompt)
-    _show(served, wanted, batch, as_json, chat)
+    _show_answers(served, wanted, batch, as_json, chat)
 
 
 def _hint(model: Path, served: ServedModel, prompts: Sequence[str]) -> None:
@@ -116,12 +116,14 @@ def _has_tags(served: ServedModel, prompts: Sequence[str]) -> bool:
     return any(not tokenizer.special.isdisjoint(tokenizer.encode(prompt)) for prompt in prompts)
 
 
-def _show(served: ServedModel, wanted: list[Request], batch: int, as_json: bool, chat: bool) -> None:
+def _show_answers(served: ServedModel, wanted: list[Request], batch: int, as_json: bool, chat: bool) -> None:
     asked = [request.prompt for request in wanted]
     if chat:
-        from shardwise.plugins.serve.chat import opened
+        from shardwise.plugins.serve.chat import opening_prompt
 
-        wanted = [replace(request, prompt=opened(served.tokenizer, request.prompt)) for request in wanted]
+        wanted = [
+            replace(request, prompt=opening_prompt(served.tokenizer, request.prompt)) for request in wanted
+        ]
     if as_json:
         _print_json(served, wanted, asked, batch)
         return
@@ -129,7 +131,7 @@ def _show(served: ServedModel, wanted: list[Request], batch: int, as_json: bool,
     if len(wanted) == 1:
         _stream(served, wanted, shown[0])
     else:
-        _print(served, wanted, shown, batch)
+        _print_answers(served, wanted, shown, batch)
 
 
 def named_adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
@@ -138,7 +140,9 @@ def named_adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
     asked = []
     for value in given:
         match = _NAMED.fullmatch(value)
-        name, folder = (match[1], path_of(match[2])) if match else (_name_of(path_of(value)), path_of(value))
+        name, folder = (
+            (match[1], path_of(match[2])) if match else (_adapter_name(path_of(value)), path_of(value))
+        )
         if value not in _RESERVED:
             if name in folders or name in _RESERVED:
                 raise RecipeError(
@@ -151,7 +155,7 @@ def named_adapters(given: Sequence[str]) -> tuple[dict[str, Path], list[str]]:
     return folders, asked
 
 
-def _name_of(folder: Path) -> str:
+def _adapter_name(folder: Path) -> str:
     """The last part of its path; the run's name for a folder ``RUN/adapter``."""
     place = folder.resolve()
     return place.parent.name if place.name == "adapter" else place.name
@@ -164,21 +168,21 @@ def _stream(served: ServedModel, wanted: list[Request], asked: str) -> None:
     typer.echo()
 
 
-def _print(served: ServedModel, wanted: list[Request], asked: Sequence[str], batch: int) -> None:
-    for place, text, _ in _whole(served, wanted, batch):
+def _print_answers(served: ServedModel, wanted: list[Request], asked: Sequence[str], batch: int) -> None:
+    for place, text, _ in _whole_answers(served, wanted, batch):
         request = wanted[place]
         name = "" if request.adapter is None else f" · {request.adapter}"
         typer.echo(f"── {place + 1}{name} ──\n{asked[place]}{text}\n")
 
 
 def _print_json(served: ServedModel, wanted: list[Request], asked: Sequence[str], batch: int) -> None:
-    for place, text, end in _whole(served, wanted, batch):
+    for place, text, end in _whole_answers(served, wanted, batch):
         request = wanted[place]
         said = {"request": place + 1, "adapter": request.adapter, "prompt": asked[place]}
         typer.echo(json.dumps({**said, "text": text, "end": end}, ensure_ascii=False))
 
 
-def _whole(served: ServedModel, wanted: list[Request], batch: int) -> Iterator[tuple[int, str, str]]:
+def _whole_answers(served: ServedModel, wanted: list[Request], batch: int) -> Iterator[tuple[int, str, str]]:
     """(index of the request, its text, why it ended), as each request completes."""
     texts = [""] * len(wanted)
     for piece in while_read(served.generate(wanted, batch=batch)):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.scheme import scheme_of
 from shardwise.dryrun.reading import peaks
-from shardwise.dryrun.target import TARGETS
+from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.dryrun.tracker import Tracker
 from shardwise.plugins.quantize.methods.base import InputStatistics, NotConverged, relative_output_error
 from shardwise.plugins.quantize.methods.gptq import GPTQ, inverse_factor
@@ -142,7 +142,7 @@ def test_a_rehearsal_has_the_peak_of_the_method() -> None:
     """On fake tensors, whose allocations the tracker counts; columns after the first of a block cost no operation."""
     peak, work = [], []
     for one in (GPTQ(block=8), GPTQ(block=8).rehearsal()):
-        target = TARGETS["cpu"]
+        target = TARGET_KERNELS["cpu"]
         tracker = Tracker({}, target.workspace, target.kept, lambda: "")
         with FakeTensorMode(allow_non_fake_inputs=True), tracker.watching(), _Values():
             statistics = InputStatistics(torch.empty(32, 32), torch.empty(32), 9)

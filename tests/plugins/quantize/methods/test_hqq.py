@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.scheme import scheme_of
-from shardwise.plugins.quantize.methods.base import Method, relative_output_error
+from shardwise.plugins.quantize.methods.base import QuantizationMethod, relative_output_error
 from shardwise.plugins.quantize.methods.hqq import HalfQuadratic
 from shardwise.plugins.quantize.methods.rtn import RoundToNearest
 from shardwise.runtime.quantization.weights import IntWeight
@@ -20,7 +20,7 @@ def heavy(rows: int, columns: int, freedom: int) -> Tensor:
     return torch.randn(rows, columns, generator=generator) / squares.sqrt()
 
 
-def lost(method: Method, weight: Tensor, scheme: str, norm: float) -> Tensor:
+def lost(method: QuantizationMethod, weight: Tensor, scheme: str, norm: float) -> Tensor:
     """Sum of |error|^p of every row."""
     difference = method.quantize(weight, scheme_of(scheme), None).dequantize() - weight.float()
     return difference.abs().pow(norm).sum(1)

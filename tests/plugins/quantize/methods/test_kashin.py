@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from shardwise.core.scheme import scheme_of
 from shardwise.plugins.quantize.methods.base import (
     InputStatistics,
-    Method,
     NotConverged,
+    QuantizationMethod,
     relative_output_error,
 )
 from shardwise.plugins.quantize.methods.expansion import check_convergence, expand
 from shardwise.plugins.quantize.methods.gptq import GPTQ
-from shardwise.plugins.quantize.methods.kashin import Kashin, split
-from shardwise.plugins.quantize.methods.kashin_codes import fitted, nearest
-from shardwise.plugins.quantize.methods.kashin_weighted import _sweep, metric_of
+from shardwise.plugins.quantize.methods.kashin import Kashin, split_bits
+from shardwise.plugins.quantize.methods.kashin_codes import fitted, nearest_codes
+from shardwise.plugins.quantize.methods.kashin_weighted import _descend, metric_of
 from shardwise.plugins.quantize.methods.rtn import RoundToNearest
 from shardwise.plugins.quantize.prediction import _Constants
 from shardwise.runtime.quantization.kashin import kashin_weight_of, table_of
@@ -93,7 +93,7 @@ def test_more_bits_lower_the_error() -> None:
     errors = [error(weight, Kashin(**FAST), f"w{bits}a16-channel") for bits in (2, 3, 4, 6)]
     errors.append(error(weight, Kashin(**FAST), "w8a16"))
     assert all(after < 0.65 * before for before, after in pairwise(errors))
-    assert [split(bits) for bits in (8, 6, 4, 3)] == [(4, 4), (3, 3), (2, 2), (2, 1)]
+    assert [split_bits(bits) for bits in (8, 6, 4, 3)] == [(4, 4), (3, 3), (2, 2), (2, 1)]
 
 
 def test_a_two_sided_factor_is_searched_too() -> None:
@@ -117,9 +117,9 @@ def test_a_stored_result_is_the_result() -> None:
 def test_nearest_codes_and_peaks_equal_a_search_over_all_codes() -> None:
     values, peaks = sample("normal", 4, 50), torch.tensor([[0.9, 0.4, 0.1]]).expand(4, -1)
     every = (values.unsqueeze(2) - table_of(peaks).unsqueeze(1)).abs()
-    assert every.argmin(2).equal(nearest(values, peaks))
+    assert every.argmin(2).equal(nearest_codes(values, peaks))
     before, after = (
-        (values - table_of(each).gather(1, nearest(values, each))).norm()
+        (values - table_of(each).gather(1, nearest_codes(values, each))).norm()
         for each in (peaks, fitted(values, peaks))
     )
     assert after < before
@@ -153,7 +153,7 @@ def correlated(columns: int) -> InputStatistics:
 def test_statistics_lower_the_output_error_below_that_of_gptq(scheme: str) -> None:
     weight, statistics = sample("normal", 32, 128), correlated(128)
 
-    def output_error(method: Method, given: InputStatistics | None) -> float:
+    def output_error(method: QuantizationMethod, given: InputStatistics | None) -> float:
         found = method.quantize(weight, scheme_of(scheme), given).dequantize()
         return relative_output_error(weight, found, statistics)
 
@@ -178,7 +178,7 @@ def test_a_hard_sweep_takes_the_best_value_of_each_column_in_order() -> None:
             errors.append((rest @ metric.sides[1] * rest).sum(1))
         best = torch.stack(errors).argmin(0)
         expected[:, column] = table_of(peaks[1])[0][best]
-    torch.testing.assert_close(_sweep(weight, inner, means, metric, 1, table_of(peaks[1]), None), expected)
+    torch.testing.assert_close(_descend(weight, inner, means, metric, 1, table_of(peaks[1]), None), expected)
 
 
 def test_a_dry_run_before_changes_nothing() -> None:

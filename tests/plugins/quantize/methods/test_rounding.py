@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import RecipeError
-from shardwise.core.scheme import METHODS, check_method, scheme_of
+from shardwise.core.scheme import QUANTIZATION_METHODS, check_method, scheme_of
 from shardwise.plugins.quantize.methods import method_of
 from shardwise.plugins.quantize.methods.base import InputStatistics, NotConverged, relative_output_error
 from shardwise.plugins.quantize.methods.rounding import absmax, clipped, in_groups, squared_error
@@ -157,7 +157,7 @@ def test_a_weight_that_has_no_levels_stays_as_it_is() -> None:
             method_of("rtn").quantize(torch.full((2, 64), broken), scheme_of("nf4"), None)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", QUANTIZATION_METHODS)
 @pytest.mark.parametrize("scheme", ["fp8", "nf4", "w8a8", "w8a16", "w4a16-g128", "w3a16-channel"])
 def test_pairs_of_method_and_scheme(method: str, scheme: str) -> None:
     """rtn makes every scheme; the others make integers, with their own limits, each refused in one line."""
@@ -182,4 +182,4 @@ def test_another_method_is_refused() -> None:
         with pytest.raises(RecipeError, match="no method is called spqr") as refused:
             ask("spqr")
         assert "rtn, hqq, gptq, awq, kashin" in refused.value.line()
-    assert [name for name in METHODS if method_of(name).calibrated] == ["gptq", "awq"]
+    assert [name for name in QUANTIZATION_METHODS if method_of(name).calibrated] == ["gptq", "awq"]
