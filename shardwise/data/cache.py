@@ -5,7 +5,7 @@ tokenizer's BOS token if it adds one, in the narrowest unsigned type, little-end
 its end and a hash of its text) and `header.json`. KEY is a hash of the inputs: the source's identity (paths, sizes,
 modification times), the tokenizer's fingerprint and the version of this format. The header's `digest` is a hash of the
 data files. It does not depend on paths and times, so a checkpoint compares the digest. A cache of records with
-completions has a fourth file, `trained.bin`: one byte per token, 1 for tokens that the loss counts (`example_cache`).
+completions has a fourth file, `trained.bin`: one byte per token, 1 for tokens that the loss counts (`encoding`).
 
 The cache is written in one pass with bounded memory to `KEY.*.tmp/`. Every file and folder is synced, then the folder
 is renamed, so a folder named KEY is complete. Other processes wait on a lock (flock, which the kernel releases when the
@@ -156,8 +156,7 @@ def cached(
     parts: object, root: Path, what: str, write: Callable[[Path], Header], verify: bool = False
 ) -> TokenCache:
     """The cache with key `parts`. If it does not exist, `write` writes its data files to a folder."""
-    key = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
-    folder = root / key
+    folder = root / json_hash(parts)
     if found := _load(folder, verify):
         return found
     with _disk(root):
@@ -170,6 +169,11 @@ def cached(
         if built := _load(folder):
             return built
     raise ResourceError("the token cache vanished", where=str(folder), why="another process removed it")
+
+
+def json_hash(value: object) -> str:
+    """A hash of a JSON value."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(value).encode())
 
 
 def lock_of(folder: Path) -> Path:
@@ -194,8 +198,7 @@ def _sealed(header: Header) -> bytes:
     """The content of `header.json`: the header and its hash."""
     defaults = {field.name: field.default for field in fields(Header)}
     said = {key: value for key, value in asdict(header).items() if value != defaults[key]}
-    seal = xxhash.xxh3_128_hexdigest(json.dumps(said).encode())
-    return json.dumps({**said, "xxh3_128": seal}, indent=1).encode()
+    return json.dumps({**said, "xxh3_128": json_hash(said)}, indent=1).encode()
 
 
 def _unsealed(raw: bytes) -> Header:
@@ -254,7 +257,7 @@ def _write(source: Source, tokenizer: Tokenizer, work: Path) -> Header:
     """Tokenize `source` into the two data files of `work`; return the header."""
     with data_files(work, ("tokens.bin", "documents.bin")) as outputs:
         writer = _Writer(tokenizer, outputs)
-        for pieces in batches(source.pieces(), lambda piece: len(piece.data)):
+        for pieces in grouped(source.pieces(), lambda piece: len(piece.data)):
             writer.write(pieces)
     if not writer.documents:
         raise DataError(
@@ -348,18 +351,18 @@ class _Writer:
         self._outputs.append(joined, np.array(records, dtype=DOCUMENT))
 
 
-def batches(items: Iterator[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+def grouped(items: Iterator[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Group pieces in lists of a few MiB; a tokenizer distributes a list over the cores."""
-    batch: list[T] = []
+    group: list[T] = []
     size = 0
     for item in items:
-        batch.append(item)
+        group.append(item)
         size += size_of(item)
-        if size >= _BATCH_BYTES or len(batch) == _BATCH_PIECES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        if size >= _BATCH_BYTES or len(group) == _BATCH_PIECES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 @contextmanager

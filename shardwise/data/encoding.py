@@ -8,7 +8,10 @@ The completion follows the prompt directly. The end-of-text token comes last and
 stop. A chat begins and ends as its template says. Any other record begins with the tokenizer's `begin`, if it has one.
 
 Under `data.too_long: split`, a chat that is longer than a sequence is divided between two exchanges. Each part begins
-with the system turn. An exchange that is too long alone is cut like any other record (`examples`).
+with the system turn. An exchange that is too long alone is cut like any other record (`completions`).
+
+The token cache (`cache`) has whole records, one after the other, and the mask as one more file. Sequence length and
+packing are applied when it is opened, so another `sequence_length` needs no new tokenization.
 """
 
 from __future__ import annotations
@@ -19,18 +22,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import date
+from pathlib import Path
+
+import numpy as np
+import xxhash
 
 from shardwise.core.errors import DataError
+from shardwise.data.cache import EXAMPLE, FORMAT, Header, TokenCache, cached, data_files
 from shardwise.data.chat import ChatTemplate
 from shardwise.data.formats import KEYS, TEXT_KEYS, Chat, Completed, Example, example_of
 from shardwise.data.readers import Record
+from shardwise.data.source import Source
 from shardwise.data.spans import Span
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn
 from shardwise.recipe.sections import DataSpec
 
-VERSION = 2
+ENCODING_VERSION = 2
 """Of the rules in this file and in `chat`: another version encodes some records otherwise."""
+
+_RECORDS_AT_A_TIME = 1024
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,7 @@ class Encoder:
         self.keys = KEYS[name] | reads
         self.unread: set[str] = set()
         self.chats = False
-        parts = [VERSION, tokenizer.fingerprint, name, self._all, pairs, self._length]
+        parts = [ENCODING_VERSION, tokenizer.fingerprint, name, self._all, pairs, self._length]
         if name != "alpaca" and self.template is not None:
             parts += [self.template.fingerprint, str(self._today) if self.template.dated else ""]
         self.fingerprint = repr(parts)
@@ -215,3 +226,73 @@ def _exchanges(turns: Sequence[Turn]) -> list[list[Turn]]:
             exchanges.append([])
         exchanges[-1].append(turn)
     return exchanges
+
+
+# -- the token cache of records
+
+
+def open_record_cache(source: Source, encoder: Encoder, root: Path, verify: bool = False) -> TokenCache:
+    """The cache of a source's records below `root`; built if it does not exist.
+
+    Args:
+        verify: read all of it, and build it again if a bit has changed.
+
+    Raises:
+        DataError: a record is malformed, or no record has a trained token.
+        ResourceError: `root` cannot be written, or the disk is full.
+    """
+    parts = [FORMAT, "examples", encoder.fingerprint, source.identity()]
+    what = f"{source.name} ({encoder.format}) with {encoder.tokenizer.name}"
+    return cached(parts, root, what, lambda work: _write_records(source, encoder, work), verify)
+
+
+def _write_records(source: Source, encoder: Encoder, work: Path) -> Header:
+    dtype = encoder.tokenizer.dtype.newbyteorder("<")
+    end = documents = trained_tokens = records = untrained = divided = endless = 0
+    keys = sorted(encoder.keys)
+    with data_files(work, ("tokens.bin", "documents.bin", "trained.bin")) as outputs:
+        remaining = source.records(keys)
+        while group := list(itertools.islice(remaining, _RECORDS_AT_A_TIME)):
+            parts: list[Encoded] = []
+            for encoded in encoder.encode_all(group):
+                parts += encoded
+                records += 1
+                untrained += not encoded
+                divided += len(encoded) > 1
+            rows = []
+            for part in parts:
+                end += len(part.tokens)
+                rows.append((end, _hash_of(part), part.trained.index(True, 1)))
+            tokens = np.fromiter(itertools.chain.from_iterable(part.tokens for part in parts), dtype)
+            trained = np.fromiter(itertools.chain.from_iterable(part.trained for part in parts), np.bool_)
+            outputs.append(tokens, np.array(rows, EXAMPLE), trained)
+            documents += len(parts)
+            trained_tokens += int(trained.sum())
+            endless += sum(part.endless for part in parts)
+    if not documents:
+        why = f"nothing is trained on in any of {records:,} records" if records else "it has no records"
+        raise DataError(
+            "nothing to train on in the data source", where=source.name, why=why, fix="check data.source"
+        )
+    return Header(
+        format=FORMAT,
+        source=source.name,
+        tokenizer=encoder.tokenizer.name,
+        dtype=dtype.str,
+        tokens=end,
+        documents=documents,
+        empty_documents=0,
+        digest=outputs.digest,
+        trained_tokens=trained_tokens,
+        chats=encoder.chats,
+        untrained=untrained,
+        divided=divided,
+        endless=endless,
+        unread=", ".join(sorted(encoder.unread | (source.fields() - encoder.keys))),
+    )
+
+
+def _hash_of(record: Encoded) -> int:
+    digest = xxhash.xxh3_64(np.array(record.tokens, "<u8").tobytes())
+    digest.update(np.array(record.trained, np.bool_).tobytes())
+    return digest.intdigest()

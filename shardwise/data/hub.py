@@ -20,7 +20,7 @@ from typing import Any
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
 from shardwise.data.readers import Record, TextPiece, checked, missing_key, pieces
-from shardwise.data.source import Place
+from shardwise.data.source import SourcePosition
 from shardwise.data.tables import without_nulls
 
 _PATIENCE = 10.0
@@ -154,9 +154,11 @@ def pieces_of_rows(name: str, rows: Any, text_key: str, before: int = 0) -> Iter
             yield from pieces(checked(value, text_key, f"{name}: row {number}"))
 
 
-def pieces_of_stream(name: str, rows: Any, text_key: str, place: Place) -> Iterator[tuple[TextPiece, Place]]:
-    """The documents of a `datasets.IterableDataset` from a place on: a state of the dataset, and rows after it."""
-    state, skip = place or (None, 0)
+def pieces_of_stream(
+    name: str, rows: Any, text_key: str, position: SourcePosition
+) -> Iterator[tuple[TextPiece, SourcePosition]]:
+    """The documents of a `datasets.IterableDataset` from a position on: a state of the dataset, and rows after it."""
+    state, skip = position or (None, 0)
     if rows.column_names and text_key not in rows.column_names:
         raise missing_key(text_key, list(rows.column_names), name)
     chosen = rows.select_columns([text_key])

@@ -19,7 +19,7 @@ from typing import Any
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
 from shardwise.data.readers import Record, TextPiece, is_data_file, read_file, read_records
-from shardwise.data.source import Place, Source, after
+from shardwise.data.source import Source, SourcePosition, after
 
 _CHANGES = (
     "ETag",
@@ -58,8 +58,8 @@ class ObjectStore(Source):
             with self._copied(path) as local:
                 yield from read_file(local, self._text_key)
 
-    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
-        first, skip = place or (0, 0)
+    def pieces_from(self, position: SourcePosition) -> Iterator[tuple[TextPiece, SourcePosition]]:
+        first, skip = position or (0, 0)
         for number, path in enumerate(self._files[first:], first):
             with self._copied(path) as local:
                 for piece, ended in after(read_file(local, self._text_key), skip):

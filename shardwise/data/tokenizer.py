@@ -33,11 +33,17 @@ import xxhash
 from shardwise.core.errors import DataError, one_line
 from shardwise.core.extras import install
 from shardwise.core.paths import missing, only_a_path, path_of, seen_from
-from shardwise.data.begin_token import added_before, begin_token
 from shardwise.data.chat import ChatTemplate, plain_template
-from shardwise.data.ends import ends_of_model
 from shardwise.data.spans import Span, mask_of
-from shardwise.data.template_files import settings_next_to, special_in, templates_next_to, templates_of
+from shardwise.data.tokenizer_files import (
+    added_before,
+    begin_token,
+    ends_of_model,
+    settings_next_to,
+    special_in,
+    templates_next_to,
+    templates_of,
+)
 from shardwise.recipe.data_sections import brings_tokenizer
 
 if TYPE_CHECKING:
@@ -77,7 +83,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def ends(self) -> frozenset[int]:
-        """The tokens after which an answer is over (`ends`)."""
+        """The tokens after which an answer is over (`tokenizer_files`)."""
 
     @property
     @abstractmethod
@@ -124,8 +130,9 @@ class ByteTokenizer(Tokenizer):
     separator = 0
     fingerprint = "bytes"
 
-    def __init__(self) -> None:
-        self.chat = plain_template(chr(self.separator))
+    @cached_property
+    def chat(self) -> ChatTemplate:  # type: ignore[override]
+        return plain_template(chr(self.separator))
 
     @property
     def ends(self) -> frozenset[int]:

@@ -24,7 +24,7 @@ from shardwise.core.errors import DataError, RecipeError
 from shardwise.core.paths import path_of
 from shardwise.core.run_files import Which
 from shardwise.data import open_tokenizer
-from shardwise.data.ends import GENERATION
+from shardwise.data.tokenizer_files import GENERATION_CONFIG
 from shardwise.exporter.ends import with_ends
 from shardwise.exporter.gguf_file import WrittenFile, write_gguf
 from shardwise.exporter.hf_writer import Contents, ExtraFile, Written, config_in, write_model
@@ -121,7 +121,7 @@ def open_run(
     if "eos_token_id" not in config:
         end = {"eos_token_id": tokenizer.separator}
         config |= end
-        extra_files[GENERATION] = lambda: json.dumps(end).encode() + b"\n"
+        extra_files[GENERATION_CONFIG] = lambda: json.dumps(end).encode() + b"\n"
     if recipe.data.tokenizer != "bytes":
         extra_files |= tokenizer_files(recipe.data.tokenizer)
     held = weights.dtypes

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.core.errors import DataError
 from shardwise.data import Data
+from shardwise.data.batches import batch_of
 from shardwise.data.encoding import Encoder
 from shardwise.data.packing import best_fit
 from shardwise.data.readers import Record
@@ -382,7 +383,7 @@ def test_best_fit_places_every_record_once_and_leaves_little_room() -> None:
 def _rows(data: Data) -> list[dict[str, list[int]]]:
     """Every training sequence once."""
     count = data.train_sequences
-    batch = data._train.batch(range(count))
+    batch = batch_of(data._train, range(count))
     return [{key: value[row].tolist() for key, value in batch.items()} for row in range(count)]
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from shardwise.data.cache import DOCUMENT
-from shardwise.data.split import Stream, split
+from shardwise.data.text import Stream, split
 
 
 def corpus(lengths: list[int], seed: int = 0) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.void]]:
