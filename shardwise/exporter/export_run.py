@@ -230,7 +230,7 @@ def checkpoint_of(folder: Path, which: Which = "latest") -> tuple[Recipe, Path]:
 
 def tokenizer_files(source: str, required: bool = True) -> dict[str, ExtraFile]:
     """The files of a tokenizer: from a folder, a hub id, or the folder of a ``tokenizer.json``."""
-    from shardwise.model.hf_source import folder_of
+    from shardwise.model.hf import folder_of
 
     path = path_of(source)
     where = path.parent if path.is_file() else folder_of(source, list(_TOKENIZER))

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.exporter.gguf_rope import Config, Rope
-from shardwise.model.files.hf_folder import Shape
+from shardwise.model.files.folder_layout import Shape
 
 
 @dataclass(frozen=True)

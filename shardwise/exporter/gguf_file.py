@@ -24,7 +24,7 @@ from shardwise.core.extras import install
 from shardwise.exporter.gguf_families import Architecture
 from shardwise.exporter.gguf_tokenizer import add_tokenizer
 from shardwise.exporter.hf_writer import Contents
-from shardwise.model.files.hf_folder import HFFolder, Shape
+from shardwise.model.files.folder_layout import HFFolder, Shape
 
 TYPES = {"fp32": "F32", "fp16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 """GGUF's types of matrices, by their names in the command line."""

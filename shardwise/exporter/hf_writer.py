@@ -1,8 +1,8 @@
 """Write a model as a folder that transformers loads: streamed, read back, then renamed.
 
 The header of a safetensors file lists every tensor and its position, so it is written first. Then one group of tensors
-after the other passes through memory (model/files/hf_folder.py). So writing a model of any size needs the memory of its
-largest tensor. Files have at most ``LARGEST`` bytes, with an index if there are several. transformers'
+after the other passes through memory (model/files/folder_layout.py). So writing a model of any size needs the memory of
+its largest tensor. Files have at most ``LARGEST`` bytes, with an index if there are several. transformers'
 ``save_pretrained`` and safetensors' own writer hold a whole model, or a whole file, in memory.
 
 Every tensor is hashed as it is written, read back through the safetensors library and compared. So neither a full disk
@@ -30,7 +30,7 @@ from shardwise.checkpoint.shards import DTYPES
 from shardwise.core.atomic_file import make_folder, require_new, sync_folder
 from shardwise.core.errors import CheckpointError, ResourceError
 from shardwise.core.units import format_bytes
-from shardwise.model.files.hf_folder import HFFolder, Shape, TensorGroup
+from shardwise.model.files.folder_layout import HFFolder, Shape, TensorGroup
 from shardwise.model.files.safetensors_reader import INDEX, SINGLE, WeightFiles
 
 LARGEST = 5 * 10**9

@@ -29,10 +29,9 @@ from shardwise.exporter.ends import with_ends
 from shardwise.exporter.export_run import DTYPES, Merge, compared, tokenizer_files
 from shardwise.exporter.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.model.adapted import AdaptedModel, shapes_of
-from shardwise.model.files.hf_model_folder import FolderWeights
 from shardwise.model.files.peft import TENSORS, AdapterFiles
 from shardwise.model.files.safetensors_reader import WeightFiles
-from shardwise.model.hf import HuggingFaceModel
+from shardwise.model.hf import FolderWeights, HuggingFaceModel
 from shardwise.model.lora import A, linear_layers
 from shardwise.model.merging import Merged, Unmerged
 from shardwise.recipe.data_sections import brings_tokenizer

@@ -19,7 +19,7 @@ from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.core.paths import path_of
 from shardwise.core.run_files import Which
 from shardwise.exporter.hf_writer import Contents, Written, write_model
-from shardwise.model.files.hf_folder import HFFolder, unchanged_tensor
+from shardwise.model.files.folder_layout import HFFolder, unchanged_tensor
 from shardwise.model.given import on_meta, real_pairs
 from shardwise.model.lora import adapt
 from shardwise.model.merging import Merged

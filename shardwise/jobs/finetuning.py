@@ -76,7 +76,7 @@ def config_of(model: str) -> dict[str, Any]:
     Raises:
         RecipeError: there is no such model, or its config cannot be read.
     """
-    from shardwise.model.hf_source import folder_of
+    from shardwise.model.hf import folder_of
 
     if model in PRESETS:
         why = "a preset has dimensions, and no trained weights"

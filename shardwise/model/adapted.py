@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.core.paths import path_of
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes
-from shardwise.model.files.hf_folder import HFFolder
+from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, config_of
 from shardwise.model.filling import fill_magnitudes, fill_packed, rehearse_packed, without_adapters
 from shardwise.model.initial import fill_uniform

@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.files.hf_folder import HFFolder, unchanged_tensor
-from shardwise.model.files.hf_model_folder import FolderWeights
-from shardwise.model.hf import HuggingFaceModel
+from shardwise.model.files.folder_layout import HFFolder, unchanged_tensor
+from shardwise.model.hf import FolderWeights, HuggingFaceModel
 from shardwise.model.native import NativeModel
 from shardwise.runtime.parallel.shard_slices import shared_names
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.files.hf_folder import HFFolder, Shape, TensorGroup, unchanged_tensor
+from shardwise.model.files.folder_layout import HFFolder, Shape, TensorGroup, unchanged_tensor
 from shardwise.recipe.presets import Dimensions
 
 _GPT2_PARTS = {

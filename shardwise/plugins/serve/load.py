@@ -96,7 +96,7 @@ def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: t
 
 def _ends_of(source: str) -> tuple[int, ...]:
     """The ends that the files of a folder or of a hub id name."""
-    from shardwise.model.hf_source import folder_of
+    from shardwise.model.hf import folder_of
 
     return ends_of_model(folder_of(source, ["config.json", GENERATION_CONFIG]))
 

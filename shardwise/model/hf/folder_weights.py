@@ -1,6 +1,6 @@
 """Writes a transformers model in the form of its source folder: same names, shapes and config, new values.
 
-Renamings and conversions (hf_conversion.py) are reversed, by transformers' own converters. A conversion that does not
+Renamings and conversions (`conversion`) are reversed, by transformers' own converters. A conversion that does not
 reverse to the source's names is refused.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.files.hf_conversion import Conversion, match_names, require_fit
-from shardwise.model.files.hf_folder import TensorGroup, unchanged_tensor
+from shardwise.model.files.folder_layout import TensorGroup, unchanged_tensor
 from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.model.hf.conversion import Conversion, match_names, require_fit
 from shardwise.runtime.parallel.shard_slices import shared_names
 
 

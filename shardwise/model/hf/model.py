@@ -1,4 +1,4 @@
-"""A language model of transformers, from a folder or a hub id: causal, masked or encoder-decoder (hf_objective.py).
+"""A language model of transformers, from a folder or a hub id: causal, masked or encoder-decoder (`objective`).
 
 transformers provides the class. The model is built on the meta device, its blocks come from ``_no_split_modules``, and
 weights are read from safetensors by slice. ``from_pretrained`` is not used: it loads before techniques can shard.
@@ -30,17 +30,17 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
-from shardwise.model.files.hf_conversion import fill_from_files, match_names, restore_buffers
-from shardwise.model.files.hf_folder import HFFolder
-from shardwise.model.files.hf_model_folder import FolderWeights, groups_of
+from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
 from shardwise.model.files.safetensors_reader import DTYPES, WeightFiles
-from shardwise.model.hf_calls import no_guessing
-from shardwise.model.hf_experts import adds_router_loss, router_coefficient, router_losses
-from shardwise.model.hf_objective import build_for, decoder_inputs, require_objective, stored_objective
-from shardwise.model.hf_source import folder_of, load_config
-from shardwise.model.hf_stages import PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
-from shardwise.model.hf_tensor_plan import tensor_plan_of
+from shardwise.model.hf.calls import no_guessing
+from shardwise.model.hf.conversion import fill_from_files, match_names, restore_buffers
+from shardwise.model.hf.experts import adds_router_loss, router_coefficient, router_losses
+from shardwise.model.hf.folder_weights import FolderWeights, groups_of
+from shardwise.model.hf.objective import build_for, decoder_inputs, require_objective, stored_objective
+from shardwise.model.hf.source import folder_of, load_config
+from shardwise.model.hf.stages import PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
+from shardwise.model.hf.tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
 from shardwise.model.stage import Stage
 from shardwise.runtime.documents import additive, same_document

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.hf_calls import no_guessing
+from shardwise.model.hf.calls import no_guessing
 from shardwise.model.stage import Stage
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.torch_private import tree_iter

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.hf_experts import adds_router_loss, experts_implementation
+from shardwise.model.hf.experts import adds_router_loss, experts_implementation
 from shardwise.runtime.parallel.vocabulary import IGNORED
 
-CLASSES = {
+AUTO_CLASSES = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
@@ -46,7 +46,7 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
     where = f"model.hf: {source}"
     _require_class(objective, config, where)
     try:
-        made: nn.Module = getattr(transformers, CLASSES[objective]).from_config(
+        made: nn.Module = getattr(transformers, AUTO_CLASSES[objective]).from_config(
             config,
             dtype=torch.float32,
             trust_remote_code=False,
@@ -90,7 +90,7 @@ def _require_class(objective: str, config: Any, where: str) -> None:
         raise RecipeError(
             f"not {_NAMES[objective]} language model",
             where=where,
-            why=f"transformers maps {config.model_type} to no {CLASSES[objective]}",
+            why=f"transformers maps {config.model_type} to no {AUTO_CLASSES[objective]}",
             fix=f"set model.objective: {fits[0]}" if fits else "",
         )
 

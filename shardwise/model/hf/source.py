@@ -15,7 +15,7 @@ from shardwise.core.errors import RecipeError, one_line
 from shardwise.core.extras import install
 from shardwise.core.paths import missing, only_a_path, path_of
 from shardwise.model.files.quantized_files import formats_of
-from shardwise.model.hf_objective import stored_objective
+from shardwise.model.hf.objective import stored_objective
 
 _NEEDS_CODE = "auto_map"
 _OF_OTHER_HEADS = ("classif", "summary", "qa_")
@@ -38,7 +38,7 @@ def transformers_library() -> Any:
 
 @dataclass(frozen=True)
 class OpenedConfig:
-    """A model's config, changed as hf.py says.
+    """A model's config, changed as `model` says.
 
     Attributes:
         quantization: the value of ``quantization_config`` if the model is quantized.
@@ -99,7 +99,7 @@ def _parts(config: Any) -> list[Any]:
 
 
 def _quiet(config: Any, keep_padding: bool) -> None:
-    """No cache, and no pad token unless positions depend on it (see hf.py)."""
+    """No cache, and no pad token unless positions depend on it (see `model`)."""
     for part in _parts(config):
         part.use_cache = False
         if not keep_padding:
