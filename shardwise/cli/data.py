@@ -37,7 +37,7 @@ def command(
     from shardwise.core.cache_folder import default_root
     from shardwise.core.errors import RecipeError
     from shardwise.data.opening import open_splits, tokenizer_of
-    from shardwise.data.tokenizer_probe import differences
+    from shardwise.data.tokenizer_probe import tokenizer_differences
 
     asked, _ = read(recipe, overrides or [])
     if asked.model.factory is not None:
@@ -51,7 +51,7 @@ def command(
             splits = open_splits(part, tokenizer, default_root(), objective=asked.model.objective)
         _show(console, splits, tokenizer, samples)
     with working("comparing with transformers' tokenizer"):
-        found = list(differences(tokenizer, asked.data.tokenizer))
+        found = list(tokenizer_differences(tokenizer, asked.data.tokenizer))
     for sentence in found:
         console.print(sentence, markup=False, soft_wrap=True, style="yellow")
 

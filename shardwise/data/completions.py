@@ -217,10 +217,10 @@ def _sentences(train: Completions, held_out: Completions, spec: DataSpec) -> lis
             f"padding takes {format_percent(1 - filled)} of the computation: data.packing=true puts several"
             " records into a sequence, and attention keeps them apart"
         )
-    return sentences + list(_losses(train, held_out, spec))
+    return sentences + list(_left_out(train, held_out, spec))
 
 
-def _losses(train: Completions, held_out: Completions, spec: DataSpec) -> Iterator[str]:
+def _left_out(train: Completions, held_out: Completions, spec: DataSpec) -> Iterator[str]:
     """Which records and fields are not trained on as they are."""
     header = train.cache.header
     if truncated := int(train.cut.sum() + held_out.cut.sum()):

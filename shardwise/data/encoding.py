@@ -28,12 +28,12 @@ import numpy as np
 import xxhash
 
 from shardwise.core.errors import DataError
-from shardwise.data.cache import EXAMPLE, FORMAT, Header, TokenCache, cached, data_files
+from shardwise.data.cache import CACHE_FORMAT, EXAMPLE, Header, TokenCache, cached, data_files
 from shardwise.data.chat import ChatTemplate
 from shardwise.data.formats import KEYS, TEXT_KEYS, Chat, Completed, Example, example_of
-from shardwise.data.readers import Record
+from shardwise.data.readers import SourceRecord
 from shardwise.data.source import Source
-from shardwise.data.spans import Span
+from shardwise.data.spans import TextSpan
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn
 from shardwise.recipe.sections import DataSpec
@@ -62,7 +62,7 @@ class _Text:
     """A text with its trained spans; `ends` adds the end-of-text token, which is trained on."""
 
     text: str
-    spans: tuple[Span, ...]
+    spans: tuple[TextSpan, ...]
     ends: bool = False
     endless: int = 0
 
@@ -100,7 +100,7 @@ class Encoder:
             parts += [self.template.fingerprint, str(self._today) if self.template.dated else ""]
         self.fingerprint = repr(parts)
 
-    def encode(self, record: Record) -> tuple[list[int], list[bool]]:
+    def encode(self, record: SourceRecord) -> tuple[list[int], list[bool]]:
         """(tokens, trained mask) of a record that is not divided.
 
         Raises:
@@ -112,7 +112,7 @@ class Encoder:
             raise DataError("nothing to train on", where=record.place, why=why)
         return encoded.tokens, encoded.trained
 
-    def encode_all(self, records: Sequence[Record]) -> Iterator[list[Encoded]]:
+    def encode_all(self, records: Sequence[SourceRecord]) -> Iterator[list[Encoded]]:
         """The parts of each record, in order. Parts in which nothing is trained on are left out.
 
         Raises:
@@ -130,7 +130,7 @@ class Encoder:
                 parts = list(self._divided(example, record.place, len(whole.tokens)))
             yield [part for part in parts if any(part.trained[1:])]
 
-    def _example(self, record: Record) -> Example:
+    def _example(self, record: SourceRecord) -> Example:
         example = example_of(record, self.format)
         if isinstance(example, Chat):
             self.chats = True
@@ -241,7 +241,7 @@ def open_record_cache(source: Source, encoder: Encoder, root: Path, verify: bool
         DataError: a record is malformed, or no record has a trained token.
         ResourceError: `root` cannot be written, or the disk is full.
     """
-    parts = [FORMAT, "examples", encoder.fingerprint, source.identity()]
+    parts = [CACHE_FORMAT, "examples", encoder.fingerprint, source.identity()]
     what = f"{source.name} ({encoder.format}) with {encoder.tokenizer.name}"
     return cached(parts, root, what, lambda work: _write_records(source, encoder, work), verify)
 
@@ -275,7 +275,7 @@ def _write_records(source: Source, encoder: Encoder, work: Path) -> Header:
             "nothing to train on in the data source", where=source.name, why=why, fix="check data.source"
         )
     return Header(
-        format=FORMAT,
+        format=CACHE_FORMAT,
         source=source.name,
         tokenizer=encoder.tokenizer.name,
         dtype=dtype.str,

@@ -21,9 +21,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.core.errors import DataError
-from shardwise.data.readers import Record
+from shardwise.data.readers import SourceRecord
 from shardwise.data.source import Source
-from shardwise.data.turns import Turn, parsed, require_order, require_words, said, text_in, tools_in, turns_of
+from shardwise.data.turns import (
+    Turn,
+    parsed_json,
+    require_order,
+    require_words,
+    said,
+    text_in,
+    tools_in,
+    turns_of,
+)
 from shardwise.recipe.sections import DataSpec
 
 _NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -106,7 +115,7 @@ def _detected(fields: frozenset[str], text_key: str) -> str:
     return next((name for name, needed in _NEEDED.items() if fields.issuperset(needed)), "text")
 
 
-def example_of(record: Record, name: str) -> Example:
+def example_of(record: SourceRecord, name: str) -> Example:
     """Parse a record of the format `name`.
 
     Raises:
@@ -137,7 +146,7 @@ def example_of(record: Record, name: str) -> Example:
 def _alpaca(fields: Mapping[str, object], place: str) -> Completed:
     """Stanford Alpaca's wording; LLaMA-Factory's `system` replaces its first sentences, `history` follows them."""
     system, extra = (text_in(fields.get(key) or "", key, place) for key in ("system", "input"))
-    history = parsed(fields.get("history") or [])  # of CSV: JSON text
+    history = parsed_json(fields.get("history") or [])  # of CSV: JSON text
     pairs = history if isinstance(history, list) else [history]
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise DataError(
@@ -163,7 +172,7 @@ def _alpaca(fields: Mapping[str, object], place: str) -> Completed:
 # -- chats
 
 
-def _chat(record: Record, name: str, turns: tuple[Turn, ...]) -> Chat:
+def _chat(record: SourceRecord, name: str, turns: tuple[Turn, ...]) -> Chat:
     """A chat with the record's system turn, checked for its order."""
     fields, place = record.fields, record.place
     if system := text_in(fields.get("system") or "", "system", place):
@@ -183,7 +192,7 @@ def _chat(record: Record, name: str, turns: tuple[Turn, ...]) -> Chat:
 
 def _variables(fields: Mapping[str, object], place: str) -> Mapping[str, object]:
     """The record's `chat_template_kwargs`."""
-    value = parsed(fields.get("chat_template_kwargs") or {})
+    value = parsed_json(fields.get("chat_template_kwargs") or {})
     if not isinstance(value, dict):
         raise DataError(
             "'chat_template_kwargs' is not an object", where=place, fix="write {name: value, ...}"
@@ -191,7 +200,7 @@ def _variables(fields: Mapping[str, object], place: str) -> Mapping[str, object]
     return value
 
 
-def _conversation(record: Record) -> Chat:
+def _conversation(record: SourceRecord) -> Chat:
     """TRL's conversational prompt and completion: only answers of the completion are trained on."""
     prompt = turns_of(record.fields, "prompt", ("role", "content"), record.place)
     before = [replace(turn, trained=False) for turn in prompt]

@@ -19,13 +19,13 @@ from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
-from shardwise.data.readers import Record, TextPiece, checked, missing_key, pieces
+from shardwise.data.readers import SourceRecord, TextPiece, checked_text, missing_key, pieces
 from shardwise.data.source import SourcePosition
 from shardwise.data.tables import without_nulls
 
 _PATIENCE = 10.0
 """Seconds that the Hub may take to say whether it has a dataset."""
-_ROWS = 256
+_ROWS_AT_A_TIME = 256
 """Rows read at a time."""
 
 
@@ -44,7 +44,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def rows_of_saved(name: str, folder: Path, split: str | None) -> Any:
     """The `datasets.Dataset` saved in `folder`; if it has splits, the named one, else `train`."""
-    datasets = _import(name)
+    datasets = _datasets_library(name)
     try:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # Arrow, JSON or file errors: the folder is damaged
@@ -69,7 +69,7 @@ def rows_of_saved(name: str, folder: Path, split: str | None) -> Any:
 
 def rows_of_hub(name: str) -> Any:
     """The `datasets.Dataset` named `ID[:CONFIG][#SPLIT]`, downloaded if it is not cached."""
-    datasets = _import(name)
+    datasets = _datasets_library(name)
     place, split = split_of(name)
     repository, _, config = place.partition(":")
     with _loading(name), nullcontext() if _revision(repository, name) else _offline(datasets):
@@ -78,7 +78,7 @@ def rows_of_hub(name: str) -> Any:
 
 def stream_of_hub(name: str) -> tuple[Any, str]:
     """The `datasets.IterableDataset` named `ID[:CONFIG][#SPLIT]`, and its revision on the Hub."""
-    datasets = _import(name)
+    datasets = _datasets_library(name)
     place, split = split_of(name)
     repository, _, config = place.partition(":")
     with _loading(name):
@@ -148,10 +148,10 @@ def pieces_of_rows(name: str, rows: Any, text_key: str, before: int = 0) -> Iter
     if text_key not in rows.column_names:
         raise missing_key(text_key, list(rows.column_names), name)
     number = before
-    for batch in rows.select_columns([text_key]).iter(batch_size=_ROWS):
+    for batch in rows.select_columns([text_key]).iter(batch_size=_ROWS_AT_A_TIME):
         for value in batch[text_key]:
             number += 1
-            yield from pieces(checked(value, text_key, f"{name}: row {number}"))
+            yield from pieces(checked_text(value, text_key, f"{name}: row {number}"))
 
 
 def pieces_of_stream(
@@ -166,10 +166,10 @@ def pieces_of_stream(
         chosen.load_state_dict(state)
     try:
         for number, row in enumerate(chosen, 1):
-            if (since := number % _ROWS) == 0:
+            if (since := number % _ROWS_AT_A_TIME) == 0:
                 state = chosen.state_dict()
             if number > skip:
-                for piece in pieces(checked(row[text_key], text_key, f"{name}: a row of the stream")):
+                for piece in pieces(checked_text(row[text_key], text_key, f"{name}: a row of the stream")):
                     yield piece, [state, since]
     except DataError:
         raise
@@ -182,18 +182,18 @@ def pieces_of_stream(
         ) from None
 
 
-def records_of_rows(name: str, rows: Any, keys: Sequence[str]) -> Iterator[Record]:
+def records_of_rows(name: str, rows: Any, keys: Sequence[str]) -> Iterator[SourceRecord]:
     """The rows of a `datasets.Dataset` with its features among `keys`, or with all features if it has none of them."""
     names = [key for key in rows.column_names if key in keys] or rows.column_names
     number = 0
-    for batch in rows.select_columns(names).iter(batch_size=_ROWS):
+    for batch in rows.select_columns(names).iter(batch_size=_ROWS_AT_A_TIME):
         for values in zip(*(batch[key] for key in names), strict=True):
             number += 1
             fields = dict(zip(names, map(without_nulls, values), strict=True))
-            yield Record(fields, f"{name}: row {number}")
+            yield SourceRecord(fields, f"{name}: row {number}")
 
 
-def _import(name: str) -> Any:
+def _datasets_library(name: str) -> Any:
     try:
         import datasets
     except ImportError:

@@ -18,10 +18,10 @@ from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
-from shardwise.data.readers import Record, TextPiece, is_data_file, read_file, read_records
+from shardwise.data.readers import SourceRecord, TextPiece, is_data_file, read_file, read_records
 from shardwise.data.source import Source, SourcePosition, after
 
-_CHANGES = (
+_CHANGE_KEYS = (
     "ETag",
     "etag",
     "md5Hash",
@@ -42,7 +42,7 @@ class ObjectStore(Source):
         """Lists the files. Raises DataError: none is there, or the store cannot be read."""
         self.name, self._text_key = name, text_key
         with self._readable():
-            self._system, place = _opened(name)
+            self._system, place = _file_system(name)
             self._files = sorted(self._listed(place))
             self._states = [_state(self._system.info(path), path) for path in self._files]
         if not self._files:
@@ -66,7 +66,7 @@ class ObjectStore(Source):
                     yield piece, [number, ended]
             skip = 0
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
         for path in self._files:
             with self._copied(path) as local:
                 for record in read_records(local, keys):
@@ -123,7 +123,7 @@ class ObjectStore(Source):
             ) from None
 
 
-def _opened(name: str) -> tuple[Any, str]:
+def _file_system(name: str) -> tuple[Any, str]:
     """(file system, place in it)."""
     try:
         from fsspec.core import url_to_fs
@@ -136,5 +136,5 @@ def _opened(name: str) -> tuple[Any, str]:
 
 def _state(info: dict[str, Any], path: str) -> list[str]:
     """The path, the size, and what changes with the content."""
-    change = next((str(info[key]) for key in _CHANGES if info.get(key) is not None), "")
+    change = next((str(info[key]) for key in _CHANGE_KEYS if info.get(key) is not None), "")
     return [path, str(info.get("size")), change]

@@ -47,7 +47,7 @@ class TextPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SourceRecord:
     """A JSON object or a row, with its position."""
 
     fields: Mapping[str, object]
@@ -65,30 +65,30 @@ def read_file(path: Path, text_key: str) -> Iterator[TextPiece]:
     Raises:
         DataError: the file is unreadable, empty or malformed.
     """
-    with _readable(path):
+    with _reading_errors(path):
         kind = _kind_of(path)
         if kind == "parquet":
             yield from _read_parquet(path, text_key)
         elif kind == "txt":
-            yield from _read_text(path)
+            yield from _read_text_file(path)
         else:
             for row, place in _rows_of(path, kind):
                 yield from pieces(_text_of(row, text_key, place))
 
 
-def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+def read_records(path: Path, keys: Sequence[str]) -> Iterator[SourceRecord]:
     """The records of a jsonl or parquet file; from parquet only the columns in `keys`.
 
     Raises:
         DataError: the file is unreadable, empty, malformed, or a text file.
     """
-    with _readable(path):
+    with _reading_errors(path):
         kind = _kind_of(path)
         if kind == "parquet":
             yield from _records_of_parquet(path, keys)
         elif kind != "txt":
             for row, place in _rows_of(path, kind):
-                yield Record(_object(row, place, "write one JSON object a line"), place)
+                yield SourceRecord(_object(row, place, "write one JSON object a line"), place)
         else:
             raise DataError(
                 "no records in a text file",
@@ -99,7 +99,7 @@ def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _reading_errors(path: Path) -> Iterator[None]:
     """Turn errors from reading `path` into DataErrors."""
     try:
         if path.stat().st_size == 0:
@@ -134,13 +134,13 @@ def _open(path: Path) -> IO[bytes]:
 # -- text
 
 
-def _read_text(path: Path) -> Iterator[TextPiece]:
+def _read_text_file(path: Path) -> Iterator[TextPiece]:
     line, offset, rest = 1, 0, b""
     with _open(path) as file:
         while True:
             data = rest + file.read(PIECE_BYTES - len(rest))
             at_end = len(data) < PIECE_BYTES
-            cut = len(data) if at_end else _cut(data)
+            cut = len(data) if at_end else _piece_length(data)
             piece, rest = data[:cut], data[cut:]
             _check_text(piece, path, line, offset)
             bare = piece.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else piece
@@ -150,7 +150,7 @@ def _read_text(path: Path) -> Iterator[TextPiece]:
             line, offset = line + piece.count(b"\n"), offset + cut
 
 
-def _cut(data: bytes) -> int:
+def _piece_length(data: bytes) -> int:
     """Length of the first piece of `data`: up to a line end, else a blank, else a character boundary."""
     for mark in (b"\n", b" "):
         if (found := data.rfind(mark)) > 0:
@@ -171,7 +171,7 @@ def _check_text(data: bytes, path: Path, line: int, offset: int) -> None:
             bad, what = error.start, "text is not UTF-8"
             why = f"byte 0x{data[bad]:02x}: {error.reason}"
     if bad >= 0:
-        place = _place(path, line + data.count(b"\n", 0, bad), offset + bad)
+        place = _line_position(path, line + data.count(b"\n", 0, bad), offset + bad)
         raise DataError(what, where=place, why=why, fix="convert it to UTF-8 text, or remove it")
 
 
@@ -180,13 +180,13 @@ def pieces(data: bytes) -> Iterator[TextPiece]:
     start = 0
     while len(data) - start > PIECE_BYTES:
         piece = data[start : start + PIECE_BYTES]
-        cut = _cut(piece)
+        cut = _piece_length(piece)
         yield TextPiece(piece[:cut], ends=False)
         start += cut
     yield TextPiece(data[start:], ends=True)
 
 
-def _place(path: Path, line: int, byte: int) -> str:
+def _line_position(path: Path, line: int, byte: int) -> str:
     return f"{path}:{line}, byte {byte}"
 
 
@@ -199,7 +199,7 @@ def _rows_of_jsonl(path: Path) -> Iterator[tuple[object, str]]:
     with _open(path) as file:
         while line := file.readline(LONGEST_LINE_BYTES + 1):
             number += 1
-            place = _place(path, number, offset)
+            place = _line_position(path, number, offset)
             if len(line) > LONGEST_LINE_BYTES:
                 raise DataError(
                     "line too long",
@@ -246,13 +246,13 @@ def _text_of(row: object, text_key: str, place: str) -> bytes:
     fields = _object(row, place, f'write {{"{text_key}": "..."}} on every line')
     if text_key not in fields:
         raise missing_key(text_key, list(fields), place)
-    return checked(fields[text_key], text_key, place)
+    return checked_text(fields[text_key], text_key, place)
 
 
 def _object(row: object, place: str, fix: str) -> dict[str, object]:
     if not isinstance(row, dict):
         raise DataError(
-            "line is not a JSON object", where=place, why=f"it is of type {kind_of(row)}", fix=fix
+            "line is not a JSON object", where=place, why=f"it is of type {json_kind(row)}", fix=fix
         )
     return row
 
@@ -270,7 +270,7 @@ def missing_key(text_key: str, present: list[str], place: str) -> DataError:
     )
 
 
-def checked(
+def checked_text(
     value: object,
     text_key: str,
     place: str,
@@ -285,7 +285,7 @@ def checked(
         raise DataError(
             f"'{text_key}' is not text",
             where=place,
-            why=f"it is of type {kind_of(value)}",
+            why=f"it is of type {json_kind(value)}",
             fix=fix,
         )
     if "\0" in value:
@@ -299,7 +299,7 @@ def checked(
         raise DataError("text is not Unicode", where=place, why=why, fix="remove it") from None
 
 
-def kind_of(value: object) -> str:
+def json_kind(value: object) -> str:
     """JSON's name for the type of `value`."""
     return _JSON_NAMES.get(type(value), type(value).__name__)
 
@@ -312,14 +312,14 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[TextPiece]:
         if text_key not in rows.names:
             raise missing_key(text_key, rows.names, str(path))
         for value in rows.values(text_key):
-            yield from pieces(checked(value, text_key, f"{path}: row {rows.number}"))
+            yield from pieces(checked_text(value, text_key, f"{path}: row {rows.number}"))
 
 
-def _records_of_parquet(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+def _records_of_parquet(path: Path, keys: Sequence[str]) -> Iterator[SourceRecord]:
     with _parquet(path) as rows:
         names = [name for name in rows.names if name in keys]
         for fields in rows.fields(names or rows.names):
-            yield Record(fields, f"{path}: row {rows.number}")
+            yield SourceRecord(fields, f"{path}: row {rows.number}")
 
 
 class _Rows:
@@ -332,7 +332,7 @@ class _Rows:
 
     def values(self, name: str) -> Iterator[object]:
         for batch in self._file.iter_batches(batch_size=256, columns=[name]):
-            for value in _values(batch.column(0)):
+            for value in _values_of_column(batch.column(0)):
                 self.number += 1
                 yield value
 
@@ -382,7 +382,7 @@ def _require_one_each(names: Sequence[str], path: Path) -> None:
         )
 
 
-def _values(column: Any) -> Iterator[object]:
+def _values_of_column(column: Any) -> Iterator[object]:
     """The Python values of an arrow array.
 
     If converting the whole array fails, convert one by one to find the bad row.

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 Indices = npt.NDArray[np.uint64]
 
-_ROUNDS = 8
+_FEISTEL_ROUNDS = 8
 _FEW = 256
-_LARGEST = 1 << 62
+_LARGEST_SIZE = 1 << 62
 _FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)  # both, and the shifts, from Steele, Lea and Flood,
 _SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)  # "Fast splittable pseudorandom number generators", 2014
 
@@ -35,12 +35,14 @@ class Permutation:
     """
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
-        if not 1 <= size <= _LARGEST:
+        if not 1 <= size <= _LARGEST_SIZE:
             raise ValueError(f"cannot permute {size} samples")
         if epoch < 0:
             raise ValueError(f"epochs count from 0, not {epoch}")
         self.size = size
-        digest = hashlib.blake2b(f"shardwise order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+        digest = hashlib.blake2b(
+            f"shardwise order {seed} {epoch}".encode(), digest_size=8 * _FEISTEL_ROUNDS
+        ).digest()
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         bits = (size - 1).bit_length()
         self._low_bits = np.uint64(bits // 2)

@@ -33,7 +33,7 @@ from shardwise.data.hub import (
     split_of,
     stream_of_hub,
 )
-from shardwise.data.readers import SUFFIXES, Record, TextPiece, is_data_file, read_file, read_records
+from shardwise.data.readers import SUFFIXES, SourceRecord, TextPiece, is_data_file, read_file, read_records
 from shardwise.data.source import Source, SourcePosition, after
 
 _NOT_LIBRARY = frozenset(
@@ -41,7 +41,7 @@ _NOT_LIBRARY = frozenset(
 )
 """Folders of the standard library that are left out: third-party code, and tests with malformed text."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?(#[\w.-]+)?")
+_DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?(#[\w.-]+)?")
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -87,7 +87,7 @@ class DataFiles(FileSource):
             skip = 0
         self._check_unchanged()
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
         for path in self._files:
             yield from read_records(path, keys)
         self._check_unchanged()
@@ -149,7 +149,7 @@ class SavedDataset(FileSource):
         for piece, ended in after(pieces_of_rows(self.name, later, self._text_key, first), 0):
             yield piece, first + ended
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
         yield from records_of_rows(self.name, self._rows(), keys)
         self._check_unchanged()
 
@@ -172,7 +172,7 @@ class HubDataset(Source):
     def pieces(self) -> Iterator[TextPiece]:
         return pieces_of_rows(self.name, self._rows, self._text_key)
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
         return records_of_rows(self.name, self._rows, keys)
 
     def fields(self) -> frozenset[str]:
@@ -195,7 +195,7 @@ class HubStream(HubDataset):
     def pieces_from(self, position: SourcePosition) -> Iterator[tuple[TextPiece, SourcePosition]]:
         return pieces_of_stream(self.name, self._rows, self._text_key, position)
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
         return Source.records(self, keys)
 
     def fields(self) -> frozenset[str]:
@@ -230,7 +230,7 @@ def open_source(name: str, text_key: str, streamed: bool = False) -> Source:
         return _local_source(name, path, split, text_key)
     if _GLOB.search(name):
         return DataFiles(name, _files_of_glob(name), text_key)
-    if is_data_file(path) or only_a_path(name) or not _HUB_ID.fullmatch(name):
+    if is_data_file(path) or only_a_path(name) or not _DATASET_ID.fullmatch(name):
         near = difflib.get_close_matches(path.name, _names_next_to(path), 1)
         fix = f"did you mean {path.parent / near[0]}?" if near else "check data.source"
         raise DataError("no such data source", where=name or "data.source", why=missing(name), fix=fix)

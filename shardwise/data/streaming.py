@@ -30,8 +30,8 @@ import xxhash
 from shardwise.core.errors import DataError, ShardwiseError
 from shardwise.core.units import format_percent
 from shardwise.data.cache import (
+    CACHE_FORMAT,
     DOCUMENT,
-    FORMAT,
     Header,
     TokenCache,
     cached,
@@ -182,7 +182,7 @@ class StreamedText(TokenDataset):
 
     def _cache(self, number: int, cursor: Cursor) -> TokenCache:
         is_first = number == 0
-        parts = [FORMAT, "window", self.tokenizer.fingerprint, self._source.identity(), self._size]
+        parts = [CACHE_FORMAT, "window", self.tokenizer.fingerprint, self._source.identity(), self._size]
         parts += [self.length, self._held_out, is_first, asdict(cursor)]
         what = f"window {number} of {self._source.name} with {self.tokenizer.name}"
         return cached(parts, self._opened.root, what, lambda work: self._write_window(work, cursor, is_first))
@@ -239,7 +239,7 @@ class StreamedText(TokenDataset):
                 fix="raise data.held_out or data.stream_window, or set data.held_out to 0",
             )
         return Header(
-            format=FORMAT,
+            format=CACHE_FORMAT,
             source=self._source.name,
             tokenizer=self.tokenizer.name,
             dtype=dtype.str,

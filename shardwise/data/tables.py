@@ -16,7 +16,7 @@ from pathlib import Path
 from shardwise.core.errors import DataError
 
 LARGEST_LIST_BYTES = 1 << 31
-_BLANK = " \t\n\r"
+_JSON_BLANKS = " \t\n\r"
 
 
 def is_list(start: bytes) -> bool:
@@ -89,7 +89,7 @@ def _require_names(header: list[str], path: Path) -> None:
 
 
 def _after_blanks(text: str, at: int) -> int:
-    while at < len(text) and text[at] in _BLANK:
+    while at < len(text) and text[at] in _JSON_BLANKS:
         at += 1
     return at
 

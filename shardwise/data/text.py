@@ -106,7 +106,7 @@ class Stream:
         return np.concatenate(positions)
 
 
-def split(
+def split_text(
     tokens: Tokens, documents: npt.NDArray[np.void], fraction: float, length: int
 ) -> tuple[Stream, Stream]:
     """(training stream, held-out stream).
@@ -207,7 +207,7 @@ def open_text(opened: OpenedSource) -> Splits[PlainText]:
     spec, tokenizer = opened.spec, opened.tokenizer
     require_maskable(opened)
     cache = open_cache(opened.source, tokenizer, opened.root, opened.verify)
-    streams = split(cache.tokens, cache.documents(), spec.held_out, spec.sequence_length)
+    streams = split_text(cache.tokens, cache.documents(), spec.held_out, spec.sequence_length)
     if not streams[0].sequences:
         raise DataError(
             "too little data for one sequence",

@@ -34,7 +34,7 @@ from shardwise.core.errors import DataError, one_line
 from shardwise.core.extras import install
 from shardwise.core.paths import missing, only_a_path, path_of, seen_from
 from shardwise.data.chat import ChatTemplate, plain_template
-from shardwise.data.spans import Span, mask_of
+from shardwise.data.spans import TextSpan, mask_of
 from shardwise.data.tokenizer_files import (
     added_before,
     begin_token,
@@ -56,7 +56,7 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>
 
 _MASKS = ("[MASK]", "<mask>")
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_TOKENIZER_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Tokenizer(ABC):
@@ -101,7 +101,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_spans(
-        self, texts: Sequence[tuple[str, Sequence[Span]]]
+        self, texts: Sequence[tuple[str, Sequence[TextSpan]]]
     ) -> Iterator[tuple[list[int], list[bool]]]:
         """The tokens of each text, and the mask of those that have a character in one of its spans."""
 
@@ -148,7 +148,7 @@ class ByteTokenizer(Tokenizer):
             raise DataError("text is not Unicode", why=f"character {error.start}: {error.reason}") from None
 
     def encode_spans(
-        self, texts: Sequence[tuple[str, Sequence[Span]]]
+        self, texts: Sequence[tuple[str, Sequence[TextSpan]]]
     ) -> Iterator[tuple[list[int], list[bool]]]:
         for text, spans in texts:
             characters = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
@@ -224,7 +224,7 @@ class BackendTokenizer(Tokenizer):
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_spans(
-        self, texts: Sequence[tuple[str, Sequence[Span]]]
+        self, texts: Sequence[tuple[str, Sequence[TextSpan]]]
     ) -> Iterator[tuple[list[int], list[bool]]]:
         encodings = self._backend.encode_batch([text for text, _ in texts], add_special_tokens=False)
         for encoding, (_, spans) in zip(encodings, texts, strict=True):
@@ -267,7 +267,7 @@ def open_tokenizer(name: str, begin: str = "auto") -> Tokenizer:
         return _through_transformers(name, str(path), begin)
     if path.exists():
         return _from_file(name, path / "tokenizer.json" if path.is_dir() else path, begin)
-    if name.endswith(".json") or only_a_path(name) or not _HUB_ID.fullmatch(name):
+    if name.endswith(".json") or only_a_path(name) or not _TOKENIZER_ID.fullmatch(name):
         raise DataError(
             f"no tokenizer at '{name}'",
             where="data.tokenizer",

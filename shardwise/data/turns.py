@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from shardwise.core.errors import DataError
-from shardwise.data.readers import checked, kind_of
+from shardwise.data.readers import checked_text, json_kind
 
 _ROLES = {
     "system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
@@ -62,9 +62,9 @@ class Turn:
 
 def turns_of(fields: Mapping[str, object], name: str, keys: tuple[str, str], place: str) -> tuple[Turn, ...]:
     """The turns of a list of messages; `keys` name the role and the content where a turn has neither spelling."""
-    value = parsed(fields[name])
+    value = parsed_json(fields[name])
     if not isinstance(value, list) or not value:
-        why = "it is empty" if isinstance(value, list) else f"it is of type {kind_of(value)}"
+        why = "it is empty" if isinstance(value, list) else f"it is of type {json_kind(value)}"
         fix = f'write [{{"{keys[0]}": ..., "{keys[1]}": ...}}, ...]'
         raise DataError(f"'{name}' is not a list of turns", where=place, why=why, fix=fix)
     return tuple(_turn(item, keys, f"{name}[{number}]", place) for number, item in enumerate(value))
@@ -72,7 +72,7 @@ def turns_of(fields: Mapping[str, object], name: str, keys: tuple[str, str], pla
 
 def _turn(item: object, keys: tuple[str, str], path: str, place: str) -> Turn:
     if not isinstance(item, dict):
-        why, fix = f"it is of type {kind_of(item)}", f'write {{"{keys[0]}": ..., "{keys[1]}": ...}}'
+        why, fix = f"it is of type {json_kind(item)}", f'write {{"{keys[0]}": ..., "{keys[1]}": ...}}'
         raise DataError(f"'{path}' is not an object", where=place, why=why, fix=fix)
     spellings = (keys, ("role", "content"), ("from", "value"))
     role_key, text_key = next((pair for pair in spellings if item.get(pair[0]) is not None), keys)
@@ -88,14 +88,14 @@ def _turn(item: object, keys: tuple[str, str], path: str, place: str) -> Turn:
         where, why = f"{place}: {path}.{role_key}", f"known are {', '.join(_ROLES)}"
         raise DataError(f"unknown role {name!r}", where=where, why=why)
     role = _ROLES[name]
-    content = _content(item.get(text_key), f"{path}.{text_key}", place, calls)
+    content = _content_of_turn(item.get(text_key), f"{path}.{text_key}", place, calls)
     if role == "function_call":
-        role, calls, content = "assistant", _calls(parsed(content), f"{path}.{text_key}", place), ""
+        role, calls, content = "assistant", _calls(parsed_json(content), f"{path}.{text_key}", place), ""
     read = (role_key, text_key, "tool_calls", "function_call", *_TRAINED_KEYS)
     more = {key: value for key, value in item.items() if key not in read and value is not None}
     for key, value in more.items():
         _check_texts(value, f"{path}.{key}", place)
-    trained_key, trained = _trained(item, path, place)
+    trained_key, trained = _trained_key(item, path, place)
     if role != "assistant" and trained_key is not None and trained:
         more[trained_key] = item[trained_key]  # Axolotl trains on such a turn; here it is listed as not read
     turn = Turn(role, content, calls, trained, None if trained else trained_key, more)
@@ -104,7 +104,7 @@ def _turn(item: object, keys: tuple[str, str], path: str, place: str) -> Turn:
     return turn
 
 
-def _trained(item: Mapping[str, object], path: str, place: str) -> tuple[str | None, bool]:
+def _trained_key(item: Mapping[str, object], path: str, place: str) -> tuple[str | None, bool]:
     """The key of a turn that says whether it is trained on, and what it says."""
     for key in _TRAINED_KEYS:
         value = item.get(key)
@@ -117,7 +117,7 @@ def _trained(item: Mapping[str, object], path: str, place: str) -> tuple[str | N
     return None, True
 
 
-def _content(
+def _content_of_turn(
     content: object, path: str, place: str, calls: tuple[Mapping[str, Any], ...]
 ) -> str | list[dict[str, Any]]:
     """A text, or OpenAI's text parts, checked."""
@@ -152,7 +152,7 @@ def _calls(value: object, path: str, place: str) -> tuple[Mapping[str, Any], ...
     return tuple(calls)
 
 
-def parsed(value: object) -> object:
+def parsed_json(value: object) -> object:
     """The JSON value that a text holds; any other value as it is."""
     if isinstance(value, str):
         with suppress(ValueError):
@@ -162,14 +162,14 @@ def parsed(value: object) -> object:
 
 def tools_in(tools: object, place: str) -> list[object] | None:
     """The tools that a chat offers, as JSON schemas; None if it has none."""
-    tools = parsed(tools)
+    tools = parsed_json(tools)
     if tools is None or tools == [] or tools == "":
         return None
     if not isinstance(tools, list):
         fix = "write the list of the functions' JSON schemas"
         raise DataError("'tools' is not a list", where=place, fix=fix)
     _check_texts(tools, "tools", place)
-    return [parsed(tool) for tool in tools]
+    return [parsed_json(tool) for tool in tools]
 
 
 _AFTER = {"": "user", "system": "user", "developer": "user", "user": "assistant", "assistant": "user",
@@ -219,7 +219,7 @@ def require_words(text: str, key: str, place: str) -> None:
 
 
 def text_in(value: object, key: str, place: str) -> str:
-    checked(value, key, place, fix="make it a string")
+    checked_text(value, key, place, fix="make it a string")
     return cast(str, value)
 
 

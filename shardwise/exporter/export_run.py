@@ -31,7 +31,7 @@ from shardwise.exporter.hf_writer import Contents, ExtraFile, Written, config_in
 from shardwise.exporter.module_weights import write_weights
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME
-from shardwise.model.merging import Merged, Read
+from shardwise.model.merging import Merged, ReadTensor
 from shardwise.model.open import base_of, blueprint_of
 from shardwise.model.streaming import max_logit_difference
 from shardwise.recipe.sections import Recipe
@@ -193,7 +193,7 @@ def export_run(
 
 
 def compared(
-    merged: Merged, adapted: tuple[Blueprint, Read], plain: Blueprint, dtypes: Mapping[str, torch.dtype]
+    merged: Merged, adapted: tuple[Blueprint, ReadTensor], plain: Blueprint, dtypes: Mapping[str, torch.dtype]
 ) -> Merge:
     """Compare the merged model, rounded as written, with the adapted one; both compute in fp32 or wider."""
 

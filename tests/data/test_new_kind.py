@@ -1,6 +1,6 @@
 """A kind of data that the package does not know needs one class and one line: extra tensors, and a state of its own.
 
-Its samples are made, as a rollout is: a block follows from the state after the block before it. Beside tokens they have
+Its samples are made, as a rollout is: a block follows from the state after the block before it. They have tokens,
 a tensor per token, one per sample, and one whose length varies.
 """
 

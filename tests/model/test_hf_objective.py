@@ -87,10 +87,10 @@ def test_the_probe_of_a_large_model_is_narrow(monkeypatch: pytest.MonkeyPatch, t
     from shardwise.model.hf import objective
 
     sizes = []
-    probe = objective._probe
+    probe = objective._sees_later_tokens
     monkeypatch.setattr(
         objective,
-        "_probe",
+        "_sees_later_tokens",
         lambda model, *rest: sizes.append(sum(p.numel() for p in model.parameters())) or probe(model, *rest),
     )
     config = transformers.LlamaConfig(

@@ -43,13 +43,13 @@ def formats_of(config: Mapping[str, Any], where: str) -> Formats:
         readers = {METHOD: _compressed, OWN_METHOD: _own, "gptq": _gptq, "awq": _awq}
         method = str(config.get("quant_method"))
         if method not in readers:
-            raise _unread(f"quant_method is {method}", where)
+            raise _unreadable_format(f"quant_method is {method}", where)
         return readers[method](config, where)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _unread(f"{type(error).__name__}: {error}", where) from error
+        raise _unreadable_format(f"{type(error).__name__}: {error}", where) from error
 
 
-def _unread(why: str, where: str) -> RecipeError:
+def _unreadable_format(why: str, where: str) -> RecipeError:
     return RecipeError(
         "the quantized weights are in a format that is not read",
         where=where,
@@ -65,17 +65,17 @@ def _compressed(config: Mapping[str, Any], where: str) -> Formats:
         weights = group["weights"]
         bits, block = weights["num_bits"], weights.get("block_structure")
         if form not in _READABLE or bits > 8 or (weights["type"] == "float" and bits != 8):
-            raise _unread(f"its format is {form} with {bits} bits", where)
+            raise _unreadable_format(f"its format is {form} with {bits} bits", where)
         groups.append((group["targets"], CompressedTensors(bits, tuple(block) if block else None)))
 
     def of(path: str) -> Format:
-        named = (form for targets, form in groups if any(_names(target, path) for target in targets))
+        named = (form for targets, form in groups if any(_is_target(target, path) for target in targets))
         return next(named, groups[0][1])
 
     return of
 
 
-def _names(target: str, path: str) -> bool:
+def _is_target(target: str, path: str) -> bool:
     """Whether a target is this layer's path, or a pattern of it; a class such as Linear is not."""
     return re.match(target[3:], path) is not None if target.startswith("re:") else target == path
 
@@ -88,7 +88,9 @@ def _own(config: Mapping[str, Any], where: str) -> Formats:
 def _gptq(config: Mapping[str, Any], where: str) -> Formats:
     version = config.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2") or config.get("dynamic"):
-        raise _unread("dynamic bits" if config.get("dynamic") else f"checkpoint_format is {version}", where)
+        raise _unreadable_format(
+            "dynamic bits" if config.get("dynamic") else f"checkpoint_format is {version}", where
+        )
     found = GPTQFormat(int(config["bits"]), int(config["group_size"]), 1 if version == "gptq" else 0)
     return lambda path: found
 
@@ -96,7 +98,7 @@ def _gptq(config: Mapping[str, Any], where: str) -> Formats:
 def _awq(config: Mapping[str, Any], where: str) -> Formats:
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm" or config["bits"] != 4:
-        raise _unread(f"AWQ's version is {version} with {config['bits']} bits", where)
+        raise _unreadable_format(f"AWQ's version is {version} with {config['bits']} bits", where)
     return lambda path: AWQFormat(4)
 
 

@@ -98,7 +98,7 @@ def router_losses(model: nn.Module, labels: Tensor) -> Iterator[list[Tensor]]:
     if module is None:
         yield found
         return
-    original, filled = getattr(module, _FUNCTION), _filled(labels)
+    original, filled = getattr(module, _FUNCTION), _filled_tokens(labels)
 
     def recorded(gate_logits: Any, *given: Any) -> Any:
         """Every model passes its attention mask last; it has none here."""
@@ -127,7 +127,7 @@ def router_coefficient(model: nn.Module, config: Any) -> float:
     )
 
 
-def _filled(labels: Tensor) -> Tensor:
+def _filled_tokens(labels: Tensor) -> Tensor:
     """1 for the tokens up to a row's last target, else 0, [b, s]; all 1 if there is no target at all."""
     valid = labels != IGNORED
     filled = valid.flip(1).cumsum(1).flip(1) > 0

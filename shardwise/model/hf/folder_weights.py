@@ -54,7 +54,7 @@ class FolderWeights:
         return next((each for each in names if self._sources.covers(each)), name)
 
 
-def groups_of(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGroup]:
+def stored_groups(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGroup]:
     """The groups that reproduce these files from the whole model on the meta device."""
     aliases, sources = shared_names(reference), match_names(reference, files)
     done: set[int] = set()

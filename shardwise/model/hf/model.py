@@ -32,14 +32,14 @@ from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
 from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
-from shardwise.model.files.safetensors_reader import DTYPES, WeightFiles
+from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles
 from shardwise.model.hf.calls import no_guessing
 from shardwise.model.hf.conversion import fill_from_files, match_names, restore_buffers
 from shardwise.model.hf.experts import adds_router_loss, router_coefficient, router_losses
-from shardwise.model.hf.folder_weights import FolderWeights, groups_of
+from shardwise.model.hf.folder_weights import FolderWeights, stored_groups
 from shardwise.model.hf.objective import build_for, decoder_inputs, require_objective, stored_objective
 from shardwise.model.hf.source import folder_of, load_config
-from shardwise.model.hf.stages import PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
+from shardwise.model.hf.stages import BASE_PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
 from shardwise.model.hf.tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
 from shardwise.model.stage import Stage
@@ -55,8 +55,8 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that mix tokens by attention alone."""
 _ROPE_BY_LENGTH = ("'dynamic'", "'longrope'")
-GENERATION = "generation_config.json"
-_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_GENERATION_FILE = "generation_config.json"
+_WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 
 
 class HuggingFaceModel(Blueprint):
@@ -94,7 +94,7 @@ class HuggingFaceModel(Blueprint):
         self.vocab = text.vocab_size
         self.trained_in = self.config.dtype
         plan = getattr(text, "base_model_pp_plan", None) or {}
-        self.width = text.hidden_size if plan.keys() == PARTS else None
+        self.width = text.hidden_size if plan.keys() == BASE_PARTS else None
         context = getattr(text, "max_position_embeddings", None)
         self.context = context if context and context > 0 else None
         if self.context is not None and sequence_length > self.context:
@@ -120,7 +120,7 @@ class HuggingFaceModel(Blueprint):
         """Number of blocks if all are identical, else None: a shallow model then does not predict a deep one."""
         layers = self.config.get_text_config().num_hidden_layers
         blocks = self.blocks(self._reference)
-        alike = len({_signature(block) for block in blocks}) == 1
+        alike = len({_block_signature(block) for block in blocks}) == 1
         uniform = all(len(set(map(str, values))) == 1 for values in per_layer(self.config).values())
         return layers if alike and uniform and len(blocks) == layers else None
 
@@ -147,7 +147,7 @@ class HuggingFaceModel(Blueprint):
         rows = list(values) or [()] * len(blocks)
         if len(rows) != len(blocks):
             return None
-        return tuple((_signature(block), str(row)) for block, row in zip(blocks, rows, strict=True))
+        return tuple((_block_signature(block), str(row)) for block, row in zip(blocks, rows, strict=True))
 
     def stage_obstacle(self) -> str:
         return self._obstacle or super().stage_obstacle()
@@ -266,11 +266,11 @@ class HuggingFaceModel(Blueprint):
         return FolderWeights(self._reference, self._files())
 
     def _files(self) -> WeightFiles:
-        folder = folder_of(self.source, _WEIGHTS)
+        folder = folder_of(self.source, _WEIGHT_FILES)
         if not self._quantization:
             return WeightFiles(folder)
         formats = formats_of(self._quantization, f"model.hf: {self.source}")
-        return QuantizedFiles(folder, formats, DTYPES[self.trained_in or torch.float32])
+        return QuantizedFiles(folder, formats, STORED_DTYPES[self.trained_in or torch.float32])
 
     def packings(self) -> Mapping[str, StoredPacking]:
         return self._packings
@@ -297,11 +297,11 @@ class HuggingFaceModel(Blueprint):
 
     def hf_folder(self) -> HFFolder:
         """The source's own form and config, without the changes made for training."""
-        folder = folder_of(self.source, ["config.json", GENERATION])
+        folder = folder_of(self.source, ["config.json", _GENERATION_FILE])
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config.pop("quantization_config", None)
-        groups = list(groups_of(self._reference, self._files()))
-        copied = [folder / GENERATION] if (folder / GENERATION).is_file() else []
+        groups = list(stored_groups(self._reference, self._files()))
+        copied = [folder / _GENERATION_FILE] if (folder / _GENERATION_FILE).is_file() else []
         return HFFolder(config, groups, copied)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
@@ -327,7 +327,7 @@ def _inside(path: str, blocks: dict[str, nn.Module]) -> bool:
     return any(".".join(parents[:count]) in blocks for count in range(1, len(parents) + 1))
 
 
-def _signature(block: nn.Module) -> tuple[str, ...]:
+def _block_signature(block: nn.Module) -> tuple[str, ...]:
     shapes = [f"{name}{tuple(p.shape)}" for name, p in block.named_parameters()]
     return (type(block).__name__, *shapes)
 

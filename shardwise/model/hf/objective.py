@@ -27,11 +27,11 @@ AUTO_CLASSES = {
     "masked": "AutoModelForMaskedLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
-_NAMES = {"causal": "a causal", "masked": "a masked", "seq2seq": "an encoder-decoder"}
-_TOKENS, _VOCABULARY, _BLOCKS = 8, 64, 2
-_LARGEST = 100_000_000
+_OBJECTIVE_NAMES = {"causal": "a causal", "masked": "a masked", "seq2seq": "an encoder-decoder"}
+_PROBE_TOKENS, _PROBE_VOCABULARY, _PROBE_BLOCKS = 8, 64, 2
+_LARGEST_PROBE = 100_000_000
 """Most parameters of a probe: where a config cannot be narrowed, two blocks in full width."""
-_DEPTHS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+_DEPTH_KEYS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _MOVED = 1e-4
 """Of the largest change of a logit; rounding moves 1e-6."""
 
@@ -88,7 +88,7 @@ def _require_class(objective: str, config: Any, where: str) -> None:
     fits = objectives_of(config)
     if objective not in fits:
         raise RecipeError(
-            f"not {_NAMES[objective]} language model",
+            f"not {_OBJECTIVE_NAMES[objective]} language model",
             where=where,
             why=f"transformers maps {config.model_type} to no {AUTO_CLASSES[objective]}",
             fix=f"set model.objective: {fits[0]}" if fits else "",
@@ -179,9 +179,9 @@ def _looks_ahead(objective: str, config: Any, source: str) -> bool | None:
         try:
             with torch.device("meta"):
                 size = sum(p.numel() for p in build_for(objective, small, source).parameters())
-            if size <= _LARGEST:
+            if size <= _LARGEST_PROBE:
                 with torch.random.fork_rng(devices=[]):
-                    return _probe(build_for(objective, small, source), objective)
+                    return _sees_later_tokens(build_for(objective, small, source), objective)
         except Exception:  # a narrowed config may contradict itself in any way
             continue
     return None
@@ -202,15 +202,15 @@ def _small(config: Any) -> Iterator[Any]:
 def _shrink(config: Any, narrow: bool) -> None:
     layers = getattr(config, "num_hidden_layers", 1)
     lists = {k: v for k, v in config.to_dict().items() if isinstance(v, list) and len(v) == layers}
-    for key in _DEPTHS:
+    for key in _DEPTH_KEYS:
         if isinstance(getattr(config, key, None), int):
-            setattr(config, key, min(_BLOCKS, layers))
+            setattr(config, key, min(_PROBE_BLOCKS, layers))
     for key, values in lists.items():
         if not key.endswith(("_token_id", "architectures")):
-            setattr(config, key, values[:_BLOCKS])
-    config.vocab_size = _VOCABULARY
+            setattr(config, key, values[:_PROBE_BLOCKS])
+    config.vocab_size = _PROBE_VOCABULARY
     for key in ("pad_token_id", "decoder_start_token_id"):
-        if (getattr(config, key, None) or 0) >= _VOCABULARY:
+        if (getattr(config, key, None) or 0) >= _PROBE_VOCABULARY:
             setattr(config, key, 0)
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not (
@@ -226,16 +226,16 @@ def _shrink(config: Any, narrow: bool) -> None:
 
 
 @torch.no_grad()
-def _probe(model: nn.Module, objective: str) -> bool:
+def _sees_later_tokens(model: nn.Module, objective: str) -> bool:
     """Whether logits before the last token move with it."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.2
         parameter.normal_(0.0, spread, generator=generator)
     model.eval()
-    ids = torch.randint(3, _VOCABULARY, (1, _TOKENS), generator=generator)
+    ids = torch.randint(3, _PROBE_VOCABULARY, (1, _PROBE_TOKENS), generator=generator)
     other = ids.clone()
-    other[0, -1] = 3 + (ids[0, -1] - 2) % (_VOCABULARY - 3)
+    other[0, -1] = 3 + (ids[0, -1] - 2) % (_PROBE_VOCABULARY - 3)
     change = (_logits(model, objective, ids) - _logits(model, objective, other)).abs().amax(-1)[0]
     return bool(change[:-1].max() > _MOVED * change.max())
 

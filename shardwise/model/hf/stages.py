@@ -21,9 +21,9 @@ from shardwise.model.stage import Stage
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.torch_private import tree_iter
 
-PARTS = {"embed_tokens", "layers", "norm"}
+BASE_PARTS = {"embed_tokens", "layers", "norm"}
 """Modules of a decoder that can be cut; a model with another ``base_model_pp_plan`` is not."""
-_TOKENS = 4
+_TRIAL_TOKENS = 4
 
 
 def per_layer(config: Any) -> dict[str, list[Any]]:
@@ -76,12 +76,12 @@ def hidden_states(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def cut_obstacle(model: nn.Module, width: int) -> str:
-    """Why a model on the meta device with the parts of ``PARTS`` cannot be cut into stages; "" if it can."""
+    """Why a model on the meta device with the parts of ``BASE_PARTS`` cannot be cut into stages; "" if it can."""
     base = cast("Any", model).base_model
     for name, child in base.named_children():
-        if name not in PARTS and next(child.parameters(), None) is not None:
+        if name not in BASE_PARTS and next(child.parameters(), None) is not None:
             return f"its {name} is neither embedding, block nor norm"
-    given = torch.empty((1, _TOKENS, width), device="meta")
+    given = torch.empty((1, _TRIAL_TOKENS, width), device="meta")
     if not _starts_with_its_blocks(base, given):
         return "its embeddings are changed before they enter the first block"
     try:
