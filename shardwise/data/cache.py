@@ -157,13 +157,13 @@ def cached(
 ) -> TokenCache:
     """The cache with key `parts`. If it does not exist, `write` writes its data files to a folder."""
     folder = root / json_hash(parts)
-    if found := _complete_cache(folder, verify):
-        return found
+    if cache := _complete_cache(folder, verify):
+        return cache
     with _writing_cache(root):
         root.mkdir(parents=True, exist_ok=True)
     with _locked(lock_of(folder)):
-        if found := _complete_cache(folder, verify):
-            return found
+        if cache := _complete_cache(folder, verify):
+            return cache
         log.info("tokenizing %s into %s", what, folder)
         _build(write, folder)
         if built := _complete_cache(folder):
@@ -381,9 +381,9 @@ def _writing_cache(path: Path) -> Iterator[None]:
 
 
 def _free_bytes(path: Path) -> str:
-    for place in path.parents:
+    for parent in path.parents:
         try:
-            return f" ({shutil.disk_usage(place).free:,} bytes free)"
+            return f" ({shutil.disk_usage(parent).free:,} bytes free)"
         except OSError:
             continue
     return ""

@@ -135,16 +135,16 @@ class ChatTemplate:
             return None
         return max(tokens, key=after.rfind)
 
-    def opened(self, turns: Sequence[Turn], place: str, today: date | None = None) -> str:
+    def opened(self, turns: Sequence[Turn], where: str, today: date | None = None) -> str:
         """The text of a chat up to the opening of the next answer. Raises DataError."""
-        return self.text(Chat(tuple(turns)), place, today, opening=True)
+        return self.text(Chat(tuple(turns)), where, today, opening=True)
 
-    def text(self, chat: Chat, place: str, today: date | None = None, opening: bool = False) -> str:
+    def text(self, chat: Chat, where: str, today: date | None = None, opening: bool = False) -> str:
         """The text of a chat, and with `opening` the start of the next answer. Raises DataError."""
         day, asked = today or date.today(), {**self._variables(chat), "add_generation_prompt": opening}
-        return self._rendered(chat, place, lambda forms, messages: forms.jinja.plain(messages, asked, day))
+        return self._rendered(chat, where, lambda forms, messages: forms.jinja.plain(messages, asked, day))
 
-    def checked(self, chat: Chat, place: str, today: date) -> str:
+    def checked(self, chat: Chat, where: str, today: date) -> str:
         """The text of a chat in which every turn, call and tool is written. Raises DataError."""
         variables = self._variables(chat)
 
@@ -154,29 +154,29 @@ class ChatTemplate:
             text = forms.jinja.plain(messages, variables, today)
             return Rendered(text, (((0, len(text)),),) * len(messages), ())
 
-        rendered = self._rendered(chat, place, render)
+        rendered = self._rendered(chat, where, render)
         for number, turn in enumerate(chat.turns):
             if turn.role == "assistant":
                 spans = rendered.messages[number] or ((0, len(rendered.text)),)
-                _require_answer(rendered.text, spans, turn, f"{place}: turn {number}")
-        _require_turns(rendered, chat, place)
+                _require_answer(rendered.text, spans, turn, f"{where}: turn {number}")
+        _require_turns(rendered, chat, where)
         return rendered.text
 
-    def written(self, chat: Chat, place: str, today: date) -> ChatText:
+    def written(self, chat: Chat, where: str, today: date) -> ChatText:
         """The chat's text and the spans of its trained answers.
 
         Raises:
             DataError: the template rejects the chat, leaves something of it out, or its answers cannot be told apart.
         """
         variables = self._variables(chat)
-        rendered = self._rendered(chat, place, lambda forms, m: forms.jinja.render(m, variables, today))
+        rendered = self._rendered(chat, where, lambda forms, m: forms.jinja.render(m, variables, today))
         trained: list[TextSpan] = []
         for number, turn in enumerate(chat.turns):
             if turn.role == "assistant":
                 answer = self._answer(chat, number, rendered, today)
-                _require_answer(rendered.text, answer, turn, f"{place}: turn {number}")
+                _require_answer(rendered.text, answer, turn, f"{where}: turn {number}")
                 trained += answer if turn.trained else ()
-        _require_turns(rendered, chat, place)
+        _require_turns(rendered, chat, where)
         spans = joined(trained)
         ends = (*self._control, *self._ends)
         endless = sum(not rendered.text[start:end].rstrip().endswith(ends) for start, end in spans)
@@ -243,17 +243,17 @@ class ChatTemplate:
         return {**self.special, **{k: v for k, v in chat.fields.items() if k in names}, "tools": chat.tools}
 
     def _rendered(
-        self, chat: Chat, place: str, render: Callable[[TemplateForms, list[TemplateMessage]], T]
+        self, chat: Chat, where: str, render: Callable[[TemplateForms, list[TemplateMessage]], T]
     ) -> T:
         forms = self._for(chat.tools)
         try:
             return forms.rendered(chat.turns, lambda messages: render(forms, messages))
         except MarkedTextDiffers:
-            raise _lost_text(place, "the template measures or trims the text of several turns") from None
+            raise _lost_text(where, "the template measures or trims the text of several turns") from None
         except Exception as error:  # the template is foreign code and may raise anything
             why = f"{type(error).__name__}: {error}"
             what, fix = "the chat template rejects this chat", "change the chat, or the template"
-            raise DataError(what, where=place, why=why, fix=fix) from None
+            raise DataError(what, where=where, why=why, fix=fix) from None
 
     def _for(self, tools: list[object] | None) -> TemplateForms:
         """The template that transformers takes: `tool_use` for a chat with tools if there is one, else the default."""
@@ -295,14 +295,14 @@ def _generated(rendered: Rendered, number: int) -> tuple[TextSpan, ...]:
     return tuple(inside)
 
 
-def _require_answer(text: str, spans: Sequence[TextSpan], turn: Turn, place: str) -> None:
+def _require_answer(text: str, spans: Sequence[TextSpan], turn: Turn, where: str) -> None:
     """The spans hold the last words of an answer, and the names of its calls."""
     written = "".join(text[start:end] for start, end in spans)
     if not written.strip() and (turn.text or turn.calls):
-        raise _lost_text(place, "the template writes no text for it")
+        raise _lost_text(where, "the template writes no text for it")
     last = _WORD.findall(turn.text.strip()[-200:])[-1:] or [turn.text.strip()]
     if last[0] not in written:
-        raise _lost_text(place, f"its text does not contain {last[0]!r}")
+        raise _lost_text(where, f"its text does not contain {last[0]!r}")
     calls = Counter(call["function"]["name"] for call in turn.calls)
     for call in turn.calls:
         name = call["function"]["name"]
@@ -310,7 +310,7 @@ def _require_answer(text: str, spans: Sequence[TextSpan], turn: Turn, place: str
         if not _writes_call(written, call["function"]) or 0 < written.count(name) < calls[name]:
             raise DataError(
                 f"the chat template does not write the call of {name}",
-                where=place,
+                where=where,
                 why="the model would be trained on a turn without it",
                 fix="use a template that writes tool_calls, or write the call as content",
             )
@@ -333,7 +333,7 @@ def _values_in(value: object) -> Iterator[str]:
         yield str(value)
 
 
-def _require_turns(rendered: Rendered, chat: Chat, place: str) -> None:
+def _require_turns(rendered: Rendered, chat: Chat, where: str) -> None:
     """The text holds every other turn and the names of all tools."""
     for number, turn in enumerate(chat.turns):
         words = _WORD.findall(turn.text)
@@ -345,13 +345,13 @@ def _require_turns(rendered: Rendered, chat: Chat, place: str) -> None:
                 "use a template that writes this role, or remove the turn",
             )
             what = f"the chat template does not write the {turn.role} turn"
-            raise DataError(what, where=f"{place}: turn {number}", why=why, fix=fix)
+            raise DataError(what, where=f"{where}: turn {number}", why=why, fix=fix)
     for tool in chat.tools or ():
         name = _tool_name(tool)
         if name is not None and name not in rendered.text:
             raise DataError(
                 f"the chat template does not write the tool {name}",
-                where=f"{place}: tools",
+                where=f"{where}: tools",
                 why="the model would not see it",
                 fix="use a template that writes tools, or remove them from the records",
             )
@@ -393,7 +393,7 @@ def _common_length(a: str, b: str) -> int:
     return tag if inside else same
 
 
-def _lost_text(place: str, why: str) -> DataError:
+def _lost_text(where: str, why: str) -> DataError:
     return DataError(
-        "cannot find the assistant's answer in the rendered chat", where=place, why=why, fix=_FIX
+        "cannot find the assistant's answer in the rendered chat", where=where, why=why, fix=_FIX
     )

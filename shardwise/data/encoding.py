@@ -106,10 +106,10 @@ class Encoder:
         Raises:
             DataError: the record is malformed, or has no trained token.
         """
-        encoded = self._encoded([self._example(record)], [record.place])[0]
+        encoded = self._encoded([self._example(record)], [record.where])[0]
         if not any(encoded.trained[1:]):
             why = f"it has {len(encoded.tokens)} tokens"
-            raise DataError("nothing to train on", where=record.place, why=why)
+            raise DataError("nothing to train on", where=record.where, why=why)
         return encoded.tokens, encoded.trained
 
     def encode_all(self, records: Sequence[SourceRecord]) -> Iterator[list[Encoded]]:
@@ -119,7 +119,7 @@ class Encoder:
             DataError: a record is malformed.
         """
         examples = [self._example(record) for record in records]
-        wholes = self._encoded(examples, [record.place for record in records])
+        wholes = self._encoded(examples, [record.where for record in records])
         for record, example, whole in zip(records, examples, wholes, strict=True):
             parts = [whole]
             if (
@@ -127,7 +127,7 @@ class Encoder:
                 and isinstance(example, Chat)
                 and len(whole.tokens) > self._length + 1
             ):
-                parts = list(self._divided(example, record.place, len(whole.tokens)))
+                parts = list(self._divided(example, record.where, len(whole.tokens)))
             yield [part for part in parts if any(part.trained[1:])]
 
     def _example(self, record: SourceRecord) -> Example:
@@ -136,7 +136,7 @@ class Encoder:
             self.chats = True
             if self._pairs:
                 why = "an encoder-decoder takes a prompt and a completion as texts"
-                raise DataError("a chat under the seq2seq objective", where=record.place, why=why)
+                raise DataError("a chat under the seq2seq objective", where=record.where, why=why)
             self.unread |= self._template().unread(example)
             if self._all:
                 self.unread |= {
@@ -160,10 +160,10 @@ class Encoder:
             )
         return self.template
 
-    def _encoded(self, examples: Sequence[Example], places: Sequence[str]) -> list[Encoded]:
+    def _encoded(self, examples: Sequence[Example], origins: Sequence[str]) -> list[Encoded]:
         if self._pairs:
             return [self._framed(example) for example in examples]
-        texts = [list(self._texts(example, place)) for example, place in zip(examples, places, strict=True)]
+        texts = [list(self._texts(example, where)) for example, where in zip(examples, origins, strict=True)]
         tokenized = self.tokenizer.encode_spans(
             [(text.text, text.spans) for parts in texts for text in parts]
         )
@@ -185,14 +185,14 @@ class Encoder:
             encoded.append(Encoded(tokens, trained, sum(text.endless for text in parts)))
         return encoded
 
-    def _texts(self, example: Example, place: str) -> Iterator[_Text]:
+    def _texts(self, example: Example, where: str) -> Iterator[_Text]:
         if isinstance(example, Completed):
             for prompt, completion in example.pairs:
                 yield _Text(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), ends=True)
         elif self._all:
-            yield _Text(self._template().checked(example, place, self._today), ())
+            yield _Text(self._template().checked(example, where, self._today), ())
         else:
-            written = self._template().written(example, place, self._today)
+            written = self._template().written(example, where, self._today)
             yield _Text(written.text, written.trained, endless=written.endless)
 
     def _framed(self, example: Example) -> Encoded:
@@ -200,7 +200,7 @@ class Encoder:
         prompt, completion = self.tokenizer.framed(example.prompt), self.tokenizer.framed(example.completion)
         return Encoded(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
-    def _divided(self, chat: Chat, place: str, tokens: int) -> Iterator[Encoded]:
+    def _divided(self, chat: Chat, where: str, tokens: int) -> Iterator[Encoded]:
         """Parts of a chat of `tokens` tokens: as many exchanges as fit into a sequence, at least one."""
         assert self._length is not None
         opening = tuple(turn for turn in chat.turns[:2] if turn.role in ("system", "developer"))
@@ -209,7 +209,7 @@ class Encoder:
 
         def part(count: int) -> Encoded:
             turns = itertools.chain(opening, *exchanges[:count])
-            return self._encoded([replace(chat, turns=tuple(turns))], [place])[0]
+            return self._encoded([replace(chat, turns=tuple(turns))], [where])[0]
 
         while exchanges:
             counts = range(1, min(len(exchanges), 2 * usual) + 1)

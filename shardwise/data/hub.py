@@ -31,8 +31,8 @@ _ROWS_AT_A_TIME = 256
 
 def split_of(name: str) -> tuple[str, str | None]:
     """Split `PLACE#SPLIT` into (PLACE, SPLIT), and `PLACE` into (PLACE, None)."""
-    place, mark, split = name.rpartition("#")
-    return (place, split or None) if mark else (name, None)
+    dataset, mark, split = name.rpartition("#")
+    return (dataset, split or None) if mark else (name, None)
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -70,8 +70,8 @@ def rows_of_saved(name: str, folder: Path, split: str | None) -> Any:
 def rows_of_hub(name: str) -> Any:
     """The `datasets.Dataset` named `ID[:CONFIG][#SPLIT]`, downloaded if it is not cached."""
     datasets = _datasets_library(name)
-    place, split = split_of(name)
-    repository, _, config = place.partition(":")
+    dataset, split = split_of(name)
+    repository, _, config = dataset.partition(":")
     with _loading(name), nullcontext() if _revision(repository, name) else _offline(datasets):
         return datasets.load_dataset(repository, name=config or None, split=split or "train")
 
@@ -79,8 +79,8 @@ def rows_of_hub(name: str) -> Any:
 def stream_of_hub(name: str) -> tuple[Any, str]:
     """The `datasets.IterableDataset` named `ID[:CONFIG][#SPLIT]`, and its revision on the Hub."""
     datasets = _datasets_library(name)
-    place, split = split_of(name)
-    repository, _, config = place.partition(":")
+    dataset, split = split_of(name)
+    repository, _, config = dataset.partition(":")
     with _loading(name):
         revision = _revision(repository, name)
         if not revision:
@@ -132,14 +132,14 @@ def _offline(datasets: Any) -> Iterator[None]:
     """In this block only the cache of downloaded datasets is read, at once."""
     from huggingface_hub import constants
 
-    places = [(constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
-    before = [getattr(module, key, False) for module, key in places]
-    for module, key in places:
+    settings = [(constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
+    before = [getattr(module, key, False) for module, key in settings]
+    for module, key in settings:
         setattr(module, key, True)
     try:
         yield
     finally:
-        for (module, key), value in zip(places, before, strict=True):
+        for (module, key), value in zip(settings, before, strict=True):
             setattr(module, key, value)
 
 

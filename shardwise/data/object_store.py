@@ -42,8 +42,8 @@ class ObjectStore(Source):
         """Lists the files. Raises DataError: none is there, or the store cannot be read."""
         self.name, self._text_key = name, text_key
         with self._readable():
-            self._system, place = _file_system(name)
-            self._files = sorted(self._listed(place))
+            self._system, location = _file_system(name)
+            self._files = sorted(self._listed(location))
             self._states = [_state(self._system.info(path), path) for path in self._files]
         if not self._files:
             raise DataError(
@@ -70,7 +70,7 @@ class ObjectStore(Source):
         for path in self._files:
             with self._copied(path) as local:
                 for record in read_records(local, keys):
-                    yield replace(record, place=record.place.replace(str(local), path))
+                    yield replace(record, where=record.where.replace(str(local), path))
 
     def fields(self) -> frozenset[str]:
         records = self.records(())
@@ -81,13 +81,13 @@ class ObjectStore(Source):
         finally:
             records.close()  # type: ignore[attr-defined]
 
-    def _listed(self, place: str) -> list[str]:
-        if any(sign in place for sign in "*?["):
-            return [path for path in self._system.glob(place) if is_data_file(Path(path))]
-        if self._system.isdir(place):
-            return [path for path in self._system.find(place) if is_data_file(Path(path), named=False)]
-        self._system.info(place)  # raises FileNotFoundError
-        return [place]
+    def _listed(self, location: str) -> list[str]:
+        if any(sign in location for sign in "*?["):
+            return [path for path in self._system.glob(location) if is_data_file(Path(path))]
+        if self._system.isdir(location):
+            return [path for path in self._system.find(location) if is_data_file(Path(path), named=False)]
+        self._system.info(location)  # raises FileNotFoundError
+        return [location]
 
     @contextmanager
     def _copied(self, path: str) -> Iterator[Path]:
@@ -124,14 +124,14 @@ class ObjectStore(Source):
 
 
 def _file_system(name: str) -> tuple[Any, str]:
-    """(file system, place in it)."""
+    """(file system, path in it)."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:
         why, fix = "the package fsspec is not installed", install("hf")
         raise DataError("cannot read a URL", where=name, why=why, fix=fix) from None
-    system, place = url_to_fs(name)
-    return system, place
+    system, location = url_to_fs(name)
+    return system, location
 
 
 def _state(info: dict[str, Any], path: str) -> list[str]:

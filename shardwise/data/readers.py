@@ -51,7 +51,7 @@ class SourceRecord:
     """A JSON object or a row, with its position."""
 
     fields: Mapping[str, object]
-    place: str
+    where: str
 
 
 def is_data_file(path: Path, named: bool = True) -> bool:
@@ -72,8 +72,8 @@ def read_file(path: Path, text_key: str) -> Iterator[TextPiece]:
         elif kind == "txt":
             yield from _read_text_file(path)
         else:
-            for row, place in _rows_of(path, kind):
-                yield from pieces(_text_of(row, text_key, place))
+            for row, where in _rows_of(path, kind):
+                yield from pieces(_text_of(row, text_key, where))
 
 
 def read_records(path: Path, keys: Sequence[str]) -> Iterator[SourceRecord]:
@@ -87,8 +87,8 @@ def read_records(path: Path, keys: Sequence[str]) -> Iterator[SourceRecord]:
         if kind == "parquet":
             yield from _records_of_parquet(path, keys)
         elif kind != "txt":
-            for row, place in _rows_of(path, kind):
-                yield SourceRecord(_object(row, place, "write one JSON object a line"), place)
+            for row, where in _rows_of(path, kind):
+                yield SourceRecord(_object(row, where, "write one JSON object a line"), where)
         else:
             raise DataError(
                 "no records in a text file",
@@ -153,8 +153,8 @@ def _read_text_file(path: Path) -> Iterator[TextPiece]:
 def _piece_length(data: bytes) -> int:
     """Length of the first piece of `data`: up to a line end, else a blank, else a character boundary."""
     for mark in (b"\n", b" "):
-        if (found := data.rfind(mark)) > 0:
-            return found + 1
+        if (index := data.rfind(mark)) > 0:
+            return index + 1
     cut = len(data)
     while cut > len(data) - 3 and data[cut - 1] & 0xC0 == 0x80:
         cut -= 1  # skip the continuation bytes of the last character
@@ -171,8 +171,8 @@ def _check_text(data: bytes, path: Path, line: int, offset: int) -> None:
             bad, what = error.start, "text is not UTF-8"
             why = f"byte 0x{data[bad]:02x}: {error.reason}"
     if bad >= 0:
-        place = _line_position(path, line + data.count(b"\n", 0, bad), offset + bad)
-        raise DataError(what, where=place, why=why, fix="convert it to UTF-8 text, or remove it")
+        where = _line_position(path, line + data.count(b"\n", 0, bad), offset + bad)
+        raise DataError(what, where=where, why=why, fix="convert it to UTF-8 text, or remove it")
 
 
 def pieces(data: bytes) -> Iterator[TextPiece]:
@@ -199,18 +199,18 @@ def _rows_of_jsonl(path: Path) -> Iterator[tuple[object, str]]:
     with _open(path) as file:
         while line := file.readline(LONGEST_LINE_BYTES + 1):
             number += 1
-            place = _line_position(path, number, offset)
+            where = _line_position(path, number, offset)
             if len(line) > LONGEST_LINE_BYTES:
                 raise DataError(
                     "line too long",
-                    where=place,
+                    where=where,
                     why=f"more than {LONGEST_LINE_BYTES >> 20} MiB",
                     fix="write one JSON object a line",
                 )
             _check_text(line, path, number, offset)
             bare = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
             if bare := bare.strip():
-                yield _parse(bare, place), place
+                yield _parse(bare, where), where
             offset += len(line)
 
 
@@ -231,28 +231,28 @@ def _rows_of(path: Path, kind: str) -> Iterator[tuple[object, str]]:
     yield from rows_of_list(data, path) if kind == "json" else rows_of_csv(data, path)
 
 
-def _parse(line: bytes, place: str) -> object:
+def _parse(line: bytes, where: str) -> object:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
         why = f"{error.msg} at column {error.colno}"
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits; brackets nested 100,000 deep
         why = str(error)
-    raise DataError("malformed JSON line", where=place, why=why, fix="write one JSON object a line")
+    raise DataError("malformed JSON line", where=where, why=why, fix="write one JSON object a line")
 
 
-def _text_of(row: object, text_key: str, place: str) -> bytes:
+def _text_of(row: object, text_key: str, where: str) -> bytes:
     """The text of one JSON object, checked."""
-    fields = _object(row, place, f'write {{"{text_key}": "..."}} on every line')
+    fields = _object(row, where, f'write {{"{text_key}": "..."}} on every line')
     if text_key not in fields:
-        raise missing_key(text_key, list(fields), place)
-    return checked_text(fields[text_key], text_key, place)
+        raise missing_key(text_key, list(fields), where)
+    return checked_text(fields[text_key], text_key, where)
 
 
-def _object(row: object, place: str, fix: str) -> dict[str, object]:
+def _object(row: object, where: str, fix: str) -> dict[str, object]:
     if not isinstance(row, dict):
         raise DataError(
-            "line is not a JSON object", where=place, why=f"it is of type {json_kind(row)}", fix=fix
+            "line is not a JSON object", where=where, why=f"it is of type {json_kind(row)}", fix=fix
         )
     return row
 
@@ -260,11 +260,11 @@ def _object(row: object, place: str, fix: str) -> dict[str, object]:
 # -- values, also those of parquet and datasets
 
 
-def missing_key(text_key: str, present: list[str], place: str) -> DataError:
+def missing_key(text_key: str, present: list[str], where: str) -> DataError:
     """The error for a row, a schema or a dataset without `text_key`."""
     return DataError(
         f"no '{text_key}'",
-        where=place,
+        where=where,
         why=f"it has {', '.join(present[:8]) or 'nothing'}{', …' if len(present) > 8 else ''}",
         fix="set data.text_key to the field that holds the text",
     )
@@ -273,30 +273,30 @@ def missing_key(text_key: str, present: list[str], place: str) -> DataError:
 def checked_text(
     value: object,
     text_key: str,
-    place: str,
+    where: str,
     fix: str = "make it a string, or name another key as data.text_key",
 ) -> bytes:
     """`value` as UTF-8.
 
     Raises:
-        DataError: it is not a string, or contains NUL or a lone surrogate; the error names `place`.
+        DataError: it is not a string, or contains NUL or a lone surrogate; the error names `where`.
     """
     if not isinstance(value, str):
         raise DataError(
             f"'{text_key}' is not text",
-            where=place,
+            where=where,
             why=f"it is of type {json_kind(value)}",
             fix=fix,
         )
     if "\0" in value:
         raise DataError(
-            "NUL in text", where=place, why=f"character {value.index(chr(0))} is U+0000", fix="remove it"
+            "NUL in text", where=where, why=f"character {value.index(chr(0))} is U+0000", fix="remove it"
         )
     try:
         return value.encode("utf-8")
     except UnicodeEncodeError as error:
         why = f"character {error.start} is half of a surrogate pair"
-        raise DataError("text is not Unicode", where=place, why=why, fix="remove it") from None
+        raise DataError("text is not Unicode", where=where, why=why, fix="remove it") from None
 
 
 def json_kind(value: object) -> str:
@@ -362,8 +362,8 @@ def _parquet(path: Path) -> Iterator[_Rows]:
             _require_one_each(rows.names, path)
             yield rows
     except UnicodeDecodeError as error:
-        place = f"{path}: row {rows.number + 1 if rows else 1}, byte {error.start}"
-        raise DataError("text is not UTF-8", where=place, why=error.reason, fix="rewrite the file") from None
+        where = f"{path}: row {rows.number + 1 if rows else 1}, byte {error.start}"
+        raise DataError("text is not UTF-8", where=where, why=error.reason, fix="rewrite the file") from None
     except pyarrow.ArrowException as error:
         raise DataError(
             "unreadable parquet file",

@@ -94,7 +94,8 @@ def samples_of_step(step: int, batch_size: int, size: int, seed: int, streamed: 
         permutation = Permutation(size, seed, epoch)
         first = epoch * size if streamed else 0
         samples += [
-            first + each for each in permutation(np.arange(offset, offset + taken, dtype=np.uint64)).tolist()
+            first + number
+            for number in permutation(np.arange(offset, offset + taken, dtype=np.uint64)).tolist()
         ]
         position += taken
     return samples

@@ -283,8 +283,8 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _files_of_glob(pattern: str) -> list[Path]:
-    found = [Path(text) for text in glob.glob(str(path_of(pattern)), recursive=True)]
-    files = [_named_file(path) for path in found if not path.is_dir()]
+    matches = [Path(text) for text in glob.glob(str(path_of(pattern)), recursive=True)]
+    files = [_named_file(path) for path in matches if not path.is_dir()]
     if not files:
         raise DataError("glob matches no file", where=pattern, why=missing(pattern), fix="check data.source")
     return files

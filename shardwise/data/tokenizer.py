@@ -154,10 +154,10 @@ class ByteTokenizer(Tokenizer):
             characters = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
             lengths = 1 + sum((characters >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
             ends = np.cumsum(lengths)  # of each character, in bytes
-            places = np.concatenate([[0], ends])
-            trained = np.zeros(places[-1], np.bool_)
+            offsets = np.concatenate([[0], ends])
+            trained = np.zeros(offsets[-1], np.bool_)
             for start, end in spans:
-                trained[places[start] : places[end]] = True
+                trained[offsets[start] : offsets[end]] = True
             yield self.encode(text), trained.tolist()
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -196,7 +196,7 @@ class BackendTokenizer(Tokenizer):
         self.name = name
         self.separator, self.begin = separator, begin
         masks = (backend.token_to_id(token) for token in _MASKS)
-        self.mask = next((found for found in masks if found is not None), None)
+        self.mask = next((token for token in masks if token is not None), None)
         # Ids may have holes, so the vocabulary size follows from the largest id.
         self.vocab = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = xxhash.xxh3_128_hexdigest(f"{begin} {separator} {backend.to_str()}".encode())
@@ -307,8 +307,8 @@ def _separator(backend: tokenizers.Tokenizer, path: Path) -> int:
             continue  # missing, or does not name one
         named.append(token.get("content") if isinstance(token, dict) else token)
     for token in (*named, *_END_OF_TEXT):
-        if isinstance(token, str) and (found := backend.token_to_id(token)) is not None:
-            return int(found)
+        if isinstance(token, str) and (number := backend.token_to_id(token)) is not None:
+            return int(number)
     raise DataError(
         "tokenizer has no end-of-text token",
         where=str(path),
@@ -317,19 +317,19 @@ def _separator(backend: tokenizers.Tokenizer, path: Path) -> int:
     )
 
 
-def _through_transformers(name: str, place: str, begin: str) -> Tokenizer:
+def _through_transformers(name: str, source: str, begin: str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise _not_installed("transformers") from None
     try:
-        loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # network, hub or file format
         said = f"{type(error).__name__}: {one_line(str(error))}"
         raise DataError(
             f"cannot load tokenizer '{name}'",
             where="data.tokenizer",
-            why=said if Path(place).exists() else f"{missing(name)}; from the Hub: {said[:60]}…",
+            why=said if Path(source).exists() else f"{missing(name)}; from the Hub: {said[:60]}…",
             fix="check the name and the network, or give a local folder with tokenizer.json",
         ) from None
     backend = getattr(loaded, "backend_tokenizer", None)
@@ -344,16 +344,16 @@ def _through_transformers(name: str, place: str, begin: str) -> Tokenizer:
     special = {key: str(value) for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
     templates = templates_of(getattr(loaded, "chat_template", None))
     first = added_before(backend) if begin == "auto" else None
-    ends = _ends_through_transformers(place)
+    ends = _ends_through_transformers(source)
     return BackendTokenizer(name, backend, int(separator), templates, special, first, ends)
 
 
-def _ends_through_transformers(place: str) -> Sequence[int]:
+def _ends_through_transformers(source: str) -> Sequence[int]:
     """The ends of a model in a folder or on the hub; none if it has no such file."""
     from transformers import GenerationConfig
 
     with suppress(OSError, ValueError):
-        ends = GenerationConfig.from_pretrained(place).eos_token_id
+        ends = GenerationConfig.from_pretrained(source).eos_token_id
         return ends if isinstance(ends, list) else [] if ends is None else [ends]
     return ()
 

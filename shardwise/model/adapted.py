@@ -229,9 +229,13 @@ class AdaptedModel(Blueprint):
         packed = (
             linear if self.spec.quantize != "none" else [path for path in linear if path in self.packings()]
         )
-        beyond = reached_shares(((each.owner, each.numel) for each in matrices(model, blocks, linear)), whole)
+        beyond = reached_shares(
+            ((matrix.owner, matrix.numel) for matrix in matrices(model, blocks, linear)), whole
+        )
         weights = sum(model.get_submodule(path).get_parameter("weight").numel() for path in packed)
-        stays = reached_shares(((each.owner, each.numel) for each in matrices(model, [], packed)), whole)
+        stays = reached_shares(
+            ((matrix.owner, matrix.numel) for matrix in matrices(model, [], packed)), whole
+        )
         return beyond, weights / whole, stays
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:

@@ -81,20 +81,20 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        given: Tensor,
+        inputs: Tensor,
         positions: Tensor | None = None,
         cache: Sequence[KeyValues] = (),
         starts: Tensor | None = None,
     ) -> Tensor:
-        """``given``: ids, or hidden states [b, s, h] in place of the embedding, as stages after the first take.
+        """``inputs``: ids, or hidden states [b, s, h] in place of the embedding, as stages after the first take.
 
         ``starts``: where packed documents begin, [b, n].
         """
-        hidden, d = given, self.dimensions
+        hidden, d = inputs, self.dimensions
         if positions is None:
-            positions = torch.arange(given.shape[1], device=given.device)
-        if self.first and self.embed_tokens is not None and not given.is_floating_point():
-            hidden = self.embed_tokens(given)
+            positions = torch.arange(inputs.shape[1], device=inputs.device)
+        if self.first and self.embed_tokens is not None and not inputs.is_floating_point():
+            hidden = self.embed_tokens(inputs)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
         rotation: Rotation | None = None

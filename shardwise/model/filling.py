@@ -29,18 +29,18 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     hidden: list[tuple[FrozenLinear, dict[str, nn.Module | None], dict[str, nn.Parameter | None]]] = []
     for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
         modules = {name: layer._modules.pop(name) for name in (A, B) if name in layer._modules}
-        held = {
+        parameters = {
             name: layer._parameters.pop(name)
             for name in (PACKED_BASE, MAGNITUDE)
             if name in layer._parameters
         }
-        hidden.append((layer, modules, held))
+        hidden.append((layer, modules, parameters))
     try:
         yield
     finally:
-        for layer, modules, held in hidden:
+        for layer, modules, parameters in hidden:
             layer._modules.update(modules)
-            layer._parameters.update(held)
+            layer._parameters.update(parameters)
 
 
 @torch.no_grad()
@@ -97,8 +97,8 @@ def _start_adapter(layer: LoraLinear, packing: Packing, weight: Tensor, iteratio
     )
     a, b = a / math.sqrt(layer.scale), b / math.sqrt(layer.scale)
     used = a.ne(0).any(1, keepdim=True).expand_as(a)  # with B at zero, the other rows of A keep their default
-    held, place = local_part(layer.lora_A.weight), local_slices(layer.lora_A.weight)
-    held.copy_(torch.where(used[place], a[place], held))
+    shard, rows = local_part(layer.lora_A.weight), local_slices(layer.lora_A.weight)
+    shard.copy_(torch.where(used[rows], a[rows], shard))
     local_part(layer.lora_B.weight).copy_(b[local_slices(layer.lora_B.weight)])
     return rest
 

@@ -280,13 +280,13 @@ def _require_saved(model: nn.Module, spec: AdapterSpec) -> None:
     aliases, paths = shared_names(model), [path for path, _ in model.named_modules()]
     shared = aliases.keys() | aliases.values()
     for name in spec.modules_to_save:
-        found = [path for path in paths if path.endswith(name)]
-        module = model.get_submodule(found[0]) if found else nn.Module()
+        matches = [path for path in paths if path.endswith(name)]
+        module = model.get_submodule(matches[0]) if matches else nn.Module()
         tensors = {
-            f"{path}.{key}" for path in found for key, _ in model.get_submodule(path).named_parameters()
+            f"{path}.{key}" for path in matches for key, _ in model.get_submodule(path).named_parameters()
         }
         why, fix = "", "give the end of a module's path, such as lm_head"
-        if not found or next(module.parameters(), None) is None:
+        if not matches or next(module.parameters(), None) is None:
             why = "no module with weights has a path that ends so"
         elif tensors & shared:
             why = "it shares its weight, and a copy that is trained alone would untie the model"

@@ -34,8 +34,8 @@ class StreamedTensors:
         for owner, key, name in self.tensors:
             value = self.read(name)
             value = value.to(self.dtype) if value.is_floating_point() else value
-            held = _held(owner, key)
-            held[key] = nn.Parameter(value, requires_grad=False) if held is owner._parameters else value
+            tensors = _held(owner, key)
+            tensors[key] = nn.Parameter(value, requires_grad=False) if tensors is owner._parameters else value
 
     def free(self, *_: Any) -> None:
         for (owner, key, _name), empty in zip(self.tensors, self._empty, strict=True):
@@ -64,12 +64,12 @@ class StreamedModel:
         paths = self.paths = {module: path for path, module in model.named_modules()}
 
         def tensors_of(owners: list[nn.Module]) -> StreamedTensors:
-            found = [
+            tensors = [
                 (owner, key, aliases.get(name, name))
                 for owner in owners
                 for key, name in _saved(owner, paths[owner])
             ]
-            return StreamedTensors(found, read, dtype)
+            return StreamedTensors(tensors, read, dtype)
 
         blocks = blueprint.blocks(model)
         inside = {module for block in blocks for module in block.modules()}

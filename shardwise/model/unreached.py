@@ -60,10 +60,10 @@ def block_pattern(path: str) -> str:
 
 def reached_shares(parts: Iterable[tuple[str, int]], whole: int) -> dict[str, float]:
     """The share of each module, in all blocks together, from (path, number of weights); largest first."""
-    found: dict[str, int] = {}
+    weights: dict[str, int] = {}
     for path, numel in parts:
-        found[block_pattern(path)] = found.get(block_pattern(path), 0) + numel
-    return {path: numel / max(1, whole) for path, numel in sorted(found.items(), key=lambda item: -item[1])}
+        weights[block_pattern(path)] = weights.get(block_pattern(path), 0) + numel
+    return {path: numel / max(1, whole) for path, numel in sorted(weights.items(), key=lambda item: -item[1])}
 
 
 def reach_in_words(reached_shares: dict[str, float], of: str) -> str:

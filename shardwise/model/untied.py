@@ -33,8 +33,10 @@ class _Untied(HuggingFaceModel):
     """A model of transformers whose output layers ``heads`` are not in the files of its folder."""
 
     def __init__(self, tied: HuggingFaceModel, heads: list[str]) -> None:
-        kept = {name: value for name, value in vars(tied).items() if name not in ("depth", "_reference")}
-        self.__dict__.update(kept)
+        shared_state = {
+            name: value for name, value in vars(tied).items() if name not in ("depth", "_reference")
+        }
+        self.__dict__.update(shared_state)
         self._tied, self._heads, self.config = tied, heads, copy.deepcopy(tied.config)
         for config in (self.config, self.config.get_text_config()):
             config.tie_word_embeddings = False

@@ -43,7 +43,7 @@ def test_records_are_those_that_were_written(name: str, kind: str, tmp_path: Pat
     path = write(tmp_path / name, kind)
     read = list(read_records(path, ALPACA))
     assert [dict(record.fields) for record in read] == ROWS
-    assert len({record.place for record in read}) == 5 and all(str(path) in record.place for record in read)
+    assert len({record.where for record in read}) == 5 and all(str(path) in record.where for record in read)
     packed = tmp_path / f"b.{name.partition('.')[2]}.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert [dict(record.fields) for record in read_records(packed, ALPACA)] == ROWS

@@ -62,7 +62,7 @@ def _gpt2_groups(shapes: Mapping[str, TensorShape]) -> Iterator[TensorGroup]:
             continue
         number, _, part = path.removeprefix("layers.").partition(".")
         if part == "self_attn.q_proj":
-            names = tuple(name.replace("q_proj", f"{each}_proj") for each in "qkv")
+            names = tuple(name.replace("q_proj", f"{letter}_proj") for letter in "qkv")
             yield _joined_linear(names, f"transformer.h.{number}.attn.c_attn.{kind}", shape)
         elif part in _GPT2_PARTS:
             stored = f"transformer.h.{number}.{_GPT2_PARTS[part]}.{kind}"

@@ -153,7 +153,7 @@ class AdapterFiles(WeightFiles):
             self.require_base(base)
         where = str(self.folder / TENSORS)
         for name in sorted((self.shapes.keys() - self.copies) | expected.keys()):
-            found, wanted = self.shapes.get(name), expected.get(name)
+            shape, wanted = self.shapes.get(name), expected.get(name)
             if wanted is None:
                 raise CheckpointError(
                     "the adapter is of another model, or of other targets",
@@ -161,11 +161,11 @@ class AdapterFiles(WeightFiles):
                     why=f"it has {name}, which this model lacks",
                     fix="give the model it was trained on, and its targets",
                 )
-            if found != wanted:
+            if shape != wanted:
                 raise CheckpointError(
                     "the adapter is of another model, or of other targets",
                     where=where,
-                    why=f"{name} is {list(found) if found else 'absent'} there and {list(wanted)} in this model",
+                    why=f"{name} is {list(shape) if shape else 'absent'} there and {list(wanted)} in this model",
                     fix="give the model it was trained on, and its targets",
                 )
 
@@ -253,7 +253,7 @@ def targeted_by(config: Mapping[str, Any], path: str) -> bool:
     patterns = config.get("layers_pattern") or []
     kinds = [patterns] if isinstance(patterns, str) else patterns
     forms = [rf"(?:^|.*?\.){kind}\.(\d+)\." for kind in kinds] or [r".*?\.[^.]*\.(\d+)\."]
-    match = next((found for form in forms if (found := re.match(form, path))), None)
+    match = next((matched for form in forms if (matched := re.match(form, path))), None)
     return match is not None and int(match[1]) in ([numbers] if isinstance(numbers, int) else numbers)
 
 

@@ -81,8 +81,8 @@ def _is_target(target: str, path: str) -> bool:
 
 
 def _own(config: Mapping[str, Any], where: str) -> Formats:
-    found = CompressedTensors(int(config["bits"]))
-    return lambda path: found
+    read = CompressedTensors(int(config["bits"]))
+    return lambda path: read
 
 
 def _gptq(config: Mapping[str, Any], where: str) -> Formats:
@@ -91,8 +91,8 @@ def _gptq(config: Mapping[str, Any], where: str) -> Formats:
         raise _unreadable_format(
             "dynamic bits" if config.get("dynamic") else f"checkpoint_format is {version}", where
         )
-    found = GPTQFormat(int(config["bits"]), int(config["group_size"]), 1 if version == "gptq" else 0)
-    return lambda path: found
+    read = GPTQFormat(int(config["bits"]), int(config["group_size"]), 1 if version == "gptq" else 0)
+    return lambda path: read
 
 
 def _awq(config: Mapping[str, Any], where: str) -> Formats:
@@ -146,8 +146,8 @@ class QuantizedFiles(WeightFiles):
         self._files[weight] = Path(self._raw.file_of(next(iter(names.values()))))
 
     def _hide(self, name: str) -> None:
-        for each in (self.shapes, self.kinds, self._files):
-            each.pop(name, None)
+        for table in (self.shapes, self.kinds, self._files):
+            table.pop(name, None)
 
     @contextmanager
     def _checked(self, path: str) -> Iterator[None]:
@@ -181,7 +181,7 @@ class QuantizedFiles(WeightFiles):
             tensors[part] = self._raw.read(at) if part in layer.form.read_to_plan else meta
         with self._checked(name):
             weight = layer.form.weight(tensors, layer.shape)
-            forms = {part: (tuple(each.shape), each.dtype) for part, each in weight.tensors().items()}
+            forms = {part: (tuple(tensor.shape), tensor.dtype) for part, tensor in weight.tensors().items()}
         width = weight.width if isinstance(weight, IntWeight) else 8
         kind = f"int{width}" if isinstance(weight, IntWeight) else "fp8" if SCALE in forms else "nf4"
         if isinstance(weight, KashinWeight):

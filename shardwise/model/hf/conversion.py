@@ -44,8 +44,8 @@ class Conversion:
         converter = copy.deepcopy(self.converter)
         for pattern, name in self.sources:
             converter.add_tensor(self.first, name, pattern, files.read(name))
-        found = converter.convert(self.first, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        tensors = converter.convert(self.first, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
 @dataclass
@@ -112,11 +112,11 @@ def _fill_converted(
     values = conversion.run(files, reference)
     for name, tensor in wanted:
         if name not in values or values[name].shape != tensor.shape:
-            found = tuple(values[name].shape) if name in values else "nothing"
+            shape = tuple(values[name].shape) if name in values else "nothing"
             raise CheckpointError(
                 f"tensor {name} cannot be converted",
                 where=str(files.folder),
-                why=f"the conversion gives {found}, the model needs {tuple(tensor.shape)}",
+                why=f"the conversion gives {shape}, the model needs {tuple(tensor.shape)}",
             )
         local_part(tensor).copy_(values[name][local_slices(tensor)])
 

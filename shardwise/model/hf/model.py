@@ -209,10 +209,10 @@ class HuggingFaceModel(Blueprint):
 
     def _decoder_logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits [b, t, vocab] of a seq2seq batch. The decoder reads the labels, shifted right."""
-        given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         ids = decoder_inputs(batch["labels"], self.config)
         with no_guessing():
-            return cast("Tensor", model(**given, decoder_input_ids=ids, use_cache=False).logits)
+            return cast("Tensor", model(**inputs, decoder_input_ids=ids, use_cache=False).logits)
 
     def logits(
         self,
@@ -222,17 +222,17 @@ class HuggingFaceModel(Blueprint):
         starts: Tensor | None = None,
     ) -> Tensor:
         name = "inputs_embeds" if input_ids.is_floating_point() else "input_ids"
-        given = (
+        inputs = (
             {"decoder_input_ids": input_ids} if self.objective == "seq2seq" else {}
         )  # compares merged weights
         if positions is not None and positions.dim() == 1:
-            given = {"position_ids": positions.unsqueeze(0)}
+            inputs = {"position_ids": positions.unsqueeze(0)}
         elif positions is not None:
-            given = {"position_ids": positions, "attention_mask": _mask(model, positions, starts)}
+            inputs = {"position_ids": positions, "attention_mask": _mask(model, positions, starts)}
         with no_guessing():
             if not ends(model):
-                return hidden_states(model, {name: input_ids, **given})
-            return cast("Tensor", model(**{name: input_ids}, use_cache=False, **given).logits)
+                return hidden_states(model, {name: input_ids, **inputs})
+            return cast("Tensor", model(**{name: input_ids}, use_cache=False, **inputs).logits)
 
     def packing_obstacle(self, model: nn.Module) -> str:
         """Models that use ``create_causal_mask`` take a 4-D mask unchanged."""

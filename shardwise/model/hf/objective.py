@@ -73,15 +73,15 @@ def _leave_the_host(model: nn.Module) -> None:
     """
     moved: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for held in cast("list[dict[str, Tensor | None]]", [module._parameters, module._buffers]):
-            for name, tensor in held.items():
+        for tensors in cast("list[dict[str, Tensor | None]]", [module._parameters, module._buffers]):
+            for name, tensor in tensors.items():
                 if tensor is None or tensor.is_meta:
                     continue
                 if tensor not in moved:
                     empty = torch.empty_like(tensor, device="meta")
                     is_weight = isinstance(tensor, nn.Parameter)
                     moved[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
-                held[name] = moved[tensor]
+                tensors[name] = moved[tensor]
 
 
 def _require_class(objective: str, config: Any, where: str) -> None:
@@ -107,8 +107,8 @@ def objectives_of(config: Any) -> list[str]:
         "masked": transformers.MODEL_FOR_MASKED_LM_MAPPING,
         "seq2seq": transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     }
-    found = [name for name, mapping in mappings.items() if type(config) in mapping]
-    return [name for name in found if (name == "seq2seq") == bool(config.is_encoder_decoder)]
+    names = [name for name, mapping in mappings.items() if type(config) in mapping]
+    return [name for name in names if (name == "seq2seq") == bool(config.is_encoder_decoder)]
 
 
 def stored_objective(config: Any) -> str:
@@ -241,8 +241,8 @@ def _sees_later_tokens(model: nn.Module, objective: str) -> bool:
 
 
 def _logits(model: nn.Module, objective: str, ids: Tensor) -> Tensor:
-    given = {"input_ids": ids, "use_cache": False}
+    inputs = {"input_ids": ids, "use_cache": False}
     if objective == "seq2seq":
-        given = {**given, "input_ids": torch.full_like(ids, 3), "decoder_input_ids": ids}
-    logits: Tensor = model(**given).logits
+        inputs = {**inputs, "input_ids": torch.full_like(ids, 3), "decoder_input_ids": ids}
+    logits: Tensor = model(**inputs).logits
     return logits

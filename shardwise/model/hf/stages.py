@@ -68,10 +68,10 @@ def ends(model: nn.Module) -> bool:
     return not isinstance(cast("Any", model).get_output_embeddings(), nn.Identity)
 
 
-def hidden_states(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+def hidden_states(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """What a stage before the last returns: not through the model's head, which scales logits in some models."""
     base = cast("Any", model).base_model
-    return cast("Tensor", base(**given, use_cache=False).last_hidden_state)
+    return cast("Tensor", base(**inputs, use_cache=False).last_hidden_state)
 
 
 @torch.no_grad()
@@ -81,39 +81,39 @@ def cut_obstacle(model: nn.Module, width: int) -> str:
     for name, child in base.named_children():
         if name not in BASE_PARTS and next(child.parameters(), None) is not None:
             return f"its {name} is neither embedding, block nor norm"
-    given = torch.empty((1, _TRIAL_TOKENS, width), device="meta")
-    if not _starts_with_its_blocks(base, given):
+    inputs = torch.empty((1, _TRIAL_TOKENS, width), device="meta")
+    if not _starts_with_its_blocks(base, inputs):
         return "its embeddings are changed before they enter the first block"
     try:
-        passes_more = _passes_more(base, given)
+        passes_more = _passes_more(base, inputs)
     except Exception as error:  # whatever a model's code does without values
         return f"its blocks do not run on the meta device ({type(error).__name__})"
     return "its blocks pass more than hidden states to later ones" if passes_more else ""
 
 
-def _starts_with_its_blocks(base: Any, given: Tensor) -> bool:
+def _starts_with_its_blocks(base: Any, inputs: Tensor) -> bool:
     """Whether embeddings reach the first block unchanged; some models scale them first."""
     layers, norm = base.layers, base.norm
     base.layers, base.norm = nn.ModuleList(), nn.Identity()
     try:
         with no_guessing():
-            result = base(inputs_embeds=given, use_cache=False).last_hidden_state
-        return result is given
+            result = base(inputs_embeds=inputs, use_cache=False).last_hidden_state
+        return result is inputs
     finally:
         base.layers, base.norm = layers, norm
 
 
-def _passes_more(base: Any, given: Tensor) -> bool:
+def _passes_more(base: Any, inputs: Tensor) -> bool:
     """Whether a block gets another tensor of earlier ones than its first argument, or a container that all share."""
     made: list[Tensor] = []  # held, so that no other tensor gets its number
-    found = False
+    passes_more = False
 
     def before(module: nn.Module, args: Any, named: Any) -> None:
-        nonlocal found
+        nonlocal passes_more
         values = (args[1:], {name: value for name, value in named.items() if name != "hidden_states"})
         mutable = any(isinstance(value, dict | list) for value in (*args[1:], *values[1].values()))
         numbers = {id(tensor) for tensor in made}
-        found |= mutable or any(id(value) in numbers for value in tree_iter(values))
+        passes_more |= mutable or any(id(value) in numbers for value in tree_iter(values))
 
     def after(module: nn.Module, args: Any, result: Any) -> None:
         made.extend(value for value in tree_iter(result) if isinstance(value, Tensor))
@@ -122,8 +122,8 @@ def _passes_more(base: Any, given: Tensor) -> bool:
     handles += [block.register_forward_hook(after) for block in base.layers]
     try:
         with no_guessing():
-            base(inputs_embeds=given, use_cache=False)
+            base(inputs_embeds=inputs, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return passes_more
