@@ -20,14 +20,14 @@ from shardwise.data.opening import check_data
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
-    from shardwise.data.batches import BatchSource, Data, open_data
+    from shardwise.data.batches import Data, open_data
     from shardwise.model.blueprint import Batch
 
-__all__ = ["Batch", "BatchSource", "Data", "Tokenizer", "check_data", "open_data", "open_tokenizer"]
+__all__ = ["Batch", "Data", "Tokenizer", "check_data", "open_data", "open_tokenizer"]
 
 
 def __getattr__(name: str) -> object:
-    if name in ("Batch", "BatchSource", "Data", "open_data"):  # these need torch
+    if name in ("Batch", "Data", "open_data"):  # these need torch
         from shardwise.data import batches
 
         return getattr(batches, name)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import data as torch_data
@@ -38,31 +38,7 @@ OWN_SET = ""
 """The validation set that is held out of the training data; others have names."""
 
 
-class BatchSource(Protocol):
-    """Where a run's batches come from. `Data` reads them from datasets; they may also be made by the model itself.
-
-    Attributes:
-        fingerprint: equal for two sources exactly if they give the same batches at the same seed and step.
-    """
-
-    fingerprint: str
-
-    def micro_batches(self, step: int, rank: int, degree: int, micro_batch_size: int) -> list[Batch]:
-        """The micro-batches of data-parallel rank `rank` of `degree` in optimizer step `step`, in order.
-
-        Each has `micro_batch_size` rows on the CPU, padding included; all ranks have equally many. For text these are
-        `input_ids` and `labels`, both [micro_batch_size, sequence_length] int64. Labels are already shifted; -100
-        marks ignored targets.
-        """
-
-    def cursor(self, step: int) -> tuple[str, ...]:
-        """The state before optimizer step `step`, for a checkpoint; empty if seed and step say everything."""
-
-    def begin_at(self, cursor: Sequence[str]) -> None:
-        """Go on at the `cursor` of a checkpoint of the same source."""
-
-
-class Data(BatchSource):
+class Data:
     """Training and held-out samples, addressed by optimizer step.
 
     Attributes:
@@ -107,12 +83,19 @@ class Data(BatchSource):
         return self._train.samples(step, self._batch_size, self._seed)
 
     def cursor(self, step: int) -> tuple[str, ...]:
+        """The state before optimizer step `step`, for a checkpoint; empty if seed and step say everything."""
         return self._train.cursor(step * self._batch_size)
 
     def begin_at(self, cursor: Sequence[str]) -> None:
+        """Go on at the `cursor` of a checkpoint of the same data."""
         self._train.begin_at(cursor)
 
     def micro_batches(self, step: int, rank: int, degree: int, micro_batch_size: int) -> list[Batch]:
+        """The micro-batches of data-parallel rank `rank` of `degree` in optimizer step `step`, in order.
+
+        Each has `micro_batch_size` rows, padding included. For text these are `input_ids` and `labels`, both
+        [micro_batch_size, sequence_length] int64 on the CPU. Labels are already shifted; -100 marks ignored targets.
+        """
         slots = deal(self._batch_size, rank, degree, micro_batch_size)
         return self._batches(self._train, self.samples(step), ("train", self._seed, step), slots)
 
