@@ -162,7 +162,7 @@ def cached(
     with _writing_cache(root):
         root.mkdir(parents=True, exist_ok=True)
     with _locked(lock_of(folder)):
-        if cache := _complete_cache(folder, verify):
+        if cache := _complete_cache(folder, verify):  # another process built it while this one waited
             return cache
         log.info("tokenizing %s into %s", what, folder)
         _build(write, folder)
@@ -244,7 +244,7 @@ def _build(write: Callable[[Path], Header], folder: Path) -> None:
             with (work / "header.json").open("wb") as file:
                 file.write(_sealed_header(header))
                 _sync(file)
-            sync_folder(work)
+            sync_folder(work)  # before the rename: a folder named KEY must be complete after a power cut too
             if folder.exists():  # damaged: `_complete_cache` refused it
                 shutil.rmtree(folder)
             work.rename(folder)
@@ -330,6 +330,7 @@ class _Writer:
         records: list[tuple[int, int]] = []
         encoded = self._tokenizer.encode_pieces([piece.data for piece in pieces])
         for piece, piece_tokens in zip(pieces, encoded, strict=True):
+            # Empty documents get neither token, so BOS waits for the first piece that has tokens.
             if self._begin is not None and self.tokens == self._start and len(piece_tokens):
                 tokens.append(self._begin)
                 self.tokens += 1

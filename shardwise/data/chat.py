@@ -198,6 +198,7 @@ class ChatTemplate:
             return ()
         befores = _befores(chat.turns, number)
         openings = [text for before in befores for text in self._openings_of(chat, before, today)]
+        # The opening is in the text of the turn, but the model does not write it. The longest that fits counts.
         start, end = spans[0]
         spans[0] = (start + max(_opening_length(text[start:end], opening) for opening in openings), end)
         start, end = spans[-1]
@@ -222,6 +223,7 @@ class ChatTemplate:
         """
         forms, variables = self._for(chat.tools), self._variables(chat)
         scalars = [(k, v) for k, v in sorted(variables.items()) if isinstance(v, str | int | float | bool)]
+        # Templates see roles and options, so one rendering serves all chats of a data set.
         key = (id(forms), str(scalars), tuple((turn.role, bool(turn.calls)) for turn in window))
         if key not in self._openings:
             asked = {**variables, "add_generation_prompt": True}
@@ -300,6 +302,7 @@ def _require_answer(text: str, spans: Sequence[TextSpan], turn: Turn, where: str
     written = "".join(text[start:end] for start, end in spans)
     if not written.strip() and (turn.text or turn.calls):
         raise _lost_text(where, "the template writes no text for it")
+    # One word is enough: templates trim and escape texts, and the last word shows that nothing is cut off.
     last = _WORD.findall(turn.text.strip()[-200:])[-1:] or [turn.text.strip()]
     if last[0] not in written:
         raise _lost_text(where, f"its text does not contain {last[0]!r}")
@@ -388,7 +391,7 @@ def _opening_length(answer: str, opening: str) -> int:
 def _common_length(a: str, b: str) -> int:
     """Length of the common start of two texts. It does not end inside a tag: <think> and <tool_call> begin alike."""
     same = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    tag = a.rfind("<", 0, same)
+    tag = a.rfind("<", 0, same)  # the last tag that begins before the difference
     inside = same < min(len(a), len(b)) and tag >= 0 and ">" not in a[tag:same]
     return tag if inside else same
 

@@ -88,7 +88,7 @@ class Completions(TokenDataset):
         inputs = np.full(self.length, self.tokenizer.separator, np.int64)
         labels = np.full(self.length, NOT_COUNTED, np.int64)
         positions = np.zeros(self.length, np.int64)
-        at = 0
+        at = 0  # where the next record begins in the sequence
         for start, end in self._ranges(index):
             tokens, until = self.cache.tokens[start:end].astype(np.int64), at + end - start - 1
             inputs[at:until] = tokens[:-1]

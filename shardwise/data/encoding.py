@@ -205,6 +205,7 @@ class Encoder:
         assert self._length is not None
         opening = tuple(turn for turn in chat.turns[:2] if turn.role in ("system", "developer"))
         exchanges = _exchanges(chat.turns[len(opening) :])
+        # The search renders and tokenizes at every count it tries, so it stays near the likely one.
         usual = max(1, len(exchanges) * self._length // tokens)  # exchanges in a part, by their mean length
 
         def part(count: int) -> Encoded:

@@ -133,6 +133,7 @@ def _offline(datasets: Any) -> Iterator[None]:
     from huggingface_hub import constants
 
     settings = [(constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
+    # Both libraries read the environment when they are imported, so the variables come too late.
     before = [getattr(module, key, False) for module, key in settings]
     for module, key in settings:
         setattr(module, key, True)

@@ -144,6 +144,7 @@ def _read_text_file(path: Path) -> Iterator[TextPiece]:
             piece, rest = data[:cut], data[cut:]
             _check_text(piece, path, line, offset)
             bare = piece.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else piece
+            # The last piece may be empty; it ends the document.
             yield TextPiece(bare, ends=at_end)
             if at_end:
                 return
@@ -200,7 +201,7 @@ def _rows_of_jsonl(path: Path) -> Iterator[tuple[object, str]]:
         while line := file.readline(LONGEST_LINE_BYTES + 1):
             number += 1
             where = _line_position(path, number, offset)
-            if len(line) > LONGEST_LINE_BYTES:
+            if len(line) > LONGEST_LINE_BYTES:  # a file without newlines would fill the memory
                 raise DataError(
                     "line too long",
                     where=where,

@@ -88,7 +88,7 @@ class JinjaTemplate:
             and call.call.node.name == _GENERATED
             for call in tree.find_all(nodes.CallBlock)
         )
-        _mark_loops(tree)
+        _mark_loops(tree)  # after the variables were listed: the calls added here are none of the caller's
         self._template = environment.from_string(tree)
 
     def plain(self, messages: Sequence[TemplateMessage], variables: Mapping[str, object], today: date) -> str:
@@ -110,10 +110,11 @@ class JinjaTemplate:
             Exception: whatever the template raises.
         """
         text = self.plain(messages, variables, today)
+        # A chat may have characters of a private-use plane itself. Then the other plane has the marks.
         plane = next((plane for plane in _PLANES if not _marks_of(plane).search(text)), None)
         if plane is None or len(messages) >= _OUTSIDE:
             raise MarkedTextDiffers
-        marks = _Marks(messages, plane)
+        marks = _Marks(messages, plane)  # it knows messages by identity: two may have equal texts
         marked = self._template.render(**self._context(messages, variables, today), **marks.functions)
         rendered = _unmarked(marked, plane, len(messages))
         if rendered.text != text:
@@ -156,7 +157,7 @@ class _Marks:
         if number is None:
             return ""
         if self._open and self._open[-1][0] == loop:
-            self._open.pop()
+            self._open.pop()  # the pass before
         # A loop inside the pass of another message may write the outputs of tools (Gemma 4). It writes no answers:
         # Command R counts the calls of all messages there.
         if self._open and self._messages[number].get("role") == "assistant":

@@ -44,7 +44,7 @@ class Permutation:
             f"shardwise order {seed} {epoch}".encode(), digest_size=8 * _FEISTEL_ROUNDS
         ).digest()
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-        bits = (size - 1).bit_length()
+        bits = (size - 1).bit_length()  # the fewest that number all samples, so cycle walking is short
         self._low_bits = np.uint64(bits // 2)
         self._low_mask = np.uint64((1 << (bits // 2)) - 1)
         self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -52,10 +52,11 @@ class Permutation:
     def __call__(self, positions: Indices) -> Indices:
         """The samples at `positions` (any shape, each in 0..size-1), in uint64."""
         if self.size <= _FEW:
+            # Positions by the rank of a hash: any permutation can come, which a network of few bits cannot.
             hashes = _mix(_mix(np.arange(self.size, dtype=np.uint64) ^ self._keys[0]) ^ self._keys[1])
             return np.argsort(hashes).astype(np.uint64)[positions]
         samples = self._encrypt(positions)
-        outside = samples >= self.size
+        outside = samples >= self.size  # cycle walking
         while outside.any():
             samples[outside] = self._encrypt(samples[outside])
             outside = samples >= self.size

@@ -31,6 +31,7 @@ def mask_of(spans: Sequence[TextSpan], offsets: Sequence[TextSpan]) -> list[bool
         return min(offsets[token][0], offsets[token - 1][1]) if token else 0
 
     for start, end in spans:
+        # Ends and begins both ascend, so both searches are binary.
         first = bisect_right(offsets, start, key=itemgetter(1))
         last = bisect_left(range(len(offsets)), end, lo=first, key=begin)
         mask[first:last] = [True] * (last - first)

@@ -159,6 +159,7 @@ class StreamedText(TokenDataset):
     def window(self, number: int) -> PlainText:
         """The sequences of a window. If it does not exist, it and those after the last known one are written."""
         if number not in self._open:
+            # A window's cursor is in the header of the window before it.
             for earlier in range(max(known for known in self._cursors if known <= number), number):
                 self._written(earlier)
             cache = self._written(number)
@@ -174,7 +175,7 @@ class StreamedText(TokenDataset):
 
     def _written(self, number: int) -> TokenCache:
         writer, cursor = self._ahead.pop(number, None), self._cursors[number]
-        if writer is not None:
+        if writer is not None:  # the cache is there when it ends
             writer.join()
         cache = self._cache(number, cursor)
         self._cursors[number + 1] = Cursor(**json.loads(cache.header.cursor or "{}"))

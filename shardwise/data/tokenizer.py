@@ -152,6 +152,7 @@ class ByteTokenizer(Tokenizer):
     ) -> Iterator[tuple[list[int], list[bool]]]:
         for text, spans in texts:
             characters = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
+            # A character of UTF-8 has a byte more from each of these code points on.
             lengths = 1 + sum((characters >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
             ends = np.cumsum(lengths)  # of each character, in bytes
             offsets = np.concatenate([[0], ends])
@@ -242,6 +243,7 @@ class BackendTokenizer(Tokenizer):
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
         texts = [piece.decode("utf-8") for piece in pieces]
+        # The fast method leaves out offsets, which plain text does not need.
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 

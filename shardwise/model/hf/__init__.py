@@ -1,11 +1,9 @@
 """Language models of transformers, from a folder or a hub id. Other rooms import from here alone.
 
-source         finds the folder, and checks config.json
-objective      causal, masked or seq2seq: the class of each, and a probe that finds a model of another kind
-model          the blueprint
-stages, tensor_plan, experts   what cuts into stages, tensor parallelism and mixtures of experts need of it
-calls          calls that read no values
-conversion, folder_weights     the model's tensors from files, and back
+`source` finds the folder and checks config.json. `objective` has the class of each objective, and a probe that finds a
+model of another kind. `model` is the blueprint. It asks `stages`, `tensor_plan` and `experts` how its class is cut,
+sharded and routed; `calls` keeps transformers from reading values. `conversion` fills the model from files, and
+`folder_weights` reads and writes its folder under the model's names.
 """
 
 from shardwise.model.hf.folder_weights import FolderWeights

@@ -73,6 +73,7 @@ def _experts_forward(experts: nn.Module, *args: Any, **named: Any) -> Tensor:
     from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
     matrices = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
+    # The kernel reads rows in vectors of 16 bytes. fp64 has no kernel at all.
     aligned = all(size * p.element_size() % _ALIGNMENT == 0 for p in matrices for size in p.shape[1:])
     grouped = aligned and all(p.dtype != torch.float64 for p in matrices)
     forward = grouped_mm_experts_forward if grouped else batched_mm_experts_forward
@@ -105,7 +106,7 @@ def router_losses(model: nn.Module, labels: Tensor) -> Iterator[list[Tensor]]:
         losses.append(original(gate_logits, *args[:-1], attention_mask=filled))
         return losses[-1]
 
-    setattr(module, _FUNCTION, recorded)
+    setattr(module, _FUNCTION, recorded)  # the model calls it by its name in this module
     try:
         yield losses
     finally:
@@ -130,5 +131,5 @@ def router_coefficient(model: nn.Module, config: Any) -> float:
 def _filled_tokens(labels: Tensor) -> Tensor:
     """1 for the tokens up to a row's last target, else 0, [b, s]; all 1 if there is no target at all."""
     valid = labels != IGNORED
-    filled = valid.flip(1).cumsum(1).flip(1) > 0
+    filled = valid.flip(1).cumsum(1).flip(1) > 0  # whether a target is here or behind
     return (filled | ~valid.any()).to(torch.int64)

@@ -100,13 +100,13 @@ def _reverse_conversion(
     for name, tensor in tensors.items():
         back = conversion.converter.reverse_transform()
         renamed, pattern = apply_converters(name, [back])
-        if converter is None:
+        if converter is None:  # the first one collects the tensors of all
             converter, first = back, renamed
         converter.add_tensor(first, name, pattern, tensor)
     model: Any = reference
     stored = converter.convert(first, model=model, config=model.config)
     expected = {stored for _, stored in conversion.sources}
-    if stored.keys() != expected:
+    if stored.keys() != expected:  # the files have older names: reverse the renamings too
         transforms = get_model_conversion_mapping(model)[::-1]
         renamings = [t.reverse_transform() for t in transforms if isinstance(t, WeightRenaming)]
         stored = {apply_renamings(name, renamings): value for name, value in stored.items()}

@@ -94,8 +94,9 @@ class HuggingFaceModel(Blueprint):
         self.vocab = text.vocab_size
         self.trained_in = self.config.dtype
         plan = getattr(text, "base_model_pp_plan", None) or {}
+        # Without this plan nobody knows what passes between blocks, and the model is not cut.
         self.width = text.hidden_size if plan.keys() == BASE_PARTS else None
-        context = getattr(text, "max_position_embeddings", None)
+        context = getattr(text, "max_position_embeddings", None)  # some configs have -1
         self.context = context if context and context > 0 else None
         if self.context is not None and sequence_length > self.context:
             raise RecipeError(
@@ -203,9 +204,11 @@ class HuggingFaceModel(Blueprint):
         with router_losses(model, batch["labels"]) as balance:
             total, count = language_loss(self.logits, model, batch)
         weight = router_coefficient(model, self.config)
-        return total + count * (
-            weight * torch.stack(balance).sum().to(total.dtype)
-        ) if balance else total, count
+        if not balance:  # the model computed none
+            return total, count
+        # The engine divides by the targets of the whole batch, so a micro-batch's auxiliary loss counts by its targets.
+        auxiliary = weight * torch.stack(balance).sum().to(total.dtype)
+        return total + count * auxiliary, count
 
     def _decoder_logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits [b, t, vocab] of a seq2seq batch. The decoder reads the labels, shifted right."""
@@ -222,9 +225,8 @@ class HuggingFaceModel(Blueprint):
         starts: Tensor | None = None,
     ) -> Tensor:
         name = "inputs_embeds" if input_ids.is_floating_point() else "input_ids"
-        inputs = (
-            {"decoder_input_ids": input_ids} if self.objective == "seq2seq" else {}
-        )  # compares merged weights
+        # Under seq2seq only the merged weights of two models are compared, and any decoder input will do.
+        inputs = {"decoder_input_ids": input_ids} if self.objective == "seq2seq" else {}
         if positions is not None and positions.dim() == 1:
             inputs = {"position_ids": positions.unsqueeze(0)}
         elif positions is not None:

@@ -230,11 +230,13 @@ def _sees_later_tokens(model: nn.Module, objective: str) -> bool:
     """Whether logits before the last token move with it."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
+        # Not the initial values of the class: zeros among them would hide what attention sees.
         spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.2
         parameter.normal_(0.0, spread, generator=generator)
     model.eval()
     ids = torch.randint(3, _PROBE_VOCABULARY, (1, _PROBE_TOKENS), generator=generator)
     other = ids.clone()
+    # The next id, never one of the special ids 0 to 2.
     other[0, -1] = 3 + (ids[0, -1] - 2) % (_PROBE_VOCABULARY - 3)
     change = (_logits(model, objective, ids) - _logits(model, objective, other)).abs().amax(-1)[0]
     return bool(change[:-1].max() > _MOVED * change.max())

@@ -43,7 +43,7 @@ def cut(model: nn.Module, stage: Stage) -> nn.Module:
     base, tied = causal.base_model, bool(shared_names(model))
     _keep(base, stage.blocks)
     if not stage.first and not (stage.last and tied):
-        base.embed_tokens = nn.Identity()
+        base.embed_tokens = nn.Identity()  # a stage after the first gets hidden states instead of ids
     if not stage.last:
         base.norm = nn.Identity()
         causal.set_output_embeddings(nn.Identity())
@@ -54,7 +54,7 @@ def _keep(base: Any, blocks: range) -> None:
     """Remove the other blocks, whose names stay; the base, not the blocks, gets a config of these blocks alone."""
     for name in list(base.layers._modules):
         if int(name) not in blocks:
-            del base.layers._modules[name]
+            del base.layers._modules[name]  # not base.layers[i]: that would number the others anew
     lists = per_layer(base.config)
     base.config = copy.deepcopy(base.config)
     text = base.config.get_text_config()
@@ -98,7 +98,7 @@ def _starts_with_its_blocks(base: Any, inputs: Tensor) -> bool:
     try:
         with no_guessing():
             result = base(inputs_embeds=inputs, use_cache=False).last_hidden_state
-        return result is inputs
+        return result is inputs  # the same object: no layer has made another tensor of it
     finally:
         base.layers, base.norm = layers, norm
 

@@ -122,6 +122,7 @@ def _heads_to_divide(text: Any) -> tuple[int, str]:
     """The number that the degree must divide, and its name."""
     heads = _in_all_layers(text, "num_attention_heads")
     kv_heads = _in_all_layers(text, "num_key_value_heads") or heads
+    # A rank needs whole key/value heads, and then has whole groups of query heads.
     return (kv_heads, "key/value heads") if heads % max(1, kv_heads) == 0 else (heads, "heads")
 
 
