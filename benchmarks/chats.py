@@ -15,8 +15,8 @@ from pathlib import Path
 import tokenizers
 
 from shardwise.data.encoding import Encoder
-from shardwise.data.readers import Record
-from shardwise.data.text import open_tokens
+from shardwise.data.opening import open_splits
+from shardwise.data.readers import SourceRecord
 from shardwise.data.tokenizer import open_tokenizer
 from shardwise.recipe.sections import DataSpec
 
@@ -67,14 +67,14 @@ def main() -> None:
         rates = []
         for repeat in range(3):
             begin = time.perf_counter()
-            opened = open_tokens(spec, tokenizer, folder / f"cache-{repeat}")
+            splits = open_splits(spec, tokenizer, folder / f"cache-{repeat}")
             rates.append(CHATS / (time.perf_counter() - begin))
         print(
-            f"{CHATS:,} chats of 4 turns, {opened.cache.header.tokens:,} tokens: {sorted(rates)[1]:,.0f} chats/s"
+            f"{CHATS:,} chats of 4 turns, {splits.train.cache.header.tokens:,} tokens: {sorted(rates)[1]:,.0f} chats/s"
         )
         encoder = Encoder(spec, "messages", tokenizer)
         for answers in TURNS:
-            record = Record(chat(draw, 2 * answers, 60), "here")
+            record = SourceRecord(chat(draw, 2 * answers, 60), "here")
             begin = time.perf_counter()
             tokens, _ = encoder.encode(record)
             print(

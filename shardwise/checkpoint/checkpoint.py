@@ -32,13 +32,14 @@ from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint.manifest import Damaged, Manifest
 from shardwise.checkpoint.planners import LoadPlanner, SavePlanner
 from shardwise.checkpoint.resume_checks import candidates, require_steps_left
-from shardwise.checkpoint.shards import DTYPES, ShardReader, ShardWriter
+from shardwise.checkpoint.shards import ShardReader, ShardWriter
 from shardwise.core.errors import CheckpointError, DataError, ResourceError, ShardwiseError
 from shardwise.core.paths import path_of
 from shardwise.core.progress import Say
 from shardwise.engine.run import Run
 from shardwise.engine.run_state import OPTIMIZER, tensors_of
 from shardwise.engine.train_state import TrainState
+from shardwise.model.files.safetensors_reader import STORED_DTYPES
 from shardwise.recipe.load import dump_recipe
 from shardwise.technique import precision_of, strategy_from
 from shardwise.trainer.faults.oom_record import is_oom
@@ -285,7 +286,7 @@ def _require_same_samples(run: Run, manifest: Manifest, fingerprint: str, checkp
 
 def _of_all_places(run: Run, tensors: dict[str, Tensor]) -> dict[str, TensorKind]:
     """(dtype, shape) of every tensor of the run, by name, also of blocks that other ranks hold."""
-    mine = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    mine = {name: (STORED_DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     place = run.options.place
     if place is None:
         return mine

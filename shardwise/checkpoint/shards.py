@@ -50,8 +50,8 @@ from shardwise.checkpoint.manifest import FileEntry, Manifest, TensorEntry, Tens
 from shardwise.core import heartbeat
 from shardwise.core.errors import CheckpointError
 from shardwise.engine.run_state import OPTIMIZER
-from shardwise.model.files.safetensors_reader import DTYPES as DTYPES
 from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME as DTYPES_BY_NAME
+from shardwise.model.files.safetensors_reader import STORED_DTYPES
 
 _WRITE_BYTES = 1 << 24
 
@@ -108,7 +108,7 @@ def _layout_of(items: Sequence[WriteItem]) -> tuple[list[WriteItem], bytes, int]
         name, chunk = item.index.fqn, _chunk_metadata(item)
         start, end = end, end + chunk.sizes.numel() * _dtype(item).itemsize
         header[name] = {
-            "dtype": DTYPES[_dtype(item)],
+            "dtype": STORED_DTYPES[_dtype(item)],
             "shape": list(chunk.sizes),
             "data_offsets": [start, end],
         }
@@ -213,7 +213,9 @@ class ShardWriter(StorageWriter):
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             parts = sorted(pieces[name], key=lambda piece: piece.offsets)
-            tensors[name] = TensorEntry(DTYPES[entry.properties.dtype], tuple(entry.size), tuple(parts))
+            tensors[name] = TensorEntry(
+                STORED_DTYPES[entry.properties.dtype], tuple(entry.size), tuple(parts)
+            )
         manifest = replace(self.manifest, files={s.name: s.entry for s in shards}, tensors=tensors)
         try:
             commit.publish(self.staged, manifest, self.keep)

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text as Shown
 
-    from shardwise.data.text import Document, Opened
+    from shardwise.data.dataset import MaskedTokens, Splits, TokenDataset
     from shardwise.data.tokenizer import Tokenizer
-    from shardwise.recipe.sections import DataSpec
 
 
 def command(
@@ -37,8 +36,8 @@ def command(
 
     from shardwise.core.cache_folder import default_root
     from shardwise.core.errors import RecipeError
-    from shardwise.data.text import open_tokens, tokenizer_of
-    from shardwise.data.tokenizer_probe import differences
+    from shardwise.data.opening import open_splits, tokenizer_of
+    from shardwise.data.tokenizer_probe import tokenizer_differences
 
     asked, _ = read_request(recipe, overrides or [])
     if asked.model.factory is not None:
@@ -49,33 +48,32 @@ def command(
     console = Console(highlight=False)
     for part in asked.data.parts:
         with working(f"reading {part.source}"):
-            opened = open_tokens(part, tokenizer, default_root(), objective=asked.model.objective)
-        _show_source(console, opened, part, tokenizer, samples)
+            splits = open_splits(part, tokenizer, default_root(), objective=asked.model.objective)
+        _show_source(console, splits, tokenizer, samples)
     with working("comparing with transformers' tokenizer"):
-        found = list(differences(tokenizer, asked.data.tokenizer))
+        found = list(tokenizer_differences(tokenizer, asked.data.tokenizer))
     for sentence in found:
         console.print(sentence, markup=False, soft_wrap=True, style="yellow")
 
 
-def _show_source(
-    console: Console, opened: Opened, spec: DataSpec, tokenizer: Tokenizer, samples: int
-) -> None:
+def _show_source(console: Console, splits: Splits[TokenDataset], tokenizer: Tokenizer, samples: int) -> None:
     """The description of one source, and its first samples."""
     # A terminal shows no colour where it is dumb, or where NO_COLOR forbids it.
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
-    for sentence in opened.sentences(spec):
+    train = splits.train
+    for sentence in splits.sentences():
         console.print(sentence, markup=False, soft_wrap=True)
-    if tokenizer.begin is not None and not opened.chats:
+    if tokenizer.begin is not None and not train.chats:
         first = tokenizer.shown([tokenizer.begin])
         console.print(f"every document begins with {first}, as the tokenizer asks", markup=False)
-    for sample in range(min(samples, opened.samples)):
-        note = f", {opened.note(sample)}" if opened.note(sample) else ""
+    for sample in range(min(samples, train.records)):
+        note = f", {train.note(sample)}" if train.note(sample) else ""
         console.print(f"\nsample {sample}{note}", style="bold", markup=False)
-        for document in opened.documents(sample):
+        for document in train.documents(sample):
             console.print(_document_runs(document, tokenizer, coloured), soft_wrap=True)
 
 
-def _document_runs(document: Document, tokenizer: Tokenizer, coloured: bool) -> Shown:
+def _document_runs(document: MaskedTokens, tokenizer: Tokenizer, coloured: bool) -> Shown:
     """One document, in runs of tokens that are trained on and that are not."""
     from rich.text import Text as Shown
 

@@ -96,9 +96,9 @@ def command(
 
 def compare_tokenizer(folder: Path) -> None:
     from shardwise.data import open_tokenizer
-    from shardwise.data.tokenizer_probe import differences
+    from shardwise.data.tokenizer_probe import tokenizer_differences
 
-    for sentence in differences(open_tokenizer(str(folder)), str(folder)):
+    for sentence in tokenizer_differences(open_tokenizer(str(folder)), str(folder)):
         typer.echo(sentence)
 
 

@@ -3,7 +3,9 @@
     source ─readers─▶ pieces ──tokenizer──▶ token cache ──split──▶ sequences ──order, slots──▶ micro-batches
                └────▶ records ──encoding──▶ token cache ─packing─▶    ┘
 
-The upper line is plain text. The lower line is records with completions, such as chats (`formats`).
+The upper line is plain text. The lower line is records with completions, such as chats (`formats`). Everything up to
+the sequences is a `Dataset` of numbered samples (`dataset`), of one kind per file: `text`, `streaming`, `completions`,
+`pairs`, `own_dataset`, `mixture`. `batches` deals the samples of a step to ranks and stacks them.
 
 `open_data` runs the whole line once, before the first step, and reports every error in the data. After that, `Data`
 returns the batches of any step. `check_data` runs the part that needs no torch. Importing this package imports neither
@@ -14,22 +16,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.data.text import check_data
+from shardwise.data.opening import check_data
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
-    from shardwise.data.batches import Data
-    from shardwise.data.opening import open_data
-    from shardwise.data.samples import Batch
+    from shardwise.data.batches import Data, open_data
+    from shardwise.model.blueprint import Batch
 
 __all__ = ["Batch", "Data", "Tokenizer", "check_data", "open_data", "open_tokenizer"]
 
-_WITH_TORCH = {"Batch": "samples", "Data": "batches", "open_data": "opening"}
-
 
 def __getattr__(name: str) -> object:
-    if name in _WITH_TORCH:
-        from importlib import import_module
+    if name in ("Batch", "Data", "open_data"):  # these need torch
+        from shardwise.data import batches
 
-        return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+        return getattr(batches, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,22 +7,34 @@ world size or micro-batch size assigns the same samples differently, and the sum
 the last sample are padding, which the loss ignores. All ranks have M = ceil(batch_size / (d*m)) micro-batches: with one
 fewer, a rank would leave the others waiting in a collective.
 
-There is no iterator and no state: callers ask for a step by its number. There is no prefetching loader with workers,
+There is no iterator: callers ask for a step by its number. There is no prefetching loader with workers,
 because slicing a memory-mapped file takes microseconds. User datasets with slow items pay for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch.utils import data as torch_data
+
+from shardwise.core.cache_folder import default_root
+from shardwise.core.errors import DataError
+from shardwise.data.cache import json_hash
+from shardwise.data.dataset import Dataset, Sample, Splits
 from shardwise.data.masking import Masking
-from shardwise.data.mixing import MixedOrder, MixedSamples
-from shardwise.data.samples import Batch, Samples, StreamedSamples
+from shardwise.data.mixture import Mixture
+from shardwise.data.opening import open_sources
+from shardwise.data.own_dataset import open_dataset
 from shardwise.data.shuffle import samples_of_step
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.tokenizer import Tokenizer, mask_token
+from shardwise.model.blueprint import PADDING, Batch
+from shardwise.recipe.sections import Recipe
 
 _HELD_OUT_SEED = 0
-OWN = ""
+OWN_SET = ""
 """The validation set that is held out of the training data; others have names."""
 
 
@@ -38,28 +50,18 @@ class Data:
 
     def __init__(
         self,
-        train: Samples,
-        held_out: Samples,
-        *,
-        tokenizer: Tokenizer | None,
-        fingerprint: str,
-        batch_size: int,
-        seed: int,
-        evaluation_sequences: int,
+        recipe: Recipe,
+        splits: Splits[Dataset],
+        tokenizer: Tokenizer | None = None,
+        sets: Mapping[str, Dataset] | None = None,
         masking: Masking | None = None,
-        order: MixedOrder | None = None,
-        sets: Mapping[str, Samples] | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.fingerprint = fingerprint
+        self.fingerprint, self.tokenizer = splits.fingerprint, tokenizer
         self.vocab = tokenizer.vocab if tokenizer else None
-        self._train = train
-        self._batch_size, self._seed, self._masking = batch_size, seed, masking
-        self._order = order
-        sides = train.sources if isinstance(train, MixedSamples) else [train]
-        self._streams = [side.windows if isinstance(side, StreamedSamples) else None for side in sides]
-        self._sets: dict[str, Samples] = {OWN: held_out, **(sets or {})}
-        self._evaluation = evaluation_sequences
+        self._train, self._masking = splits.train, masking
+        self._batch_size, self._seed = recipe.batch_size, recipe.seed
+        self._sets = {OWN_SET: splits.held_out, **(sets or {})}
+        self._evaluation_sequences = recipe.evaluation.sequences
 
     @property
     def train_sequences(self) -> int:
@@ -69,38 +71,24 @@ class Data:
     @property
     def held_out_sequences(self) -> int:
         """Validation (held-out) samples; 0 if the recipe holds none out or the data is a single sequence."""
-        return len(self._sets[OWN])
+        return len(self._sets[OWN_SET])
 
     @property
     def validation_sets(self) -> list[str]:
-        """The names of the sets that have samples: OWN, and those of the recipe."""
-        return [name for name, samples in self._sets.items() if len(samples)]
+        """The names of the sets that have samples: OWN_SET, and those of the recipe."""
+        return [name for name, dataset in self._sets.items() if len(dataset)]
 
     def samples(self, step: int) -> list[int]:
         """The `batch_size` sample numbers of optimizer step `step`, which counts from 0."""
-        if self._order is not None:
-            return self._order.samples(step, self._batch_size)
-        if isinstance(self._train, StreamedSamples):
-            size = self._train.windows.sequences
-            return samples_of_step(step, self._batch_size, size, self._seed, streamed=True)
-        return samples_of_step(step, self._batch_size, len(self._train), self._seed)
+        return self._train.samples(step, self._batch_size, self._seed)
 
     def cursor(self, step: int) -> tuple[str, ...]:
-        """Where the streams are before optimizer step `step`, for a checkpoint: one text per source, "" if unknown."""
-        if not any(self._streams):
-            return ()
-        if self._order is not None:
-            numbers = self._order.windows(step, self._batch_size)
-        else:
-            numbers = [step * self._batch_size // stream.sequences for stream in self._streams if stream]
-        pairs = zip(self._streams, numbers, strict=True)
-        return tuple(stream.cursor(number) if stream else "" for stream, number in pairs)
+        """The state before optimizer step `step`, for a checkpoint; empty if seed and step say everything."""
+        return self._train.cursor(step * self._batch_size)
 
     def begin_at(self, cursor: Sequence[str]) -> None:
         """Go on at the `cursor` of a checkpoint of the same data."""
-        for stream, text in zip(self._streams, cursor, strict=bool(cursor)):
-            if stream is not None:
-                stream.begin_at(text)
+        self._train.begin_at(cursor)
 
     def micro_batches(self, step: int, rank: int, degree: int, micro_batch_size: int) -> list[Batch]:
         """The micro-batches of data-parallel rank `rank` of `degree` in optimizer step `step`, in order.
@@ -112,7 +100,7 @@ class Data:
         return self._batches(self._train, self.samples(step), ("train", self._seed, step), slots)
 
     def held_out(
-        self, index: int, rank: int, degree: int, micro_batch_size: int, name: str = OWN
+        self, index: int, rank: int, degree: int, micro_batch_size: int, name: str = OWN_SET
     ) -> list[Batch]:
         """The micro-batches of validation `index` of a set, assigned to ranks like those of a step.
 
@@ -120,22 +108,25 @@ class Data:
         first `evaluation.sequences` of them (all, if there are fewer), evaluation 1 the next, and so on, cyclically.
         The recipe's seed and the step do not change the samples of an index. The list is empty if nothing is held out.
         """
-        side, samples = self._sets[name], list[int]()
-        if count := min(self._evaluation, len(side)):
-            samples = samples_of_step(index, count, len(side), _HELD_OUT_SEED)
+        dataset, samples = self._sets[name], list[int]()
+        if count := min(self._evaluation_sequences, len(dataset)):
+            samples = samples_of_step(index, count, len(dataset), _HELD_OUT_SEED)
         slots = deal(len(samples), rank, degree, micro_batch_size)
-        return self._batches(side, samples, ("held out", _HELD_OUT_SEED, index), slots)
+        return self._batches(dataset, samples, ("held out", _HELD_OUT_SEED, index), slots)
 
     def _batches(
-        self, side: Samples, samples: list[int], step: tuple[str, int, int], slots: list[list[int | None]]
+        self, dataset: Dataset, samples: list[int], step: tuple[str, int, int], slots: list[list[int | None]]
     ) -> list[Batch]:
         """The micro-batches with these slots of a step."""
-        rows = [[None if slot is None else samples[slot] for slot in each] for each in slots]
-        batches = [side.batch(each) for each in rows]
-        if self._masking is None:
-            return batches
-        pairs = zip(batches, slots, strict=True)
-        return [self._masking.masked(batch, step, each) for batch, each in pairs]
+        batches = []
+        for micro_batch in slots:
+            indices = [None if slot is None else samples[slot] for slot in micro_batch]
+            rows = rows_of(dataset, indices)
+            if self._masking is not None:
+                pairs = zip(rows, micro_batch, strict=True)
+                rows = [self._masking.masked(row, step, slot) for row, slot in pairs]
+            batches.append(collate(dataset, indices, rows))
+        return batches
 
     def filled(self, step: int) -> list[int | None]:
         """Number of tokens before the padding, of each sample of optimizer step `step`; None if it has no padding."""
@@ -160,3 +151,76 @@ def deal(filled: int, rank: int, degree: int, micro_batch_size: int) -> list[lis
         [slot if slot < filled else None for slot in range(start, start + micro_batch_size)]
         for start in starts
     ]
+
+
+def batch_of(dataset: Dataset, indices: Sequence[int | None]) -> Batch:
+    """The samples of a dataset stacked along a new first dimension; None is a padding row."""
+    return collate(dataset, indices, rows_of(dataset, indices))
+
+
+def rows_of(dataset: Dataset, indices: Sequence[int | None]) -> list[Sample]:
+    """The samples, and a padding row for None."""
+    return [dataset.padding() if index is None else dataset.sample(index) for index in indices]
+
+
+def collate(dataset: Dataset, indices: Sequence[int | None], rows: Sequence[Sample]) -> Batch:
+    """Stack rows by name. Rows with the key PADDING stay only where there are no others.
+
+    Raises:
+        DataError: rows differ in names, shapes or dtypes.
+    """
+    rows, fill = [row for row in rows if PADDING not in row] or rows, dataset.fill
+    try:
+        batch = {
+            name: _stacked([torch.as_tensor(row[name]) for row in rows], fill.get(name)) for name in rows[0]
+        }
+    except (RuntimeError, KeyError, TypeError) as error:
+        raise DataError(
+            "samples do not stack into a batch",
+            where=dataset.where([index for index in indices if index is not None]),
+            why=str(error),
+            fix="give every item the same names, shapes and dtypes",
+        ) from None
+    dataset.release()
+    return batch
+
+
+def _stacked(tensors: list[torch.Tensor], fill: int | None) -> torch.Tensor:
+    """The tensors along a new first dimension, one-dimensional ones with a `fill` at the longest one's length."""
+    if fill is not None:
+        longest = max(len(tensor) for tensor in tensors)
+        tensors = [torch.cat([row, row.new_full((longest - len(row),), fill)]) for row in tensors]
+    return torch.stack(tensors)
+
+
+def open_data(
+    recipe: Recipe, dataset: torch_data.Dataset[Any] | None = None, cache: Path | None = None
+) -> Data:
+    """The data of a recipe. The first process tokenizes it; other processes wait and share the result.
+
+    Args:
+        recipe: `data`, `batch_size`, `seed` and `evaluation` are read.
+        dataset: a factory's own map-style dataset, which replaces `data.source`.
+        cache: the folder of token caches; by default $SHARDWISE_CACHE, else ~/.cache/shardwise.
+
+    Raises:
+        DataError: the source or the tokenizer is missing or malformed, or the data is shorter than one sequence.
+        ResourceError: the cache cannot be written.
+    """
+    if dataset is not None:
+        return Data(recipe, open_dataset(dataset, recipe.data.held_out))
+    opened = open_sources(recipe, cache or default_root())
+    tokenizer = opened.tokenizer
+    splits: Splits[Dataset] = opened.parts[0]
+    if recipe.data.mixture is not None:
+        weights = [part.weight for part in recipe.data.mixture]
+        train = Mixture([part.train for part in opened.parts], weights)
+        held_out = Mixture([part.held_out for part in opened.parts], weights)
+        fingerprint = json_hash([[part.fingerprint for part in opened.parts], train.counts])
+        splits = Splits(train, held_out, fingerprint)
+    masking = None
+    if recipe.model.objective == "masked":
+        never = (tokenizer.separator, tokenizer.begin)
+        masking = Masking(mask_token(tokenizer), never, tokenizer.vocab)
+    sets = {name: named.train for name, named in opened.sets.items()}
+    return Data(recipe, splits, tokenizer, sets, masking)

@@ -5,7 +5,7 @@ tokenizer's BOS token if it adds one, in the narrowest unsigned type, little-end
 its end and a hash of its text) and `header.json`. KEY is a hash of the inputs: the source's identity (paths, sizes,
 modification times), the tokenizer's fingerprint and the version of this format. The header's `digest` is a hash of the
 data files. It does not depend on paths and times, so a checkpoint compares the digest. A cache of records with
-completions has a fourth file, `trained.bin`: one byte per token, 1 for tokens that the loss counts (`example_cache`).
+completions has a fourth file, `trained.bin`: one byte per token, 1 for tokens that the loss counts (`encoding`).
 
 The cache is written in one pass with bounded memory to `KEY.*.tmp/`. Every file and folder is synced, then the folder
 is renamed, so a folder named KEY is complete. Other processes wait on a lock (flock, which the kernel releases when the
@@ -45,7 +45,7 @@ from shardwise.data.readers import TextPiece
 from shardwise.data.source import Source
 from shardwise.data.tokenizer import Tokenizer, Tokens
 
-FORMAT = 2
+CACHE_FORMAT = 2
 T = TypeVar("T")
 
 DOCUMENT = np.dtype([("end", "<u8"), ("hash", "<u8")])
@@ -147,29 +147,33 @@ def open_cache(source: Source, tokenizer: Tokenizer, root: Path, verify: bool = 
         DataError: the source is malformed or holds no text.
         ResourceError: `root` cannot be written, or the disk is full.
     """
-    parts = [FORMAT, tokenizer.fingerprint, source.identity()]
+    parts = [CACHE_FORMAT, tokenizer.fingerprint, source.identity()]
     log_as = f"{source.name} with {tokenizer.name}"
-    return cached(parts, root, log_as, lambda work: _write(source, tokenizer, work), verify)
+    return cached(parts, root, log_as, lambda work: _write_text(source, tokenizer, work), verify)
 
 
 def cached(
     parts: object, root: Path, what: str, write: Callable[[Path], Header], verify: bool = False
 ) -> TokenCache:
     """The cache with key `parts`. If it does not exist, `write` writes its data files to a folder."""
-    key = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
-    folder = root / key
-    if found := _load(folder, verify):
-        return found
-    with _disk(root):
+    folder = root / json_hash(parts)
+    if cache := _complete_cache(folder, verify):
+        return cache
+    with _writing_cache(root):
         root.mkdir(parents=True, exist_ok=True)
     with _locked(lock_of(folder)):
-        if found := _load(folder, verify):
-            return found
+        if cache := _complete_cache(folder, verify):  # another process built it while this one waited
+            return cache
         log.info("tokenizing %s into %s", what, folder)
         _build(write, folder)
-        if built := _load(folder):
+        if built := _complete_cache(folder):
             return built
     raise ResourceError("the token cache vanished", where=str(folder), why="another process removed it")
+
+
+def json_hash(value: object) -> str:
+    """A hash of a JSON value."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(value).encode())
 
 
 def lock_of(folder: Path) -> Path:
@@ -177,12 +181,12 @@ def lock_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
-def _load(folder: Path, verify: bool = False) -> TokenCache | None:
+def _complete_cache(folder: Path, verify: bool = False) -> TokenCache | None:
     """The cache in `folder`, or None if it is missing or damaged."""
     try:
-        header = _unsealed((folder / "header.json").read_bytes())
+        header = _unsealed_header((folder / "header.json").read_bytes())
         if all((folder / name).stat().st_size == size for name, size in header.sizes.items()):
-            if not verify or _digest(hash_of(folder / name) for name in header.sizes) == header.digest:
+            if not verify or _joint_digest(hash_of(folder / name) for name in header.sizes) == header.digest:
                 return TokenCache(folder, header)
             log.warning("the token cache %s has changed on the disk; building it again", folder)
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
@@ -190,26 +194,25 @@ def _load(folder: Path, verify: bool = False) -> TokenCache | None:
     return None
 
 
-def _sealed(header: Header) -> bytes:
+def _sealed_header(header: Header) -> bytes:
     """The content of `header.json`: the header and its hash."""
     defaults = {field.name: field.default for field in fields(Header)}
     said = {key: value for key, value in asdict(header).items() if value != defaults[key]}
-    seal = xxhash.xxh3_128_hexdigest(json.dumps(said).encode())
-    return json.dumps({**said, "xxh3_128": seal}, indent=1).encode()
+    return json.dumps({**said, "xxh3_128": json_hash(said)}, indent=1).encode()
 
 
-def _unsealed(raw: bytes) -> Header:
+def _unsealed_header(raw: bytes) -> Header:
     """The header in `header.json`. Raises ValueError, TypeError, LookupError or RecursionError if it has changed."""
     values = json.loads(raw)
     if not isinstance(values, dict):
         raise ValueError("the header is no JSON object")
     header = Header(**{key: value for key, value in values.items() if key != "xxh3_128"})
-    if _sealed(header) != raw:
+    if _sealed_header(header) != raw:
         raise ValueError("the header does not match its hash")
     return header
 
 
-def _digest(digests: Iterable[str]) -> str:
+def _joint_digest(digests: Iterable[str]) -> str:
     """The hash of a cache's data files, from the hash of each."""
     return xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
@@ -217,7 +220,7 @@ def _digest(digests: Iterable[str]) -> str:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     lock = filelock.FileLock(path)
-    with _disk(path):
+    with _writing_cache(path):
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
@@ -231,18 +234,18 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _build(write: Callable[[Path], Header], folder: Path) -> None:
     """Write the cache to a temporary folder and rename it to `folder`. The caller holds the lock."""
-    with _disk(folder):
+    with _writing_cache(folder):
         for left_over in folder.parent.glob(f"{folder.name}.*.tmp"):
             shutil.rmtree(left_over)
         work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         header = write(work)
-        with _disk(folder):
+        with _writing_cache(folder):
             with (work / "header.json").open("wb") as file:
-                file.write(_sealed(header))
+                file.write(_sealed_header(header))
                 _sync(file)
-            sync_folder(work)
-            if folder.exists():  # damaged: `_load` refused it
+            sync_folder(work)  # before the rename: a folder named KEY must be complete after a power cut too
+            if folder.exists():  # damaged: `_complete_cache` refused it
                 shutil.rmtree(folder)
             work.rename(folder)
             sync_folder(folder.parent)
@@ -250,11 +253,11 @@ def _build(write: Callable[[Path], Header], folder: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _write(source: Source, tokenizer: Tokenizer, work: Path) -> Header:
+def _write_text(source: Source, tokenizer: Tokenizer, work: Path) -> Header:
     """Tokenize `source` into the two data files of `work`; return the header."""
     with data_files(work, ("tokens.bin", "documents.bin")) as outputs:
         writer = _Writer(tokenizer, outputs)
-        for pieces in batches(source.pieces(), lambda piece: len(piece.data)):
+        for pieces in grouped(source.pieces(), lambda piece: len(piece.data)):
             writer.write(pieces)
     if not writer.documents:
         raise DataError(
@@ -264,7 +267,7 @@ def _write(source: Source, tokenizer: Tokenizer, work: Path) -> Header:
             fix="check data.source",
         )
     return Header(
-        format=FORMAT,
+        format=CACHE_FORMAT,
         source=source.name,
         tokenizer=tokenizer.name,
         dtype=tokenizer.dtype.newbyteorder("<").str,
@@ -284,29 +287,29 @@ class Outputs:
     @property
     def digest(self) -> str:
         """Hash of the content of all files."""
-        return _digest(digest.hexdigest() for _, digest in self._outputs)
+        return _joint_digest(digest.hexdigest() for _, digest in self._outputs)
 
     def append(self, *chunks: npt.NDArray[Any]) -> None:
         """Append one chunk to each file."""
         for (file, digest), chunk in zip(self._outputs, chunks, strict=True):
             digest.update(chunk.tobytes())
-            with _disk(Path(file.name)):
+            with _writing_cache(Path(file.name)):
                 file.write(chunk.tobytes())
 
 
 @contextmanager
 def data_files(work: Path, names: Sequence[str]) -> Iterator[Outputs]:
     """Open data files in the folder `work`; sync them at the end. Raises ResourceError if the disk is full."""
-    with _disk(work):
+    with _writing_cache(work):
         files = [(work / name).open("wb") for name in names]
     try:
         yield Outputs(files)
-        with _disk(work):
+        with _writing_cache(work):
             for file in files:
                 _sync(file)
     finally:
         for file in files:
-            _close(file)
+            _close_file(file)
 
 
 class _Writer:
@@ -327,6 +330,7 @@ class _Writer:
         records: list[tuple[int, int]] = []
         encoded = self._tokenizer.encode_pieces([piece.data for piece in pieces])
         for piece, piece_tokens in zip(pieces, encoded, strict=True):
+            # Empty documents get neither token, so BOS waits for the first piece that has tokens.
             if self._begin is not None and self.tokens == self._start and len(piece_tokens):
                 tokens.append(self._begin)
                 self.tokens += 1
@@ -348,22 +352,22 @@ class _Writer:
         self._outputs.append(joined, np.array(records, dtype=DOCUMENT))
 
 
-def batches(items: Iterator[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+def grouped(items: Iterator[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Group pieces in lists of a few MiB; a tokenizer distributes a list over the cores."""
-    batch: list[T] = []
+    group: list[T] = []
     size = 0
     for item in items:
-        batch.append(item)
+        group.append(item)
         size += size_of(item)
-        if size >= _BATCH_BYTES or len(batch) == _BATCH_PIECES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        if size >= _BATCH_BYTES or len(group) == _BATCH_PIECES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 @contextmanager
-def _disk(path: Path) -> Iterator[None]:
+def _writing_cache(path: Path) -> Iterator[None]:
     """Turn an OSError from writing the cache at `path` into a ResourceError."""
     try:
         yield
@@ -372,21 +376,21 @@ def _disk(path: Path) -> Iterator[None]:
         raise ResourceError(
             "cannot write the token cache",
             where=str(path),
-            why=f"{why}{_free(path)}",
+            why=f"{why}{_free_bytes(path)}",
             fix="free some space, or set SHARDWISE_CACHE to another folder",
         ) from None
 
 
-def _free(path: Path) -> str:
-    for place in path.parents:
+def _free_bytes(path: Path) -> str:
+    for parent in path.parents:
         try:
-            return f" ({shutil.disk_usage(place).free:,} bytes free)"
+            return f" ({shutil.disk_usage(parent).free:,} bytes free)"
         except OSError:
             continue
     return ""
 
 
-def _close(file: IO[bytes]) -> None:
+def _close_file(file: IO[bytes]) -> None:
     with suppress(OSError):  # on a full disk the flush fails again; the first error is already raised
         file.close()
 

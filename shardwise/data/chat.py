@@ -36,14 +36,14 @@ import jinja2
 
 from shardwise.core.errors import DataError
 from shardwise.data.formats import Chat
-from shardwise.data.rendering import JinjaTemplate, MarkedTextDiffers, Message, Rendered
-from shardwise.data.spans import Span, joined
+from shardwise.data.rendering import JinjaTemplate, MarkedTextDiffers, Rendered, TemplateMessage
+from shardwise.data.spans import TextSpan, joined
 from shardwise.data.template_forms import ANSWER, QUESTION, TemplateForms
-from shardwise.data.turns import REASONING, Turn, parsed
+from shardwise.data.turns import REASONING, Turn, parsed_json
 
 T = TypeVar("T")
 
-_PLAIN = (
+_PLAIN_TEMPLATE = (
     "{% if tools %}Tools: {{ tools | tojson }}\n\n{% endif %}{% for message in messages %}"
     "{% if message.role == 'assistant' %}Assistant:{% generation %}"
     "{% if message.reasoning_content %} <think>{{ message.reasoning_content }}</think>{% endif %}"
@@ -54,7 +54,7 @@ _PLAIN = (
 )
 """The template of `bytes`: a line with the role, and the end-of-text token after every answer."""
 
-_WORD, _ASCII_WORD, _BLANK = re.compile(r"\w+"), re.compile(r"\w+", re.ASCII), re.compile(r"\s*")
+_WORD, _ASCII_WORD, _BLANKS = re.compile(r"\w+"), re.compile(r"\w+", re.ASCII), re.compile(r"\s*")
 _FIX = "mark the assistant's answers with {% generation %} in chat_template.jinja next to the tokenizer"
 
 
@@ -68,7 +68,7 @@ class ChatText:
     """
 
     text: str
-    trained: tuple[Span, ...]
+    trained: tuple[TextSpan, ...]
     endless: int
 
 
@@ -135,48 +135,48 @@ class ChatTemplate:
             return None
         return max(tokens, key=after.rfind)
 
-    def opened(self, turns: Sequence[Turn], place: str, today: date | None = None) -> str:
+    def opened(self, turns: Sequence[Turn], where: str, today: date | None = None) -> str:
         """The text of a chat up to the opening of the next answer. Raises DataError."""
-        return self.text(Chat(tuple(turns)), place, today, opening=True)
+        return self.text(Chat(tuple(turns)), where, today, opening=True)
 
-    def text(self, chat: Chat, place: str, today: date | None = None, opening: bool = False) -> str:
+    def text(self, chat: Chat, where: str, today: date | None = None, opening: bool = False) -> str:
         """The text of a chat, and with `opening` the start of the next answer. Raises DataError."""
         day, asked = today or date.today(), {**self._variables(chat), "add_generation_prompt": opening}
-        return self._rendered(chat, place, lambda forms, messages: forms.jinja.plain(messages, asked, day))
+        return self._rendered(chat, where, lambda forms, messages: forms.jinja.plain(messages, asked, day))
 
-    def checked(self, chat: Chat, place: str, today: date) -> str:
+    def checked(self, chat: Chat, where: str, today: date) -> str:
         """The text of a chat in which every turn, call and tool is written. Raises DataError."""
         variables = self._variables(chat)
 
-        def render(forms: TemplateForms, messages: list[Message]) -> Rendered:
+        def render(forms: TemplateForms, messages: list[TemplateMessage]) -> Rendered:
             with suppress(MarkedTextDiffers):
                 return forms.jinja.render(messages, variables, today)
             text = forms.jinja.plain(messages, variables, today)
             return Rendered(text, (((0, len(text)),),) * len(messages), ())
 
-        rendered = self._rendered(chat, place, render)
+        rendered = self._rendered(chat, where, render)
         for number, turn in enumerate(chat.turns):
             if turn.role == "assistant":
                 spans = rendered.messages[number] or ((0, len(rendered.text)),)
-                _require_answer(rendered.text, spans, turn, f"{place}: turn {number}")
-        _require_turns(rendered, chat, place)
+                _require_answer(rendered.text, spans, turn, f"{where}: turn {number}")
+        _require_turns(rendered, chat, where)
         return rendered.text
 
-    def written(self, chat: Chat, place: str, today: date) -> ChatText:
+    def written(self, chat: Chat, where: str, today: date) -> ChatText:
         """The chat's text and the spans of its trained answers.
 
         Raises:
             DataError: the template rejects the chat, leaves something of it out, or its answers cannot be told apart.
         """
         variables = self._variables(chat)
-        rendered = self._rendered(chat, place, lambda forms, m: forms.jinja.render(m, variables, today))
-        trained: list[Span] = []
+        rendered = self._rendered(chat, where, lambda forms, m: forms.jinja.render(m, variables, today))
+        trained: list[TextSpan] = []
         for number, turn in enumerate(chat.turns):
             if turn.role == "assistant":
                 answer = self._answer(chat, number, rendered, today)
-                _require_answer(rendered.text, answer, turn, f"{place}: turn {number}")
+                _require_answer(rendered.text, answer, turn, f"{where}: turn {number}")
                 trained += answer if turn.trained else ()
-        _require_turns(rendered, chat, place)
+        _require_turns(rendered, chat, where)
         spans = joined(trained)
         ends = (*self._control, *self._ends)
         endless = sum(not rendered.text[start:end].rstrip().endswith(ends) for start, end in spans)
@@ -189,7 +189,7 @@ class ChatTemplate:
         turns = {f"turn.{key}" for turn in chat.turns for key in turn.keys if key not in words}
         return turns | {key for key in chat.fields if key not in jinja.variables}
 
-    def _answer(self, chat: Chat, number: int, rendered: Rendered, today: date) -> tuple[Span, ...]:
+    def _answer(self, chat: Chat, number: int, rendered: Rendered, today: date) -> tuple[TextSpan, ...]:
         """The spans of an assistant's turn without the opening that the model sees, and with the token that ends it."""
         if self._for(chat.tools).jinja.marked:
             return _generated(rendered, number)
@@ -198,8 +198,9 @@ class ChatTemplate:
             return ()
         befores = _befores(chat.turns, number)
         openings = [text for before in befores for text in self._openings_of(chat, before, today)]
+        # The opening is in the text of the turn, but the model does not write it. The longest that fits counts.
         start, end = spans[0]
-        spans[0] = (start + max(_opened(text[start:end], opening) for opening in openings), end)
+        spans[0] = (start + max(_opening_length(text[start:end], opening) for opening in openings), end)
         start, end = spans[-1]
         spans[-1] = (start, self._end(text, start, end, openings, number == len(chat.turns) - 1))
         return tuple((start, end) for start, end in spans if start < end)
@@ -210,7 +211,7 @@ class ChatTemplate:
             return end if text[end:] in openings else len(text)
         if text[start:end].rstrip().endswith(self._ends):
             return end
-        blank = _BLANK.match(text, end)
+        blank = _BLANKS.match(text, end)
         behind = blank.end() if blank else end  # the first token of GLM's next turn ends an answer
         return next((behind + len(token) for token in self._ends if text.startswith(token, behind)), end)
 
@@ -222,6 +223,7 @@ class ChatTemplate:
         """
         forms, variables = self._for(chat.tools), self._variables(chat)
         scalars = [(k, v) for k, v in sorted(variables.items()) if isinstance(v, str | int | float | bool)]
+        # Templates see roles and options, so one rendering serves all chats of a data set.
         key = (id(forms), str(scalars), tuple((turn.role, bool(turn.calls)) for turn in window))
         if key not in self._openings:
             asked = {**variables, "add_generation_prompt": True}
@@ -234,7 +236,7 @@ class ChatTemplate:
                 self._openings[key] = ("", "")
             else:
                 last = max((end for spans in opened.messages for _, end in spans), default=0)
-                self._openings[key] = (opened.text[last:], opened.text[_common(opened.text, closed) :])
+                self._openings[key] = (opened.text[last:], opened.text[_common_length(opened.text, closed) :])
         return self._openings[key]
 
     def _variables(self, chat: Chat) -> dict[str, object]:
@@ -242,16 +244,18 @@ class ChatTemplate:
         names = self._for(chat.tools).jinja.variables
         return {**self.special, **{k: v for k, v in chat.fields.items() if k in names}, "tools": chat.tools}
 
-    def _rendered(self, chat: Chat, place: str, render: Callable[[TemplateForms, list[Message]], T]) -> T:
+    def _rendered(
+        self, chat: Chat, where: str, render: Callable[[TemplateForms, list[TemplateMessage]], T]
+    ) -> T:
         forms = self._for(chat.tools)
         try:
             return forms.rendered(chat.turns, lambda messages: render(forms, messages))
         except MarkedTextDiffers:
-            raise _lost(place, "the template measures or trims the text of several turns") from None
+            raise _lost_text(where, "the template measures or trims the text of several turns") from None
         except Exception as error:  # the template is foreign code and may raise anything
             why = f"{type(error).__name__}: {error}"
             what, fix = "the chat template rejects this chat", "change the chat, or the template"
-            raise DataError(what, where=place, why=why, fix=fix) from None
+            raise DataError(what, where=where, why=why, fix=fix) from None
 
     def _for(self, tools: list[object] | None) -> TemplateForms:
         """The template that transformers takes: `tool_use` for a chat with tools if there is one, else the default."""
@@ -274,16 +278,16 @@ class ChatTemplate:
 
 def plain_template(end: str) -> ChatTemplate:
     """The template of `bytes`, whose answers end with the text `end`."""
-    return ChatTemplate({"default": _PLAIN}, {"eos_token": end}, ends=(end,))
+    return ChatTemplate({"default": _PLAIN_TEMPLATE}, {"eos_token": end}, ends=(end,))
 
 
 # -- checks of the text
 
 
-def _generated(rendered: Rendered, number: int) -> tuple[Span, ...]:
+def _generated(rendered: Rendered, number: int) -> tuple[TextSpan, ...]:
     """The marked blocks within a message."""
     blocks = rendered.generated
-    inside: list[Span] = []
+    inside: list[TextSpan] = []
     for start, end in rendered.messages[number]:
         first = bisect_left(blocks, (start, start))
         for block in blocks[first:]:
@@ -293,14 +297,15 @@ def _generated(rendered: Rendered, number: int) -> tuple[Span, ...]:
     return tuple(inside)
 
 
-def _require_answer(text: str, spans: Sequence[Span], turn: Turn, place: str) -> None:
+def _require_answer(text: str, spans: Sequence[TextSpan], turn: Turn, where: str) -> None:
     """The spans hold the last words of an answer, and the names of its calls."""
     written = "".join(text[start:end] for start, end in spans)
     if not written.strip() and (turn.text or turn.calls):
-        raise _lost(place, "the template writes no text for it")
+        raise _lost_text(where, "the template writes no text for it")
+    # One word is enough: templates trim and escape texts, and the last word shows that nothing is cut off.
     last = _WORD.findall(turn.text.strip()[-200:])[-1:] or [turn.text.strip()]
     if last[0] not in written:
-        raise _lost(place, f"its text does not contain {last[0]!r}")
+        raise _lost_text(where, f"its text does not contain {last[0]!r}")
     calls = Counter(call["function"]["name"] for call in turn.calls)
     for call in turn.calls:
         name = call["function"]["name"]
@@ -308,7 +313,7 @@ def _require_answer(text: str, spans: Sequence[Span], turn: Turn, place: str) ->
         if not _writes_call(written, call["function"]) or 0 < written.count(name) < calls[name]:
             raise DataError(
                 f"the chat template does not write the call of {name}",
-                where=place,
+                where=where,
                 why="the model would be trained on a turn without it",
                 fix="use a template that writes tool_calls, or write the call as content",
             )
@@ -316,7 +321,7 @@ def _require_answer(text: str, spans: Sequence[Span], turn: Turn, place: str) ->
 
 def _writes_call(text: str, function: Mapping[str, Any]) -> bool:
     """Whether a text has a call: its name and a value of its arguments, or all of these values without the name."""
-    words = map(_ASCII_WORD.findall, _values_in(parsed(function["arguments"])))
+    words = map(_ASCII_WORD.findall, _values_in(parsed_json(function["arguments"])))
     values = [max(said, key=len) for said in words if said]
     written = [value in text for value in values]
     return (any(written) or not values) if function["name"] in text else bool(values) and all(written)
@@ -331,7 +336,7 @@ def _values_in(value: object) -> Iterator[str]:
         yield str(value)
 
 
-def _require_turns(rendered: Rendered, chat: Chat, place: str) -> None:
+def _require_turns(rendered: Rendered, chat: Chat, where: str) -> None:
     """The text holds every other turn and the names of all tools."""
     for number, turn in enumerate(chat.turns):
         words = _WORD.findall(turn.text)
@@ -343,13 +348,13 @@ def _require_turns(rendered: Rendered, chat: Chat, place: str) -> None:
                 "use a template that writes this role, or remove the turn",
             )
             what = f"the chat template does not write the {turn.role} turn"
-            raise DataError(what, where=f"{place}: turn {number}", why=why, fix=fix)
+            raise DataError(what, where=f"{where}: turn {number}", why=why, fix=fix)
     for tool in chat.tools or ():
         name = _tool_name(tool)
         if name is not None and name not in rendered.text:
             raise DataError(
                 f"the chat template does not write the tool {name}",
-                where=f"{place}: tools",
+                where=f"{where}: tools",
                 why="the model would not see it",
                 fix="use a template that writes tools, or remove them from the records",
             )
@@ -374,24 +379,24 @@ def _befores(turns: Sequence[Turn], number: int) -> list[tuple[Turn, ...]]:
     return [asked, (*asked, *turns[first - 1 : number])]
 
 
-def _opened(answer: str, opening: str) -> int:
+def _opening_length(answer: str, opening: str) -> int:
     """Length of the opening at the start of an answer's text, up to the first difference and with other blanks."""
     if not opening.strip():
-        return _common(answer, opening)
+        return _common_length(answer, opening)
     blanks = len(answer) - len(answer.lstrip())
-    same = _common(answer[blanks:], opening.lstrip())
-    return blanks + same if same else _common(answer, opening)
+    same = _common_length(answer[blanks:], opening.lstrip())
+    return blanks + same if same else _common_length(answer, opening)
 
 
-def _common(a: str, b: str) -> int:
+def _common_length(a: str, b: str) -> int:
     """Length of the common start of two texts. It does not end inside a tag: <think> and <tool_call> begin alike."""
     same = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    tag = a.rfind("<", 0, same)
+    tag = a.rfind("<", 0, same)  # the last tag that begins before the difference
     inside = same < min(len(a), len(b)) and tag >= 0 and ">" not in a[tag:same]
     return tag if inside else same
 
 
-def _lost(place: str, why: str) -> DataError:
+def _lost_text(where: str, why: str) -> DataError:
     return DataError(
-        "cannot find the assistant's answer in the rendered chat", where=place, why=why, fix=_FIX
+        "cannot find the assistant's answer in the rendered chat", where=where, why=why, fix=_FIX
     )

@@ -8,7 +8,10 @@ The completion follows the prompt directly. The end-of-text token comes last and
 stop. A chat begins and ends as its template says. Any other record begins with the tokenizer's `begin`, if it has one.
 
 Under `data.too_long: split`, a chat that is longer than a sequence is divided between two exchanges. Each part begins
-with the system turn. An exchange that is too long alone is cut like any other record (`examples`).
+with the system turn. An exchange that is too long alone is cut like any other record (`completions`).
+
+The token cache (`cache`) has whole records, one after the other, and the mask as one more file. Sequence length and
+packing are applied when it is opened, so another `sequence_length` needs no new tokenization.
 """
 
 from __future__ import annotations
@@ -19,18 +22,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import date
+from pathlib import Path
+
+import numpy as np
+import xxhash
 
 from shardwise.core.errors import DataError
+from shardwise.data.cache import CACHE_FORMAT, EXAMPLE, Header, TokenCache, cached, data_files
 from shardwise.data.chat import ChatTemplate
 from shardwise.data.formats import KEYS, TEXT_KEYS, Chat, Completed, Example, example_of
-from shardwise.data.readers import Record
-from shardwise.data.spans import Span
+from shardwise.data.readers import SourceRecord
+from shardwise.data.source import Source
+from shardwise.data.spans import TextSpan
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn
 from shardwise.recipe.sections import DataSpec
 
-VERSION = 2
+ENCODING_VERSION = 2
 """Of the rules in this file and in `chat`: another version encodes some records otherwise."""
+
+_RECORDS_AT_A_TIME = 1024
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class _Text:
     """A text with its trained spans; `ends` adds the end-of-text token, which is trained on."""
 
     text: str
-    spans: tuple[Span, ...]
+    spans: tuple[TextSpan, ...]
     ends: bool = False
     endless: int = 0
 
@@ -84,31 +95,31 @@ class Encoder:
         self.keys = KEYS[name] | reads
         self.unread: set[str] = set()
         self.chats = False
-        parts = [VERSION, tokenizer.fingerprint, name, self._all, pairs, self._length]
+        parts = [ENCODING_VERSION, tokenizer.fingerprint, name, self._all, pairs, self._length]
         if name != "alpaca" and self.template is not None:
             parts += [self.template.fingerprint, str(self._today) if self.template.dated else ""]
         self.fingerprint = repr(parts)
 
-    def encode(self, record: Record) -> tuple[list[int], list[bool]]:
+    def encode(self, record: SourceRecord) -> tuple[list[int], list[bool]]:
         """(tokens, trained mask) of a record that is not divided.
 
         Raises:
             DataError: the record is malformed, or has no trained token.
         """
-        encoded = self._encoded([self._example(record)], [record.place])[0]
+        encoded = self._encoded([self._example(record)], [record.where])[0]
         if not any(encoded.trained[1:]):
             why = f"it has {len(encoded.tokens)} tokens"
-            raise DataError("nothing to train on", where=record.place, why=why)
+            raise DataError("nothing to train on", where=record.where, why=why)
         return encoded.tokens, encoded.trained
 
-    def encode_all(self, records: Sequence[Record]) -> Iterator[list[Encoded]]:
+    def encode_all(self, records: Sequence[SourceRecord]) -> Iterator[list[Encoded]]:
         """The parts of each record, in order. Parts in which nothing is trained on are left out.
 
         Raises:
             DataError: a record is malformed.
         """
         examples = [self._example(record) for record in records]
-        wholes = self._encoded(examples, [record.place for record in records])
+        wholes = self._encoded(examples, [record.where for record in records])
         for record, example, whole in zip(records, examples, wholes, strict=True):
             parts = [whole]
             if (
@@ -116,16 +127,16 @@ class Encoder:
                 and isinstance(example, Chat)
                 and len(whole.tokens) > self._length + 1
             ):
-                parts = list(self._divided(example, record.place, len(whole.tokens)))
+                parts = list(self._divided(example, record.where, len(whole.tokens)))
             yield [part for part in parts if any(part.trained[1:])]
 
-    def _example(self, record: Record) -> Example:
+    def _example(self, record: SourceRecord) -> Example:
         example = example_of(record, self.format)
         if isinstance(example, Chat):
             self.chats = True
             if self._pairs:
                 why = "an encoder-decoder takes a prompt and a completion as texts"
-                raise DataError("a chat under the seq2seq objective", where=record.place, why=why)
+                raise DataError("a chat under the seq2seq objective", where=record.where, why=why)
             self.unread |= self._template().unread(example)
             if self._all:
                 self.unread |= {
@@ -149,10 +160,10 @@ class Encoder:
             )
         return self.template
 
-    def _encoded(self, examples: Sequence[Example], places: Sequence[str]) -> list[Encoded]:
+    def _encoded(self, examples: Sequence[Example], origins: Sequence[str]) -> list[Encoded]:
         if self._pairs:
             return [self._framed(example) for example in examples]
-        texts = [list(self._texts(example, place)) for example, place in zip(examples, places, strict=True)]
+        texts = [list(self._texts(example, where)) for example, where in zip(examples, origins, strict=True)]
         tokenized = self.tokenizer.encode_spans(
             [(text.text, text.spans) for parts in texts for text in parts]
         )
@@ -174,14 +185,14 @@ class Encoder:
             encoded.append(Encoded(tokens, trained, sum(text.endless for text in parts)))
         return encoded
 
-    def _texts(self, example: Example, place: str) -> Iterator[_Text]:
+    def _texts(self, example: Example, where: str) -> Iterator[_Text]:
         if isinstance(example, Completed):
             for prompt, completion in example.pairs:
                 yield _Text(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), ends=True)
         elif self._all:
-            yield _Text(self._template().checked(example, place, self._today), ())
+            yield _Text(self._template().checked(example, where, self._today), ())
         else:
-            written = self._template().written(example, place, self._today)
+            written = self._template().written(example, where, self._today)
             yield _Text(written.text, written.trained, endless=written.endless)
 
     def _framed(self, example: Example) -> Encoded:
@@ -189,16 +200,17 @@ class Encoder:
         prompt, completion = self.tokenizer.framed(example.prompt), self.tokenizer.framed(example.completion)
         return Encoded(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
-    def _divided(self, chat: Chat, place: str, tokens: int) -> Iterator[Encoded]:
+    def _divided(self, chat: Chat, where: str, tokens: int) -> Iterator[Encoded]:
         """Parts of a chat of `tokens` tokens: as many exchanges as fit into a sequence, at least one."""
         assert self._length is not None
         opening = tuple(turn for turn in chat.turns[:2] if turn.role in ("system", "developer"))
         exchanges = _exchanges(chat.turns[len(opening) :])
+        # The search renders and tokenizes at every count it tries, so it stays near the likely one.
         usual = max(1, len(exchanges) * self._length // tokens)  # exchanges in a part, by their mean length
 
         def part(count: int) -> Encoded:
             turns = itertools.chain(opening, *exchanges[:count])
-            return self._encoded([replace(chat, turns=tuple(turns))], [place])[0]
+            return self._encoded([replace(chat, turns=tuple(turns))], [where])[0]
 
         while exchanges:
             counts = range(1, min(len(exchanges), 2 * usual) + 1)
@@ -215,3 +227,73 @@ def _exchanges(turns: Sequence[Turn]) -> list[list[Turn]]:
             exchanges.append([])
         exchanges[-1].append(turn)
     return exchanges
+
+
+# -- the token cache of records
+
+
+def open_record_cache(source: Source, encoder: Encoder, root: Path, verify: bool = False) -> TokenCache:
+    """The cache of a source's records below `root`; built if it does not exist.
+
+    Args:
+        verify: read all of it, and build it again if a bit has changed.
+
+    Raises:
+        DataError: a record is malformed, or no record has a trained token.
+        ResourceError: `root` cannot be written, or the disk is full.
+    """
+    parts = [CACHE_FORMAT, "examples", encoder.fingerprint, source.identity()]
+    what = f"{source.name} ({encoder.format}) with {encoder.tokenizer.name}"
+    return cached(parts, root, what, lambda work: _write_records(source, encoder, work), verify)
+
+
+def _write_records(source: Source, encoder: Encoder, work: Path) -> Header:
+    dtype = encoder.tokenizer.dtype.newbyteorder("<")
+    end = documents = trained_tokens = records = untrained = divided = endless = 0
+    keys = sorted(encoder.keys)
+    with data_files(work, ("tokens.bin", "documents.bin", "trained.bin")) as outputs:
+        remaining = source.records(keys)
+        while group := list(itertools.islice(remaining, _RECORDS_AT_A_TIME)):
+            parts: list[Encoded] = []
+            for encoded in encoder.encode_all(group):
+                parts += encoded
+                records += 1
+                untrained += not encoded
+                divided += len(encoded) > 1
+            rows = []
+            for part in parts:
+                end += len(part.tokens)
+                rows.append((end, _hash_of(part), part.trained.index(True, 1)))
+            tokens = np.fromiter(itertools.chain.from_iterable(part.tokens for part in parts), dtype)
+            trained = np.fromiter(itertools.chain.from_iterable(part.trained for part in parts), np.bool_)
+            outputs.append(tokens, np.array(rows, EXAMPLE), trained)
+            documents += len(parts)
+            trained_tokens += int(trained.sum())
+            endless += sum(part.endless for part in parts)
+    if not documents:
+        why = f"nothing is trained on in any of {records:,} records" if records else "it has no records"
+        raise DataError(
+            "nothing to train on in the data source", where=source.name, why=why, fix="check data.source"
+        )
+    return Header(
+        format=CACHE_FORMAT,
+        source=source.name,
+        tokenizer=encoder.tokenizer.name,
+        dtype=dtype.str,
+        tokens=end,
+        documents=documents,
+        empty_documents=0,
+        digest=outputs.digest,
+        trained_tokens=trained_tokens,
+        chats=encoder.chats,
+        untrained=untrained,
+        divided=divided,
+        endless=endless,
+        unread=", ".join(sorted(encoder.unread | (source.fields() - encoder.keys))),
+    )
+
+
+def _hash_of(record: Encoded) -> int:
+    digest = xxhash.xxh3_64(np.array(record.tokens, "<u8").tobytes())
+    digest.update(np.array(record.trained, np.bool_).tobytes())
+    return digest.intdigest()

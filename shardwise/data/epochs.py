@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import RecipeError
-from shardwise.data.text import open_tokens, tokenizer_of
+from shardwise.data.opening import open_splits, tokenizer_of
 from shardwise.recipe.checks import schedule_faults
 from shardwise.recipe.sections import Recipe
 
@@ -25,7 +25,7 @@ def with_steps(recipe: Recipe) -> Recipe:
     """The recipe with ``steps`` instead of ``epochs``; a recipe with steps as it is.
 
     Raises:
-        DataError: as of ``open_tokens``.
+        DataError: as of ``open_splits``.
         RecipeError: the schedule does not fit into the steps.
     """
     if recipe.epochs is None:
@@ -36,8 +36,8 @@ def with_steps(recipe: Recipe) -> Recipe:
     tokenizer = tokenizer_of(recipe.data)
     sequences = 0
     for spec in recipe.data.parts:
-        opened = open_tokens(spec, tokenizer, default_root(), objective=recipe.model.objective)
-        sequences += opened.train.sequences
+        splits = open_splits(spec, tokenizer, default_root(), objective=recipe.model.objective)
+        sequences += len(splits.train)
     steps = steps_of_epochs(recipe.epochs, sequences, recipe.batch_size)
     counted = recipe.model_copy(update={"steps": steps, "epochs": None})
     for fault in schedule_faults(counted.schedule, steps):

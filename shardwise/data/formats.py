@@ -21,9 +21,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.core.errors import DataError
-from shardwise.data.readers import Record
+from shardwise.data.readers import SourceRecord
 from shardwise.data.source import Source
-from shardwise.data.turns import Turn, parsed, require_order, require_words, said, text_in, tools_in, turns_of
+from shardwise.data.turns import (
+    Turn,
+    parsed_json,
+    require_order,
+    require_words,
+    said,
+    text_in,
+    tools_in,
+    turns_of,
+)
 from shardwise.recipe.sections import DataSpec
 
 _NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -106,42 +115,42 @@ def _detected(fields: frozenset[str], text_key: str) -> str:
     return next((name for name, needed in _NEEDED.items() if fields.issuperset(needed)), "text")
 
 
-def example_of(record: Record, name: str) -> Example:
+def example_of(record: SourceRecord, name: str) -> Example:
     """Parse a record of the format `name`.
 
     Raises:
         DataError: the record does not have this format, or has nothing to complete.
     """
-    fields, place = record.fields, record.place
+    fields, where = record.fields, record.where
     missing = [key for key in _NEEDED[name] if fields.get(key) is None]
     if missing:
         raise DataError(
             f"no '{missing[0]}'",
-            where=place,
+            where=where,
             why=f"data.format is {name}, and the record has {', '.join(fields) or 'nothing'}",
             fix=f"give every record {' and '.join(_NEEDED[name])}, or name its data.format",
         )
     if name == "messages":
-        return _chat(record, name, turns_of(fields, "messages", ("role", "content"), place))
+        return _chat(record, name, turns_of(fields, "messages", ("role", "content"), where))
     if name == "sharegpt":
-        return _chat(record, name, turns_of(fields, "conversations", ("from", "value"), place))
+        return _chat(record, name, turns_of(fields, "conversations", ("from", "value"), where))
     if name == "alpaca":
-        return _alpaca(fields, place)
+        return _alpaca(fields, where)
     if isinstance(fields["prompt"], list) and isinstance(fields["completion"], list):
         return _conversation(record)
-    prompt, completion = (text_in(fields[key], key, place) for key in ("prompt", "completion"))
-    require_words(completion, "completion", place)
+    prompt, completion = (text_in(fields[key], key, where) for key in ("prompt", "completion"))
+    require_words(completion, "completion", where)
     return Completed(((prompt, completion),))
 
 
-def _alpaca(fields: Mapping[str, object], place: str) -> Completed:
+def _alpaca(fields: Mapping[str, object], where: str) -> Completed:
     """Stanford Alpaca's wording; LLaMA-Factory's `system` replaces its first sentences, `history` follows them."""
-    system, extra = (text_in(fields.get(key) or "", key, place) for key in ("system", "input"))
-    history = parsed(fields.get("history") or [])  # of CSV: JSON text
+    system, extra = (text_in(fields.get(key) or "", key, where) for key in ("system", "input"))
+    history = parsed_json(fields.get("history") or [])  # of CSV: JSON text
     pairs = history if isinstance(history, list) else [history]
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise DataError(
-            "'history' is not a list of pairs", where=place, fix="write [[instruction, answer], ...]"
+            "'history' is not a list of pairs", where=where, fix="write [[instruction, answer], ...]"
         )
     with_input = ", paired with an input that provides further context" if extra else ""
     opening = f"{system or _ALPACA.format(with_input=with_input)}\n\n"
@@ -149,11 +158,11 @@ def _alpaca(fields: Mapping[str, object], place: str) -> Completed:
     for number, (asked, answer) in enumerate(pairs):
         name = f"history[{number}]"
         texts.append(
-            (f"### Instruction:\n{said(asked, name, place)}\n\n### Response:\n", said(answer, name, place))
+            (f"### Instruction:\n{said(asked, name, where)}\n\n### Response:\n", said(answer, name, where))
         )
-    instruction = said(fields["instruction"], "instruction", place)
+    instruction = said(fields["instruction"], "instruction", where)
     question = f"### Instruction:\n{instruction}\n\n" + (f"### Input:\n{extra}\n\n" if extra else "")
-    texts.append((f"{question}### Response:\n", said(fields["output"], "output", place)))
+    texts.append((f"{question}### Response:\n", said(fields["output"], "output", where)))
     first, *later = texts
     return Completed(
         ((opening + first[0], first[1]), *((f"\n\n{prompt}", answer) for prompt, answer in later))
@@ -163,37 +172,37 @@ def _alpaca(fields: Mapping[str, object], place: str) -> Completed:
 # -- chats
 
 
-def _chat(record: Record, name: str, turns: tuple[Turn, ...]) -> Chat:
+def _chat(record: SourceRecord, name: str, turns: tuple[Turn, ...]) -> Chat:
     """A chat with the record's system turn, checked for its order."""
-    fields, place = record.fields, record.place
-    if system := text_in(fields.get("system") or "", "system", place):
+    fields, where = record.fields, record.where
+    if system := text_in(fields.get("system") or "", "system", where):
         if turns[0].role in ("system", "developer") and turns[0].text != system:
             why = "its first turn is another system turn"
-            raise DataError("two system turns", where=f"{place}: system", why=why, fix="keep one of them")
+            raise DataError("two system turns", where=f"{where}: system", why=why, fix="keep one of them")
         if turns[0].role not in ("system", "developer"):
             turns = (Turn("system", system), *turns)
-    require_order(turns, _NEEDED[name][-1], place)
+    require_order(turns, _NEEDED[name][-1], where)
     own = KEYS[name]
     variables = {key: value for key, value in fields.items() if key not in own and value is not None}
-    tools = tools_in(fields.get("tools"), place)
-    if tools is None and (functions := tools_in(fields.get("functions"), place)):  # OpenAI's API before tools
+    tools = tools_in(fields.get("tools"), where)
+    if tools is None and (functions := tools_in(fields.get("functions"), where)):  # OpenAI's API before tools
         tools = [{"type": "function", "function": function} for function in functions]
-    return Chat(turns, tools, {**variables, **_variables(fields, place)})
+    return Chat(turns, tools, {**variables, **_variables(fields, where)})
 
 
-def _variables(fields: Mapping[str, object], place: str) -> Mapping[str, object]:
+def _variables(fields: Mapping[str, object], where: str) -> Mapping[str, object]:
     """The record's `chat_template_kwargs`."""
-    value = parsed(fields.get("chat_template_kwargs") or {})
+    value = parsed_json(fields.get("chat_template_kwargs") or {})
     if not isinstance(value, dict):
         raise DataError(
-            "'chat_template_kwargs' is not an object", where=place, fix="write {name: value, ...}"
+            "'chat_template_kwargs' is not an object", where=where, fix="write {name: value, ...}"
         )
     return value
 
 
-def _conversation(record: Record) -> Chat:
+def _conversation(record: SourceRecord) -> Chat:
     """TRL's conversational prompt and completion: only answers of the completion are trained on."""
-    prompt = turns_of(record.fields, "prompt", ("role", "content"), record.place)
+    prompt = turns_of(record.fields, "prompt", ("role", "content"), record.where)
     before = [replace(turn, trained=False) for turn in prompt]
-    completion = turns_of(record.fields, "completion", ("role", "content"), record.place)
+    completion = turns_of(record.fields, "completion", ("role", "content"), record.where)
     return _chat(record, "prompt", (*before, *completion))

@@ -19,20 +19,20 @@ from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
-from shardwise.data.readers import Record, TextPiece, checked, missing_key, pieces
-from shardwise.data.source import Place
+from shardwise.data.readers import SourceRecord, TextPiece, checked_text, missing_key, pieces
+from shardwise.data.source import SourcePosition
 from shardwise.data.tables import without_nulls
 
 _PATIENCE = 10.0
 """Seconds that the Hub may take to say whether it has a dataset."""
-_ROWS = 256
+_ROWS_AT_A_TIME = 256
 """Rows read at a time."""
 
 
 def split_of(name: str) -> tuple[str, str | None]:
     """Split `PLACE#SPLIT` into (PLACE, SPLIT), and `PLACE` into (PLACE, None)."""
-    place, mark, split = name.rpartition("#")
-    return (place, split or None) if mark else (name, None)
+    dataset, mark, split = name.rpartition("#")
+    return (dataset, split or None) if mark else (name, None)
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -44,7 +44,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def rows_of_saved(name: str, folder: Path, split: str | None) -> Any:
     """The `datasets.Dataset` saved in `folder`; if it has splits, the named one, else `train`."""
-    datasets = _import(name)
+    datasets = _datasets_library(name)
     try:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # Arrow, JSON or file errors: the folder is damaged
@@ -69,18 +69,18 @@ def rows_of_saved(name: str, folder: Path, split: str | None) -> Any:
 
 def rows_of_hub(name: str) -> Any:
     """The `datasets.Dataset` named `ID[:CONFIG][#SPLIT]`, downloaded if it is not cached."""
-    datasets = _import(name)
-    place, split = split_of(name)
-    repository, _, config = place.partition(":")
+    datasets = _datasets_library(name)
+    dataset, split = split_of(name)
+    repository, _, config = dataset.partition(":")
     with _loading(name), nullcontext() if _revision(repository, name) else _offline(datasets):
         return datasets.load_dataset(repository, name=config or None, split=split or "train")
 
 
 def stream_of_hub(name: str) -> tuple[Any, str]:
     """The `datasets.IterableDataset` named `ID[:CONFIG][#SPLIT]`, and its revision on the Hub."""
-    datasets = _import(name)
-    place, split = split_of(name)
-    repository, _, config = place.partition(":")
+    datasets = _datasets_library(name)
+    dataset, split = split_of(name)
+    repository, _, config = dataset.partition(":")
     with _loading(name):
         revision = _revision(repository, name)
         if not revision:
@@ -132,14 +132,15 @@ def _offline(datasets: Any) -> Iterator[None]:
     """In this block only the cache of downloaded datasets is read, at once."""
     from huggingface_hub import constants
 
-    places = [(constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
-    before = [getattr(module, key, False) for module, key in places]
-    for module, key in places:
+    settings = [(constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
+    # Both libraries read the environment when they are imported, so the variables come too late.
+    before = [getattr(module, key, False) for module, key in settings]
+    for module, key in settings:
         setattr(module, key, True)
     try:
         yield
     finally:
-        for (module, key), value in zip(places, before, strict=True):
+        for (module, key), value in zip(settings, before, strict=True):
             setattr(module, key, value)
 
 
@@ -148,15 +149,17 @@ def pieces_of_rows(name: str, rows: Any, text_key: str, before: int = 0) -> Iter
     if text_key not in rows.column_names:
         raise missing_key(text_key, list(rows.column_names), name)
     number = before
-    for batch in rows.select_columns([text_key]).iter(batch_size=_ROWS):
+    for batch in rows.select_columns([text_key]).iter(batch_size=_ROWS_AT_A_TIME):
         for value in batch[text_key]:
             number += 1
-            yield from pieces(checked(value, text_key, f"{name}: row {number}"))
+            yield from pieces(checked_text(value, text_key, f"{name}: row {number}"))
 
 
-def pieces_of_stream(name: str, rows: Any, text_key: str, place: Place) -> Iterator[tuple[TextPiece, Place]]:
-    """The documents of a `datasets.IterableDataset` from a place on: a state of the dataset, and rows after it."""
-    state, skip = place or (None, 0)
+def pieces_of_stream(
+    name: str, rows: Any, text_key: str, position: SourcePosition
+) -> Iterator[tuple[TextPiece, SourcePosition]]:
+    """The documents of a `datasets.IterableDataset` from a position on: a state of the dataset, and rows after it."""
+    state, skip = position or (None, 0)
     if rows.column_names and text_key not in rows.column_names:
         raise missing_key(text_key, list(rows.column_names), name)
     chosen = rows.select_columns([text_key])
@@ -164,10 +167,10 @@ def pieces_of_stream(name: str, rows: Any, text_key: str, place: Place) -> Itera
         chosen.load_state_dict(state)
     try:
         for number, row in enumerate(chosen, 1):
-            if (since := number % _ROWS) == 0:
+            if (since := number % _ROWS_AT_A_TIME) == 0:
                 state = chosen.state_dict()
             if number > skip:
-                for piece in pieces(checked(row[text_key], text_key, f"{name}: a row of the stream")):
+                for piece in pieces(checked_text(row[text_key], text_key, f"{name}: a row of the stream")):
                     yield piece, [state, since]
     except DataError:
         raise
@@ -180,18 +183,18 @@ def pieces_of_stream(name: str, rows: Any, text_key: str, place: Place) -> Itera
         ) from None
 
 
-def records_of_rows(name: str, rows: Any, keys: Sequence[str]) -> Iterator[Record]:
+def records_of_rows(name: str, rows: Any, keys: Sequence[str]) -> Iterator[SourceRecord]:
     """The rows of a `datasets.Dataset` with its features among `keys`, or with all features if it has none of them."""
     names = [key for key in rows.column_names if key in keys] or rows.column_names
     number = 0
-    for batch in rows.select_columns(names).iter(batch_size=_ROWS):
+    for batch in rows.select_columns(names).iter(batch_size=_ROWS_AT_A_TIME):
         for values in zip(*(batch[key] for key in names), strict=True):
             number += 1
             fields = dict(zip(names, map(without_nulls, values), strict=True))
-            yield Record(fields, f"{name}: row {number}")
+            yield SourceRecord(fields, f"{name}: row {number}")
 
 
-def _import(name: str) -> Any:
+def _datasets_library(name: str) -> Any:
     try:
         import datasets
     except ImportError:

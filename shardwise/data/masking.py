@@ -9,15 +9,15 @@ with another micro-batch size. An epoch later the same sequence hides other toke
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from shardwise.data.samples import NOT_COUNTED, Batch
+from shardwise.data.dataset import NOT_COUNTED, Sample
 
-TARGETS, HIDDEN, REPLACED = 0.15, 0.8, 0.1
+TARGET_SHARE = 0.15
+MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
+"""Of the targets; the others stay."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,23 @@ class Masking:
     def _never(self) -> list[int]:
         return [token for token in self.never if token is not None]
 
-    def masked(self, batch: Batch, step: tuple[str, int, int], slots: Sequence[int | None]) -> Batch:
-        """The batch with hidden tokens in ``input_ids`` and their ids in ``labels``, both [b, s].
+    def masked(self, row: Sample, step: tuple[str, int, int], slot: int | None) -> Sample:
+        """A row with hidden tokens in ``input_ids`` and their ids in ``labels``, both [s].
 
         Args:
             step: side (train or held out), seed and number of the step.
-            slots: place of each row in the step; None is a padding row, which has no targets.
+            slot: of the row in the step; None is a padding row, which has no targets.
         """
-        inputs = batch["input_ids"].numpy().copy()
+        inputs = row["input_ids"].copy()
         labels = np.full_like(inputs, NOT_COUNTED)
-        for row, slot in enumerate(slots):
-            if slot is None:
-                continue
-            digest = hashlib.blake2b(f"shardwise mask {step} {slot}".encode(), digest_size=16).digest()
-            draw = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-            chosen, kind, other = draw.random((3, inputs.shape[1]))
-            target = (chosen < TARGETS) & ~np.isin(inputs[row], self._never)
-            labels[row, target] = inputs[row, target]
-            replaced = target & (kind >= HIDDEN) & (kind < HIDDEN + REPLACED)
-            inputs[row, replaced] = (other * self.vocab).astype(np.int64)[replaced]
-            inputs[row, target & (kind < HIDDEN)] = self.mask
-        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        if slot is None:
+            return {"input_ids": inputs, "labels": labels}
+        digest = hashlib.blake2b(f"shardwise mask {step} {slot}".encode(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+        draw, kind, other = generator.random((3, len(inputs)))
+        target = (draw < TARGET_SHARE) & ~np.isin(inputs, self._never)
+        labels[target] = inputs[target]
+        replaced = target & (kind >= MASKED_SHARE) & (kind < MASKED_SHARE + RANDOM_SHARE)
+        inputs[replaced] = (other * self.vocab).astype(np.int64)[replaced]
+        inputs[target & (kind < MASKED_SHARE)] = self.mask
+        return {"input_ids": inputs, "labels": labels}

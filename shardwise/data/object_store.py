@@ -18,10 +18,10 @@ from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
-from shardwise.data.readers import Record, TextPiece, is_data_file, read_file, read_records
-from shardwise.data.source import Place, Source, after
+from shardwise.data.readers import SourceRecord, TextPiece, is_data_file, read_file, read_records
+from shardwise.data.source import Source, SourcePosition, after
 
-_CHANGES = (
+_CHANGE_KEYS = (
     "ETag",
     "etag",
     "md5Hash",
@@ -42,8 +42,8 @@ class ObjectStore(Source):
         """Lists the files. Raises DataError: none is there, or the store cannot be read."""
         self.name, self._text_key = name, text_key
         with self._readable():
-            self._system, place = _opened(name)
-            self._files = sorted(self._listed(place))
+            self._system, location = _file_system(name)
+            self._files = sorted(self._listed(location))
             self._states = [_state(self._system.info(path), path) for path in self._files]
         if not self._files:
             raise DataError(
@@ -58,19 +58,19 @@ class ObjectStore(Source):
             with self._copied(path) as local:
                 yield from read_file(local, self._text_key)
 
-    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
-        first, skip = place or (0, 0)
+    def pieces_from(self, position: SourcePosition) -> Iterator[tuple[TextPiece, SourcePosition]]:
+        first, skip = position or (0, 0)
         for number, path in enumerate(self._files[first:], first):
             with self._copied(path) as local:
                 for piece, ended in after(read_file(local, self._text_key), skip):
                     yield piece, [number, ended]
             skip = 0
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
         for path in self._files:
             with self._copied(path) as local:
                 for record in read_records(local, keys):
-                    yield replace(record, place=record.place.replace(str(local), path))
+                    yield replace(record, where=record.where.replace(str(local), path))
 
     def fields(self) -> frozenset[str]:
         records = self.records(())
@@ -81,13 +81,13 @@ class ObjectStore(Source):
         finally:
             records.close()  # type: ignore[attr-defined]
 
-    def _listed(self, place: str) -> list[str]:
-        if any(sign in place for sign in "*?["):
-            return [path for path in self._system.glob(place) if is_data_file(Path(path))]
-        if self._system.isdir(place):
-            return [path for path in self._system.find(place) if is_data_file(Path(path), named=False)]
-        self._system.info(place)  # raises FileNotFoundError
-        return [place]
+    def _listed(self, location: str) -> list[str]:
+        if any(sign in location for sign in "*?["):
+            return [path for path in self._system.glob(location) if is_data_file(Path(path))]
+        if self._system.isdir(location):
+            return [path for path in self._system.find(location) if is_data_file(Path(path), named=False)]
+        self._system.info(location)  # raises FileNotFoundError
+        return [location]
 
     @contextmanager
     def _copied(self, path: str) -> Iterator[Path]:
@@ -123,18 +123,18 @@ class ObjectStore(Source):
             ) from None
 
 
-def _opened(name: str) -> tuple[Any, str]:
-    """(file system, place in it)."""
+def _file_system(name: str) -> tuple[Any, str]:
+    """(file system, path in it)."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:
         why, fix = "the package fsspec is not installed", install("hf")
         raise DataError("cannot read a URL", where=name, why=why, fix=fix) from None
-    system, place = url_to_fs(name)
-    return system, place
+    system, location = url_to_fs(name)
+    return system, location
 
 
 def _state(info: dict[str, Any], path: str) -> list[str]:
     """The path, the size, and what changes with the content."""
-    change = next((str(info[key]) for key in _CHANGES if info.get(key) is not None), "")
+    change = next((str(info[key]) for key in _CHANGE_KEYS if info.get(key) is not None), "")
     return [path, str(info.get("size")), change]

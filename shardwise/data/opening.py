@@ -1,152 +1,123 @@
-"""Open data for training: text and records through the token cache, or a factory's own dataset."""
+"""Open the sources of a recipe's ``data:``.
+
+It needs no torch, so the command line checks and shows data before torch is loaded.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sized
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import xxhash
-from torch.utils.data import Dataset
 
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError
-from shardwise.data.batches import Data
-from shardwise.data.masking import Masking
-from shardwise.data.mixing import MixedOrder, MixedSamples
-from shardwise.data.samples import (
-    DatasetSamples,
-    ExampleSamples,
-    PairSamples,
-    Samples,
-    StreamedSamples,
-    TokenSamples,
-    fingerprint_of,
-)
-from shardwise.data.text import (
-    Examples,
-    Opened,
-    PairExamples,
-    StreamedText,
-    named_sets,
-    open_tokens,
-    tokenizer_of,
-)
-from shardwise.data.tokenizer import Tokenizer, mask_token
+from shardwise.data.completions import open_completions
+from shardwise.data.dataset import OpenedSource, Splits, TokenDataset
+from shardwise.data.formats import format_of
+from shardwise.data.pairs import open_pairs
+from shardwise.data.sources import open_source
+from shardwise.data.streaming import open_stream
+from shardwise.data.text import open_text
+from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.recipe.sections import DataSpec, Recipe
 
+Opener = Callable[[OpenedSource], Splits[TokenDataset]]
 
-def open_data(recipe: Recipe, dataset: Dataset[Any] | None = None, cache: Path | None = None) -> Data:
-    """The data of a recipe. The first process tokenizes it; other processes wait and share the result.
+OPENERS: Mapping[tuple[str, str], Opener] = {
+    ("causal", "text"): open_text,
+    ("masked", "text"): open_text,
+    **{("causal", name): open_completions for name in ("messages", "sharegpt", "prompt", "alpaca")},
+    **{("seq2seq", name): open_pairs for name in ("prompt", "alpaca")},
+}
+"""What makes the samples of an objective from records of a format."""
+
+STREAMED: Mapping[tuple[str, str], Opener] = {
+    ("causal", "text"): open_stream,
+    ("masked", "text"): open_stream,
+}
+"""The same under ``data.stream_window``."""
+
+
+def tokenizer_of(spec: DataSpec) -> Tokenizer:
+    """The recipe's tokenizer. Raises DataError."""
+    return open_tokenizer(spec.tokenizer, spec.begin)
+
+
+def open_splits(
+    spec: DataSpec, tokenizer: Tokenizer, root: Path, verify: bool = False, objective: str = "causal"
+) -> Splits[TokenDataset]:
+    """The training and held-out samples of a source for the recipe's ``model.objective``.
 
     Args:
-        recipe: `data`, `batch_size`, `seed` and `evaluation` are read.
-        dataset: a factory's own map-style dataset, which replaces `data.source`.
-        cache: the folder of token caches; by default $SHARDWISE_CACHE, else ~/.cache/shardwise.
+        root: the folder of token caches.
+        verify: compare the content of the token cache with its digest.
 
     Raises:
-        DataError: the source or the tokenizer is missing or malformed, or the data is shorter than one sequence.
+        DataError: the source is malformed, does not suit the objective, or is shorter than one sequence.
         ResourceError: the cache cannot be written.
     """
-    tokenizer: Tokenizer | None = None
-    masking: Masking | None = None
-    order: MixedOrder | None = None
-    if dataset is not None:
-        train, held_out, fingerprint = _of_dataset(dataset, recipe.data.held_out)
+    streamed = spec.stream_window is not None
+    source = open_source(spec.source, spec.text_key, streamed)
+    name = format_of(spec, source)
+    opener = (STREAMED if streamed else OPENERS).get((objective, name))
+    if opener is None:
+        raise _unsuitable(spec, name, objective)
+    return opener(OpenedSource(spec, source, name, tokenizer, root, objective, verify))
+
+
+def _unsuitable(spec: DataSpec, name: str, objective: str) -> DataError:
+    """The error for records of a format that an objective, or a stream, has no samples of."""
+    if spec.stream_window is not None:
+        what = "only plain text is streamed"
+        fix = "remove data.stream_window, or write data.format: text"
+    elif objective == "masked":
+        what = "the masked objective needs plain text"
+        fix = "give text, or name the field with it in data.text_key"
     else:
-        tokenizer = tokenizer_of(recipe.data)
-        root = cache or default_root()
-        sides = [_of_text(recipe, spec, tokenizer, root) for spec in recipe.data.parts]
-        train, held_out, fingerprint = sides[0]
-        if recipe.data.mixture is not None:
-            train = MixedSamples([side[0] for side in sides])
-            held_out = MixedSamples([side[1] for side in sides])
-            weights = [part.weight for part in recipe.data.mixture]
-            order = _mixed_order([side[0] for side in sides], weights, recipe.seed)
-            parts = [[side[2] for side in sides], order.counts]
-            fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
-        if recipe.model.objective == "masked":
-            never = (tokenizer.separator, tokenizer.begin)
-            masking = Masking(mask_token(tokenizer), never, tokenizer.vocab)
-    return Data(
-        train,
-        held_out,
-        tokenizer=tokenizer,
-        fingerprint=fingerprint,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        evaluation_sequences=recipe.evaluation.sequences,
-        masking=masking,
-        order=order,
-        sets={} if tokenizer is None else _sets(recipe, tokenizer, cache or default_root()),
-    )
+        what = f"the {objective} objective needs prompts and completions"
+        fix = "give records with prompt and completion, or instruction and output"
+    return DataError(what, where=spec.source, why=f"its records are of the format {name}", fix=fix)
 
 
-def _mixed_order(sides: list[Samples], weights: list[float], seed: int) -> MixedOrder:
-    streams = {index: side.windows for index, side in enumerate(sides) if isinstance(side, StreamedSamples)}
-    sizes = [streams[i].sequences if i in streams else len(side) for i, side in enumerate(sides)]
-    return MixedOrder(sizes, weights, seed, streams)
+@dataclass(frozen=True)
+class OpenedSources:
+    """All sources of a recipe.
+
+    Attributes:
+        parts: of ``data.source``, or of each item of ``data.mixture``.
+        sets: of ``evaluation.sets``, by name: all samples, with nothing held out.
+    """
+
+    tokenizer: Tokenizer
+    parts: list[Splits[TokenDataset]]
+    sets: dict[str, Splits[TokenDataset]]
 
 
-def _sets(recipe: Recipe, tokenizer: Tokenizer, root: Path) -> dict[str, Samples]:
-    """All samples of the recipe's named validation sets."""
-    found = {}
-    for name, spec in named_sets(recipe).items():
-        opened = open_tokens(spec, tokenizer, root, objective=recipe.model.objective)
-        found[name] = samples_of(opened, tokenizer, spec.packing)[0]
-    return found
+def open_sources(recipe: Recipe, root: Path, verify: bool = False) -> OpenedSources:
+    """Open everything that a recipe reads. Raises as ``open_splits``."""
+    tokenizer, objective = tokenizer_of(recipe.data), recipe.model.objective
+
+    def opened(spec: DataSpec) -> Splits[TokenDataset]:
+        return open_splits(spec, tokenizer, root, verify, objective)
+
+    parts = [opened(spec) for spec in recipe.data.parts]
+    alone = {"mixture": None, "held_out": 0.0, "format": "auto"}
+    sets = {
+        name: opened(recipe.data.model_copy(update={**alone, "source": source}))
+        for name, source in recipe.evaluation.sets.items()
+    }
+    return OpenedSources(tokenizer, parts, sets)
 
 
-def _of_text(
-    recipe: Recipe, spec: DataSpec, tokenizer: Tokenizer, root: Path
-) -> tuple[Samples, Samples, str]:
-    opened = open_tokens(spec, tokenizer, root, objective=recipe.model.objective)
-    if isinstance(opened, StreamedText) and opened.windows is not None:
-        return (*samples_of(opened, tokenizer, spec.packing), opened.windows.fingerprint)
-    # The fingerprint leaves out the tokenizer: equal tokens are equal data.
-    parts: list[object] = [opened.cache.header.digest, spec.sequence_length, spec.held_out]
-    if isinstance(opened, Examples):
-        parts += ["packed" if spec.packing else "padded"]
-    elif isinstance(opened, PairExamples):
-        parts += ["pairs", opened.train.target_length]
-    elif spec.packing:
-        parts += ["packed"]
-    fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
-    train, held_out = samples_of(opened, tokenizer, spec.packing)
-    return train, held_out, fingerprint
+def check_data(recipe: Recipe) -> list[str]:
+    """Check a recipe's data before anything else starts, once per run; the tokens stay in the cache.
 
+    Reads the whole cache, so that its ranks train on the tokens whose digest a checkpoint records.
 
-def samples_of(opened: Opened, tokenizer: Tokenizer, packing: bool) -> tuple[Samples, Samples]:
-    """Training and held-out samples of opened tokens."""
-    if isinstance(opened, PairExamples):
-        return PairSamples(opened.train, tokenizer), PairSamples(opened.held_out, tokenizer)
-    if isinstance(opened, Examples):
-        sides = opened.divided.train, opened.divided.held_out
-        both = [ExampleSamples(side, tokenizer, packing) for side in sides]
-        return both[0], both[1]
-    cache, starts = opened.cache, opened.starts
-    if isinstance(opened, StreamedText) and opened.windows is not None:
-        held_out = TokenSamples(opened.held_out, cache, tokenizer, starts)
-        return StreamedSamples(opened.windows, tokenizer, packing), held_out
-    return (
-        TokenSamples(opened.train, cache, tokenizer, starts),
-        TokenSamples(opened.held_out, cache, tokenizer, starts),
-    )
-
-
-def _of_dataset(dataset: Dataset[Any], fraction: float) -> tuple[Samples, Samples, str]:
-    """Hold out the last `fraction` of a user's dataset: at least one item if there are two."""
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise DataError(
-            "dataset has no length",
-            where=type(dataset).__name__,
-            why="a resumable order needs items by number",
-            fix="return a map-style dataset, with __len__ and __getitem__, from the factory",
-        )
-    if not (count := len(dataset)):
-        raise DataError("empty dataset", where=type(dataset).__name__, fix="check the factory")
-    held = min(max(1, round(fraction * count)), count - 1) if fraction else 0
-    train, held_out = DatasetSamples(dataset, 0, count - held), DatasetSamples(dataset, count - held, held)
-    parts = [fingerprint_of(dataset, count), held]
-    return train, held_out, xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+    Returns a description of records with completions, in sentences. A factory opens its own data later.
+    """
+    if recipe.model.factory is not None:
+        return []
+    parts = open_sources(recipe, default_root(), verify=True).parts
+    shown = [part for part in parts if part.train.from_records or recipe.data.mixture]
+    return [sentence for part in shown for sentence in part.sentences()]

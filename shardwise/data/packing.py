@@ -14,10 +14,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-Numbers = npt.NDArray[np.int64]
 
-
-def best_fit(lengths: Numbers, room: int) -> tuple[Numbers, Numbers]:
+def best_fit(
+    lengths: npt.NDArray[np.int64], room: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Pack records 0..n-1 into sequences of `room` tokens.
 
     Args:
@@ -26,22 +26,23 @@ def best_fit(lengths: Numbers, room: int) -> tuple[Numbers, Numbers]:
     Returns:
         (record numbers by sequence [n], start of each sequence among them [sequences + 1]).
     """
-    place = np.zeros(len(lengths), np.int64)
+    sequence_of = np.zeros(len(lengths), np.int64)
     open_by_room: dict[int, list[int]] = {}
     rooms = 0  # bit r is set if some sequence has room for r tokens
     sequences = 0
     for record in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[record])
         if fitting := rooms >> length:
-            found = length + (fitting & -fitting).bit_length() - 1
-            sequence = open_by_room[found].pop()
-            if not open_by_room[found]:
-                rooms ^= 1 << found
+            # The lowest set bit is the least room that is enough.
+            free = length + (fitting & -fitting).bit_length() - 1
+            sequence = open_by_room[free].pop()
+            if not open_by_room[free]:
+                rooms ^= 1 << free
         else:
-            found, sequence, sequences = room, sequences, sequences + 1
-        place[record] = sequence
-        if left := found - length:
+            free, sequence, sequences = room, sequences, sequences + 1
+        sequence_of[record] = sequence
+        if left := free - length:
             open_by_room.setdefault(left, []).append(sequence)
             rooms |= 1 << left
-    counts = np.bincount(place, minlength=sequences)
-    return np.argsort(place, kind="stable"), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    counts = np.bincount(sequence_of, minlength=sequences)
+    return np.argsort(sequence_of, kind="stable"), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -7,20 +7,32 @@ the completion. A longer prompt is cut before its last token, a longer completio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
-from shardwise.data.cache import TokenCache
-from shardwise.data.examples import IGNORED, held_out
-from shardwise.data.packing import Numbers
+from shardwise.core.errors import DataError
+from shardwise.data.cache import TokenCache, json_hash
+from shardwise.data.completions import held_out_records
+from shardwise.data.dataset import (
+    NOT_COUNTED,
+    Lengths,
+    MaskedTokens,
+    OpenedSource,
+    Sample,
+    Splits,
+    TokenDataset,
+    TokenIds,
+)
+from shardwise.data.encoding import Encoder, open_record_cache
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.recipe.sections import DataSpec
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Records of one side of the split.
+class Pairs(TokenDataset):
+    """Records of one side of the split: `input_ids` and `attention_mask` [s], `labels` [t] not shifted; int64.
 
     Attributes:
         cache: the cache with their tokens.
@@ -30,73 +42,118 @@ class Pairs:
     """
 
     cache: TokenCache
-    starts: Numbers
-    borders: Numbers
-    ends: Numbers
+    tokenizer: Tokenizer
+    starts: TokenIds
+    borders: TokenIds
+    ends: TokenIds
     length: int
     target_length: int
 
-    @property
-    def sequences(self) -> int:
+    from_records = True
+
+    def __len__(self) -> int:
         return len(self.starts)
 
-    @cached_property
-    def truncated(self) -> int:
-        """Number of records with a prompt or a completion that was cut."""
-        prompts, completions = self.borders - self.starts, self.ends - self.borders
-        return int(((prompts > self.length) | (completions > self.target_length)).sum())
+    def sample(self, index: int) -> Sample:
+        row = {name: array.copy() for name, array in self.padding().items()}
+        prompt, completion = self.prompt(index), self.completion(index)
+        row["input_ids"][: len(prompt)] = prompt
+        row["attention_mask"][len(prompt) :] = 0
+        row["labels"][: len(completion)] = completion
+        return row
 
-    def cuts(self, index: int) -> bool:
-        """Whether a record's prompt or completion is cut."""
-        prompt, completion = self.borders[index] - self.starts[index], self.ends[index] - self.borders[index]
-        return bool(prompt > self.length or completion > self.target_length)
+    def padding(self) -> Sample:
+        """It attends to its own padding: attention over nothing is not a number."""
+        return {
+            "input_ids": np.full(self.length, self.tokenizer.separator),
+            "attention_mask": np.ones(self.length, np.int64),
+            "labels": np.full(self.target_length, NOT_COUNTED),
+        }
 
-    def prompt(self, index: int) -> Numbers:
+    def text(self, index: int) -> str:
+        sides = self.prompt(index), self.completion(index)
+        return "".join(self.tokenizer.decode(side.tolist()) for side in sides)
+
+    def prompt(self, index: int) -> TokenIds:
         """The encoder's tokens of a record, at most `length`."""
         tokens = self.cache.tokens[self.starts[index] : self.borders[index]].astype(np.int64)
         return tokens if len(tokens) <= self.length else np.append(tokens[: self.length - 1], tokens[-1])
 
-    def completion(self, index: int) -> Numbers:
+    def completion(self, index: int) -> TokenIds:
         """The decoder's targets of a record, at most `target_length`."""
-        found: Numbers = self.cache.tokens[self.borders[index] : self.ends[index]].astype(np.int64)
-        return found[: self.target_length]
+        tokens: TokenIds = self.cache.tokens[self.borders[index] : self.ends[index]].astype(np.int64)
+        return tokens[: self.target_length]
 
-    def padded(self, samples: Sequence[int | None], padding: int) -> tuple[Numbers, Numbers, Numbers]:
-        """(encoder's tokens [b, s], their mask [b, s], targets [b, t]) of records; None is a padding row.
+    def record(self, index: int) -> tuple[list[int], list[bool]]:
+        prompt, completion = self.prompt(index).tolist(), self.completion(index).tolist()
+        return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
-        A padding row attends to its own padding: attention over nothing is not a number.
-        """
-        inputs = np.full((len(samples), self.length), padding, np.int64)
-        mask = np.zeros_like(inputs)
-        labels = np.full((len(samples), self.target_length), IGNORED, np.int64)
-        for row, sample in enumerate(samples):
-            if sample is None:
-                mask[row] = 1
-                continue
-            prompt, completion = self.prompt(sample), self.completion(sample)
-            inputs[row, : len(prompt)], mask[row, : len(prompt)] = prompt, 1
-            labels[row, : len(completion)] = completion
-        self.cache.release()
-        return inputs, mask, labels
+    def documents(self, index: int) -> list[MaskedTokens]:
+        sides = (self.prompt(index), False), (self.completion(index), True)
+        return [[(token, trained) for token in tokens.tolist()] for tokens, trained in sides]
+
+    @property
+    def cut(self) -> npt.NDArray[np.bool_]:
+        """Whether a prompt or a completion is cut, [records]."""
+        prompts, completions = self.borders - self.starts, self.ends - self.borders
+        return (prompts > self.length) | (completions > self.target_length)
+
+    def note(self, index: int) -> str:
+        return "cut at its end" if self.cut[index] else ""
+
+    def lengths(self) -> Lengths:
+        """Of the training records."""
+        prompts, completions = self.borders - self.starts, self.ends - self.borders
+        return Lengths(int(prompts.max()), float(prompts.mean()), int(completions.max()))
 
 
-def divide_pairs(
-    cache: TokenCache, fraction: float, length: int, target_length: int, drop: bool = False
-) -> tuple[Pairs, Pairs]:
-    """(training records, held-out records) of a cache that an encoder of pairs wrote.
+def open_pairs(opened: OpenedSource) -> Splits[Pairs]:
+    """Prompts and completions through the token cache. Raises DataError if no record fits into a sequence."""
+    spec = opened.spec
+    encoder = Encoder(spec, opened.format, opened.tokenizer, pairs=True)
+    cache = open_record_cache(opened.source, encoder, opened.root, opened.verify)
+    train, held_out = divide_pairs(cache, opened.tokenizer, spec)
+    if not len(train):
+        why = f"all {cache.header.documents:,} records are longer, and data.too_long is drop"
+        raise DataError(
+            "no record fits into a sequence", where=spec.source, why=why, fix="raise data.sequence_length"
+        )
 
-    Args:
-        fraction: the fraction of records to hold out. drop: leave out records of which a part would be cut.
-    """
+    def sentences() -> list[str]:
+        header = cache.header
+        said = [
+            f"{spec.source}: format {encoder.format}, {header.documents:,} records, {header.tokens:,} tokens",
+            f"{len(train):,} records to train on and {len(held_out):,} held out: prompts of up to"
+            f" {train.length:,} tokens for the encoder, completions of up to {train.target_length:,} for the decoder",
+        ]
+        if cut := int(train.cut.sum() + held_out.cut.sum()):
+            said.append(
+                f"too long: {cut:,} records with a prompt or a completion cut at its end; data.too_long=drop leaves"
+                " them out"
+            )
+        if dropped := header.documents - len(train) - len(held_out):
+            said.append(f"too long: {dropped:,} records dropped; data.too_long is drop")
+        if header.unread:
+            said.append(f"not read by the format {encoder.format}: {header.unread}")
+        return said
+
+    parts = [cache.header.digest, spec.sequence_length, spec.held_out, "pairs", train.target_length]
+    return Splits(train, held_out, json_hash(parts), sentences)
+
+
+def divide_pairs(cache: TokenCache, tokenizer: Tokenizer, spec: DataSpec) -> tuple[Pairs, Pairs]:
+    """(training records, held-out records) of a cache that an encoder of pairs wrote."""
+    length, target_length = spec.sequence_length, spec.decoder_length
     records = cache.documents()
     ends = records["end"].astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    borders = starts + records["first"].astype(np.int64)
-    if drop:
+    borders = starts + records["first"].astype(np.int64)  # the first trained token is the completion's first
+    if spec.too_long == "drop":
         fits = (borders - starts <= length) & (ends - borders <= target_length)
         records, starts, borders, ends = records[fits], starts[fits], borders[fits], ends[fits]
-    held = held_out(records["hash"], fraction)
-    train, other = (
-        Pairs(cache, starts[side], borders[side], ends[side], length, target_length) for side in (~held, held)
+    mask = held_out_records(records["hash"], spec.held_out)
+    train, held_out = (
+        Pairs(cache, tokenizer, starts[side], borders[side], ends[side], length, target_length)
+        for side in (~mask, mask)
     )
-    return train, other
+    return train, held_out

@@ -47,11 +47,11 @@ class TextPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SourceRecord:
     """A JSON object or a row, with its position."""
 
     fields: Mapping[str, object]
-    place: str
+    where: str
 
 
 def is_data_file(path: Path, named: bool = True) -> bool:
@@ -65,30 +65,30 @@ def read_file(path: Path, text_key: str) -> Iterator[TextPiece]:
     Raises:
         DataError: the file is unreadable, empty or malformed.
     """
-    with _readable(path):
+    with _reading_errors(path):
         kind = _kind_of(path)
         if kind == "parquet":
             yield from _read_parquet(path, text_key)
         elif kind == "txt":
-            yield from _read_text(path)
+            yield from _read_text_file(path)
         else:
-            for row, place in _rows_of(path, kind):
-                yield from pieces(_text_of(row, text_key, place))
+            for row, where in _rows_of(path, kind):
+                yield from pieces(_text_of(row, text_key, where))
 
 
-def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+def read_records(path: Path, keys: Sequence[str]) -> Iterator[SourceRecord]:
     """The records of a jsonl or parquet file; from parquet only the columns in `keys`.
 
     Raises:
         DataError: the file is unreadable, empty, malformed, or a text file.
     """
-    with _readable(path):
+    with _reading_errors(path):
         kind = _kind_of(path)
         if kind == "parquet":
             yield from _records_of_parquet(path, keys)
         elif kind != "txt":
-            for row, place in _rows_of(path, kind):
-                yield Record(_object(row, place, "write one JSON object a line"), place)
+            for row, where in _rows_of(path, kind):
+                yield SourceRecord(_object(row, where, "write one JSON object a line"), where)
         else:
             raise DataError(
                 "no records in a text file",
@@ -99,7 +99,7 @@ def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _reading_errors(path: Path) -> Iterator[None]:
     """Turn errors from reading `path` into DataErrors."""
     try:
         if path.stat().st_size == 0:
@@ -134,27 +134,28 @@ def _open(path: Path) -> IO[bytes]:
 # -- text
 
 
-def _read_text(path: Path) -> Iterator[TextPiece]:
+def _read_text_file(path: Path) -> Iterator[TextPiece]:
     line, offset, rest = 1, 0, b""
     with _open(path) as file:
         while True:
             data = rest + file.read(PIECE_BYTES - len(rest))
             at_end = len(data) < PIECE_BYTES
-            cut = len(data) if at_end else _cut(data)
+            cut = len(data) if at_end else _piece_length(data)
             piece, rest = data[:cut], data[cut:]
             _check_text(piece, path, line, offset)
             bare = piece.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else piece
+            # The last piece may be empty; it ends the document.
             yield TextPiece(bare, ends=at_end)
             if at_end:
                 return
             line, offset = line + piece.count(b"\n"), offset + cut
 
 
-def _cut(data: bytes) -> int:
+def _piece_length(data: bytes) -> int:
     """Length of the first piece of `data`: up to a line end, else a blank, else a character boundary."""
     for mark in (b"\n", b" "):
-        if (found := data.rfind(mark)) > 0:
-            return found + 1
+        if (index := data.rfind(mark)) > 0:
+            return index + 1
     cut = len(data)
     while cut > len(data) - 3 and data[cut - 1] & 0xC0 == 0x80:
         cut -= 1  # skip the continuation bytes of the last character
@@ -171,8 +172,8 @@ def _check_text(data: bytes, path: Path, line: int, offset: int) -> None:
             bad, what = error.start, "text is not UTF-8"
             why = f"byte 0x{data[bad]:02x}: {error.reason}"
     if bad >= 0:
-        place = _place(path, line + data.count(b"\n", 0, bad), offset + bad)
-        raise DataError(what, where=place, why=why, fix="convert it to UTF-8 text, or remove it")
+        where = _line_position(path, line + data.count(b"\n", 0, bad), offset + bad)
+        raise DataError(what, where=where, why=why, fix="convert it to UTF-8 text, or remove it")
 
 
 def pieces(data: bytes) -> Iterator[TextPiece]:
@@ -180,13 +181,13 @@ def pieces(data: bytes) -> Iterator[TextPiece]:
     start = 0
     while len(data) - start > PIECE_BYTES:
         piece = data[start : start + PIECE_BYTES]
-        cut = _cut(piece)
+        cut = _piece_length(piece)
         yield TextPiece(piece[:cut], ends=False)
         start += cut
     yield TextPiece(data[start:], ends=True)
 
 
-def _place(path: Path, line: int, byte: int) -> str:
+def _line_position(path: Path, line: int, byte: int) -> str:
     return f"{path}:{line}, byte {byte}"
 
 
@@ -199,18 +200,18 @@ def _rows_of_jsonl(path: Path) -> Iterator[tuple[object, str]]:
     with _open(path) as file:
         while line := file.readline(LONGEST_LINE_BYTES + 1):
             number += 1
-            place = _place(path, number, offset)
-            if len(line) > LONGEST_LINE_BYTES:
+            where = _line_position(path, number, offset)
+            if len(line) > LONGEST_LINE_BYTES:  # a file without newlines would fill the memory
                 raise DataError(
                     "line too long",
-                    where=place,
+                    where=where,
                     why=f"more than {LONGEST_LINE_BYTES >> 20} MiB",
                     fix="write one JSON object a line",
                 )
             _check_text(line, path, number, offset)
             bare = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
             if bare := bare.strip():
-                yield _parse(bare, place), place
+                yield _parse(bare, where), where
             offset += len(line)
 
 
@@ -231,28 +232,28 @@ def _rows_of(path: Path, kind: str) -> Iterator[tuple[object, str]]:
     yield from rows_of_list(data, path) if kind == "json" else rows_of_csv(data, path)
 
 
-def _parse(line: bytes, place: str) -> object:
+def _parse(line: bytes, where: str) -> object:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
         why = f"{error.msg} at column {error.colno}"
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits; brackets nested 100,000 deep
         why = str(error)
-    raise DataError("malformed JSON line", where=place, why=why, fix="write one JSON object a line")
+    raise DataError("malformed JSON line", where=where, why=why, fix="write one JSON object a line")
 
 
-def _text_of(row: object, text_key: str, place: str) -> bytes:
+def _text_of(row: object, text_key: str, where: str) -> bytes:
     """The text of one JSON object, checked."""
-    fields = _object(row, place, f'write {{"{text_key}": "..."}} on every line')
+    fields = _object(row, where, f'write {{"{text_key}": "..."}} on every line')
     if text_key not in fields:
-        raise missing_key(text_key, list(fields), place)
-    return checked(fields[text_key], text_key, place)
+        raise missing_key(text_key, list(fields), where)
+    return checked_text(fields[text_key], text_key, where)
 
 
-def _object(row: object, place: str, fix: str) -> dict[str, object]:
+def _object(row: object, where: str, fix: str) -> dict[str, object]:
     if not isinstance(row, dict):
         raise DataError(
-            "line is not a JSON object", where=place, why=f"it is of type {kind_of(row)}", fix=fix
+            "line is not a JSON object", where=where, why=f"it is of type {json_kind(row)}", fix=fix
         )
     return row
 
@@ -260,46 +261,46 @@ def _object(row: object, place: str, fix: str) -> dict[str, object]:
 # -- values, also those of parquet and datasets
 
 
-def missing_key(text_key: str, present: list[str], place: str) -> DataError:
+def missing_key(text_key: str, present: list[str], where: str) -> DataError:
     """The error for a row, a schema or a dataset without `text_key`."""
     return DataError(
         f"no '{text_key}'",
-        where=place,
+        where=where,
         why=f"it has {', '.join(present[:8]) or 'nothing'}{', …' if len(present) > 8 else ''}",
         fix="set data.text_key to the field that holds the text",
     )
 
 
-def checked(
+def checked_text(
     value: object,
     text_key: str,
-    place: str,
+    where: str,
     fix: str = "make it a string, or name another key as data.text_key",
 ) -> bytes:
     """`value` as UTF-8.
 
     Raises:
-        DataError: it is not a string, or contains NUL or a lone surrogate; the error names `place`.
+        DataError: it is not a string, or contains NUL or a lone surrogate; the error names `where`.
     """
     if not isinstance(value, str):
         raise DataError(
             f"'{text_key}' is not text",
-            where=place,
-            why=f"it is of type {kind_of(value)}",
+            where=where,
+            why=f"it is of type {json_kind(value)}",
             fix=fix,
         )
     if "\0" in value:
         raise DataError(
-            "NUL in text", where=place, why=f"character {value.index(chr(0))} is U+0000", fix="remove it"
+            "NUL in text", where=where, why=f"character {value.index(chr(0))} is U+0000", fix="remove it"
         )
     try:
         return value.encode("utf-8")
     except UnicodeEncodeError as error:
         why = f"character {error.start} is half of a surrogate pair"
-        raise DataError("text is not Unicode", where=place, why=why, fix="remove it") from None
+        raise DataError("text is not Unicode", where=where, why=why, fix="remove it") from None
 
 
-def kind_of(value: object) -> str:
+def json_kind(value: object) -> str:
     """JSON's name for the type of `value`."""
     return _JSON_NAMES.get(type(value), type(value).__name__)
 
@@ -312,14 +313,14 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[TextPiece]:
         if text_key not in rows.names:
             raise missing_key(text_key, rows.names, str(path))
         for value in rows.values(text_key):
-            yield from pieces(checked(value, text_key, f"{path}: row {rows.number}"))
+            yield from pieces(checked_text(value, text_key, f"{path}: row {rows.number}"))
 
 
-def _records_of_parquet(path: Path, keys: Sequence[str]) -> Iterator[Record]:
+def _records_of_parquet(path: Path, keys: Sequence[str]) -> Iterator[SourceRecord]:
     with _parquet(path) as rows:
         names = [name for name in rows.names if name in keys]
         for fields in rows.fields(names or rows.names):
-            yield Record(fields, f"{path}: row {rows.number}")
+            yield SourceRecord(fields, f"{path}: row {rows.number}")
 
 
 class _Rows:
@@ -332,7 +333,7 @@ class _Rows:
 
     def values(self, name: str) -> Iterator[object]:
         for batch in self._file.iter_batches(batch_size=256, columns=[name]):
-            for value in _values(batch.column(0)):
+            for value in _values_of_column(batch.column(0)):
                 self.number += 1
                 yield value
 
@@ -362,8 +363,8 @@ def _parquet(path: Path) -> Iterator[_Rows]:
             _require_one_each(rows.names, path)
             yield rows
     except UnicodeDecodeError as error:
-        place = f"{path}: row {rows.number + 1 if rows else 1}, byte {error.start}"
-        raise DataError("text is not UTF-8", where=place, why=error.reason, fix="rewrite the file") from None
+        where = f"{path}: row {rows.number + 1 if rows else 1}, byte {error.start}"
+        raise DataError("text is not UTF-8", where=where, why=error.reason, fix="rewrite the file") from None
     except pyarrow.ArrowException as error:
         raise DataError(
             "unreadable parquet file",
@@ -382,7 +383,7 @@ def _require_one_each(names: Sequence[str], path: Path) -> None:
         )
 
 
-def _values(column: Any) -> Iterator[object]:
+def _values_of_column(column: Any) -> Iterator[object]:
     """The Python values of an arrow array.
 
     If converting the whole array fails, convert one by one to find the bad row.

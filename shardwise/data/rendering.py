@@ -29,9 +29,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shardwise.data.spans import Span
+from shardwise.data.spans import TextSpan
 
-Message = Mapping[str, Any]
+TemplateMessage = Mapping[str, Any]
 """A message as templates read it: role, content and any further keys."""
 
 _ENTER, _SET, _LEAVE = "shardwise_enter", "shardwise_set", "shardwise_leave"
@@ -41,7 +41,7 @@ _GENERATED = "shardwise_generated"
 _PLANES = (0x100000, 0xF0000)
 """Private-use planes of Unicode. The marks come from the first one that the chat itself does not use."""
 
-_OUTSIDE, _OPEN, _CLOSE = 0xFFFB, 0xFFFC, 0xFFFD
+_OUTSIDE, _OPENED, _CLOSED = 0xFFFB, 0xFFFC, 0xFFFD
 """Offsets in a plane: text of no message, the start and the end of a generation block. Lower ones are messages."""
 
 
@@ -60,8 +60,8 @@ class Rendered:
     """
 
     text: str
-    messages: tuple[tuple[Span, ...], ...]
-    generated: tuple[Span, ...]
+    messages: tuple[tuple[TextSpan, ...], ...]
+    generated: tuple[TextSpan, ...]
 
 
 class JinjaTemplate:
@@ -77,21 +77,21 @@ class JinjaTemplate:
     """
 
     def __init__(self, source: str) -> None:
-        environment = _environment()
+        environment = _jinja_environment()
         tree = environment.parse(source)
         names = frozenset(meta.find_undeclared_variables(tree)) - {_GENERATED, *environment.globals}
         self.variables = names - {"messages", "tools", "add_generation_prompt", "strftime_now"}
-        self.words = frozenset(_words(tree))
+        self.words = frozenset(_words_in(tree))
         self.marked = any(
             isinstance(call, nodes.CallBlock)
             and isinstance(call.call.node, nodes.Name)
             and call.call.node.name == _GENERATED
             for call in tree.find_all(nodes.CallBlock)
         )
-        _mark_loops(tree)
+        _mark_loops(tree)  # after the variables were listed: the calls added here are none of the caller's
         self._template = environment.from_string(tree)
 
-    def plain(self, messages: Sequence[Message], variables: Mapping[str, object], today: date) -> str:
+    def plain(self, messages: Sequence[TemplateMessage], variables: Mapping[str, object], today: date) -> str:
         """The text. Raises what the template raises."""
 
         def nothing(*_: object) -> str:
@@ -100,7 +100,9 @@ class JinjaTemplate:
         functions = {_ENTER: nothing, _SET: nothing, _LEAVE: nothing, _GENERATED: lambda caller: caller()}
         return self._template.render(**self._context(messages, variables, today), **functions)
 
-    def render(self, messages: Sequence[Message], variables: Mapping[str, object], today: date) -> Rendered:
+    def render(
+        self, messages: Sequence[TemplateMessage], variables: Mapping[str, object], today: date
+    ) -> Rendered:
         """The text and the spans of its messages.
 
         Raises:
@@ -108,10 +110,11 @@ class JinjaTemplate:
             Exception: whatever the template raises.
         """
         text = self.plain(messages, variables, today)
+        # A chat may have characters of a private-use plane itself. Then the other plane has the marks.
         plane = next((plane for plane in _PLANES if not _marks_of(plane).search(text)), None)
         if plane is None or len(messages) >= _OUTSIDE:
             raise MarkedTextDiffers
-        marks = _Marks(messages, plane)
+        marks = _Marks(messages, plane)  # it knows messages by identity: two may have equal texts
         marked = self._template.render(**self._context(messages, variables, today), **marks.functions)
         rendered = _unmarked(marked, plane, len(messages))
         if rendered.text != text:
@@ -119,7 +122,7 @@ class JinjaTemplate:
         return rendered
 
     def _context(
-        self, messages: Sequence[Message], variables: Mapping[str, object], today: date
+        self, messages: Sequence[TemplateMessage], variables: Mapping[str, object], today: date
     ) -> dict[str, object]:
         now = datetime.combine(today, time())
         defaults = {"tools": None, "documents": None, "add_generation_prompt": False}
@@ -129,7 +132,7 @@ class JinjaTemplate:
 class _Marks:
     """The functions that write marks during one rendering."""
 
-    def __init__(self, messages: Sequence[Message], plane: int) -> None:
+    def __init__(self, messages: Sequence[TemplateMessage], plane: int) -> None:
         self._numbers = {id(message): number for number, message in enumerate(messages)}
         self._messages, self._plane = messages, plane
         self._open: list[tuple[int, int]] = []  # (loop, message) of each open loop that writes messages
@@ -154,7 +157,7 @@ class _Marks:
         if number is None:
             return ""
         if self._open and self._open[-1][0] == loop:
-            self._open.pop()
+            self._open.pop()  # the pass before
         # A loop inside the pass of another message may write the outputs of tools (Gemma 4). It writes no answers:
         # Command R counts the calls of all messages there.
         if self._open and self._messages[number].get("role") == "assistant":
@@ -170,21 +173,21 @@ class _Marks:
         return chr(self._plane + (self._open[-1][1] if self._open else _OUTSIDE))
 
     def _generated(self, caller: Callable[[], str]) -> str:
-        return f"{chr(self._plane + _OPEN)}{caller()}{chr(self._plane + _CLOSE)}"
+        return f"{chr(self._plane + _OPENED)}{caller()}{chr(self._plane + _CLOSED)}"
 
 
 def _unmarked(marked: str, plane: int, count: int) -> Rendered:
     """Take the marks out of a text of `count` messages."""
     parts = _marks_of(plane).split(marked)  # text, mark, text, mark, ..., text
-    spans: list[list[Span]] = [[] for _ in range(count)]
-    generated: list[Span] = []
+    spans: list[list[TextSpan]] = [[] for _ in range(count)]
+    generated: list[TextSpan] = []
     owner, opened, end = _OUTSIDE, 0, len(parts[0])
     for mark, text in zip(parts[1::2], parts[2::2], strict=True):
         code, start = ord(mark) - plane, end
         end += len(text)
-        if code == _OPEN:
+        if code == _OPENED:
             opened = start
-        elif code == _CLOSE:
+        elif code == _CLOSED:
             generated.append((opened, start))
         else:
             owner = code
@@ -197,7 +200,7 @@ def _unmarked(marked: str, plane: int, count: int) -> Rendered:
 
 
 def _marks_of(plane: int) -> re.Pattern[str]:
-    return re.compile(f"([{chr(plane)}-{chr(plane + _CLOSE)}])")
+    return re.compile(f"([{chr(plane)}-{chr(plane + _CLOSED)}])")
 
 
 def _mark_loops(tree: nodes.Template) -> None:
@@ -209,9 +212,9 @@ def _mark_loops(tree: nodes.Template) -> None:
         assigned = next(_assignments(loop), None)
         if assigned is not None:
             assign, body = assigned
-            _insert_after(assign, body, _call(_SET, number, _name(assign.target), assign.lineno))
-        loop.body.insert(0, _call(_ENTER, number, _name(loop.target), loop.lineno))
-        _insert_after(loop, around, _call(_LEAVE, number, None, loop.lineno))
+            _insert_after(assign, body, _call_node(_SET, number, _target_name(assign.target), assign.lineno))
+        loop.body.insert(0, _call_node(_ENTER, number, _target_name(loop.target), loop.lineno))
+        _insert_after(loop, around, _call_node(_LEAVE, number, None, loop.lineno))
 
 
 def _insert_after(node: nodes.Node, body: list[nodes.Node], added: nodes.Node) -> None:
@@ -244,12 +247,12 @@ def _bodies(node: nodes.Node, through_loops: bool = True) -> list[list[nodes.Nod
     return bodies
 
 
-def _name(target: nodes.Node) -> str:
+def _target_name(target: nodes.Node) -> str:
     assert isinstance(target, nodes.Name)
     return str(target.name)
 
 
-def _call(function: str, loop: int, variable: str | None, line: int) -> nodes.Output:
+def _call_node(function: str, loop: int, variable: str | None, line: int) -> nodes.Output:
     arguments: list[nodes.Expr] = [nodes.Const(loop)]
     if variable is not None:
         arguments.append(nodes.Name(variable, "load"))
@@ -265,7 +268,7 @@ def _all_nodes(tree: nodes.Node) -> Iterator[nodes.Node]:
         yield from _all_nodes(child)
 
 
-def _words(tree: nodes.Template) -> Iterator[str]:
+def _words_in(tree: nodes.Template) -> Iterator[str]:
     for node in _all_nodes(tree):
         if isinstance(node, nodes.Getattr):
             yield node.attr
@@ -285,12 +288,12 @@ class _Generation(Extension):
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _jinja_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
+    environment.globals["raise_exception"] = _raise_in_template
     return environment
 
 
@@ -306,5 +309,5 @@ def _tojson(
     )
 
 
-def _raise(message: str) -> None:
+def _raise_in_template(message: str) -> None:
     raise jinja2.TemplateError(message)

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 Indices = npt.NDArray[np.uint64]
 
-_ROUNDS = 8
+_FEISTEL_ROUNDS = 8
 _FEW = 256
-_LARGEST = 1 << 62
+_LARGEST_SIZE = 1 << 62
 _FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)  # both, and the shifts, from Steele, Lea and Flood,
 _SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)  # "Fast splittable pseudorandom number generators", 2014
 
@@ -35,14 +35,16 @@ class Permutation:
     """
 
     def __init__(self, size: int, seed: int, epoch: int) -> None:
-        if not 1 <= size <= _LARGEST:
+        if not 1 <= size <= _LARGEST_SIZE:
             raise ValueError(f"cannot permute {size} samples")
         if epoch < 0:
             raise ValueError(f"epochs count from 0, not {epoch}")
         self.size = size
-        digest = hashlib.blake2b(f"shardwise order {seed} {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+        digest = hashlib.blake2b(
+            f"shardwise order {seed} {epoch}".encode(), digest_size=8 * _FEISTEL_ROUNDS
+        ).digest()
         self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-        bits = (size - 1).bit_length()
+        bits = (size - 1).bit_length()  # the fewest that number all samples, so cycle walking is short
         self._low_bits = np.uint64(bits // 2)
         self._low_mask = np.uint64((1 << (bits // 2)) - 1)
         self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -50,10 +52,11 @@ class Permutation:
     def __call__(self, positions: Indices) -> Indices:
         """The samples at `positions` (any shape, each in 0..size-1), in uint64."""
         if self.size <= _FEW:
+            # Positions by the rank of a hash: any permutation can come, which a network of few bits cannot.
             hashes = _mix(_mix(np.arange(self.size, dtype=np.uint64) ^ self._keys[0]) ^ self._keys[1])
             return np.argsort(hashes).astype(np.uint64)[positions]
         samples = self._encrypt(positions)
-        outside = samples >= self.size
+        outside = samples >= self.size  # cycle walking
         while outside.any():
             samples[outside] = self._encrypt(samples[outside])
             outside = samples >= self.size
@@ -92,7 +95,8 @@ def samples_of_step(step: int, batch_size: int, size: int, seed: int, streamed: 
         permutation = Permutation(size, seed, epoch)
         first = epoch * size if streamed else 0
         samples += [
-            first + each for each in permutation(np.arange(offset, offset + taken, dtype=np.uint64)).tolist()
+            first + number
+            for number in permutation(np.arange(offset, offset + taken, dtype=np.uint64)).tolist()
         ]
         position += taken
     return samples

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.core.errors import DataError
-from shardwise.data.readers import Record, TextPiece
+from shardwise.data.readers import SourceRecord, TextPiece
 
-Place = Any
+SourcePosition = Any
 """A JSON value that says where a document begins in a source; None is the start."""
 
 
@@ -44,11 +44,11 @@ class Source(ABC):
         """As ``identity``, but equal for the same content in another place, where that is cheap to know."""
         return self.identity()
 
-    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
-        """The documents from a place on; with the last piece of each, the place behind it."""
-        yield from after(self.pieces(), place or 0)
+    def pieces_from(self, position: SourcePosition) -> Iterator[tuple[TextPiece, SourcePosition]]:
+        """The documents from a position on; with the last piece of each, the position behind it."""
+        yield from after(self.pieces(), position or 0)
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
         """The records, in a fixed order, with at least the fields `keys`. Raises DataError at a malformed one."""
         raise DataError("no records in this source", where=self.name, why="it is plain text")
 

@@ -19,6 +19,7 @@ import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.core.paths import missing, only_a_path, path_of, seen_from
@@ -32,65 +33,71 @@ from shardwise.data.hub import (
     split_of,
     stream_of_hub,
 )
-from shardwise.data.readers import SUFFIXES, Record, TextPiece, is_data_file, read_file, read_records
-from shardwise.data.source import Place, Source, after
+from shardwise.data.readers import SUFFIXES, SourceRecord, TextPiece, is_data_file, read_file, read_records
+from shardwise.data.source import Source, SourcePosition, after
 
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 )
 """Folders of the standard library that are left out: third-party code, and tests with malformed text."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?(#[\w.-]+)?")
+_DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?(#[\w.-]+)?")
 _GLOB = re.compile(r"[*?\[]")
 
 
 class FileSource(Source):
-    """Data files, each read by its suffix."""
+    """A source in files, known by their paths, sizes and modification times."""
 
     def __init__(self, name: str, files: Iterable[Path], text_key: str) -> None:
         self.name = name
         self._text_key = text_key
         self._files = sorted(files, key=str)
-        self._states = [_state(path) for path in self._files]
+        self._states = [_state_of(path) for path in self._files]
 
     def identity(self) -> object:
         return ["files", self._text_key, self._states]
 
     def content(self) -> object:
-        return ["files", self._text_key, [[path.name, state[1]] for path, state in self._with_states()]]
+        states = zip(self._files, self._states, strict=True)
+        return ["files", self._text_key, [[path.name, state[1]] for path, state in states]]
 
-    def _with_states(self) -> Iterator[tuple[Path, list[str | int]]]:
-        return zip(self._files, self._states, strict=True)
+    def _check_unchanged(self) -> None:
+        for path, state in zip(self._files, self._states, strict=True):
+            if _state_of(path) != state:
+                raise DataError(
+                    "data file changed while it was read",
+                    where=str(path),
+                    fix="start again when nothing writes to it",
+                )
+
+
+class DataFiles(FileSource):
+    """Data files, each read by its suffix."""
 
     def pieces(self) -> Iterator[TextPiece]:
         for path in self._files:
             yield from read_file(path, self._text_key)
         self._check_unchanged()
 
-    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
-        first, skip = place or (0, 0)
+    def pieces_from(self, position: SourcePosition) -> Iterator[tuple[TextPiece, SourcePosition]]:
+        first, skip = position or (0, 0)
         for number, path in enumerate(self._files[first:], first):
             for piece, ended in after(read_file(path, self._text_key), skip):
                 yield piece, [number, ended]
             skip = 0
         self._check_unchanged()
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
         for path in self._files:
             yield from read_records(path, keys)
         self._check_unchanged()
 
     def fields(self) -> frozenset[str]:
-        return _first(read_records(self._files[0], ()))
-
-    def _check_unchanged(self) -> None:
-        for path, state in self._with_states():
-            if _state(path) != state:
-                raise DataError(
-                    "data file changed while it was read",
-                    where=str(path),
-                    fix="start again when nothing writes to it",
-                )
+        try:
+            first = next(read_records(self._files[0], ()), None)
+        except DataError:  # malformed data is reported later, when all records are read
+            first = None
+        return frozenset() if first is None else frozenset(first.fields)
 
 
 class StandardLibrary(FileSource):
@@ -118,15 +125,6 @@ class StandardLibrary(FileSource):
             if b"\0" not in data:
                 yield TextPiece(data, ends=True)
 
-    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
-        return Source.pieces_from(self, place)
-
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
-        return Source.records(self, keys)
-
-    def fields(self) -> frozenset[str]:
-        return Source.fields(self)
-
 
 class SavedDataset(FileSource):
     """A folder written by `datasets`' `save_to_disk`, read through the library."""
@@ -135,27 +133,28 @@ class SavedDataset(FileSource):
         super().__init__(name, (path for path in folder.rglob("*") if path.is_file()), text_key)
         self._folder, self._split = folder, split
 
+    def _rows(self) -> Any:
+        return rows_of_saved(self.name, self._folder, self._split)
+
     def identity(self) -> object:
         return ["saved", self._split, super().identity()]
 
     def pieces(self) -> Iterator[TextPiece]:
-        rows = rows_of_saved(self.name, self._folder, self._split)
-        yield from pieces_of_rows(self.name, rows, self._text_key)
+        yield from pieces_of_rows(self.name, self._rows(), self._text_key)
         self._check_unchanged()
 
-    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
-        rows, first = rows_of_saved(self.name, self._folder, self._split), place or 0
-        found = pieces_of_rows(self.name, rows.select(range(first, len(rows))), self._text_key, first)
-        for piece, ended in after(found, 0):
+    def pieces_from(self, position: SourcePosition) -> Iterator[tuple[TextPiece, SourcePosition]]:
+        rows, first = self._rows(), position or 0
+        later = rows.select(range(first, len(rows)))
+        for piece, ended in after(pieces_of_rows(self.name, later, self._text_key, first), 0):
             yield piece, first + ended
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
-        rows = rows_of_saved(self.name, self._folder, self._split)
-        yield from records_of_rows(self.name, rows, keys)
+    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
+        yield from records_of_rows(self.name, self._rows(), keys)
         self._check_unchanged()
 
     def fields(self) -> frozenset[str]:
-        return frozenset(rows_of_saved(self.name, self._folder, self._split).column_names)
+        return frozenset(self._rows().column_names)
 
 
 class HubDataset(Source):
@@ -173,7 +172,7 @@ class HubDataset(Source):
     def pieces(self) -> Iterator[TextPiece]:
         return pieces_of_rows(self.name, self._rows, self._text_key)
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
         return records_of_rows(self.name, self._rows, keys)
 
     def fields(self) -> frozenset[str]:
@@ -193,10 +192,10 @@ class HubStream(HubDataset):
     def pieces(self) -> Iterator[TextPiece]:
         return (piece for piece, _ in self.pieces_from(None))
 
-    def pieces_from(self, place: Place) -> Iterator[tuple[TextPiece, Place]]:
-        return pieces_of_stream(self.name, self._rows, self._text_key, place)
+    def pieces_from(self, position: SourcePosition) -> Iterator[tuple[TextPiece, SourcePosition]]:
+        return pieces_of_stream(self.name, self._rows, self._text_key, position)
 
-    def records(self, keys: Sequence[str]) -> Iterator[Record]:
+    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
         return Source.records(self, keys)
 
     def fields(self) -> frozenset[str]:
@@ -224,14 +223,14 @@ def open_source(name: str, text_key: str, streamed: bool = False) -> Source:
     name = seen_from(name, Path.cwd())  # shorter in messages
     path = path_of(name)
     if path.exists() or path.is_symlink():
-        return _local(name, path, None, text_key)
-    place, split = split_of(name)
-    path = path_of(place)
+        return _local_source(name, path, None, text_key)
+    location, split = split_of(name)
+    path = path_of(location)
     if split is not None and path.exists():
-        return _local(name, path, split, text_key)
+        return _local_source(name, path, split, text_key)
     if _GLOB.search(name):
-        return FileSource(name, _files_of_glob(name), text_key)
-    if is_data_file(path) or only_a_path(name) or not _HUB_ID.fullmatch(name):
+        return DataFiles(name, _files_of_glob(name), text_key)
+    if is_data_file(path) or only_a_path(name) or not _DATASET_ID.fullmatch(name):
         near = difflib.get_close_matches(path.name, _names_next_to(path), 1)
         fix = f"did you mean {path.parent / near[0]}?" if near else "check data.source"
         raise DataError("no such data source", where=name or "data.source", why=missing(name), fix=fix)
@@ -245,7 +244,7 @@ def _names_next_to(path: Path) -> list[str]:
         return []
 
 
-def _local(name: str, path: Path, split: str | None, text_key: str) -> Source:
+def _local_source(name: str, path: Path, split: str | None, text_key: str) -> Source:
     """The source at `path`, which exists (or is a broken link)."""
     if path.is_dir() and is_saved_dataset(path):
         return SavedDataset(name, path, split, text_key)
@@ -256,15 +255,7 @@ def _local(name: str, path: Path, split: str | None, text_key: str) -> Source:
             why="only a Hugging Face dataset has splits",
             fix=f"leave out '#{split}'",
         )
-    return FileSource(name, _files_in(path) if path.is_dir() else [_named_file(path)], text_key)
-
-
-def _first(records: Iterator[Record]) -> frozenset[str]:
-    """The fields of the first record. Malformed data is reported later, when all records are read."""
-    try:
-        return next((frozenset(record.fields) for record in records), frozenset())
-    except DataError:
-        return frozenset()
+    return DataFiles(name, _files_in(path) if path.is_dir() else [_named_file(path)], text_key)
 
 
 def _library_files(root: Path) -> Iterator[Path]:
@@ -292,8 +283,8 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _files_of_glob(pattern: str) -> list[Path]:
-    found = [Path(text) for text in glob.glob(str(path_of(pattern)), recursive=True)]
-    files = [_named_file(path) for path in found if not path.is_dir()]
+    matches = [Path(text) for text in glob.glob(str(path_of(pattern)), recursive=True)]
+    files = [_named_file(path) for path in matches if not path.is_dir()]
     if not files:
         raise DataError("glob matches no file", where=pattern, why=missing(pattern), fix="check data.source")
     return files
@@ -313,7 +304,7 @@ def _named_file(path: Path) -> Path:
     return path
 
 
-def _state(path: Path) -> list[str | int]:
+def _state_of(path: Path) -> list[str | int]:
     try:
         status = path.stat()
     except OSError as error:

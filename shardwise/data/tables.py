@@ -16,7 +16,7 @@ from pathlib import Path
 from shardwise.core.errors import DataError
 
 LARGEST_LIST_BYTES = 1 << 31
-_BLANK = " \t\n\r"
+_JSON_BLANKS = " \t\n\r"
 
 
 def is_list(start: bytes) -> bool:
@@ -64,7 +64,7 @@ def rows_of_csv(data: bytes, path: Path) -> Iterator[tuple[dict[str, object], st
     line = 1
     try:
         for row in reader:
-            place, line = f"{path}:{line}", reader.line_num + 1
+            where, line = f"{path}:{line}", reader.line_num + 1
             if not row:
                 continue
             if header is None:
@@ -73,9 +73,9 @@ def rows_of_csv(data: bytes, path: Path) -> Iterator[tuple[dict[str, object], st
             elif len(row) != len(header):
                 why = f"it has {len(row)} fields, and the header {len(header)}"
                 fix = "quote fields that hold commas or newlines"
-                raise DataError("malformed CSV row", where=place, why=why, fix=fix)
+                raise DataError("malformed CSV row", where=where, why=why, fix=fix)
             else:
-                yield dict(zip(header, row, strict=True)), place
+                yield dict(zip(header, row, strict=True)), where
     except csv.Error as error:
         raise DataError(
             "malformed CSV row", where=f"{path}:{line}", why=str(error), fix="correct the quotes"
@@ -89,7 +89,7 @@ def _require_names(header: list[str], path: Path) -> None:
 
 
 def _after_blanks(text: str, at: int) -> int:
-    while at < len(text) and text[at] in _BLANK:
+    while at < len(text) and text[at] in _JSON_BLANKS:
         at += 1
     return at
 

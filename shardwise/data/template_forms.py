@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import jinja2
 
-from shardwise.data.rendering import JinjaTemplate, Message
+from shardwise.data.rendering import JinjaTemplate, TemplateMessage
 from shardwise.data.turns import REASONING, Turn
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class TemplateForms:
             return False
         return QUESTION in text and ANSWER in text and not _AS_JSON.search(text)
 
-    def rendered(self, turns: Sequence[Turn], render: Callable[[list[Message]], T]) -> T:
+    def rendered(self, turns: Sequence[Turn], render: Callable[[list[TemplateMessage]], T]) -> T:
         """Render turns; if the template rejects them, with the calls' arguments in the other form.
 
         Raises what the template raises.
@@ -64,7 +64,7 @@ class TemplateForms:
                 self._arguments_as_text = not self._arguments_as_text
                 raise error from None
 
-    def messages(self, turns: Sequence[Turn]) -> list[Message]:
+    def messages(self, turns: Sequence[Turn]) -> list[TemplateMessage]:
         return [self._message(turn) for turn in turns]
 
     def _message(self, turn: Turn) -> dict[str, object]:

@@ -33,11 +33,17 @@ import xxhash
 from shardwise.core.errors import DataError, one_line
 from shardwise.core.extras import install
 from shardwise.core.paths import missing, only_a_path, path_of, seen_from
-from shardwise.data.begin_token import added_before, begin_token
 from shardwise.data.chat import ChatTemplate, plain_template
-from shardwise.data.ends import ends_of_model
-from shardwise.data.spans import Span, mask_of
-from shardwise.data.template_files import settings_next_to, special_in, templates_next_to, templates_of
+from shardwise.data.spans import TextSpan, mask_of
+from shardwise.data.tokenizer_files import (
+    added_before,
+    begin_token,
+    ends_of_model,
+    settings_next_to,
+    special_in,
+    templates_next_to,
+    templates_of,
+)
 from shardwise.recipe.data_sections import brings_tokenizer
 
 if TYPE_CHECKING:
@@ -50,7 +56,7 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>
 
 _MASKS = ("[MASK]", "<mask>")
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_TOKENIZER_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Tokenizer(ABC):
@@ -77,7 +83,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def ends(self) -> frozenset[int]:
-        """The tokens after which an answer is over (`ends`)."""
+        """The tokens after which an answer is over (`tokenizer_files`)."""
 
     @property
     @abstractmethod
@@ -95,7 +101,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_spans(
-        self, texts: Sequence[tuple[str, Sequence[Span]]]
+        self, texts: Sequence[tuple[str, Sequence[TextSpan]]]
     ) -> Iterator[tuple[list[int], list[bool]]]:
         """The tokens of each text, and the mask of those that have a character in one of its spans."""
 
@@ -124,8 +130,9 @@ class ByteTokenizer(Tokenizer):
     separator = 0
     fingerprint = "bytes"
 
-    def __init__(self) -> None:
-        self.chat = plain_template(chr(self.separator))
+    @cached_property
+    def chat(self) -> ChatTemplate:  # type: ignore[override]
+        return plain_template(chr(self.separator))
 
     @property
     def ends(self) -> frozenset[int]:
@@ -141,16 +148,17 @@ class ByteTokenizer(Tokenizer):
             raise DataError("text is not Unicode", why=f"character {error.start}: {error.reason}") from None
 
     def encode_spans(
-        self, texts: Sequence[tuple[str, Sequence[Span]]]
+        self, texts: Sequence[tuple[str, Sequence[TextSpan]]]
     ) -> Iterator[tuple[list[int], list[bool]]]:
         for text, spans in texts:
             characters = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
+            # A character of UTF-8 has a byte more from each of these code points on.
             lengths = 1 + sum((characters >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
             ends = np.cumsum(lengths)  # of each character, in bytes
-            places = np.concatenate([[0], ends])
-            trained = np.zeros(places[-1], np.bool_)
+            offsets = np.concatenate([[0], ends])
+            trained = np.zeros(offsets[-1], np.bool_)
             for start, end in spans:
-                trained[places[start] : places[end]] = True
+                trained[offsets[start] : offsets[end]] = True
             yield self.encode(text), trained.tolist()
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -189,7 +197,7 @@ class BackendTokenizer(Tokenizer):
         self.name = name
         self.separator, self.begin = separator, begin
         masks = (backend.token_to_id(token) for token in _MASKS)
-        self.mask = next((found for found in masks if found is not None), None)
+        self.mask = next((token for token in masks if token is not None), None)
         # Ids may have holes, so the vocabulary size follows from the largest id.
         self.vocab = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = xxhash.xxh3_128_hexdigest(f"{begin} {separator} {backend.to_str()}".encode())
@@ -217,7 +225,7 @@ class BackendTokenizer(Tokenizer):
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_spans(
-        self, texts: Sequence[tuple[str, Sequence[Span]]]
+        self, texts: Sequence[tuple[str, Sequence[TextSpan]]]
     ) -> Iterator[tuple[list[int], list[bool]]]:
         encodings = self._backend.encode_batch([text for text, _ in texts], add_special_tokens=False)
         for encoding, (_, spans) in zip(encodings, texts, strict=True):
@@ -235,6 +243,7 @@ class BackendTokenizer(Tokenizer):
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
         texts = [piece.decode("utf-8") for piece in pieces]
+        # The fast method leaves out offsets, which plain text does not need.
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
@@ -260,7 +269,7 @@ def open_tokenizer(name: str, begin: str = "auto") -> Tokenizer:
         return _through_transformers(name, str(path), begin)
     if path.exists():
         return _from_file(name, path / "tokenizer.json" if path.is_dir() else path, begin)
-    if name.endswith(".json") or only_a_path(name) or not _HUB_ID.fullmatch(name):
+    if name.endswith(".json") or only_a_path(name) or not _TOKENIZER_ID.fullmatch(name):
         raise DataError(
             f"no tokenizer at '{name}'",
             where="data.tokenizer",
@@ -300,8 +309,8 @@ def _separator(backend: tokenizers.Tokenizer, path: Path) -> int:
             continue  # missing, or does not name one
         named.append(token.get("content") if isinstance(token, dict) else token)
     for token in (*named, *_END_OF_TEXT):
-        if isinstance(token, str) and (found := backend.token_to_id(token)) is not None:
-            return int(found)
+        if isinstance(token, str) and (number := backend.token_to_id(token)) is not None:
+            return int(number)
     raise DataError(
         "tokenizer has no end-of-text token",
         where=str(path),
@@ -310,19 +319,19 @@ def _separator(backend: tokenizers.Tokenizer, path: Path) -> int:
     )
 
 
-def _through_transformers(name: str, place: str, begin: str) -> Tokenizer:
+def _through_transformers(name: str, source: str, begin: str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise _not_installed("transformers") from None
     try:
-        loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # network, hub or file format
         said = f"{type(error).__name__}: {one_line(str(error))}"
         raise DataError(
             f"cannot load tokenizer '{name}'",
             where="data.tokenizer",
-            why=said if Path(place).exists() else f"{missing(name)}; from the Hub: {said[:60]}…",
+            why=said if Path(source).exists() else f"{missing(name)}; from the Hub: {said[:60]}…",
             fix="check the name and the network, or give a local folder with tokenizer.json",
         ) from None
     backend = getattr(loaded, "backend_tokenizer", None)
@@ -337,16 +346,16 @@ def _through_transformers(name: str, place: str, begin: str) -> Tokenizer:
     special = {key: str(value) for key, value in loaded.special_tokens_map.items() if isinstance(value, str)}
     templates = templates_of(getattr(loaded, "chat_template", None))
     first = added_before(backend) if begin == "auto" else None
-    ends = _ends_through_transformers(place)
+    ends = _ends_through_transformers(source)
     return BackendTokenizer(name, backend, int(separator), templates, special, first, ends)
 
 
-def _ends_through_transformers(place: str) -> Sequence[int]:
+def _ends_through_transformers(source: str) -> Sequence[int]:
     """The ends of a model in a folder or on the hub; none if it has no such file."""
     from transformers import GenerationConfig
 
     with suppress(OSError, ValueError):
-        ends = GenerationConfig.from_pretrained(place).eos_token_id
+        ends = GenerationConfig.from_pretrained(source).eos_token_id
         return ends if isinstance(ends, list) else [] if ends is None else [ends]
     return ()
 

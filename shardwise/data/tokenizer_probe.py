@@ -25,7 +25,7 @@ PROBES = (
 """Numbers, blanks, code, contractions and other scripts: where pre-tokenizers differ."""
 
 
-def differences(tokenizer: Tokenizer, source: str) -> Iterator[str]:
+def tokenizer_differences(tokenizer: Tokenizer, source: str) -> Iterator[str]:
     """A sentence if AutoTokenizer reads ``source`` (a folder, or an id on the Hub) and gives other tokens for a probe.
 
     Nothing is said of a tokenizer that only Shardwise has, or that AutoTokenizer cannot read.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from shardwise.core.errors import DataError
-from shardwise.data.readers import checked, kind_of
+from shardwise.data.readers import checked_text, json_kind
 
 _ROLES = {
     "system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant",
@@ -60,51 +60,51 @@ class Turn:
         return "".join(part["text"] for part in self.content)
 
 
-def turns_of(fields: Mapping[str, object], name: str, keys: tuple[str, str], place: str) -> tuple[Turn, ...]:
+def turns_of(fields: Mapping[str, object], name: str, keys: tuple[str, str], where: str) -> tuple[Turn, ...]:
     """The turns of a list of messages; `keys` name the role and the content where a turn has neither spelling."""
-    value = parsed(fields[name])
+    value = parsed_json(fields[name])
     if not isinstance(value, list) or not value:
-        why = "it is empty" if isinstance(value, list) else f"it is of type {kind_of(value)}"
+        why = "it is empty" if isinstance(value, list) else f"it is of type {json_kind(value)}"
         fix = f'write [{{"{keys[0]}": ..., "{keys[1]}": ...}}, ...]'
-        raise DataError(f"'{name}' is not a list of turns", where=place, why=why, fix=fix)
-    return tuple(_turn(item, keys, f"{name}[{number}]", place) for number, item in enumerate(value))
+        raise DataError(f"'{name}' is not a list of turns", where=where, why=why, fix=fix)
+    return tuple(_turn(item, keys, f"{name}[{number}]", where) for number, item in enumerate(value))
 
 
-def _turn(item: object, keys: tuple[str, str], path: str, place: str) -> Turn:
+def _turn(item: object, keys: tuple[str, str], path: str, where: str) -> Turn:
     if not isinstance(item, dict):
-        why, fix = f"it is of type {kind_of(item)}", f'write {{"{keys[0]}": ..., "{keys[1]}": ...}}'
-        raise DataError(f"'{path}' is not an object", where=place, why=why, fix=fix)
+        why, fix = f"it is of type {json_kind(item)}", f'write {{"{keys[0]}": ..., "{keys[1]}": ...}}'
+        raise DataError(f"'{path}' is not an object", where=where, why=why, fix=fix)
     spellings = (keys, ("role", "content"), ("from", "value"))
     role_key, text_key = next((pair for pair in spellings if item.get(pair[0]) is not None), keys)
-    calls = _calls(item.get("tool_calls"), f"{path}.tool_calls", place)
-    calls = calls or _calls(item.get("function_call"), f"{path}.function_call", place)
+    calls = _calls(item.get("tool_calls"), f"{path}.tool_calls", where)
+    calls = calls or _calls(item.get("function_call"), f"{path}.function_call", where)
     for key in (role_key,) if calls else (role_key, text_key):
         if item.get(key) is None:
             why = f"the turn has {', '.join(map(str, item)) or 'nothing'}"
             fix = f"give every turn {role_key} and {text_key}"
-            raise DataError(f"no '{path}.{key}'", where=place, why=why, fix=fix)
+            raise DataError(f"no '{path}.{key}'", where=where, why=why, fix=fix)
     name = item[role_key]
     if not isinstance(name, str) or name not in _ROLES:
-        where, why = f"{place}: {path}.{role_key}", f"known are {', '.join(_ROLES)}"
+        where, why = f"{where}: {path}.{role_key}", f"known are {', '.join(_ROLES)}"
         raise DataError(f"unknown role {name!r}", where=where, why=why)
     role = _ROLES[name]
-    content = _content(item.get(text_key), f"{path}.{text_key}", place, calls)
+    content = _content_of_turn(item.get(text_key), f"{path}.{text_key}", where, calls)
     if role == "function_call":
-        role, calls, content = "assistant", _calls(parsed(content), f"{path}.{text_key}", place), ""
+        role, calls, content = "assistant", _calls(parsed_json(content), f"{path}.{text_key}", where), ""
     read = (role_key, text_key, "tool_calls", "function_call", *_TRAINED_KEYS)
     more = {key: value for key, value in item.items() if key not in read and value is not None}
     for key, value in more.items():
-        _check_texts(value, f"{path}.{key}", place)
-    trained_key, trained = _trained(item, path, place)
+        _check_texts(value, f"{path}.{key}", where)
+    trained_key, trained = _trained_key(item, path, where)
     if role != "assistant" and trained_key is not None and trained:
         more[trained_key] = item[trained_key]  # Axolotl trains on such a turn; here it is listed as not read
     turn = Turn(role, content, calls, trained, None if trained else trained_key, more)
     if role == "assistant" and turn.trained and not calls and not any(more.get(key) for key in REASONING):
-        require_words(turn.text, f"{path}.{text_key}", place)
+        require_words(turn.text, f"{path}.{text_key}", where)
     return turn
 
 
-def _trained(item: Mapping[str, object], path: str, place: str) -> tuple[str | None, bool]:
+def _trained_key(item: Mapping[str, object], path: str, where: str) -> tuple[str | None, bool]:
     """The key of a turn that says whether it is trained on, and what it says."""
     for key in _TRAINED_KEYS:
         value = item.get(key)
@@ -112,28 +112,28 @@ def _trained(item: Mapping[str, object], path: str, place: str) -> tuple[str | N
             continue
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             what, why = f"'{path}.{key}' is {value!r}", "an answer is trained on or it is not"
-            raise DataError(what, where=place, why=why, fix="write 0 or 1")
+            raise DataError(what, where=where, why=why, fix="write 0 or 1")
         return key, bool(value)
     return None, True
 
 
-def _content(
-    content: object, path: str, place: str, calls: tuple[Mapping[str, Any], ...]
+def _content_of_turn(
+    content: object, path: str, where: str, calls: tuple[Mapping[str, Any], ...]
 ) -> str | list[dict[str, Any]]:
     """A text, or OpenAI's text parts, checked."""
     if content is None and calls:
         return ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return text_in(content, path, place)
+        return text_in(content, path, where)
     for number, part in enumerate(content):
         if part.get("type") != "text":
             what, why = f"'{path}[{number}]' is not text", f"its type is {part.get('type')}"
-            raise DataError(what, where=place, why=why, fix="leave it out; only text can be trained on")
-        text_in(part.get("text"), f"{path}[{number}].text", place)
+            raise DataError(what, where=where, why=why, fix="leave it out; only text can be trained on")
+        text_in(part.get("text"), f"{path}[{number}].text", where)
     return content
 
 
-def _calls(value: object, path: str, place: str) -> tuple[Mapping[str, Any], ...]:
+def _calls(value: object, path: str, where: str) -> tuple[Mapping[str, Any], ...]:
     """Tool calls as {"type": "function", "function": {"name": ..., "arguments": ...}}, with all their other keys."""
     if value is None or value == []:
         return ()
@@ -144,15 +144,15 @@ def _calls(value: object, path: str, place: str) -> tuple[Mapping[str, Any], ...
         wrapped = call if "function" in call else {"function": call}
         function = wrapped["function"]
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f"'{path}' is not a list of tool calls", where=place, fix=fix)
-        _check_texts(call, path, place)
+            raise DataError(f"'{path}' is not a list of tool calls", where=where, fix=fix)
+        _check_texts(call, path, where)
         kind = {} if "type" in wrapped else {"type": "function"}
         whole = function if "arguments" in function else {**function, "arguments": {}}
         calls.append({**kind, **wrapped, "function": whole})  # in the order of the record: templates print it
     return tuple(calls)
 
 
-def parsed(value: object) -> object:
+def parsed_json(value: object) -> object:
     """The JSON value that a text holds; any other value as it is."""
     if isinstance(value, str):
         with suppress(ValueError):
@@ -160,23 +160,23 @@ def parsed(value: object) -> object:
     return value
 
 
-def tools_in(tools: object, place: str) -> list[object] | None:
+def tools_in(tools: object, where: str) -> list[object] | None:
     """The tools that a chat offers, as JSON schemas; None if it has none."""
-    tools = parsed(tools)
+    tools = parsed_json(tools)
     if tools is None or tools == [] or tools == "":
         return None
     if not isinstance(tools, list):
         fix = "write the list of the functions' JSON schemas"
-        raise DataError("'tools' is not a list", where=place, fix=fix)
-    _check_texts(tools, "tools", place)
-    return [parsed(tool) for tool in tools]
+        raise DataError("'tools' is not a list", where=where, fix=fix)
+    _check_texts(tools, "tools", where)
+    return [parsed_json(tool) for tool in tools]
 
 
 _AFTER = {"": "user", "system": "user", "developer": "user", "user": "assistant", "assistant": "user",
           "tool": "assistant"}  # fmt: skip
 
 
-def require_order(turns: Sequence[Turn], name: str, place: str) -> None:
+def require_order(turns: Sequence[Turn], name: str, where: str) -> None:
     """Require an optional system turn, then alternating user and assistant turns, the assistant last.
 
     The answers of tools stand between an assistant's calls and its next turn.
@@ -191,42 +191,42 @@ def require_order(turns: Sequence[Turn], name: str, place: str) -> None:
         if turn.role != expected and not free:
             raise DataError(
                 "roles do not alternate",
-                where=f"{place}: {name}[{number}]",
+                where=f"{where}: {name}[{number}]",
                 why=f"found {turn.role}, expected {expected}",
                 fix="write an optional system turn, then alternate user and assistant, with tools after their calls",
             )
     if turns[-1].role != "assistant":
         raise DataError(
             "nothing to complete",
-            where=f"{place}: {name}",
+            where=f"{where}: {name}",
             why=f"the last turn is {turns[-1].role}, not assistant",
             fix="end every chat with the assistant's answer",
         )
 
 
-def said(value: object, key: str, place: str) -> str:
+def said(value: object, key: str, where: str) -> str:
     """A text that must not be empty."""
-    text = text_in(value, key, place)
-    require_words(text, key, place)
+    text = text_in(value, key, where)
+    require_words(text, key, where)
     return text
 
 
-def require_words(text: str, key: str, place: str) -> None:
+def require_words(text: str, key: str, where: str) -> None:
     if not text.strip():
         raise DataError(
-            f"'{key}' is empty", where=place, why="there is nothing to train on", fix="fill or remove it"
+            f"'{key}' is empty", where=where, why="there is nothing to train on", fix="fill or remove it"
         )
 
 
-def text_in(value: object, key: str, place: str) -> str:
-    checked(value, key, place, fix="make it a string")
+def text_in(value: object, key: str, where: str) -> str:
+    checked_text(value, key, where, fix="make it a string")
     return cast(str, value)
 
 
-def _check_texts(value: object, path: str, place: str) -> None:
+def _check_texts(value: object, path: str, where: str) -> None:
     """Check every text inside a JSON value."""
     for text in _texts(value):
-        text_in(text, path, place)
+        text_in(text, path, where)
 
 
 def _texts(value: object) -> Iterator[str]:

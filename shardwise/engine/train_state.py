@@ -44,7 +44,7 @@ class TrainState:
         rewinds: number of rewinds.
         left_out: positions that are never read again, as spans in order that do not touch.
         guard: the guard's memory.
-        cursor: where the streams of the data are before the next step (data/windows.py).
+        cursor: where the streams of the data are before the next step (data/streaming.py).
         best: the best evaluation so far, whose checkpoint is kept.
     """
 

@@ -1,4 +1,4 @@
-"""The tokens after which an answer is over, in the files of a written model (`data/ends.py`)."""
+"""The tokens after which an answer is over, in the files of a written model (`data/tokenizer_files.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.ends import GENERATION, ends_in
+from shardwise.data.tokenizer_files import GENERATION_CONFIG, ends_in
 from shardwise.exporter.hf_writer import Contents, ExtraFile
 
 
@@ -30,7 +30,7 @@ def with_ends(contents: Contents, ends: Collection[int]) -> Contents:
     if settings is None:
         return replace(contents, layout=replace(contents.layout, config=config | said))
     text = json.dumps(settings | said, indent=2).encode() + b"\n"
-    return replace(contents, extra_files={**contents.extra_files, GENERATION: lambda: text})
+    return replace(contents, extra_files={**contents.extra_files, GENERATION_CONFIG: lambda: text})
 
 
 def ends_of(contents: Contents) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ def ends_of(contents: Contents) -> tuple[int, ...]:
 
 def _generation(contents: Contents) -> dict[str, Any] | None:
     """`generation_config.json` of a folder, or None if it has none."""
-    file: ExtraFile | None = contents.extra_files.get(GENERATION)
+    file: ExtraFile | None = contents.extra_files.get(GENERATION_CONFIG)
     if file is None:
         return None
     settings = json.loads(file.read_text(encoding="utf-8") if isinstance(file, Path) else file())

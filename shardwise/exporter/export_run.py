@@ -24,14 +24,14 @@ from shardwise.core.errors import DataError, RecipeError
 from shardwise.core.paths import path_of
 from shardwise.core.run_files import Which
 from shardwise.data import open_tokenizer
-from shardwise.data.ends import GENERATION
+from shardwise.data.tokenizer_files import GENERATION_CONFIG
 from shardwise.exporter.ends import with_ends
 from shardwise.exporter.gguf_file import WrittenFile, write_gguf
 from shardwise.exporter.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.exporter.module_weights import write_weights
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME
-from shardwise.model.merging import Merged, Read
+from shardwise.model.merging import Merged, ReadTensor
 from shardwise.model.open import base_of, blueprint_of
 from shardwise.model.streaming import max_logit_difference
 from shardwise.recipe.sections import Recipe
@@ -121,7 +121,7 @@ def open_run(
     if "eos_token_id" not in config:
         end = {"eos_token_id": tokenizer.separator}
         config |= end
-        extra_files[GENERATION] = lambda: json.dumps(end).encode() + b"\n"
+        extra_files[GENERATION_CONFIG] = lambda: json.dumps(end).encode() + b"\n"
     if recipe.data.tokenizer != "bytes":
         extra_files |= tokenizer_files(recipe.data.tokenizer)
     held = weights.dtypes
@@ -195,7 +195,7 @@ def export_run(
 
 
 def compared(
-    merged: Merged, adapted: tuple[Blueprint, Read], plain: Blueprint, dtypes: Mapping[str, torch.dtype]
+    merged: Merged, adapted: tuple[Blueprint, ReadTensor], plain: Blueprint, dtypes: Mapping[str, torch.dtype]
 ) -> Merge:
     """Compare the merged model, rounded as written, with the adapted one; both compute in fp32 or wider."""
 
@@ -232,7 +232,7 @@ def checkpoint_of(folder: Path, which: Which = "latest") -> tuple[Recipe, Path]:
 
 def tokenizer_files(source: str, required: bool = True) -> dict[str, ExtraFile]:
     """The files of a tokenizer: from a folder, a hub id, or the folder of a ``tokenizer.json``."""
-    from shardwise.model.hf_source import folder_of
+    from shardwise.model.hf import folder_of
 
     path = path_of(source)
     where = path.parent if path.is_file() else folder_of(source, list(_TOKENIZER))

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.exporter.gguf_rope import Config, Rope
-from shardwise.model.files.hf_folder import Shape
+from shardwise.model.files.folder_layout import TensorShape
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Architecture:
             return not self._tied
         return not stored.endswith((".attn.bias", ".attn.masked_bias"))
 
-    def shape(self, stored: str, shape: Shape) -> Shape:
+    def shape(self, stored: str, shape: TensorShape) -> TensorShape:
         """The shape of a tensor in the file."""
         return tuple(reversed(shape)) if self._is_conv1d(stored) else tuple(shape)
 

@@ -24,7 +24,7 @@ from shardwise.core.extras import install
 from shardwise.exporter.gguf_families import Architecture
 from shardwise.exporter.gguf_tokenizer import add_tokenizer
 from shardwise.exporter.hf_writer import Contents
-from shardwise.model.files.hf_folder import HFFolder, Shape
+from shardwise.model.files.folder_layout import HFFolder, TensorShape
 
 TYPES = {"fp32": "F32", "fp16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 """GGUF's types of matrices, by their names in the command line."""
@@ -162,7 +162,7 @@ def _gguf_names(gguf: Any, contents: Contents, model: Architecture) -> dict[str,
 
 def _file_shapes(
     contents: Contents, model: Architecture, names: Mapping[str, str], factors: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Shape]]:
+) -> Iterator[tuple[str, TensorShape]]:
     """Name and shape of every tensor in the file, in order."""
     for group in contents.layout.groups:
         for stored, shape in group.shapes.items():
@@ -172,7 +172,7 @@ def _file_shapes(
         yield name, tuple(values.shape)
 
 
-def _type_of(name: str, shape: Shape, kind: str) -> str:
+def _type_of(name: str, shape: TensorShape, kind: str) -> str:
     if len(shape) < 2 or name == "position_embd.weight":
         return "F32"
     if kind in ("fp32", "fp16"):

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.begin_token import begins_with
-from shardwise.data.template_files import settings_next_to, special_in, templates_next_to
+from shardwise.data.tokenizer_files import begins_with, settings_next_to, special_in, templates_next_to
 from shardwise.exporter.ends import ends_of
 from shardwise.exporter.hf_writer import Contents
 

@@ -1,8 +1,8 @@
 """Write a model as a folder that transformers loads: streamed, read back, then renamed.
 
 The header of a safetensors file lists every tensor and its position, so it is written first. Then one group of tensors
-after the other passes through memory (model/files/hf_folder.py). So writing a model of any size needs the memory of its
-largest tensor. Files have at most ``LARGEST_SHARD`` bytes, with an index if there are several. transformers'
+after the other passes through memory (model/files/folder_layout.py). So writing a model of any size needs the memory of
+its largest tensor. Files have at most ``LARGEST_SHARD`` bytes, with an index if there are several. transformers'
 ``save_pretrained`` and safetensors' own writer hold a whole model, or a whole file, in memory.
 
 Every tensor is hashed as it is written, read back through the safetensors library and compared. So neither a full disk
@@ -26,12 +26,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shardwise.checkpoint.shards import DTYPES
 from shardwise.core.atomic_file import make_folder, require_new, sync_folder
 from shardwise.core.errors import CheckpointError, ResourceError
 from shardwise.core.units import format_bytes
-from shardwise.model.files.hf_folder import HFFolder, Shape, TensorGroup
-from shardwise.model.files.safetensors_reader import INDEX, SINGLE, WeightFiles
+from shardwise.model.files.folder_layout import HFFolder, TensorGroup, TensorShape
+from shardwise.model.files.safetensors_reader import INDEX, SINGLE, STORED_DTYPES, WeightFiles
 
 LARGEST_SHARD = 5 * 10**9
 """Bytes of the tensors of one file; a larger tensor has a file of its own."""
@@ -116,7 +115,7 @@ class _File:
     """The groups of one file, and the shape and dtype of each of its tensors, in order."""
 
     groups: list[TensorGroup]
-    tensors: dict[str, tuple[Shape, torch.dtype]]
+    tensors: dict[str, tuple[TensorShape, torch.dtype]]
 
 
 def _files(contents: Contents) -> Iterator[_File]:
@@ -159,7 +158,7 @@ def _write_file(path: Path, file: _File, contents: Contents) -> dict[str, str]:
 
 def write_tensors(
     path: Path,
-    tensors: Mapping[str, tuple[Shape, torch.dtype]],
+    tensors: Mapping[str, tuple[TensorShape, torch.dtype]],
     values: Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str],
 ) -> dict[str, str]:
@@ -172,7 +171,7 @@ def write_tensors(
     end = 0
     for name, (shape, dtype) in tensors.items():
         start, end = end, end + _size_as(shape, dtype)
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": STORED_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     hashes = {}

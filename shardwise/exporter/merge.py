@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from shardwise.checkpoint.shards import DTYPES as KINDS
 from shardwise.checkpoint.shards import DTYPES_BY_NAME
 from shardwise.core.atomic_file import require_new
 from shardwise.core.errors import CheckpointError
@@ -29,10 +28,9 @@ from shardwise.exporter.ends import with_ends
 from shardwise.exporter.export_run import EXPORT_DTYPES, Merge, compared, tokenizer_files
 from shardwise.exporter.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.model.adapted import AdaptedModel, shapes_of
-from shardwise.model.files.hf_model_folder import FolderWeights
 from shardwise.model.files.peft import TENSORS, AdapterFiles
-from shardwise.model.files.safetensors_reader import WeightFiles
-from shardwise.model.hf import HuggingFaceModel
+from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles
+from shardwise.model.hf import FolderWeights, HuggingFaceModel
 from shardwise.model.lora import A, linear_layers
 from shardwise.model.merging import Merged, Unmerged
 from shardwise.recipe.data_sections import brings_tokenizer
@@ -79,7 +77,7 @@ def merge_adapter(base: str, adapter: Path, target: Path, dtype: str | None = No
             "format": 1,
             "adapter": adapter_hash(pair.files),
             "base": found,
-            "dtypes": {name: KINDS[kind] for name, kind in held.items()},
+            "dtypes": {name: STORED_DTYPES[kind] for name, kind in held.items()},
         }
         return json.dumps(values, indent=1).encode() + b"\n"
 
@@ -119,14 +117,16 @@ def unmerge(merged: str, adapter: Path, target: Path, dtype: str | None = None) 
             raise CheckpointError(
                 "the base cannot be restored",
                 where=str(folder),
-                why=f"the merged weights were rounded to {KINDS[held[f'{path}.weight']]}",
+                why=f"the merged weights were rounded to {STORED_DTYPES[held[f'{path}.weight']]}",
                 fix="keep the base, or merge with --dtype fp32",
             )
     norms: dict[str, Tensor] = {}
     if pair.blueprint.spec.name == "dora":
         found = WeightFiles((folder / NORMS_FILE).parent, single=Path(NORMS_FILE).name)
         norms = {path: found.read(path) for path in found.shapes}
-    said = {name: DTYPES_BY_NAME[record["dtypes"].get(name, KINDS[kind])] for name, kind in held.items()}
+    said = {
+        name: DTYPES_BY_NAME[record["dtypes"].get(name, STORED_DTYPES[kind])] for name, kind in held.items()
+    }
     return _write_merged(
         target, pair, _in_dtype(said, dtype), Unmerged(pair.adapted, pair.read, norms).read, {}
     )

@@ -9,7 +9,7 @@ from shardwise.checkpoint import manifest
 from shardwise.core.atomic_file import write_whole
 from shardwise.core.plan import Plan
 from shardwise.exporter.export_run import checkpoint_of, export_run, tokenizer_files
-from shardwise.model.hf_objective import CLASSES
+from shardwise.model.hf import AUTO_CLASSES
 from shardwise.recipe.sections import Recipe
 from shardwise.recipe.yaml_source import written
 
@@ -64,7 +64,7 @@ def model_card(recipe: Recipe, plan: Plan, loss: float | None) -> str:
 
 
 def _usage_lines(recipe: Recipe) -> list[str]:
-    auto = CLASSES[recipe.model.objective]
+    auto = AUTO_CLASSES[recipe.model.objective]
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")'
     if recipe.adapter is None:
         return [

@@ -19,10 +19,10 @@ from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.core.paths import path_of
 from shardwise.core.run_files import Which
 from shardwise.exporter.hf_writer import Contents, Written, write_model
-from shardwise.model.files.hf_folder import HFFolder, unchanged_tensor
-from shardwise.model.given import on_meta, real_pairs
+from shardwise.model.files.folder_layout import HFFolder, unchanged_tensor
 from shardwise.model.lora import adapt
 from shardwise.model.merging import Merged
+from shardwise.model.object_model import on_meta, real_pairs
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import canonical_name, local_part, local_slices, named_parameters
 from shardwise.runtime.scalar_parameters import store_as_vectors

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from shardwise.checkpoint.run_folder import RECIPE as RUN_RECIPE
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import RecipeError
@@ -26,10 +24,9 @@ from shardwise.core.paths import STANDARD_LIBRARY, PathBase, is_gone
 from shardwise.core.plan import Plan
 from shardwise.core.progress import Progress, silent
 from shardwise.core.units import GiB, format_bytes
-from shardwise.data.examples import Sequences
 from shardwise.data.formats import format_of
+from shardwise.data.opening import open_splits, tokenizer_of
 from shardwise.data.sources import open_source
-from shardwise.data.text import Examples, PairExamples, open_tokens, tokenizer_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.hardware.cluster import Cluster, cluster_of, recognise
 from shardwise.hardware.kinds import HOST, accelerator_here
@@ -85,7 +82,7 @@ def text_config(model: str) -> dict[str, Any]:
     Raises:
         RecipeError: there is no such model, or its config cannot be read.
     """
-    from shardwise.model.hf_source import folder_of
+    from shardwise.model.hf import folder_of
 
     if model in PRESETS:
         why = "a preset has dimensions, and no trained weights"
@@ -141,40 +138,29 @@ def shape_of(
     tokenizer = tokenizer_of(spec)
     if format_of(spec, open_source(source, spec.text_key)) == "text":
         return _shape_of_text(spec, tokenizer, objective)
-    opened = open_tokens(spec, tokenizer, default_root(), objective=objective)
-    if isinstance(opened, PairExamples):
-        return _shape_of_pairs(opened, limit)
-    assert isinstance(opened, Examples)
-    lengths = np.diff(opened.cache.documents()["end"].astype(np.int64), prepend=0) - 1
-    longest, mean = int(lengths.max()), float(lengths.mean())
-    length = _rounded(longest, limit)
-    packing = 2 * mean <= length and not packing_obstacle(model, length)
-    train: Sequences = opened.train
-    count = max(1, round(train.sequences * mean / length)) if packing else train.sequences
-    why = f"records have {mean:.0f} tokens on average, and at most {longest:,}"
+    train = open_splits(spec, tokenizer, default_root(), objective=objective).train
+    tokens = train.lengths()
+    length = _rounded(tokens.longest, limit)
+    if tokens.completion is not None:
+        why = f"prompts have at most {tokens.longest:,} tokens, completions {tokens.completion:,}"
+        return SequenceShape(length, False, why, _rounded(tokens.completion, limit)), len(train)
+    packing = 2 * tokens.mean <= length and not packing_obstacle(model, length)
+    count = max(1, round(len(train) * tokens.mean / length)) if packing else len(train)
+    why = f"records have {tokens.mean:.0f} tokens on average, and at most {tokens.longest:,}"
     return SequenceShape(length, packing, why), count
 
 
 def _shape_of_text(spec: DataSpec, tokenizer: Tokenizer, objective: str) -> tuple[SequenceShape, int]:
     """Sequences as long as the limit, and shorter ones if the text is short."""
-    opened = open_tokens(
-        spec.model_copy(update={"sequence_length": 1}), tokenizer, default_root(), objective=objective
-    )
-    tokens = opened.cache.header.tokens
+    shortest = spec.model_copy(update={"sequence_length": 1})  # so that no text is too short to be opened
+    train = open_splits(shortest, tokenizer, default_root(), objective=objective).train
+    tokens = train.cache.header.tokens
     length = min(
         spec.sequence_length,
         max(_LENGTH_MULTIPLE, tokens // _STEPS_PER_EPOCH // _LENGTH_MULTIPLE * _LENGTH_MULTIPLE),
     )
     length = min(length, max(1, (tokens - 1) // 2))
     return SequenceShape(length, False, "plain text, cut into sequences"), max(1, tokens // length)
-
-
-def _shape_of_pairs(opened: PairExamples, limit: int) -> tuple[SequenceShape, int]:
-    train = opened.train
-    prompt, completion = int((train.borders - train.starts).max()), int((train.ends - train.borders).max())
-    why = f"prompts have at most {prompt:,} tokens, completions {completion:,}"
-    shape = SequenceShape(_rounded(prompt, limit), False, why, _rounded(completion, limit))
-    return shape, train.sequences
 
 
 def _rounded(tokens: int, limit: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.checkpoint.run_folder import load_run_recipe
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import ShardwiseError
-from shardwise.data.text import open_tokens, tokenizer_of
+from shardwise.data.opening import open_splits, tokenizer_of
 from shardwise.exporter.export_run import open_run
 from shardwise.exporter.gguf_families import Architecture
 from shardwise.exporter.gguf_file import stored_names
@@ -63,4 +63,4 @@ def trained_on_chats(recipe: Recipe) -> bool:
     if recipe.data.stream_window is not None:
         return False
     parts = [(part, tokenizer_of(part)) for part in recipe.data.parts]
-    return any(open_tokens(part, tokenizer, default_root()).chats for part, tokenizer in parts)
+    return any(open_splits(part, tokenizer, default_root()).train.chats for part, tokenizer in parts)

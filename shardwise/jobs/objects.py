@@ -19,7 +19,7 @@ from torch import nn
 from shardwise.core.errors import RecipeError
 from shardwise.core.user_objects import GIVEN
 from shardwise.hardware.cluster import recognise
-from shardwise.model.given import GivenModel
+from shardwise.model.object_model import GivenModel
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.core.paths import path_of
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes
-from shardwise.model.files.hf_folder import HFFolder
-from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, config_of
+from shardwise.model.files.folder_layout import HFFolder
+from shardwise.model.files.peft import TASKS, TENSORS, AdapterFiles, adapter_config
 from shardwise.model.filling import fill_magnitudes, fill_packed, rehearse_packed, without_adapters
 from shardwise.model.initial import fill_uniform
 from shardwise.model.lora import (
@@ -32,7 +32,7 @@ from shardwise.model.lora import (
     require_targets,
 )
 from shardwise.model.stage import Stage
-from shardwise.model.unreached import in_words, matrices, percent, shares
+from shardwise.model.unreached import matrices, percent, reach_in_words, reached_shares
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.fingerprint import fingerprint_of, refuse_other_base
 from shardwise.runtime.parallel.shard_slices import local_part, named_parameters
@@ -45,7 +45,7 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _signature(block: nn.Module) -> tuple[object, ...]:
+def _parameter_signature(block: nn.Module) -> tuple[object, ...]:
     """What makes a block like another: names and shapes of its parameters, and which are trained."""
     return tuple((name, p.shape, p.requires_grad) for name, p in block.named_parameters())
 
@@ -102,7 +102,7 @@ class AdaptedModel(Blueprint):
         meant = [path for path in linear if path.rpartition(".")[2] in last]
         transposed = any(layer.transposed for layer in model.modules() if isinstance(layer, LoraLinear))
         task = TASKS.get(self.objective or "")
-        return config_of(self.spec, last if meant == adapted else adapted, transposed, self.origin, task)
+        return adapter_config(self.spec, last if meant == adapted else adapted, transposed, self.origin, task)
 
     @cached_property
     def depth(self) -> int | None:  # type: ignore[override]
@@ -111,7 +111,7 @@ class AdaptedModel(Blueprint):
             return None
         with torch.device("meta"):
             blocks = self.blocks(self.build())
-        return self.base.depth if len(set(map(_signature, blocks))) == 1 else None
+        return self.base.depth if len(set(map(_parameter_signature, blocks))) == 1 else None
 
     @cached_property
     def block_kinds(self) -> tuple[object, ...] | None:  # type: ignore[override]
@@ -122,7 +122,7 @@ class AdaptedModel(Blueprint):
             return None
         with torch.device("meta"):
             blocks = self.blocks(self.build())
-        return tuple(zip(kinds, map(_signature, blocks), strict=True))
+        return tuple(zip(kinds, map(_parameter_signature, blocks), strict=True))
 
     def stage_obstacle(self) -> str:
         return self.base.stage_obstacle()
@@ -207,12 +207,12 @@ class AdaptedModel(Blueprint):
         beyond, packed, stays = self._reach
         notes = list(self.base.departures(bits))
         if beyond:
-            named = in_words(beyond, "the weights")
+            named = reach_in_words(beyond, "the weights")
             notes.append(
                 f"{named} stay frozen in {bits} bits without an adapter: adapters are on linear layers"
             )
         if packed and stays:
-            named = in_words(stays, "the weights")
+            named = reach_in_words(stays, "the weights")
             packs = "the model's folder" if self.spec.quantize == "none" else self.spec.quantize
             notes.append(
                 f"{named} stay in {bits} bits: {packs} packs the blocks' linear layers, {percent(packed)}"
@@ -229,9 +229,13 @@ class AdaptedModel(Blueprint):
         packed = (
             linear if self.spec.quantize != "none" else [path for path in linear if path in self.packings()]
         )
-        beyond = shares(((each.owner, each.numel) for each in matrices(model, blocks, linear)), whole)
+        beyond = reached_shares(
+            ((matrix.owner, matrix.numel) for matrix in matrices(model, blocks, linear)), whole
+        )
         weights = sum(model.get_submodule(path).get_parameter("weight").numel() for path in packed)
-        stays = shares(((each.owner, each.numel) for each in matrices(model, [], packed)), whole)
+        stays = reached_shares(
+            ((matrix.owner, matrix.numel) for matrix in matrices(model, [], packed)), whole
+        )
         return beyond, weights / whole, stays
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:

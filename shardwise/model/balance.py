@@ -64,7 +64,7 @@ def _forward_flops(blueprint: Blueprint, sequence_length: int, depth: int | None
     return [*before, counter.flops]
 
 
-def shares(costs: Sequence[int], stages: int) -> list[int]:
+def balanced_blocks(costs: Sequence[int], stages: int) -> list[int]:
     """Numbers of consecutive blocks, at least one each, whose costliest stage costs least.
 
     Args:
@@ -125,7 +125,7 @@ def balanced_stages(blueprint: Blueprint, count: int, sequence_length: int) -> l
     if blueprint.depth is not None:
         counts = blocks_per_stage(depth, count, costs_of(blueprint, sequence_length))
     else:
-        counts = shares(_costs_of_unlike(blueprint, sequence_length), count)
+        counts = balanced_blocks(_costs_of_unlike(blueprint, sequence_length), count)
     starts = [sum(counts[:index]) for index in range(count)]
     return [
         Stage(range(start, start + blocks), start == 0, start + blocks == depth)

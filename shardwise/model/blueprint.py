@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.files.hf_folder import HFFolder
+from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.stage import Stage
 from shardwise.recipe.sections import DataSpec
 from shardwise.runtime.language_loss import valid_targets
@@ -102,7 +102,7 @@ class Blueprint(ABC):
         block_kinds: of each block, what makes it like another or not; None if there is no depth and they are not known.
         trained_in: training dtype of the weights on disk, if known.
         dataset: map-style dataset of dicts of tensors, if the model brings its own data.
-        objective: causal, masked or seq2seq (hf_objective.py); None if the model brings its own loss.
+        objective: causal, masked or seq2seq (hf/objective.py); None if the model brings its own loss.
         quantized: whether the weights on disk are quantized. Then all of them can be frozen, and none trained.
         casts_inputs: whether its layers cast floating-point inputs themselves (``compute_in``).
         counts_in_loss: whether only ``loss`` knows the number of targets, and there is no ``count``.

@@ -81,20 +81,20 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        given: Tensor,
+        inputs: Tensor,
         positions: Tensor | None = None,
         cache: Sequence[KeyValues] = (),
         starts: Tensor | None = None,
     ) -> Tensor:
-        """``given``: ids, or hidden states [b, s, h] in place of the embedding, as stages after the first take.
+        """``inputs``: ids, or hidden states [b, s, h] in place of the embedding, as stages after the first take.
 
         ``starts``: where packed documents begin, [b, n].
         """
-        hidden, d = given, self.dimensions
+        hidden, d = inputs, self.dimensions
         if positions is None:
-            positions = torch.arange(given.shape[1], device=given.device)
-        if self.first and self.embed_tokens is not None and not given.is_floating_point():
-            hidden = self.embed_tokens(given)
+            positions = torch.arange(inputs.shape[1], device=inputs.device)
+        if self.first and self.embed_tokens is not None and not inputs.is_floating_point():
+            hidden = self.embed_tokens(inputs)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions)
         rotation: Rotation | None = None
@@ -167,7 +167,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+            q, k = rotate_positions(q, *rotation), rotate_positions(k, *rotation)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         allowed: Any = mask
         causal = mask is None
@@ -227,7 +227,7 @@ def rotary_angles(positions: Tensor, head_width: int, theta: float, dtype: torch
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (x_i, x_{i+d/2}) of [b, s, heads, d]."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin

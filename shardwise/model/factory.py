@@ -80,9 +80,9 @@ class FactoryModel(Blueprint):
 
     def _require_initial_values(self, module: nn.Module) -> None:
         """Tell it before a plan."""
-        for path, each in module.named_modules():
-            if _reset_function(each) is None:
-                self._require_no_tensors(path, each)
+        for path, child in module.named_modules():
+            if _reset_function(child) is None:
+                self._require_no_tensors(path, child)
 
     def build(self, depth: int | None = None) -> nn.Module:
         model = self._call()[0]
@@ -175,8 +175,8 @@ class FactoryModel(Blueprint):
         with torch.device("meta"):
             reference = self._call()[0]
         share(model, shared_names(reference))
-        held: dict[str, Tensor] = dict(named_parameters(model))
-        held.update((canonical_name(name), buffer) for name, buffer in model.named_buffers())
+        tensors: dict[str, Tensor] = dict(named_parameters(model))
+        tensors.update((canonical_name(name), buffer) for name, buffer in model.named_buffers())
         with torch.random.fork_rng(devices=[]):
             for path, module in self._resettable("", reference):
                 torch.default_generator.manual_seed(seed_of(seed, path))
@@ -186,8 +186,10 @@ class FactoryModel(Blueprint):
                     *module.named_parameters(prefix=path),
                     *module.named_buffers(prefix=path),
                 ]:
-                    if name in held:
-                        local_part(held[name]).copy_(value[local_slices(held[name])] if value.ndim else value)
+                    if name in tensors:
+                        local_part(tensors[name]).copy_(
+                            value[local_slices(tensors[name])] if value.ndim else value
+                        )
                 module.to("meta")
 
     def _resettable(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -294,7 +296,7 @@ class _RecordingBatch(dict[str, Tensor]):
 def _described(value: object) -> str:
     """The type of a value that a user's function returned, with the shapes of tensors."""
     if isinstance(value, tuple):
-        return f"({', '.join(_described(each) for each in value)})"
+        return f"({', '.join(_described(part) for part in value)})"
     if isinstance(value, Tensor):
         return "one number" if value.ndim == 0 else f"a tensor of shape {list(value.shape)}"
     return f"a {type(value).__name__}"

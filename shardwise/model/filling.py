@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.loftq import loftq
-from shardwise.model.lora import MAGNITUDE, PACKED, A, B, FrozenLinear, LoraLinear, row_norms
+from shardwise.model.lora import MAGNITUDE, PACKED_BASE, A, B, FrozenLinear, LoraLinear, row_norms
 from shardwise.runtime.parallel.shard_slices import canonical_name, gather, local_part, local_slices
 from shardwise.runtime.quantization.as_parameter import StoredPacking
 from shardwise.runtime.quantized import Packing
@@ -29,16 +29,18 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     hidden: list[tuple[FrozenLinear, dict[str, nn.Module | None], dict[str, nn.Parameter | None]]] = []
     for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
         modules = {name: layer._modules.pop(name) for name in (A, B) if name in layer._modules}
-        held = {
-            name: layer._parameters.pop(name) for name in (PACKED, MAGNITUDE) if name in layer._parameters
+        parameters = {
+            name: layer._parameters.pop(name)
+            for name in (PACKED_BASE, MAGNITUDE)
+            if name in layer._parameters
         }
-        hidden.append((layer, modules, held))
+        hidden.append((layer, modules, parameters))
     try:
         yield
     finally:
-        for layer, modules, held in hidden:
+        for layer, modules, parameters in hidden:
             layer._modules.update(modules)
-            layer._parameters.update(held)
+            layer._parameters.update(parameters)
 
 
 @torch.no_grad()
@@ -64,7 +66,7 @@ def _packed_blocks(model: nn.Module) -> list[list[tuple[str, FrozenLinear]]]:
     for path, layer in model.named_modules():
         if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing):
             name = canonical_name(f"{path}.")[:-1]
-            blocks.setdefault(_block(name), []).append((name, layer))
+            blocks.setdefault(_block_path(name), []).append((name, layer))
     return list(blocks.values())
 
 
@@ -95,8 +97,8 @@ def _start_adapter(layer: LoraLinear, packing: Packing, weight: Tensor, iteratio
     )
     a, b = a / math.sqrt(layer.scale), b / math.sqrt(layer.scale)
     used = a.ne(0).any(1, keepdim=True).expand_as(a)  # with B at zero, the other rows of A keep their default
-    held, place = local_part(layer.lora_A.weight), local_slices(layer.lora_A.weight)
-    held.copy_(torch.where(used[place], a[place], held))
+    shard, rows = local_part(layer.lora_A.weight), local_slices(layer.lora_A.weight)
+    shard.copy_(torch.where(used[rows], a[rows], shard))
     local_part(layer.lora_B.weight).copy_(b[local_slices(layer.lora_B.weight)])
     return rest
 
@@ -117,7 +119,7 @@ def _fill_stored(model: nn.Module, base: Blueprint) -> None:
             local_part(layer.packed).copy_(layer.packing.pack_stored(read(path))[rows])
 
 
-def _block(name: str) -> str:
+def _block_path(name: str) -> str:
     """The path of a layer's block, up to its number; the layer's own path if it is in no block."""
     parts = name.split(".")
     ends = [index for index, part in enumerate(parts) if part.isdecimal()]
@@ -143,14 +145,14 @@ def fill_magnitudes(model: nn.Module, with_adapters: bool = False) -> None:
     for layer in model.modules():
         if isinstance(layer, LoraLinear) and layer.lora_magnitude_vector is not None:
             magnitude = layer.lora_magnitude_vector
-            rows = _rows(layer, magnitude)
+            rows = _magnitude_rows(layer, magnitude)
             if with_adapters:
                 a, b = gather(layer.lora_A.weight), gather(layer.lora_B.weight)[local_slices(magnitude)[0]]
                 rows = torch.addmm(rows, b.to(rows), a.to(rows), alpha=layer.scale)
             local_part(magnitude).copy_(row_norms(rows))
 
 
-def _rows(layer: LoraLinear, magnitude: Tensor) -> Tensor:
+def _magnitude_rows(layer: LoraLinear, magnitude: Tensor) -> Tensor:
     """The rows of the weight [o, i] whose magnitudes this rank holds."""
     rows = local_slices(magnitude)[0]
     if layer.packing is None and not layer.transposed:

@@ -54,8 +54,8 @@ def _fill(tensor: Tensor, draw: Callable[[Tensor, torch.Generator], object], see
     for i in _touched(rows, shape[0]):
         for j in _touched(columns, shape[1]):
             draw(tile, generator.manual_seed(seed_of(seed, name, i, j)))
-            into_rows, from_rows = _overlap(rows, i, shape[0])
-            into_columns, from_columns = _overlap(columns, j, shape[1])
+            into_rows, from_rows = _tile_overlap(rows, i, shape[0])
+            into_columns, from_columns = _tile_overlap(columns, j, shape[1])
             part[into_rows, into_columns] = tile[from_rows, from_columns].to(part)
 
 
@@ -65,12 +65,12 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-def _touched(held: slice, size: int) -> range:
+def _touched(rows: slice, size: int) -> range:
     """Indices of the tiles that overlap the held range."""
-    return range(held.start // size, -(-held.stop // size))
+    return range(rows.start // size, -(-rows.stop // size))
 
 
-def _overlap(held: slice, index: int, size: int) -> tuple[slice, slice]:
+def _tile_overlap(rows: slice, index: int, size: int) -> tuple[slice, slice]:
     """The overlap of tile ``index`` and the held range: relative to the range, and relative to the tile."""
-    start, stop = max(held.start, index * size), min(held.stop, (index + 1) * size)
-    return slice(start - held.start, stop - held.start), slice(start - index * size, stop - index * size)
+    start, stop = max(rows.start, index * size), min(rows.stop, (index + 1) * size)
+    return slice(start - rows.start, stop - rows.start), slice(start - index * size, stop - index * size)

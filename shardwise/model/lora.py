@@ -34,7 +34,7 @@ from shardwise.runtime.quantized import Packing, linear
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 """Names below an adapted layer: two linear layers, and DoRA's magnitudes."""
 
-PACKED = "packed"
+PACKED_BASE = "packed"
 """Name of a packed weight."""
 
 
@@ -66,7 +66,7 @@ class FrozenLinear(nn.Linear):
         self.packing = stored or (None if quantize == "none" else Packing(quantize, rows, columns))
         if self.packing is not None:
             codes = torch.empty(self.packing.shape, dtype=torch.uint8, device=weight.device)
-            self.register_parameter(PACKED, nn.Parameter(codes, requires_grad=False))
+            self.register_parameter(PACKED_BASE, nn.Parameter(codes, requires_grad=False))
             self._parameters["weight"] = None
         self.train(layer.training)
 
@@ -154,7 +154,7 @@ def weights_in(model: nn.Module) -> int:
 def packings_in(model: nn.Module) -> dict[str, tuple[str, Callable[[Tensor], Tensor]]]:
     """Of each weight that the recipe packs: its name, that of the plain weight, and what unpacks some of its rows."""
     return {
-        f"{path}.{PACKED}": (f"{path}.weight", layer.packing.values_in)
+        f"{path}.{PACKED_BASE}": (f"{path}.weight", layer.packing.values_in)
         for path, layer in ((canonical_name(f"{path}.")[:-1], layer) for path, layer in model.named_modules())
         if isinstance(layer, FrozenLinear) and isinstance(layer.packing, Packing)
     }
@@ -181,7 +181,7 @@ def adapt(
     model.requires_grad_(False)
     saved = saved_modules(model, spec)
     targets = target_layers(model, blocks, spec)
-    paths = {path for path in linear_layers(model, blocks) if not _within(path, saved)}
+    paths = {path for path in linear_layers(model, blocks) if not _is_within(path, saved)}
     for path in targets:
         quantize = spec.quantize if path in paths else "none"
         layer = model.get_submodule(path)
@@ -201,7 +201,7 @@ def target_layers(model: nn.Module, blocks: Sequence[nn.Module], spec: AdapterSp
     return [
         path
         for path in linear_layers(model, blocks if spec.targets in KEYWORDS else [])
-        if is_targeted(path, spec.targets) and _transformed(path, spec) and not _within(path, saved)
+        if is_targeted(path, spec.targets) and _transformed(path, spec) and not _is_within(path, saved)
     ]
 
 
@@ -210,7 +210,7 @@ def saved_modules(model: nn.Module, spec: AdapterSpec) -> list[str]:
     return [path for path, _ in model.named_modules() if path.endswith(spec.modules_to_save)]
 
 
-def _within(path: str, modules: Sequence[str]) -> bool:
+def _is_within(path: str, modules: Sequence[str]) -> bool:
     return any(f"{path}.".startswith(f"{module}.") for module in modules)
 
 
@@ -280,13 +280,13 @@ def _require_saved(model: nn.Module, spec: AdapterSpec) -> None:
     aliases, paths = shared_names(model), [path for path, _ in model.named_modules()]
     shared = aliases.keys() | aliases.values()
     for name in spec.modules_to_save:
-        found = [path for path in paths if path.endswith(name)]
-        module = model.get_submodule(found[0]) if found else nn.Module()
+        matches = [path for path in paths if path.endswith(name)]
+        module = model.get_submodule(matches[0]) if matches else nn.Module()
         tensors = {
-            f"{path}.{key}" for path in found for key, _ in model.get_submodule(path).named_parameters()
+            f"{path}.{key}" for path in matches for key, _ in model.get_submodule(path).named_parameters()
         }
         why, fix = "", "give the end of a module's path, such as lm_head"
-        if not found or next(module.parameters(), None) is None:
+        if not matches or next(module.parameters(), None) is None:
             why = "no module with weights has a path that ends so"
         elif tensors & shared:
             why = "it shares its weight, and a copy that is trained alone would untie the model"

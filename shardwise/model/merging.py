@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import CheckpointError
-from shardwise.model.lora import MAGNITUDE, PACKED, A, B, FrozenLinear, LoraLinear
+from shardwise.model.lora import MAGNITUDE, PACKED_BASE, A, B, FrozenLinear, LoraLinear
 
-Read = Callable[[str], Tensor]
+ReadTensor = Callable[[str], Tensor]
 """Reads a whole tensor by canonical name."""
 
 
@@ -39,7 +39,7 @@ class Merged:
     Raises CheckpointError for an adapter that the plain model cannot express.
     """
 
-    def __init__(self, adapted: nn.Module, read: Read, with_adapters: bool = True) -> None:
+    def __init__(self, adapted: nn.Module, read: ReadTensor, with_adapters: bool = True) -> None:
         self._read, self._with_adapters = read, with_adapters
         self.norms: dict[str, Tensor] = {}
         self._frozen = {path: m for path, m in adapted.named_modules() if isinstance(m, FrozenLinear)}
@@ -76,12 +76,12 @@ class Merged:
             bias = self._read(name)
             return bias + added_bias(layer, path, self._read) if self._merges(layer) else bias
         if layer.packing is not None:
-            weight = layer.packing.unpack(self._read(f"{path}.{PACKED}"), torch.float32)
+            weight = layer.packing.unpack(self._read(f"{path}.{PACKED_BASE}"), torch.float32)
         else:
             stored = self._read(name)
-            weight = wide(stored.t() if layer.transposed else stored)
+            weight = at_least_fp32(stored.t() if layer.transposed else stored)
         if self._merges(layer):
-            weight = weight + product(layer, path, self._read).to(weight.dtype)
+            weight = weight + adapter_product(layer, path, self._read).to(weight.dtype)
             if layer.lora_magnitude_vector is not None:
                 norms = self.norms[path] = torch.linalg.vector_norm(weight, dim=1)
                 weight = weight * (self._read(f"{path}.{MAGNITUDE}").to(norms) / norms).unsqueeze(1)
@@ -91,7 +91,7 @@ class Merged:
 class Unmerged:
     """Reads the base's tensors from those of the merged model and the adapter, with the ``norms`` of ``Merged``."""
 
-    def __init__(self, adapted: nn.Module, read: Read, norms: Mapping[str, Tensor]) -> None:
+    def __init__(self, adapted: nn.Module, read: ReadTensor, norms: Mapping[str, Tensor]) -> None:
         self._read, self._norms = read, norms
         self._layers = {path: m for path, m in adapted.named_modules() if isinstance(m, LoraLinear)}
 
@@ -104,7 +104,7 @@ class Unmerged:
             return stored
         if last == "bias":
             return stored - added_bias(layer, path, self._read)
-        weight = wide(stored.t() if layer.transposed else stored)
+        weight = at_least_fp32(stored.t() if layer.transposed else stored)
         if layer.lora_magnitude_vector is not None:
             magnitude = self._read(f"{path}.{MAGNITUDE}").to(weight)
             if not magnitude.all():
@@ -114,20 +114,24 @@ class Unmerged:
                     why="a row's magnitude is zero, so the merged row is zero",
                 )
             weight = weight * (self._norms[path].to(weight) / magnitude).unsqueeze(1)
-        weight = weight - product(layer, path, self._read).to(weight.dtype)
+        weight = weight - adapter_product(layer, path, self._read).to(weight.dtype)
         return weight.t() if layer.transposed else weight
 
 
-def product(layer: LoraLinear, path: str, read: Read) -> Tensor:
+def adapter_product(layer: LoraLinear, path: str, read: ReadTensor) -> Tensor:
     """scale · B A, [o, i]."""
-    a, b = wide(read(f"{path}.{A}.weight")), wide(read(f"{path}.{B}.weight"))
+    a, b = at_least_fp32(read(f"{path}.{A}.weight")), at_least_fp32(read(f"{path}.{B}.weight"))
     return (b @ a) * layer.scale
 
 
-def added_bias(layer: LoraLinear, path: str, read: Read) -> Tensor:
+def added_bias(layer: LoraLinear, path: str, read: ReadTensor) -> Tensor:
     """scale · c, [o]; a zero without one."""
-    return wide(read(f"{path}.{B}.bias")) * layer.scale if layer.lora_B.bias is not None else torch.zeros(())
+    return (
+        at_least_fp32(read(f"{path}.{B}.bias")) * layer.scale
+        if layer.lora_B.bias is not None
+        else torch.zeros(())
+    )
 
 
-def wide(tensor: Tensor) -> Tensor:
+def at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
 from shardwise.model.decoder import Decoder
-from shardwise.model.files.hf_folder import HFFolder
+from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.native_folder import native_hf_folder
 from shardwise.model.initial import fill_normal
 from shardwise.model.stage import Stage, renumbered

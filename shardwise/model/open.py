@@ -68,7 +68,7 @@ def base_of(recipe: Recipe) -> Blueprint:
         return made
     if spec.factory is not None:
         from shardwise.model.factory import FactoryModel
-        from shardwise.model.given import ObjectModel
+        from shardwise.model.object_model import ObjectModel
 
         kind = ObjectModel if spec.factory.startswith(f"{GIVEN}:") else FactoryModel
         return kind(spec.factory, spec.arguments)

@@ -37,9 +37,9 @@ class Stages(nn.Module):
         for index, model in enumerate(models):
             self.add_module(f"_stage{index}", model)
 
-    def forward(self, index: int, run: Callable[[nn.Module, Tensor], T], given: Tensor) -> T:
-        """Return ``run(stage, given)`` for the stage with this index on the rank."""
-        return run(self.get_submodule(f"_stage{index}"), given)
+    def forward(self, index: int, run: Callable[[nn.Module, Tensor], T], inputs: Tensor) -> T:
+        """Return ``run(stage, inputs)`` for the stage with this index on the rank."""
+        return run(self.get_submodule(f"_stage{index}"), inputs)
 
 
 def renumbered(blocks: nn.ModuleList, start: int) -> nn.ModuleList:

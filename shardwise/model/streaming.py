@@ -7,26 +7,26 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Blueprint
+from shardwise.model.merging import ReadTensor
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.torch_private import non_persistent_buffers
 
-Read = Callable[[str], Tensor]
-"""Reads a whole tensor by canonical name."""
-
-BATCH, LENGTH = 2, 16
+BATCH, COMPARED_TOKENS = 2, 16
 
 
 class StreamedTensors:
     """Parameters and saved buffers of a module: (owner, key, canonical name). ``load`` and ``free`` fit as hooks."""
 
-    def __init__(self, tensors: list[tuple[nn.Module, str, str]], read: Read, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tensors: list[tuple[nn.Module, str, str]], read: ReadTensor, dtype: torch.dtype
+    ) -> None:
         self.tensors, self.read, self.dtype = tensors, read, dtype
         self._empty = [_held(owner, key)[key] for owner, key, _ in tensors]
 
@@ -34,8 +34,8 @@ class StreamedTensors:
         for owner, key, name in self.tensors:
             value = self.read(name)
             value = value.to(self.dtype) if value.is_floating_point() else value
-            held = _held(owner, key)
-            held[key] = nn.Parameter(value, requires_grad=False) if held is owner._parameters else value
+            tensors = _held(owner, key)
+            tensors[key] = nn.Parameter(value, requires_grad=False) if tensors is owner._parameters else value
 
     def free(self, *_: Any) -> None:
         for (owner, key, _name), empty in zip(self.tensors, self._empty, strict=True):
@@ -51,7 +51,7 @@ class StreamedModel:
         paths: the path of every module.
     """
 
-    def __init__(self, blueprint: Blueprint, read: Read, dtype: torch.dtype) -> None:
+    def __init__(self, blueprint: Blueprint, read: ReadTensor, dtype: torch.dtype) -> None:
         with torch.device("meta"):
             model = self.model = blueprint.build()
         aliases = shared_names(model)
@@ -64,12 +64,12 @@ class StreamedModel:
         paths = self.paths = {module: path for path, module in model.named_modules()}
 
         def tensors_of(owners: list[nn.Module]) -> StreamedTensors:
-            found = [
+            tensors = [
                 (owner, key, aliases.get(name, name))
                 for owner in owners
                 for key, name in _saved(owner, paths[owner])
             ]
-            return StreamedTensors(found, read, dtype)
+            return StreamedTensors(tensors, read, dtype)
 
         blocks = blueprint.blocks(model)
         inside = {module for block in blocks for module in block.modules()}
@@ -83,7 +83,7 @@ def _held(owner: nn.Module, key: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def streamed_logits(blueprint: Blueprint, read: Read, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def streamed_logits(blueprint: Blueprint, read: ReadTensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits [b, s, vocab] of ids [b, s], computed in ``dtype``; ``read`` returns tensors by canonical name."""
     streamed = StreamedModel(blueprint, read, dtype)
     for module, tensors in [*streamed.blocks, *streamed.outside]:
@@ -100,10 +100,10 @@ def _saved(module: nn.Module, path: str) -> Iterator[tuple[str, str]]:
 
 
 def max_logit_difference(
-    one: tuple[Blueprint, Read], other: tuple[Blueprint, Read], dtype: torch.dtype
+    one: tuple[Blueprint, ReadTensor], other: tuple[Blueprint, ReadTensor], dtype: torch.dtype
 ) -> tuple[float, float]:
     """(largest difference between the logits of two models on one fixed batch, largest logit of the first)."""
     vocab = one[0].vocab or 1
-    ids = torch.randint(vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(vocab, (BATCH, COMPARED_TOKENS), generator=torch.Generator().manual_seed(0))
     first, second = (streamed_logits(*model, ids, dtype) for model in (one, other))
     return float((first - second).abs().max()), float(first.abs().max())

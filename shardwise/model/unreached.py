@@ -53,29 +53,31 @@ def matrices(model: nn.Module, within: Sequence[nn.Module], but: Collection[str]
                 yield Matrix(name, path, type(module).__name__, tuple(parameter.shape), parameter.numel())
 
 
-def alike(path: str) -> str:
+def block_pattern(path: str) -> str:
     """A path whose numbers are ``*``: that of the same module in every block."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def shares(parts: Iterable[tuple[str, int]], whole: int) -> dict[str, float]:
+def reached_shares(parts: Iterable[tuple[str, int]], whole: int) -> dict[str, float]:
     """The share of each module, in all blocks together, from (path, number of weights); largest first."""
-    found: dict[str, int] = {}
+    weights: dict[str, int] = {}
     for path, numel in parts:
-        found[alike(path)] = found.get(alike(path), 0) + numel
-    return {path: numel / max(1, whole) for path, numel in sorted(found.items(), key=lambda item: -item[1])}
+        weights[block_pattern(path)] = weights.get(block_pattern(path), 0) + numel
+    return {path: numel / max(1, whole) for path, numel in sorted(weights.items(), key=lambda item: -item[1])}
 
 
-def in_words(shares: dict[str, float], of: str) -> str:
+def reach_in_words(reached_shares: dict[str, float], of: str) -> str:
     """Modules with their shares of weights, as text: ``experts (93.1% of the weights), router (0.1%)``.
 
     Args:
         shares: by path of the module, largest first.
         of: the weights that the shares are taken of.
     """
-    named = [f"{path or 'the model'} ({percent(share)})" for path, share in list(shares.items())[:SHOWN]]
+    named = [
+        f"{path or 'the model'} ({percent(share)})" for path, share in list(reached_shares.items())[:SHOWN]
+    ]
     named[0] = f"{named[0][:-1]} of {of})"
-    rest = list(shares.values())[SHOWN:]
+    rest = list(reached_shares.values())[SHOWN:]
     return ", ".join([*named, *([f"{len(rest)} others ({percent(sum(rest))})"] if rest else [])])
 
 

@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.files.hf_folder import HFFolder, unchanged_tensor
-from shardwise.model.files.hf_model_folder import FolderWeights
-from shardwise.model.hf import HuggingFaceModel
+from shardwise.model.files.folder_layout import HFFolder, unchanged_tensor
+from shardwise.model.hf import FolderWeights, HuggingFaceModel
 from shardwise.model.native import NativeModel
 from shardwise.runtime.parallel.shard_slices import shared_names
 
@@ -34,8 +33,10 @@ class _Untied(HuggingFaceModel):
     """A model of transformers whose output layers ``heads`` are not in the files of its folder."""
 
     def __init__(self, tied: HuggingFaceModel, heads: list[str]) -> None:
-        kept = {name: value for name, value in vars(tied).items() if name not in ("depth", "_reference")}
-        self.__dict__.update(kept)
+        shared_state = {
+            name: value for name, value in vars(tied).items() if name not in ("depth", "_reference")
+        }
+        self.__dict__.update(shared_state)
         self._tied, self._heads, self.config = tied, heads, copy.deepcopy(tied.config)
         for config in (self.config, self.config.get_text_config()):
             config.tie_word_embeddings = False

@@ -20,8 +20,8 @@ from shardwise.data import Data
 from shardwise.data.chat import ChatTemplate
 from shardwise.data.encoding import Encoder
 from shardwise.data.formats import Chat
-from shardwise.data.readers import Record
-from shardwise.data.text import Examples, open_tokens
+from shardwise.data.opening import open_splits
+from shardwise.data.readers import SourceRecord
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.data.turns import Turn
 from shardwise.recipe.sections import DataSpec
@@ -83,7 +83,7 @@ def encoded(
 ) -> tuple[str, list[str]]:
     """The text of a record, and its trained stretches; its tokens are those of transformers' rendering."""
     tokenizer = open_tokenizer(folder)
-    tokens, trained = Encoder(DataSpec(**spec), name, tokenizer).encode(Record(record, "here"))
+    tokens, trained = Encoder(DataSpec(**spec), name, tokenizer).encode(SourceRecord(record, "here"))
     edges = [0, *(i for i in range(1, len(tokens)) if trained[i] != trained[i - 1]), len(tokens)]
     spans = [tokenizer.shown(tokens[a:b]) for a, b in itertools.pairwise(edges) if trained[a]]
     return tokenizer.shown(tokens), spans
@@ -365,13 +365,13 @@ def test_what_the_template_does_not_read_is_named_once(tmp_path: Path, opened: O
     }
     tokenizer = open_tokenizer(folder)
     spec = DataSpec(source=str(jsonl(tmp_path / "a.jsonl", *[record] * 3)), held_out=0.0)
-    [sentence] = [s for s in open_tokens(spec, tokenizer, tmp_path / "c").sentences(spec) if "not read" in s]
+    [sentence] = [s for s in open_splits(spec, tokenizer, tmp_path / "c").sentences() if "not read" in s]
     assert sentence == "not read by the chat template: id, source, turn.name, turn.reasoning_content"
 
 
 def unread_of(folder: str, record: Mapping[str, Any], name: str, **spec: Any) -> set[str]:
     encoder = Encoder(DataSpec(**spec), name, open_tokenizer(folder))
-    encoder.encode(Record(record, "here"))
+    encoder.encode(SourceRecord(record, "here"))
     return encoder.unread
 
 
@@ -517,9 +517,9 @@ def test_answers_that_never_end_are_counted(tmp_path: Path) -> None:
     for template, count in ((marked, 2), (templates.CHATML, 0), (templates.NO_END, 2)):
         folder = folder_of(tmp_path / str(count) / str(len(template)), template)
         spec = DataSpec(source=str(jsonl(tmp_path / "a.jsonl", {"messages": TWO})), held_out=0.0)
-        opened = open_tokens(spec, open_tokenizer(folder), tmp_path / "c")
-        assert opened.cache.header.endless == count
-        said = [s for s in opened.sentences(spec) if "never end" in s]
+        splits = open_splits(spec, open_tokenizer(folder), tmp_path / "c")
+        assert splits.train.cache.header.endless == count
+        said = [s for s in splits.sentences() if "never end" in s]
         assert bool(said) == bool(count)
 
 
@@ -549,16 +549,16 @@ def test_records_longer_than_a_sequence(too_long: str, tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Short."}, *LONG]
     source = jsonl(tmp_path / "a.jsonl", {"messages": chat}, {"messages": [USER, ANSWER]})
     spec = DataSpec(source=str(source), held_out=0.0, sequence_length=100, too_long=too_long)
-    opened = open_tokens(spec, open_tokenizer("bytes"), tmp_path / "c")
-    assert isinstance(opened, Examples)
+    splits = open_splits(spec, open_tokenizer("bytes"), tmp_path / "c")
+    records = splits.train
     texts = [
-        "".join(opened.encoder.tokenizer.shown([t]) for t, _ in opened.documents(i)[0])
-        for i in range(opened.samples)
+        "".join(records.tokenizer.shown([t]) for t, _ in records.documents(i)[0])
+        for i in range(records.records)
     ]
-    [said] = [s for s in opened.sentences(spec) if "too long" in s]
+    [said] = [s for s in splits.sentences() if "too long" in s]
     if too_long == "cut":
         assert (
-            said.startswith("too long for a sequence: 1 records cut") and opened.note(0) == "cut at its end"
+            said.startswith("too long for a sequence: 1 records cut") and records.note(0) == "cut at its end"
         )
         assert len(texts) == 2 and len(texts[0].encode()) > 80
     elif too_long == "drop":
@@ -573,22 +573,22 @@ def test_records_longer_than_a_sequence(too_long: str, tmp_path: Path) -> None:
             assert f"User: {second['content']}" in text and text.endswith(
                 f"{LONG[4 * number + 3]['content']}<end>"
             )
-        trained = sum(chosen for i in range(3) for _, chosen in opened.documents(i)[0])
+        trained = sum(chosen for i in range(3) for _, chosen in records.documents(i)[0])
         assert trained == 6 * (len(" a0a0a0a0a0") + 1)  # every answer once, with its end
 
 
 def test_records_of_which_nothing_is_trained_on_are_counted(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", {"messages": [USER, {**ANSWER, "weight": 0}]}, {"messages": TWO})
     spec = DataSpec(source=str(source), held_out=0.0)
-    opened = open_tokens(spec, open_tokenizer("bytes"), tmp_path / "c")
-    assert "1 records dropped: none of their answers is trained on" in opened.sentences(spec)
-    assert opened.cache.header.documents == 1
+    splits = open_splits(spec, open_tokenizer("bytes"), tmp_path / "c")
+    assert "1 records dropped: none of their answers is trained on" in splits.sentences()
+    assert splits.train.cache.header.documents == 1
 
 
 def test_plain_text_has_no_records_to_drop(tmp_path: Path) -> None:
     spec = DataSpec(source=str(jsonl(tmp_path / "a.jsonl", {"text": "plain"})), too_long="drop")
     with pytest.raises(DataError, match="too_long: drop does not apply"):
-        open_tokens(spec, open_tokenizer("bytes"), tmp_path / "c")
+        open_splits(spec, open_tokenizer("bytes"), tmp_path / "c")
 
 
 def test_a_leading_blank_is_added_to_a_text_and_not_to_a_completion(tmp_path: Path) -> None:
@@ -606,7 +606,7 @@ def test_a_leading_blank_is_added_to_a_text_and_not_to_a_completion(tmp_path: Pa
     made.save_pretrained(tmp_path / "t")
     tokenizer = open_tokenizer(str(tmp_path / "t"))
     tokens, trained = Encoder(DataSpec(), "prompt", tokenizer).encode(
-        Record({"prompt": "A: ", "completion": "the"}, "x")
+        SourceRecord({"prompt": "A: ", "completion": "the"}, "x")
     )
     assert tokens == [*made.encode("A: the", add_special_tokens=False), 1]
     assert tokens == [vocab[t] for t in ("▁", "A", ":", "▁the", "</s>")]

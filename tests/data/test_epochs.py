@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.core.errors import RecipeError
 from shardwise.data.epochs import epoch_sentences, steps_of_epochs, with_steps
-from shardwise.data.text import open_tokens, tokenizer_of
+from shardwise.data.opening import open_splits, tokenizer_of
 from shardwise.recipe.load import dump_recipe, parse_recipe, recipe_of
 from shardwise.recipe.sections import Recipe
 
@@ -46,9 +46,9 @@ def test_steps_are_epochs_of_sequences_rounded_up(
 def test_every_training_sequence_is_seen_once_an_epoch(packing: bool, tmp_path: Path) -> None:
     asked = recipe(tmp_path)
     asked = asked.model_copy(update={"data": asked.data.model_copy(update={"packing": packing})})
-    opened = open_tokens(asked.data, tokenizer_of(asked.data), tmp_path / "cache")
+    splits = open_splits(asked.data, tokenizer_of(asked.data), tmp_path / "cache")
     counted = with_steps(asked)
-    assert counted.epochs is None and counted.steps == -(-3 * opened.train.sequences // 8)
+    assert counted.epochs is None and counted.steps == -(-3 * len(splits.train) // 8)
     assert list(epoch_sentences(asked, counted)) == [f"3 epochs are {counted.steps} steps of 8 sequences"]
     written = parse_recipe(dump_recipe(counted), ())  # the run's own recipe says steps
     assert (written.steps, written.epochs) == (counted.steps, None)

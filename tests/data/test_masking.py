@@ -10,7 +10,7 @@ import torch
 
 from shardwise.core.errors import DataError
 from shardwise.data import Batch, Data, open_data
-from shardwise.data.text import check_data
+from shardwise.data.opening import check_data
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS

@@ -14,9 +14,29 @@ import torch
 from shardwise.core.errors import RecipeError
 from shardwise.data import open_data
 from shardwise.data.batches import Data
-from shardwise.data.mixing import BLOCK, MixedOrder, counts_of
+from shardwise.data.dataset import Dataset, Sample
+from shardwise.data.mixture import BLOCK_SIZE, Mixture, counts_of
 from shardwise.recipe.load import dump_recipe, load_recipe, parse_recipe, recipe_of
 from shardwise.recipe.sections import Recipe
+
+
+class Numbered(Dataset):
+    """Samples that hold their number."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def sample(self, index: int) -> Sample:
+        return {"number": index}
+
+    def padding(self) -> Sample:
+        return {"number": -1}
+
+    def text(self, index: int) -> str:
+        return str(index)
 
 
 @pytest.mark.parametrize(
@@ -43,13 +63,16 @@ def test_a_weight_without_a_sample_is_refused() -> None:
 def test_shares_are_exact_in_every_block_and_epochs_are_permutations(
     sizes: tuple[int, ...], weights: tuple[float, ...]
 ) -> None:
-    order, counts = MixedOrder(sizes, weights, seed=3), counts_of(weights)
-    found = np.array([sample for step in range(5 * BLOCK // 16) for sample in order.samples(step, 16)])
+    mixture, counts = Mixture([Numbered(size) for size in sizes], weights), counts_of(weights)
+    steps = range(5 * BLOCK_SIZE // 16)
+    found = np.array([sample for step in steps for sample in mixture.samples(step, 16, seed=3)])
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     sources = np.searchsorted(offsets[1:], found, side="right")
-    for block in sources.reshape(5, BLOCK):
+    for block in sources.reshape(5, BLOCK_SIZE):
         assert np.bincount(block, minlength=len(sizes)).tolist() == counts
-    assert len({tuple(block) for block in sources.reshape(5, BLOCK)}) == 5  # not one pattern again and again
+    assert (
+        len({tuple(block) for block in sources.reshape(5, BLOCK_SIZE)}) == 5
+    )  # not one pattern again and again
     for source, size in enumerate(sizes):
         # A whole epoch of a source has every sample once, so draws differ only by the epochs that are cut.
         drawn = Counter(found[(found >= offsets[source]) & (found < offsets[source + 1])].tolist())
@@ -58,13 +81,15 @@ def test_shares_are_exact_in_every_block_and_epochs_are_permutations(
 
 
 def test_the_order_depends_on_seed_and_position_alone() -> None:
-    order = MixedOrder((700, 300), (3, 1), seed=3)
-    whole = [sample for step in range(90) for sample in order.samples(step, 24)]
+    mixture = Mixture([Numbered(700), Numbered(300)], (3, 1))
+    whole = [sample for step in range(90) for sample in mixture.samples(step, 24, seed=3)]
     assert whole == [
-        sample for step in range(360) for sample in order.samples(step, 6)
+        sample for step in range(360) for sample in mixture.samples(step, 6, seed=3)
     ]  # other steps, same sequence
-    assert order.samples(80, 24) == whole[80 * 24 : 81 * 24]  # resumed: nothing before has to be read
-    assert MixedOrder((700, 300), (3, 1), seed=4).samples(0, 24) != order.samples(0, 24)
+    assert (
+        mixture.samples(80, 24, seed=3) == whole[80 * 24 : 81 * 24]
+    )  # resumed: nothing before has to be read
+    assert mixture.samples(0, 24, seed=4) != whole[:24]
 
 
 def mixed(folder: Path, **data: Any) -> Recipe:

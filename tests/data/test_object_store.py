@@ -44,7 +44,7 @@ def test_files_folders_and_globs(name: str, count: int) -> None:
     assert source.fields() == {"text", "n"}
     assert b"".join(piece.data for piece in source.pieces()).decode().startswith("line 0")
     [*records] = source.records(("text",))
-    assert records[0].place == "/bucket/a.jsonl:1, byte 0"
+    assert records[0].where == "/bucket/a.jsonl:1, byte 0"
 
 
 def test_what_changes_is_read_again(store: Any) -> None:

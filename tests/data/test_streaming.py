@@ -14,12 +14,13 @@ import pytest
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.data import open_data
 from shardwise.data.batches import Data
+from shardwise.data.dataset import OpenedSource
 from shardwise.data.epochs import with_steps
-from shardwise.data.source import Place, Source
+from shardwise.data.opening import open_splits
+from shardwise.data.source import Source, SourcePosition
 from shardwise.data.sources import open_source
-from shardwise.data.text import open_tokens
+from shardwise.data.streaming import StreamedText
 from shardwise.data.tokenizer import open_tokenizer
-from shardwise.data.windows import Windows
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import DataSpec, Recipe
 
@@ -56,9 +57,18 @@ def spec_of(source: object, **more: Any) -> DataSpec:
     return DataSpec.model_validate(values)
 
 
-def windows_of(source: object, cache: Path, **more: Any) -> Windows:
+def stream_of(source: object, cache: Path, **more: Any) -> StreamedText:
     spec = spec_of(source, **more)
-    return Windows(open_source(spec.source, "text", streamed=True), open_tokenizer("bytes"), spec, cache)
+    opened = open_source(spec.source, "text", streamed=True)
+    return StreamedText(OpenedSource(spec, opened, "text", open_tokenizer("bytes"), cache))
+
+
+def tokens_of(stream: StreamedText, window: int) -> Any:
+    return stream.window(window).cache.tokens
+
+
+def cursor_of(stream: StreamedText, window: int) -> tuple[str, ...]:
+    return stream.cursor(window * stream.epoch)
 
 
 def recipe_for(source: object, **data: Any) -> Recipe:
@@ -78,23 +88,23 @@ def read(data: Data, step: int, degree: int = 1, size: int = 2) -> list[list[int
 
 def test_windows_are_the_stream_of_a_whole_cache_again_and_again(folder: Path, tmp_path: Path) -> None:
     """All tokens in their order, across documents, files and epochs, cut every 800 tokens."""
-    whole = open_tokens(spec_of(folder, stream_window=None), open_tokenizer("bytes"), tmp_path / "whole")
-    tokens = whole.cache.tokens.tolist()
-    windows = windows_of(folder, tmp_path / "cache", stream_window=800)
+    whole = open_splits(spec_of(folder, stream_window=None), open_tokenizer("bytes"), tmp_path / "whole")
+    tokens = whole.train.cache.tokens.tolist()
+    stream = stream_of(folder, tmp_path / "cache", stream_window=800)
     count = 3 * len(tokens) // 800
-    found = [token for number in range(count) for token in windows.window(number).tokens[:800].tolist()]
+    found = [token for number in range(count) for token in tokens_of(stream, number)[:800].tolist()]
     assert len(found) > 2.5 * len(tokens) and found == (tokens * 3)[: len(found)]
-    first, second = windows.train(0), windows.train(1)
-    assert first.sequences == 50 and first.sequence(49)[-1] == second.sequence(0)[0]
+    last, following = stream.sample(49), stream.sample(50)
+    assert stream.epoch == 50 and last["labels"][-1] == following["input_ids"][0]
 
 
 def test_a_window_follows_from_its_cursor_alone(folder: Path, tmp_path: Path) -> None:
-    windows = windows_of(folder, tmp_path / "one")
-    expected = [windows.window(number).tokens.tolist() for number in range(9)]
+    stream = stream_of(folder, tmp_path / "one")
+    expected = [tokens_of(stream, number).tolist() for number in range(9)]
     for number in (1, 4, 8):
-        resumed = windows_of(folder, tmp_path / f"other-{number}")
-        resumed.begin_at(windows.cursor(number))
-        assert resumed.window(number).tokens.tolist() == expected[number]
+        resumed = stream_of(folder, tmp_path / f"other-{number}")
+        resumed.begin_at(cursor_of(stream, number))
+        assert tokens_of(resumed, number).tolist() == expected[number]
 
 
 class Watched(Source):
@@ -109,23 +119,24 @@ class Watched(Source):
     def pieces(self) -> Iterator[Any]:
         raise AssertionError("a stream reads from a place on")
 
-    def pieces_from(self, place: Place) -> Iterator[tuple[Any, Place]]:
-        for piece, behind in self._source.pieces_from(place):
+    def pieces_from(self, position: SourcePosition) -> Iterator[tuple[Any, SourcePosition]]:
+        for piece, behind in self._source.pieces_from(position):
             self.read += 1
             yield piece, behind
 
 
 def test_a_cursor_is_reached_without_reading_what_is_before(folder: Path, tmp_path: Path) -> None:
     """The file of the place is opened, and no tokens are made of the documents before it."""
-    windows = windows_of(folder, tmp_path / "one")
-    [windows.window(number) for number in range(20)]
+    stream = stream_of(folder, tmp_path / "one")
+    [stream.window(number) for number in range(20)]
     source = Watched(open_source(str(folder), "text"))
-    resumed = Windows(source, open_tokenizer("bytes"), spec_of(folder), tmp_path / "other")
-    resumed.begin_at(windows.cursor(19))
+    spec = spec_of(folder)
+    resumed = StreamedText(OpenedSource(spec, source, "text", open_tokenizer("bytes"), tmp_path / "other"))
+    resumed.begin_at(cursor_of(stream, 19))
     resumed.window(19)
     [ahead] = resumed._ahead.values()
     ahead.join()
-    assert json.loads(windows.cursor(19))[1]["place"][0] == 2, "in the third file"
+    assert json.loads(*cursor_of(stream, 19))[1]["place"][0] == 2, "in the third file"
     assert source.read <= 2 * 40, "no document of the other files, for this window and the next"
 
 
@@ -173,10 +184,10 @@ def test_a_mixture_of_streams_has_exact_shares_and_resumes(folder: Path, tmp_pat
 
 
 def test_old_windows_are_removed(folder: Path, tmp_path: Path) -> None:
-    windows = windows_of(folder, tmp_path / "cache")
+    stream = stream_of(folder, tmp_path / "cache")
     for number in range(8):
-        windows.window(number)
-    windows._ahead[8].join()
+        stream.window(number)
+    stream._ahead[8].join()
     kept = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert len(kept) == 4, "the first with the held-out documents, 6, 7 and the one ahead"
 
@@ -196,15 +207,15 @@ def test_a_dataset_of_the_hub_is_streamed_from_its_state(
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr("shardwise.data.hub._revision", lambda repository, name: "abc")
-    windows = windows_of("org/set:part#test", tmp_path / "cache", stream_window=1600)
+    stream = stream_of("org/set:part#test", tmp_path / "cache", stream_window=1600)
     assert opened == [("org/set", {"streaming": True, "name": "part", "split": "test", "revision": "abc"})]
     expected = "\0".join(texts).encode() + b"\0"
-    found = [windows.window(number).tokens[:1600].tobytes() for number in range(16)]
+    found = [tokens_of(stream, number)[:1600].tobytes() for number in range(16)]
     assert b"".join(found) == (expected * 2)[: 16 * 1600] and len(expected) < 16 * 1600
     for number in (3, 9, 15):
-        resumed = windows_of("org/set:part#test", tmp_path / f"new-{number}", stream_window=1600)
-        resumed.begin_at(windows.cursor(number))
-        assert resumed.window(number).tokens[:1600].tobytes() == found[number]
+        resumed = stream_of("org/set:part#test", tmp_path / f"new-{number}", stream_window=1600)
+        resumed.begin_at(cursor_of(stream, number))
+        assert tokens_of(resumed, number)[:1600].tobytes() == found[number]
 
 
 def test_object_stores_and_saved_datasets_have_places(folder: Path, tmp_path: Path) -> None:
@@ -215,18 +226,18 @@ def test_object_stores_and_saved_datasets_have_places(folder: Path, tmp_path: Pa
         store.pipe(f"/streamed/{path.name}", path.read_bytes())
     texts = [text_of(number) for number in range(120)]
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "saved"))
-    plain = windows_of(folder, tmp_path / "plain")
+    plain = stream_of(folder, tmp_path / "plain")
     for name in ("memory://streamed", str(tmp_path / "saved")):
-        windows = windows_of(name, tmp_path / f"cache-{len(name)}")
-        [windows.window(number) for number in range(12)]
+        stream = stream_of(name, tmp_path / f"cache-{len(name)}")
+        [stream.window(number) for number in range(12)]
         for (
             thread
         ) in threading.enumerate():  # of the window read ahead: all readers of memory:// share one position
             if thread.name.startswith("window "):
                 thread.join()
-        resumed = windows_of(name, tmp_path / f"new-{len(name)}")
-        resumed.begin_at(windows.cursor(11))
-        assert np.array_equal(resumed.window(11).tokens, plain.window(11).tokens)
+        resumed = stream_of(name, tmp_path / f"new-{len(name)}")
+        resumed.begin_at(cursor_of(stream, 11))
+        assert np.array_equal(tokens_of(resumed, 11), tokens_of(plain, 11))
     store.rm("/streamed", recursive=True)
 
 

@@ -15,9 +15,9 @@ import pytest
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.data.chat import ChatTemplate, plain_template
 from shardwise.data.formats import Chat, example_of
-from shardwise.data.readers import Record, read_file, read_records
+from shardwise.data.readers import SourceRecord, read_file, read_records
 from shardwise.data.sources import open_source
-from shardwise.model.hf_source import folder_of
+from shardwise.model.hf import folder_of
 
 ALPACA = ("instruction", "input", "output")
 ROWS = [{"instruction": f"add {n}", "input": "", "output": f'it, is\n"{n}" é'} for n in range(5)]
@@ -43,7 +43,7 @@ def test_records_are_those_that_were_written(name: str, kind: str, tmp_path: Pat
     path = write(tmp_path / name, kind)
     read = list(read_records(path, ALPACA))
     assert [dict(record.fields) for record in read] == ROWS
-    assert len({record.place for record in read}) == 5 and all(str(path) in record.place for record in read)
+    assert len({record.where for record in read}) == 5 and all(str(path) in record.where for record in read)
     packed = tmp_path / f"b.{name.partition('.')[2]}.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert [dict(record.fields) for record in read_records(packed, ALPACA)] == ROWS
@@ -99,7 +99,7 @@ TEMPLATE = (
 
 
 def test_tool_calls_and_content_parts_reach_the_template() -> None:
-    chat = example_of(Record({"messages": CHAT}, "a.jsonl:1"), "messages")
+    chat = example_of(SourceRecord({"messages": CHAT}, "a.jsonl:1"), "messages")
     assert isinstance(chat, Chat) and chat.turns[0].text == "Compute 1 + 1?"
     written = ChatTemplate({"default": TEMPLATE}, {}).written(chat, "a.jsonl:1", date(2026, 1, 2))
     assert written.text == "<user>Compute 1 + 1?<assistant>[add 1]</s><tool>2<tool>two<assistant>2</s>"
@@ -123,7 +123,7 @@ def test_tool_calls_and_content_parts_reach_the_template() -> None:
 def test_other_parts_and_orders_are_refused(changed: dict[int, dict[str, Any]], said: str) -> None:
     chat = [changed.get(number, turn) for number, turn in enumerate(CHAT)]
     with pytest.raises(DataError) as caught:
-        example_of(Record({"messages": chat}, "a.jsonl:1"), "messages")
+        example_of(SourceRecord({"messages": chat}, "a.jsonl:1"), "messages")
     assert re.search(said, caught.value.line())
 
 

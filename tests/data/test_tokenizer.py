@@ -125,7 +125,7 @@ def test_autotokenizer_is_compared_on_probes(rebuilt: bool, tmp_path: Path) -> N
     """transformers builds Qwen2's own pre-tokenizer, which splits digits, whatever tokenizer.json says."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    from shardwise.data.tokenizer_probe import PROBES, differences
+    from shardwise.data.tokenizer_probe import PROBES, tokenizer_differences
 
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -136,6 +136,6 @@ def test_autotokenizer_is_compared_on_probes(rebuilt: bool, tmp_path: Path) -> N
     kind = "Qwen2Tokenizer" if rebuilt else "PreTrainedTokenizerFast"
     config = {"tokenizer_class": kind, "eos_token": "<|endoftext|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    said = list(differences(open_tokenizer(str(tmp_path)), str(tmp_path)))
+    said = list(tokenizer_differences(open_tokenizer(str(tmp_path)), str(tmp_path)))
     assert [kind in sentence for sentence in said] == ([True] if rebuilt else [])
-    assert list(differences(open_tokenizer("bytes"), "bytes")) == []
+    assert list(tokenizer_differences(open_tokenizer("bytes"), "bytes")) == []

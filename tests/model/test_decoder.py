@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.model.blueprint import Batch
-from shardwise.model.decoder import Block, Decoder, rotary_angles, rotate
+from shardwise.model.decoder import Block, Decoder, rotary_angles, rotate_positions
 from shardwise.model.native import NativeModel
 from shardwise.recipe.presets import Dimensions
 from shardwise.runtime.parallel.shard_slices import share, shared_names
@@ -110,7 +110,9 @@ def test_rotary_angles_are_relative_and_precise() -> None:
     query, key = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
     positions = torch.tensor([0, 3, 100_000, 100_003])
     cos, sin = rotary_angles(positions, 16, 500000.0, torch.float64)
-    turned_query, turned_key = (rotate(x.expand(1, 4, 1, 16), cos, sin)[0, :, 0] for x in (query, key))
+    turned_query, turned_key = (
+        rotate_positions(x.expand(1, 4, 1, 16), cos, sin)[0, :, 0] for x in (query, key)
+    )
     near, far = turned_query[1] @ turned_key[0], turned_query[3] @ turned_key[2]
     torch.testing.assert_close(near, far, rtol=1e-9, atol=1e-9)
     rounded = rotary_angles(positions, 16, 500000.0, torch.bfloat16)[0]

@@ -133,7 +133,7 @@ def test_stages_and_parts_of_sequences_are_refused_with_the_auxiliary_loss(saved
 
 
 def test_a_router_without_a_coefficient_is_refused(tmp_path: Path) -> None:
-    from shardwise.model.hf_experts import router_coefficient
+    from shardwise.model.hf.experts import router_coefficient
 
     config = config_of("llama", output_router_logits=True)
     with pytest.raises(RecipeError, match="no coefficient"):

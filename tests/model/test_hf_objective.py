@@ -84,13 +84,13 @@ def test_a_model_of_the_objective_is_accepted(
 
 def test_the_probe_of_a_large_model_is_narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two blocks of Llama-3-70B have 1.7 billion weights; the probe has as many blocks and two heads."""
-    from shardwise.model import hf_objective
+    from shardwise.model.hf import objective
 
     sizes = []
-    probe = hf_objective._probe
+    probe = objective._sees_later_tokens
     monkeypatch.setattr(
-        hf_objective,
-        "_probe",
+        objective,
+        "_sees_later_tokens",
         lambda model, *rest: sizes.append(sum(p.numel() for p in model.parameters())) or probe(model, *rest),
     )
     config = transformers.LlamaConfig(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.factory import FactoryModel
-from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles, config_of, write_adapter
+from shardwise.model.files.peft import CONFIG, TENSORS, AdapterFiles, adapter_config, write_adapter
 from shardwise.model.filling import fill_magnitudes
 from shardwise.model.lora import LoraLinear, adapt, is_adapter
 from shardwise.model.native import NativeModel
@@ -228,7 +228,7 @@ def test_published_counts(dimensions: Dimensions, adapter: dict[str, Any], count
 
 def written(model: nn.Module, adapter: AdapterSpec, paths: list[str], folder: Path, transposed: bool) -> Path:
     tensors = {name: p.detach() for name, p in named_parameters(model) if is_adapter(name)}
-    write_adapter(folder, tensors, config_of(adapter, paths, transposed, None), None)
+    write_adapter(folder, tensors, adapter_config(adapter, paths, transposed, None), None)
     return folder
 
 

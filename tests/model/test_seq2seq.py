@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.data import Batch, open_data
-from shardwise.data.text import check_data
+from shardwise.data.opening import check_data
 from shardwise.dryrun.run import dry_run
 from shardwise.engine.build import build
 from shardwise.engine.step import step

@@ -14,7 +14,7 @@ from shardwise.model.adapted import AdaptedModel
 from shardwise.model.factory import FactoryModel
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.native import NativeModel
-from shardwise.model.unreached import in_words, matrices, percent, shares
+from shardwise.model.unreached import matrices, percent, reach_in_words, reached_shares
 from shardwise.recipe.presets import Dimensions
 from shardwise.recipe.sections import AdapterSpec
 from tests.harness.families import config_of
@@ -132,9 +132,9 @@ def test_sentences_name_the_largest_and_sum_the_rest() -> None:
         for i in range(2)
         for name, size in zip("abcdefg", range(7, 0, -1), strict=True)
     ]
-    found = shares([*parts, ("tiny", 1)], 10_000)
+    found = reached_shares([*parts, ("tiny", 1)], 10_000)
     assert list(found) == [*(f"blocks.*.{name}" for name in "abcdefg"), "tiny"]
-    assert in_words(found, "the weights") == (
+    assert reach_in_words(found, "the weights") == (
         "blocks.*.a (0.1 % of the weights), blocks.*.b (0.1 %), blocks.*.c (0.1 %),"
         " blocks.*.d (0.1 %), 4 others (0.1 %)"
     )

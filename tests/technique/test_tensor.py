@@ -23,7 +23,7 @@ from shardwise.engine.build import build
 from shardwise.engine.run_state import tensors_of
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
-from shardwise.model.hf_tensor_plan import tensor_plan_of
+from shardwise.model.hf.tensor_plan import tensor_plan_of
 from shardwise.model.open import blueprint_of
 from shardwise.planner.timing import collective_seconds, predicted_step_time
 from shardwise.recipe.load import recipe_of

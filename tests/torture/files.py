@@ -17,7 +17,7 @@ from shardwise.checkpoint import manifest as manifests
 from shardwise.checkpoint.run_folder import read_job, read_outcome, write_job, write_outcome
 from shardwise.checkpoint.saved_weights import load_weights
 from shardwise.core.run_files import Outcome, RankMemory, StepRecord
-from shardwise.data.text import open_tokens
+from shardwise.data.opening import open_splits
 from shardwise.data.tokenizer import open_tokenizer
 from shardwise.model.files.peft import write_adapter
 from shardwise.model.hf import HuggingFaceModel
@@ -203,7 +203,7 @@ def data(folder: Path) -> Iterator[Damage]:
     sources, root, tokenizer = _sources(), folder / "cache", open_tokenizer("bytes")
 
     def read(path: Path) -> object:
-        return open_tokens(DataSpec(source=str(path), sequence_length=16), tokenizer, root, verify=True)
+        return open_splits(DataSpec(source=str(path), sequence_length=16), tokenizer, root, verify=True)
 
     def of_source(random: random.Random) -> Action:
         name, raw = random.choice(list(sources.items()))

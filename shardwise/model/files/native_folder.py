@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.files.hf_folder import HFFolder, Shape, TensorGroup, unchanged_tensor
+from shardwise.model.files.folder_layout import HFFolder, TensorGroup, TensorShape, unchanged_tensor
 from shardwise.recipe.presets import Dimensions
 
 _GPT2_PARTS = {
@@ -32,7 +32,7 @@ _GPT2_OUTSIDE = {
 }
 
 
-def native_hf_folder(d: Dimensions, shapes: Mapping[str, Shape]) -> HFFolder:
+def native_hf_folder(d: Dimensions, shapes: Mapping[str, TensorShape]) -> HFFolder:
     """The folder of a decoder with these dimensions and tensor shapes."""
     if d.rotates:
         stored = {name: name if name.startswith("lm_head.") else f"model.{name}" for name in shapes}
@@ -54,7 +54,7 @@ def native_hf_folder(d: Dimensions, shapes: Mapping[str, Shape]) -> HFFolder:
     return HFFolder(_gpt2_config(d), list(_gpt2_groups(shapes)))
 
 
-def _gpt2_groups(shapes: Mapping[str, Shape]) -> Iterator[TensorGroup]:
+def _gpt2_groups(shapes: Mapping[str, TensorShape]) -> Iterator[TensorGroup]:
     for name, shape in shapes.items():
         path, _, kind = name.rpartition(".")
         if path in _GPT2_OUTSIDE:
@@ -62,16 +62,18 @@ def _gpt2_groups(shapes: Mapping[str, Shape]) -> Iterator[TensorGroup]:
             continue
         number, _, part = path.removeprefix("layers.").partition(".")
         if part == "self_attn.q_proj":
-            names = tuple(name.replace("q_proj", f"{each}_proj") for each in "qkv")
-            yield _joined(names, f"transformer.h.{number}.attn.c_attn.{kind}", shape)
+            names = tuple(name.replace("q_proj", f"{letter}_proj") for letter in "qkv")
+            yield _joined_linear(names, f"transformer.h.{number}.attn.c_attn.{kind}", shape)
         elif part in _GPT2_PARTS:
             stored = f"transformer.h.{number}.{_GPT2_PARTS[part]}.{kind}"
             yield (
-                _joined((name,), stored, shape) if len(shape) == 2 else unchanged_tensor(name, stored, shape)
+                _joined_linear((name,), stored, shape)
+                if len(shape) == 2
+                else unchanged_tensor(name, stored, shape)
             )
 
 
-def _joined(names: tuple[str, ...], stored: str, shape: Shape) -> TensorGroup:
+def _joined_linear(names: tuple[str, ...], stored: str, shape: TensorShape) -> TensorGroup:
     """Linear layers with one input as one ``Conv1D``."""
     rows = len(names) * shape[0]
 
@@ -101,7 +103,7 @@ def _rotary_config(d: Dimensions) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        **_common(d),
+        **_common_config(d),
     }
 
 
@@ -120,11 +122,11 @@ def _gpt2_config(d: Dimensions) -> dict[str, Any]:
         "attn_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "resid_pdrop": 0.0,
-        **_common(d),
+        **_common_config(d),
     }
 
 
-def _common(d: Dimensions) -> dict[str, Any]:
+def _common_config(d: Dimensions) -> dict[str, Any]:
     return {
         "tie_word_embeddings": d.tied,
         "attention_dropout": 0.0,

@@ -153,7 +153,7 @@ class AdapterFiles(WeightFiles):
             self.require_base(base)
         where = str(self.folder / TENSORS)
         for name in sorted((self.shapes.keys() - self.copies) | expected.keys()):
-            found, wanted = self.shapes.get(name), expected.get(name)
+            shape, wanted = self.shapes.get(name), expected.get(name)
             if wanted is None:
                 raise CheckpointError(
                     "the adapter is of another model, or of other targets",
@@ -161,11 +161,11 @@ class AdapterFiles(WeightFiles):
                     why=f"it has {name}, which this model lacks",
                     fix="give the model it was trained on, and its targets",
                 )
-            if found != wanted:
+            if shape != wanted:
                 raise CheckpointError(
                     "the adapter is of another model, or of other targets",
                     where=where,
-                    why=f"{name} is {list(found) if found else 'absent'} there and {list(wanted)} in this model",
+                    why=f"{name} is {list(shape) if shape else 'absent'} there and {list(wanted)} in this model",
                     fix="give the model it was trained on, and its targets",
                 )
 
@@ -241,11 +241,11 @@ class AdapterFiles(WeightFiles):
 def targeted_by(config: Mapping[str, Any], path: str) -> bool:
     """Whether PEFT adapts the layer at ``path``, as its ``check_target_module_exists`` says."""
     targets, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
-    if targets == "all-linear" or _named(excluded, path):
+    if targets == "all-linear" or _matches_names(excluded, path):
         return False  # all-linear depends on the classes of the model
     if any(re.match(rf"(^|.*\.){name}($|\..*)", path) for name in config.get("modules_to_save") or ()):
         return False
-    if not _named(targets, path):
+    if not _matches_names(targets, path):
         return False
     numbers = config.get("layers_to_transform")
     if isinstance(targets, str) or numbers in (None, []):
@@ -253,11 +253,11 @@ def targeted_by(config: Mapping[str, Any], path: str) -> bool:
     patterns = config.get("layers_pattern") or []
     kinds = [patterns] if isinstance(patterns, str) else patterns
     forms = [rf"(?:^|.*?\.){kind}\.(\d+)\." for kind in kinds] or [r".*?\.[^.]*\.(\d+)\."]
-    match = next((found for form in forms if (found := re.match(form, path))), None)
+    match = next((matched for form in forms if (matched := re.match(form, path))), None)
     return match is not None and int(match[1]) in ([numbers] if isinstance(numbers, int) else numbers)
 
 
-def _named(names: str | Collection[str], path: str) -> bool:
+def _matches_names(names: str | Collection[str], path: str) -> bool:
     """Whether a regular expression matches a path, or the path ends with one of several names."""
     if isinstance(names, str):
         return re.fullmatch(names, path) is not None
@@ -279,7 +279,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise CheckpointError("not a LoRA adapter", where=str(path), why=f"its peft_type is {kind}")
     for key, value in config.items():
-        if _changes(key, value):
+        if _asks_for_more(key, value):
             raise CheckpointError(
                 "the adapter uses an unsupported option", where=str(path), why=f"{key} is {value}"
             )
@@ -293,7 +293,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _changes(key: str, value: object) -> bool:
+def _asks_for_more(key: str, value: object) -> bool:
     """Whether a key asks for something that is not read here: one of newer versions of PEFT, too, if it is on."""
     if key in _READ or key in _INERT:
         return False
@@ -322,7 +322,7 @@ def write_adapter(
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def config_of(
+def adapter_config(
     spec: AdapterSpec, targets: Iterable[str], transposed: bool, base: str | None, task: str | None = None
 ) -> dict[str, Any]:
     """PEFT's config of an adapter on ``targets``: paths, or last parts of paths."""
@@ -331,7 +331,7 @@ def config_of(
         "task_type": task,
         "base_model_name_or_path": base,
         "r": spec.rank,
-        "lora_alpha": _number(spec.alpha),
+        "lora_alpha": _as_whole_number(spec.alpha),
         "lora_dropout": spec.dropout,
         "target_modules": sorted(targets),
         "bias": "none",
@@ -343,9 +343,9 @@ def config_of(
         "lora_bias": spec.lora_bias,
         "modules_to_save": list(spec.modules_to_save) or None,
         "rank_pattern": dict(spec.rank_pattern),
-        "alpha_pattern": {key: _number(alpha) for key, alpha in spec.alpha_pattern.items()},
+        "alpha_pattern": {key: _as_whole_number(alpha) for key, alpha in spec.alpha_pattern.items()},
     }
 
 
-def _number(value: float) -> int | float:
+def _as_whole_number(value: float) -> int | float:
     return int(value) if value.is_integer() else value

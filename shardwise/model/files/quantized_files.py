@@ -43,13 +43,13 @@ def formats_of(config: Mapping[str, Any], where: str) -> Formats:
         readers = {METHOD: _compressed, OWN_METHOD: _own, "gptq": _gptq, "awq": _awq}
         method = str(config.get("quant_method"))
         if method not in readers:
-            raise _unread(f"quant_method is {method}", where)
+            raise _unreadable_format(f"quant_method is {method}", where)
         return readers[method](config, where)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _unread(f"{type(error).__name__}: {error}", where) from error
+        raise _unreadable_format(f"{type(error).__name__}: {error}", where) from error
 
 
-def _unread(why: str, where: str) -> RecipeError:
+def _unreadable_format(why: str, where: str) -> RecipeError:
     return RecipeError(
         "the quantized weights are in a format that is not read",
         where=where,
@@ -65,38 +65,40 @@ def _compressed(config: Mapping[str, Any], where: str) -> Formats:
         weights = group["weights"]
         bits, block = weights["num_bits"], weights.get("block_structure")
         if form not in _READABLE or bits > 8 or (weights["type"] == "float" and bits != 8):
-            raise _unread(f"its format is {form} with {bits} bits", where)
+            raise _unreadable_format(f"its format is {form} with {bits} bits", where)
         groups.append((group["targets"], CompressedTensors(bits, tuple(block) if block else None)))
 
     def of(path: str) -> Format:
-        named = (form for targets, form in groups if any(_names(target, path) for target in targets))
+        named = (form for targets, form in groups if any(_is_target(target, path) for target in targets))
         return next(named, groups[0][1])
 
     return of
 
 
-def _names(target: str, path: str) -> bool:
+def _is_target(target: str, path: str) -> bool:
     """Whether a target is this layer's path, or a pattern of it; a class such as Linear is not."""
     return re.match(target[3:], path) is not None if target.startswith("re:") else target == path
 
 
 def _own(config: Mapping[str, Any], where: str) -> Formats:
-    found = CompressedTensors(int(config["bits"]))
-    return lambda path: found
+    read = CompressedTensors(int(config["bits"]))
+    return lambda path: read
 
 
 def _gptq(config: Mapping[str, Any], where: str) -> Formats:
     version = config.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2") or config.get("dynamic"):
-        raise _unread("dynamic bits" if config.get("dynamic") else f"checkpoint_format is {version}", where)
-    found = GPTQFormat(int(config["bits"]), int(config["group_size"]), 1 if version == "gptq" else 0)
-    return lambda path: found
+        raise _unreadable_format(
+            "dynamic bits" if config.get("dynamic") else f"checkpoint_format is {version}", where
+        )
+    read = GPTQFormat(int(config["bits"]), int(config["group_size"]), 1 if version == "gptq" else 0)
+    return lambda path: read
 
 
 def _awq(config: Mapping[str, Any], where: str) -> Formats:
     version = str(config.get("version", "gemm")).lower()
     if version != "gemm" or config["bits"] != 4:
-        raise _unread(f"AWQ's version is {version} with {config['bits']} bits", where)
+        raise _unreadable_format(f"AWQ's version is {version} with {config['bits']} bits", where)
     return lambda path: AWQFormat(4)
 
 
@@ -144,8 +146,8 @@ class QuantizedFiles(WeightFiles):
         self._files[weight] = Path(self._raw.file_of(next(iter(names.values()))))
 
     def _hide(self, name: str) -> None:
-        for each in (self.shapes, self.kinds, self._files):
-            each.pop(name, None)
+        for table in (self.shapes, self.kinds, self._files):
+            table.pop(name, None)
 
     @contextmanager
     def _checked(self, path: str) -> Iterator[None]:
@@ -179,7 +181,7 @@ class QuantizedFiles(WeightFiles):
             tensors[part] = self._raw.read(at) if part in layer.form.read_to_plan else meta
         with self._checked(name):
             weight = layer.form.weight(tensors, layer.shape)
-            forms = {part: (tuple(each.shape), each.dtype) for part, each in weight.tensors().items()}
+            forms = {part: (tuple(tensor.shape), tensor.dtype) for part, tensor in weight.tensors().items()}
         width = weight.width if isinstance(weight, IntWeight) else 8
         kind = f"int{width}" if isinstance(weight, IntWeight) else "fp8" if SCALE in forms else "nf4"
         if isinstance(weight, KashinWeight):

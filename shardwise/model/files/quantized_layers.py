@@ -89,14 +89,14 @@ class CompressedTensors(Format):
     def weight(self, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
         if NF4 in tensors or FACTORS in tensors:
             return weight_of(tensors, self.width, shape)
-        found = dict(tensors)
-        found[SCALE] = self._per_row(tensors[SCALE], shape)
-        packed = found.get(PACKED)
-        if ZERO in found and packed is None:
-            found[ZERO] = self._per_row(found[ZERO], shape)
+        parts = dict(tensors)
+        parts[SCALE] = self._per_row(tensors[SCALE], shape)
+        packed = parts.get(PACKED)
+        if ZERO in parts and packed is None:
+            parts[ZERO] = self._per_row(parts[ZERO], shape)
         if packed is not None and packed.shape[1] != -(-shape[1] * self.width // 32):
-            return self._with_gaps(found, shape)
-        return weight_of(found, self.width, shape)
+            return self._with_gaps(parts, shape)
+        return weight_of(parts, self.width, shape)
 
     def _per_row(self, scale: Tensor, shape: tuple[int, int]) -> Tensor:
         """A scale of the whole tensor, of channels, groups or blocks, as [out, groups]."""
@@ -113,8 +113,8 @@ class CompressedTensors(Format):
 
 
 def _spaced(words: Tensor, width: int, count: int) -> Tensor:
-    places = torch.arange(32 // width, dtype=torch.int32) * width
-    codes = words.unsqueeze(2) >> places & (1 << width) - 1
+    shifts = torch.arange(32 // width, dtype=torch.int32) * width
+    codes = words.unsqueeze(2) >> shifts & (1 << width) - 1
     return signed(codes.flatten(1)[:, :count].to(torch.uint8), width)
 
 

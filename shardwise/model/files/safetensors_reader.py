@@ -33,7 +33,7 @@ FLOATING = ("F64", "F32", "F16", "BF16")
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
-DTYPES: dict[torch.dtype, str] = {
+STORED_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -49,7 +49,7 @@ DTYPES: dict[torch.dtype, str] = {
 }
 """safetensors' names of torch's dtypes."""
 
-DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+DTYPES_BY_NAME = {name: dtype for dtype, name in STORED_DTYPES.items()}
 
 
 class WeightFiles:
@@ -65,7 +65,7 @@ class WeightFiles:
         self._files: dict[str, Path] = {}
         index = _read_index(folder) if single == SINGLE else {}
         for file in sorted(set(index.values())) if index else [single]:
-            with _opened(folder / file) as opened:
+            with _opened_file(folder / file) as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
                     self.kinds[name] = opened.get_slice(name).get_dtype()
@@ -99,12 +99,12 @@ class WeightFiles:
 
     def metadata(self, file: str) -> dict[str, str]:
         """The metadata in the header of a file."""
-        with _opened(self.folder / file) as opened:
+        with _opened_file(self.folder / file) as opened:
             return dict(opened.metadata() or {})
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
-        with _opened(self._files[name]) as opened:
+        with _opened_file(self._files[name]) as opened:
             return opened.get_tensor(self.stored_name(name))
 
     @torch.no_grad()
@@ -122,16 +122,16 @@ class WeightFiles:
         part, slices = local_part(tensor), local_slices(tensor)
         if part.numel() == 0:
             return
-        with _opened(self._files[name]) as opened:
+        with _opened_file(self._files[name]) as opened:
             if not slices:
                 yield part, opened.get_tensor(self.stored_name(name))
                 return
             source = opened.get_slice(self.stored_name(name))
-            for piece, wanted in _pieces(part, slices):
+            for piece, wanted in _row_groups(part, slices):
                 yield piece, source[wanted]
 
 
-def _pieces(part: Tensor, slices: Slices) -> Iterator[tuple[Tensor, Slices]]:
+def _row_groups(part: Tensor, slices: Slices) -> Iterator[tuple[Tensor, Slices]]:
     """Cut a shard and its slices of the global tensor into groups of rows of at most PIECE bytes."""
     first, rest = slices[0], slices[1:]
     rows = max(1, PIECE * part.shape[0] // (part.numel() * part.element_size()))
@@ -174,7 +174,7 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _opened_file(file: Path) -> Iterator[Any]:
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise CheckpointError("a file of the weights is not a regular file", where=str(file))

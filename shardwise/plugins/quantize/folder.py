@@ -15,7 +15,7 @@ from shardwise.core.errors import RecipeError
 from shardwise.exporter.hf_writer import Contents, Written, write_model
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.files.compressed_tensors import METHOD
-from shardwise.model.files.hf_folder import TensorGroup, unchanged_tensor
+from shardwise.model.files.folder_layout import TensorGroup, unchanged_tensor
 from shardwise.model.hf import HuggingFaceModel
 from shardwise.model.lora import linear_layers
 from shardwise.model.unreached import matrices

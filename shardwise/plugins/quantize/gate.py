@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.data.samples import NOT_COUNTED
+from shardwise.data.dataset import NOT_COUNTED
 
 LOGIT_ROWS = 256
 """Tokens of a batch whose logits are in memory at once."""

@@ -17,7 +17,7 @@ from shardwise.dryrun.reading import peaks
 from shardwise.dryrun.target import TARGET_KERNELS
 from shardwise.dryrun.tracker import Tracker, asked_device
 from shardwise.hardware.this_machine import cpu_profile
-from shardwise.model.streaming import Read
+from shardwise.model.merging import ReadTensor
 from shardwise.plugins.quantize.source import SourceModel
 from shardwise.plugins.quantize.state import QuantizedBlock
 from shardwise.plugins.quantize.stream import Batches, Quantizer, quantize_blocks
@@ -86,7 +86,7 @@ def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_like(each) for each in tensors]
 
 
-def _fake_read(source: SourceModel) -> Read:
+def _fake_read(source: SourceModel) -> ReadTensor:
     """Reads undefined tensors of the stored shapes and dtypes."""
 
     def read(name: str) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.model.unreached import in_words, shares
+from shardwise.model.unreached import reach_in_words, reached_shares
 from shardwise.plugins.quantize.gate import Lost
 from shardwise.plugins.quantize.state import UNQUANTIZED, LayerRow
 
@@ -43,13 +43,13 @@ class Quantized:
     def kept(self) -> dict[str, float]:
         """The share of the blocks' weights that stay as they are, by name, with ``*`` for numbers."""
         kept = [(row.name, row.numel) for row in self.layers if row.method == UNQUANTIZED]
-        return shares(kept, sum(row.numel for row in self.layers))
+        return reached_shares(kept, sum(row.numel for row in self.layers))
 
     @property
     def kept_sentence(self) -> str:
         """Which matrices of the blocks stay as they are, with their shares; "" if there are none."""
         bits = sorted({row.bits for row in self.layers if row.method == UNQUANTIZED})
-        named = in_words(self.kept, "the blocks' weights") if bits else ""
+        named = reach_in_words(self.kept, "the blocks' weights") if bits else ""
         return f"{named} stay in {' and '.join(f'{each:g}' for each in bits)} bits" if bits else ""
 
     def result(self) -> dict[str, Any]:

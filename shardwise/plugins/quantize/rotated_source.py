@@ -8,7 +8,7 @@ import torch
 
 from shardwise.core.errors import RecipeError
 from shardwise.exporter.hf_writer import Contents
-from shardwise.model.merging import Read
+from shardwise.model.merging import ReadTensor
 from shardwise.model.streaming import max_logit_difference
 from shardwise.model.untied import untied
 from shardwise.plugins.quantize.rotation import Rotated
@@ -27,7 +27,7 @@ def rotated_source(source: SourceModel) -> SourceModel:
     blueprint, plain = untied(source.blueprint), source.blueprint
     contents = _untied_contents(source)
 
-    def over(read: Read) -> Read:
+    def over(read: ReadTensor) -> ReadTensor:
         return rounded(Rotated(plain, source.over(read), SEED).read, contents)
 
     whole = replace(contents, read=over(source.lowest))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.merging import Read
+from shardwise.model.merging import ReadTensor
 from shardwise.plugins.quantize.blocks import PreNormBlock, is_rms_norm, norm_offset, pre_norm_block
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.quantization.hadamard import RandomHadamard
@@ -53,7 +53,7 @@ class Rotated:
     Raises RecipeError for a model that cannot be rotated, with the reason.
     """
 
-    def __init__(self, blueprint: Blueprint, read: Read, seed: int) -> None:
+    def __init__(self, blueprint: Blueprint, read: ReadTensor, seed: int) -> None:
         with torch.device("meta"):
             model = blueprint.build()
         self._source, self._seed = read, seed

@@ -17,7 +17,7 @@ from shardwise.exporter.export_run import contents_of, open_run
 from shardwise.exporter.hf_writer import Contents
 from shardwise.model.blueprint import Blueprint
 from shardwise.model.hf import HuggingFaceModel
-from shardwise.model.merging import Merged, Read
+from shardwise.model.merging import Merged, ReadTensor
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import named_parameters
 
@@ -41,8 +41,8 @@ class SourceModel:
 
     blueprint: Blueprint
     contents: Contents
-    lowest: Read
-    over: Callable[[Read], Read]
+    lowest: ReadTensor
+    over: Callable[[ReadTensor], ReadTensor]
     stored: Callable[[str], tuple[torch.Size, torch.dtype]]
     identity: str
     recipe: Recipe | None
@@ -66,7 +66,7 @@ def _run_source(folder: Path, length: int | None) -> SourceModel:
     run = open_run(folder)
     kinds, shapes = run.weights.dtypes, _tensor_shapes(run.blueprint)
 
-    def over(read: Read) -> Read:
+    def over(read: ReadTensor) -> ReadTensor:
         with torch.device("meta"):
             merged = Merged(run.blueprint.build(), read)
         return rounded(merged.read, run.contents)
@@ -111,7 +111,7 @@ def _tensor_shapes(blueprint: Blueprint) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in (*named_parameters(model), *model.named_buffers())}
 
 
-def rounded(read: Read, contents: Contents) -> Read:
+def rounded(read: ReadTensor, contents: Contents) -> ReadTensor:
     """Reads tensors with the values that the written folder gives them."""
 
     def rounded(name: str) -> Tensor:

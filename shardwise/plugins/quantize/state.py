@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.shards import DTYPES, DTYPES_BY_NAME
+from shardwise.checkpoint.shards import DTYPES_BY_NAME
 from shardwise.core.atomic_file import make_folder, more_room, sync_folder, write_whole
 from shardwise.core.errors import CheckpointError, RecipeError, ResourceError
 from shardwise.exporter.hf_writer import write_tensors
-from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles
 
 SETTINGS_FILE = "settings.json"
 UNQUANTIZED = "kept"
@@ -179,7 +179,7 @@ def _row_tensors(files: WeightFiles, row: LayerRow) -> dict[str, Tensor]:
 
 def stored_form(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
     """Dtype and shape of stored tensors, by suffix."""
-    return {suffix: (DTYPES[t.dtype], list(t.shape)) for suffix, t in tensors.items()}
+    return {suffix: (STORED_DTYPES[t.dtype], list(t.shape)) for suffix, t in tensors.items()}
 
 
 def form_of(stored: tuple[str, list[int]]) -> tuple[torch.dtype, tuple[int, ...]]:

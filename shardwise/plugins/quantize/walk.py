@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.streaming import Read, StreamedModel, StreamedTensors
+from shardwise.model.merging import ReadTensor
+from shardwise.model.streaming import StreamedModel, StreamedTensors
 
 HIDDEN_STATES = "hidden_states"
 """Name of the hidden states where a model passes them by name."""
@@ -35,7 +36,7 @@ class _Reached(Exception):
 class Walk:
     """The parts of a model whose weights ``read`` returns by canonical name; computes in ``dtype``."""
 
-    def __init__(self, blueprint: Blueprint, read: Read, dtype: torch.dtype) -> None:
+    def __init__(self, blueprint: Blueprint, read: ReadTensor, dtype: torch.dtype) -> None:
         self.blueprint, self.dtype = blueprint, dtype
         self._streamed = StreamedModel(blueprint, read, dtype)
         self._returns_tuple: dict[int, bool] = {}

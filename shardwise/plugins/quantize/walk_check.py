@@ -18,7 +18,8 @@ from torch import Tensor
 from shardwise.core.errors import RecipeError, ShardwiseError, one_line
 from shardwise.core.units import format_percent
 from shardwise.model.blueprint import Blueprint
-from shardwise.model.streaming import Read, streamed_logits
+from shardwise.model.merging import ReadTensor
+from shardwise.model.streaming import streamed_logits
 from shardwise.plugins.quantize.walk import Walk
 
 WALK_TOLERANCE = 1e-3
@@ -28,7 +29,7 @@ CHECKED_BLOCKS, CHECKED_LENGTH = 2, 8
 
 
 @torch.no_grad()
-def require_walk(blueprint: Blueprint, read: Read, length: int, dtype: torch.dtype) -> None:
+def require_walk(blueprint: Blueprint, read: ReadTensor, length: int, dtype: torch.dtype) -> None:
     """Raise RecipeError if the blocks of a model cannot be run one by one.
 
     Args:

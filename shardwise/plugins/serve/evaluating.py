@@ -14,9 +14,9 @@ from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError, RecipeError, ShardwiseError
 from shardwise.core.extras import install
 from shardwise.core.paths import path_of
-from shardwise.data.opening import samples_of
-from shardwise.data.samples import Batch
-from shardwise.data.text import open_tokens
+from shardwise.data import Batch
+from shardwise.data.batches import batch_of
+from shardwise.data.opening import open_splits
 from shardwise.plugins.serve.load import OWN_ADAPTER, OpenedModel, open_model
 from shardwise.plugins.serve.multi_lora import BASE
 from shardwise.plugins.serve.serving import SERVED_DTYPES, ServedModel, serving_device
@@ -87,10 +87,9 @@ def perplexity(
     """
     opened, served, length = _opened_model(model, options)
     spec = DataSpec(source=source, sequence_length=length, held_out=0.0)
-    tokens = open_tokens(spec, opened.tokenizer, default_root())
-    samples, _ = samples_of(tokens, opened.tokenizer, packing=False)
-    count = min(len(samples), options.sequences or len(samples))
-    lengths = [samples.filled(sample) or length for sample in range(count)]
+    dataset = open_splits(spec, opened.tokenizer, default_root()).train
+    count = min(len(dataset), options.sequences or len(dataset))
+    lengths = [dataset.filled(sample) or length for sample in range(count)]
     order = sorted(range(count), key=lambda sample: -lengths[sample])  # sequences of a batch have one length
     served.bank.select([_chosen_adapter(opened, options)] * options.batch)
     place, total, targets = next(opened.model.parameters()).device, 0.0, 0
@@ -98,7 +97,7 @@ def perplexity(
         rows: list[int | None] = [*order[first : first + options.batch]]
         longest = lengths[order[first]]
         rows += [None] * (options.batch - len(rows))
-        batch = {name: tensor[:, :longest].to(place) for name, tensor in samples.batch(rows).items()}
+        batch = {name: tensor[:, :longest].to(place) for name, tensor in batch_of(dataset, rows).items()}
         loss, valid = _batch_loss(opened, batch)
         total, targets = total + loss, targets + valid
         progress(min(first + options.batch, count), count)

@@ -18,8 +18,8 @@ from shardwise.checkpoint.run_folder import RECIPE
 from shardwise.checkpoint.saved_weights import stream_weights
 from shardwise.core.errors import CheckpointError, DataError, RecipeError
 from shardwise.core.paths import no_folder
-from shardwise.data.ends import GENERATION, ends_of_model
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
+from shardwise.data.tokenizer_files import GENERATION_CONFIG, ends_of_model
 from shardwise.exporter.export_run import checkpoint_of
 from shardwise.model.adapted import shapes_of
 from shardwise.model.blueprint import Blueprint
@@ -96,9 +96,9 @@ def _open_run(folder: Path, tokenizer: str | None, dtype: torch.dtype, device: t
 
 def _end_tokens(source: str) -> tuple[int, ...]:
     """The ends that the files of a folder or of a hub id name."""
-    from shardwise.model.hf_source import folder_of
+    from shardwise.model.hf import folder_of
 
-    return ends_of_model(folder_of(source, ["config.json", GENERATION]))
+    return ends_of_model(folder_of(source, ["config.json", GENERATION_CONFIG]))
 
 
 def _open_folder(

@@ -15,8 +15,8 @@ from shardwise.checkpoint.run_folder import read_job, read_outcome, write_outcom
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.data.chat import ChatTemplate
+from shardwise.data.opening import open_splits, tokenizer_of
 from shardwise.data.template_forms import ANSWER, QUESTION
-from shardwise.data.text import Examples, Text, open_tokens, tokenizer_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.turns import Turn
 from shardwise.hardware.kinds import HOST
@@ -104,8 +104,8 @@ def _sample_of_text(folder: Path, recipe: Recipe, tokens: int) -> str:
     """The sample. Raises RecipeError if the model does not generate text."""
     model = load_model(folder)
     part = recipe.data.parts[0]
-    opened = open_tokens(part, tokenizer_of(part), default_root(), objective=recipe.model.objective)
-    if not isinstance(opened, Examples):
+    splits = open_splits(part, tokenizer_of(part), default_root(), objective=recipe.model.objective)
+    if not splits.train.from_records:
         return model.complete([Request("", sampling=Sampling(tokens=tokens, past_end=True))])[0]
     questions = list(_questions(recipe, PROMPTS, tokens // PROMPTS))
     answered = _greedy_answers(model, questions, tokens // PROMPTS, len(model.adapters) > 1)
@@ -143,18 +143,17 @@ def _questions(recipe: Recipe, count: int, tokens: int) -> Iterator[Question]:
     """The first held-out records with a prompt that leaves room for an answer, or a start of plain text."""
     part = recipe.data.parts[0]
     tokenizer = tokenizer_of(part)
-    opened = open_tokens(part, tokenizer, default_root(), objective=recipe.model.objective)
-    if isinstance(opened, Examples):
-        side = opened.divided.held_out if opened.divided.held_out.sequences else opened.train
-        template = tokenizer.chat if opened.chats else None
-        records = (side.record(index) for index in range(min(_LOOKED_AT, len(side.starts))))
+    splits = open_splits(part, tokenizer, default_root(), objective=recipe.model.objective)
+    side = splits.held_out if len(splits.held_out) else splits.train
+    if side.from_records:
+        template = tokenizer.chat if side.chats else None
+        records = (side.record(index) for index in range(min(_LOOKED_AT, side.records)))
         questions = (_question(*record, tokenizer, template, tokens) for record in records)
         room = recipe.data.sequence_length
         fitting = (q for q in questions if 0 < len(tokenizer.encode(q.prompt)) < room)
         yield from islice(fitting, count)
-    elif isinstance(opened, Text):
-        side_of_text = opened.held_out if opened.held_out.sequences else opened.train
-        ids = side_of_text.sequence(0).tolist()
+    else:
+        ids, _ = side.record(0)
         half = min(tokens, len(ids) // 2)
         prompt = tokenizer.shown(ids[:half])
         yield Question(prompt, tokenizer.decode(ids[:half]).strip(), _cut_text(ids[half:], tokens, tokenizer))

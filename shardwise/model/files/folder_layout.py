@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 Make = Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
 
 
@@ -29,9 +29,9 @@ class TensorGroup:
     """
 
     sources: tuple[str, ...]
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, TensorShape]
     make: Make
-    unconverted: Mapping[str, Shape] = field(default_factory=dict)
+    unconverted: Mapping[str, TensorShape] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,6 @@ class HFFolder:
     copied: Sequence[Path] = ()
 
 
-def unchanged_tensor(source: str, stored: str, shape: Shape) -> TensorGroup:
+def unchanged_tensor(source: str, stored: str, shape: TensorShape) -> TensorGroup:
     """A tensor with the same values on disk."""
     return TensorGroup((source,), {stored: shape}, lambda tensors: {stored: tensors[0]})

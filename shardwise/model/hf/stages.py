@@ -16,14 +16,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.hf_calls import no_guessing
+from shardwise.model.hf.calls import no_guessing
 from shardwise.model.stage import Stage
 from shardwise.runtime.parallel.shard_slices import shared_names
 from shardwise.runtime.torch_private import tree_iter
 
-PARTS = {"embed_tokens", "layers", "norm"}
+BASE_PARTS = {"embed_tokens", "layers", "norm"}
 """Modules of a decoder that can be cut; a model with another ``base_model_pp_plan`` is not."""
-_TOKENS = 4
+_TRIAL_TOKENS = 4
 
 
 def per_layer(config: Any) -> dict[str, list[Any]]:
@@ -43,7 +43,7 @@ def cut(model: nn.Module, stage: Stage) -> nn.Module:
     base, tied = causal.base_model, bool(shared_names(model))
     _keep(base, stage.blocks)
     if not stage.first and not (stage.last and tied):
-        base.embed_tokens = nn.Identity()
+        base.embed_tokens = nn.Identity()  # a stage after the first gets hidden states instead of ids
     if not stage.last:
         base.norm = nn.Identity()
         causal.set_output_embeddings(nn.Identity())
@@ -54,7 +54,7 @@ def _keep(base: Any, blocks: range) -> None:
     """Remove the other blocks, whose names stay; the base, not the blocks, gets a config of these blocks alone."""
     for name in list(base.layers._modules):
         if int(name) not in blocks:
-            del base.layers._modules[name]
+            del base.layers._modules[name]  # not base.layers[i]: that would number the others anew
     lists = per_layer(base.config)
     base.config = copy.deepcopy(base.config)
     text = base.config.get_text_config()
@@ -68,52 +68,52 @@ def ends(model: nn.Module) -> bool:
     return not isinstance(cast("Any", model).get_output_embeddings(), nn.Identity)
 
 
-def hidden_states(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+def hidden_states(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """What a stage before the last returns: not through the model's head, which scales logits in some models."""
     base = cast("Any", model).base_model
-    return cast("Tensor", base(**given, use_cache=False).last_hidden_state)
+    return cast("Tensor", base(**inputs, use_cache=False).last_hidden_state)
 
 
 @torch.no_grad()
 def cut_obstacle(model: nn.Module, width: int) -> str:
-    """Why a model on the meta device with the parts of ``PARTS`` cannot be cut into stages; "" if it can."""
+    """Why a model on the meta device with the parts of ``BASE_PARTS`` cannot be cut into stages; "" if it can."""
     base = cast("Any", model).base_model
     for name, child in base.named_children():
-        if name not in PARTS and next(child.parameters(), None) is not None:
+        if name not in BASE_PARTS and next(child.parameters(), None) is not None:
             return f"its {name} is neither embedding, block nor norm"
-    given = torch.empty((1, _TOKENS, width), device="meta")
-    if not _starts_with_its_blocks(base, given):
+    inputs = torch.empty((1, _TRIAL_TOKENS, width), device="meta")
+    if not _starts_with_its_blocks(base, inputs):
         return "its embeddings are changed before they enter the first block"
     try:
-        passes_more = _passes_more(base, given)
+        passes_more = _passes_more(base, inputs)
     except Exception as error:  # whatever a model's code does without values
         return f"its blocks do not run on the meta device ({type(error).__name__})"
     return "its blocks pass more than hidden states to later ones" if passes_more else ""
 
 
-def _starts_with_its_blocks(base: Any, given: Tensor) -> bool:
+def _starts_with_its_blocks(base: Any, inputs: Tensor) -> bool:
     """Whether embeddings reach the first block unchanged; some models scale them first."""
     layers, norm = base.layers, base.norm
     base.layers, base.norm = nn.ModuleList(), nn.Identity()
     try:
         with no_guessing():
-            result = base(inputs_embeds=given, use_cache=False).last_hidden_state
-        return result is given
+            result = base(inputs_embeds=inputs, use_cache=False).last_hidden_state
+        return result is inputs  # the same object: no layer has made another tensor of it
     finally:
         base.layers, base.norm = layers, norm
 
 
-def _passes_more(base: Any, given: Tensor) -> bool:
+def _passes_more(base: Any, inputs: Tensor) -> bool:
     """Whether a block gets another tensor of earlier ones than its first argument, or a container that all share."""
     made: list[Tensor] = []  # held, so that no other tensor gets its number
-    found = False
+    passes_more = False
 
     def before(module: nn.Module, args: Any, named: Any) -> None:
-        nonlocal found
+        nonlocal passes_more
         values = (args[1:], {name: value for name, value in named.items() if name != "hidden_states"})
         mutable = any(isinstance(value, dict | list) for value in (*args[1:], *values[1].values()))
         numbers = {id(tensor) for tensor in made}
-        found |= mutable or any(id(value) in numbers for value in tree_iter(values))
+        passes_more |= mutable or any(id(value) in numbers for value in tree_iter(values))
 
     def after(module: nn.Module, args: Any, result: Any) -> None:
         made.extend(value for value in tree_iter(result) if isinstance(value, Tensor))
@@ -122,8 +122,8 @@ def _passes_more(base: Any, given: Tensor) -> bool:
     handles += [block.register_forward_hook(after) for block in base.layers]
     try:
         with no_guessing():
-            base(inputs_embeds=given, use_cache=False)
+            base(inputs_embeds=inputs, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return passes_more

@@ -1,6 +1,6 @@
 """Writes a transformers model in the form of its source folder: same names, shapes and config, new values.
 
-Renamings and conversions (hf_conversion.py) are reversed, by transformers' own converters. A conversion that does not
+Renamings and conversions (`conversion`) are reversed, by transformers' own converters. A conversion that does not
 reverse to the source's names is refused.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.files.hf_conversion import Conversion, match_names, require_fit
-from shardwise.model.files.hf_folder import TensorGroup, unchanged_tensor
+from shardwise.model.files.folder_layout import TensorGroup, unchanged_tensor
 from shardwise.model.files.safetensors_reader import WeightFiles
+from shardwise.model.hf.conversion import Conversion, match_names, require_fit
 from shardwise.runtime.parallel.shard_slices import shared_names
 
 
@@ -51,10 +51,10 @@ class FolderWeights:
     def _present(self, name: str) -> str:
         """The name under which the files have a shared tensor."""
         names = [name, *self._other_names.get(name, [])]
-        return next((each for each in names if self._sources.covers(each)), name)
+        return next((stored for stored in names if self._sources.covers(stored)), name)
 
 
-def groups_of(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGroup]:
+def stored_groups(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGroup]:
     """The groups that reproduce these files from the whole model on the meta device."""
     aliases, sources = shared_names(reference), match_names(reference, files)
     done: set[int] = set()
@@ -65,7 +65,7 @@ def groups_of(reference: nn.Module, files: WeightFiles) -> Iterator[TensorGroup]
         elif name in sources.converted and id(sources.converted[name]) not in done:
             conversion = sources.converted[name]
             done.add(id(conversion))
-            names = tuple(n for n, found in sources.converted.items() if found is conversion)
+            names = tuple(n for n, other in sources.converted.items() if other is conversion)
             yield _reversed_group(reference, conversion, names, files)
 
 
@@ -75,14 +75,14 @@ def _reversed_group(
     shapes = {stored: files.shapes[stored] for _, stored in conversion.sources}
 
     def make(tensors: Sequence[Tensor]) -> Mapping[str, Tensor]:
-        found = _reverse_conversion(reference, conversion, dict(zip(names, tensors, strict=True)))
-        if {name: tuple(tensor.shape) for name, tensor in found.items()} != shapes:
+        stored = _reverse_conversion(reference, conversion, dict(zip(names, tensors, strict=True)))
+        if {name: tuple(tensor.shape) for name, tensor in stored.items()} != shapes:
             raise RecipeError(
                 "the model cannot be written under the names of its source",
                 where=str(files.folder),
                 why=f"the conversion of {names[0]} does not reverse to {next(iter(shapes))}",
             )
-        return found
+        return stored
 
     own = reference.state_dict()
     return TensorGroup(names, shapes, make, {name: tuple(own[name].shape) for name in names})
@@ -100,14 +100,14 @@ def _reverse_conversion(
     for name, tensor in tensors.items():
         back = conversion.converter.reverse_transform()
         renamed, pattern = apply_converters(name, [back])
-        if converter is None:
+        if converter is None:  # the first one collects the tensors of all
             converter, first = back, renamed
         converter.add_tensor(first, name, pattern, tensor)
     model: Any = reference
-    found = converter.convert(first, model=model, config=model.config)
+    stored = converter.convert(first, model=model, config=model.config)
     expected = {stored for _, stored in conversion.sources}
-    if found.keys() != expected:
+    if stored.keys() != expected:  # the files have older names: reverse the renamings too
         transforms = get_model_conversion_mapping(model)[::-1]
         renamings = [t.reverse_transform() for t in transforms if isinstance(t, WeightRenaming)]
-        found = {apply_renamings(name, renamings): value for name, value in found.items()}
-    return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        stored = {apply_renamings(name, renamings): value for name, value in stored.items()}
+    return {name: value[0] if isinstance(value, list) else value for name, value in stored.items()}

@@ -1,4 +1,4 @@
-"""A language model of transformers, from a folder or a hub id: causal, masked or encoder-decoder (hf_objective.py).
+"""A language model of transformers, from a folder or a hub id: causal, masked or encoder-decoder (`objective`).
 
 transformers provides the class. The model is built on the meta device, its blocks come from ``_no_split_modules``, and
 weights are read from safetensors by slice. ``from_pretrained`` is not used: it loads before techniques can shard.
@@ -30,17 +30,17 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
 from shardwise.model.blueprint import Batch, Blueprint, LossSum, SampleShapes, token_shapes
-from shardwise.model.files.hf_conversion import fill_from_files, match_names, restore_buffers
-from shardwise.model.files.hf_folder import HFFolder
-from shardwise.model.files.hf_model_folder import FolderWeights, groups_of
+from shardwise.model.files.folder_layout import HFFolder
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
-from shardwise.model.files.safetensors_reader import DTYPES, WeightFiles
-from shardwise.model.hf_calls import no_guessing
-from shardwise.model.hf_experts import adds_router_loss, router_coefficient, router_losses
-from shardwise.model.hf_objective import build_for, decoder_inputs, require_objective, stored_objective
-from shardwise.model.hf_source import folder_of, load_config
-from shardwise.model.hf_stages import PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
-from shardwise.model.hf_tensor_plan import tensor_plan_of
+from shardwise.model.files.safetensors_reader import STORED_DTYPES, WeightFiles
+from shardwise.model.hf.calls import no_guessing
+from shardwise.model.hf.conversion import fill_from_files, match_names, restore_buffers
+from shardwise.model.hf.experts import adds_router_loss, router_coefficient, router_losses
+from shardwise.model.hf.folder_weights import FolderWeights, stored_groups
+from shardwise.model.hf.objective import build_for, decoder_inputs, require_objective, stored_objective
+from shardwise.model.hf.source import folder_of, load_config
+from shardwise.model.hf.stages import BASE_PARTS, cut, cut_obstacle, ends, hidden_states, per_layer
+from shardwise.model.hf.tensor_plan import tensor_plan_of
 from shardwise.model.lora import linear_layers
 from shardwise.model.stage import Stage
 from shardwise.runtime.documents import additive, same_document
@@ -55,8 +55,8 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that mix tokens by attention alone."""
 _ROPE_BY_LENGTH = ("'dynamic'", "'longrope'")
-GENERATION = "generation_config.json"
-_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_GENERATION_FILE = "generation_config.json"
+_WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 
 
 class HuggingFaceModel(Blueprint):
@@ -94,8 +94,9 @@ class HuggingFaceModel(Blueprint):
         self.vocab = text.vocab_size
         self.trained_in = self.config.dtype
         plan = getattr(text, "base_model_pp_plan", None) or {}
-        self.width = text.hidden_size if plan.keys() == PARTS else None
-        context = getattr(text, "max_position_embeddings", None)
+        # Without this plan nobody knows what passes between blocks, and the model is not cut.
+        self.width = text.hidden_size if plan.keys() == BASE_PARTS else None
+        context = getattr(text, "max_position_embeddings", None)  # some configs have -1
         self.context = context if context and context > 0 else None
         if self.context is not None and sequence_length > self.context:
             raise RecipeError(
@@ -120,7 +121,7 @@ class HuggingFaceModel(Blueprint):
         """Number of blocks if all are identical, else None: a shallow model then does not predict a deep one."""
         layers = self.config.get_text_config().num_hidden_layers
         blocks = self.blocks(self._reference)
-        alike = len({_signature(block) for block in blocks}) == 1
+        alike = len({_block_signature(block) for block in blocks}) == 1
         uniform = all(len(set(map(str, values))) == 1 for values in per_layer(self.config).values())
         return layers if alike and uniform and len(blocks) == layers else None
 
@@ -147,7 +148,7 @@ class HuggingFaceModel(Blueprint):
         rows = list(values) or [()] * len(blocks)
         if len(rows) != len(blocks):
             return None
-        return tuple((_signature(block), str(row)) for block, row in zip(blocks, rows, strict=True))
+        return tuple((_block_signature(block), str(row)) for block, row in zip(blocks, rows, strict=True))
 
     def stage_obstacle(self) -> str:
         return self._obstacle or super().stage_obstacle()
@@ -203,16 +204,18 @@ class HuggingFaceModel(Blueprint):
         with router_losses(model, batch["labels"]) as balance:
             total, count = language_loss(self.logits, model, batch)
         weight = router_coefficient(model, self.config)
-        return total + count * (
-            weight * torch.stack(balance).sum().to(total.dtype)
-        ) if balance else total, count
+        if not balance:  # the model computed none
+            return total, count
+        # The engine divides by the targets of the whole batch, so a micro-batch's auxiliary loss counts by its targets.
+        auxiliary = weight * torch.stack(balance).sum().to(total.dtype)
+        return total + count * auxiliary, count
 
     def _decoder_logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits [b, t, vocab] of a seq2seq batch. The decoder reads the labels, shifted right."""
-        given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         ids = decoder_inputs(batch["labels"], self.config)
         with no_guessing():
-            return cast("Tensor", model(**given, decoder_input_ids=ids, use_cache=False).logits)
+            return cast("Tensor", model(**inputs, decoder_input_ids=ids, use_cache=False).logits)
 
     def logits(
         self,
@@ -222,17 +225,16 @@ class HuggingFaceModel(Blueprint):
         starts: Tensor | None = None,
     ) -> Tensor:
         name = "inputs_embeds" if input_ids.is_floating_point() else "input_ids"
-        given = (
-            {"decoder_input_ids": input_ids} if self.objective == "seq2seq" else {}
-        )  # compares merged weights
+        # Under seq2seq only the merged weights of two models are compared, and any decoder input will do.
+        inputs = {"decoder_input_ids": input_ids} if self.objective == "seq2seq" else {}
         if positions is not None and positions.dim() == 1:
-            given = {"position_ids": positions.unsqueeze(0)}
+            inputs = {"position_ids": positions.unsqueeze(0)}
         elif positions is not None:
-            given = {"position_ids": positions, "attention_mask": _mask(model, positions, starts)}
+            inputs = {"position_ids": positions, "attention_mask": _mask(model, positions, starts)}
         with no_guessing():
             if not ends(model):
-                return hidden_states(model, {name: input_ids, **given})
-            return cast("Tensor", model(**{name: input_ids}, use_cache=False, **given).logits)
+                return hidden_states(model, {name: input_ids, **inputs})
+            return cast("Tensor", model(**{name: input_ids}, use_cache=False, **inputs).logits)
 
     def packing_obstacle(self, model: nn.Module) -> str:
         """Models that use ``create_causal_mask`` take a 4-D mask unchanged."""
@@ -266,11 +268,11 @@ class HuggingFaceModel(Blueprint):
         return FolderWeights(self._reference, self._files())
 
     def _files(self) -> WeightFiles:
-        folder = folder_of(self.source, _WEIGHTS)
+        folder = folder_of(self.source, _WEIGHT_FILES)
         if not self._quantization:
             return WeightFiles(folder)
         formats = formats_of(self._quantization, f"model.hf: {self.source}")
-        return QuantizedFiles(folder, formats, DTYPES[self.trained_in or torch.float32])
+        return QuantizedFiles(folder, formats, STORED_DTYPES[self.trained_in or torch.float32])
 
     def packings(self) -> Mapping[str, StoredPacking]:
         return self._packings
@@ -297,11 +299,11 @@ class HuggingFaceModel(Blueprint):
 
     def hf_folder(self) -> HFFolder:
         """The source's own form and config, without the changes made for training."""
-        folder = folder_of(self.source, ["config.json", GENERATION])
+        folder = folder_of(self.source, ["config.json", _GENERATION_FILE])
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config.pop("quantization_config", None)
-        groups = list(groups_of(self._reference, self._files()))
-        copied = [folder / GENERATION] if (folder / GENERATION).is_file() else []
+        groups = list(stored_groups(self._reference, self._files()))
+        copied = [folder / _GENERATION_FILE] if (folder / _GENERATION_FILE).is_file() else []
         return HFFolder(config, groups, copied)
 
     def sample_shapes(self, sequence_length: int) -> SampleShapes:
@@ -327,7 +329,7 @@ def _inside(path: str, blocks: dict[str, nn.Module]) -> bool:
     return any(".".join(parents[:count]) in blocks for count in range(1, len(parents) + 1))
 
 
-def _signature(block: nn.Module) -> tuple[str, ...]:
+def _block_signature(block: nn.Module) -> tuple[str, ...]:
     shapes = [f"{name}{tuple(p.shape)}" for name, p in block.named_parameters()]
     return (type(block).__name__, *shapes)
 

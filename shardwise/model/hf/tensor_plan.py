@@ -18,8 +18,8 @@ from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.experts import divisible_experts
 from shardwise.runtime.parallel.tensor import Split, TensorPlan, matching
 
-_BY_HEADS = {"colwise": "column", "rowwise": "row"}
-_OTHERS = {
+_HEAD_STYLES = {"colwise": "column", "rowwise": "row"}
+_OTHER_STYLES = {
     "replicated_with_grad_allreduce": "summed",
     "colwise_gather_output": "gathered",
     "rowwise_split_input": "split",
@@ -29,7 +29,7 @@ _OTHERS = {
 }
 _BEFORE_LATENT = re.compile(r"(q|kv)_a_(proj|layernorm|norm)|indexer")
 """Modules of multi-head latent attention whose inputs are whole on every rank."""
-_WHOLE = {"embedding_rowwise", "replicate"}
+_WHOLE_STYLES = {"embedding_rowwise", "replicate"}
 """Styles of the embedding, which is sharded in any case, and of weights that stay whole."""
 
 
@@ -38,34 +38,40 @@ def tensor_plan_of(model: nn.Module, config: Any) -> TensorPlan:
     text, hf = config.get_text_config(), cast("Any", model)
     styles: dict[str, str] = dict(getattr(text, "base_model_tp_plan", None) or {})
     if not styles:
-        raise _refused(f"transformers has no tensor-parallel plan for {config.model_type}")
+        raise _no_tensor_plan(f"transformers has no tensor-parallel plan for {config.model_type}")
     paths = {module: path for path, module in model.named_modules()}
     embedding, output = hf.get_input_embeddings(), hf.get_output_embeddings()
     if type(output) is not nn.Linear:
-        raise _refused("its output layer is not a plain linear layer")
+        raise _no_tensor_plan("its output layer is not a plain linear layer")
     if any(True for _ in embedding.children()):
-        raise _refused(f"its embedding ({type(embedding).__name__}) does more than look up rows")
+        raise _no_tensor_plan(f"its embedding ({type(embedding).__name__}) does more than look up rows")
     prefix = _prefix(model)
     plan: dict[str, Split] = {}
     for pattern, style in styles.items():
-        split = _split(style, text)
-        if split is None and style not in _WHOLE and not _is_of_a_whole(pattern, styles, model, prefix):
-            raise _refused(f"its plan shards {pattern} by {style!r}, which is not supported")
+        split = _split_of_style(style, text)
+        if (
+            split is None
+            and style not in _WHOLE_STYLES
+            and not _is_of_a_whole(pattern, styles, model, prefix)
+        ):
+            raise _no_tensor_plan(f"its plan shards {pattern} by {style!r}, which is not supported")
         if split is not None and not _is_of_a_whole(pattern, styles, model, prefix):
             plan[prefix + pattern] = split
     if not plan:
-        raise _refused(f"transformers' plan for {config.model_type} shards no layer of its blocks")
+        raise _no_tensor_plan(f"transformers' plan for {config.model_type} shards no layer of its blocks")
     _require_divisible(model, plan)
     _require_named(model, plan)
     return {**plan, paths[embedding]: Split("vocabulary"), paths[output]: Split("logits")}
 
 
-def _split(style: str, text: Any) -> Split | None:
+def _split_of_style(style: str, text: Any) -> Split | None:
     """The split of a module with a style; None if there is none."""
-    if style in _BY_HEADS:
-        return Split(_BY_HEADS[style], *_heads(text))
+    if style in _HEAD_STYLES:
+        return Split(_HEAD_STYLES[style], *_heads_to_divide(text))
     return (
-        Split(_OTHERS[style], last=getattr(text, "qk_rope_head_dim", None) or 0) if style in _OTHERS else None
+        Split(_OTHER_STYLES[style], last=getattr(text, "qk_rope_head_dim", None) or 0)
+        if style in _OTHER_STYLES
+        else None
     )
 
 
@@ -81,7 +87,7 @@ def _require_divisible(model: nn.Module, plan: TensorPlan) -> None:
     for path, module in model.named_modules():
         how = matching(path, plan)
         if how is not None and how.how == "experts" and not divisible_experts(module):
-            raise _refused(
+            raise _no_tensor_plan(
                 f"its experts ({type(module).__name__}) are not divided: they have a layout of their own"
             )
 
@@ -103,7 +109,7 @@ def _require_named(model: nn.Module, plan: TensorPlan) -> None:
         before = "tail" in hows and _BEFORE_LATENT.fullmatch(name)
         mixed = {"column", "row"} <= hows and not before
         if mixed and matching(path, plan) is None and next(module.parameters(), None) is not None:
-            raise _refused(f"transformers' plan does not cover {path}")
+            raise _no_tensor_plan(f"transformers' plan does not cover {path}")
 
 
 def _prefix(model: nn.Module) -> str:
@@ -112,10 +118,11 @@ def _prefix(model: nn.Module) -> str:
     return f"{name}." if name and hasattr(model, name) else ""
 
 
-def _heads(text: Any) -> tuple[int, str]:
+def _heads_to_divide(text: Any) -> tuple[int, str]:
     """The number that the degree must divide, and its name."""
     heads = _in_all_layers(text, "num_attention_heads")
     kv_heads = _in_all_layers(text, "num_key_value_heads") or heads
+    # A rank needs whole key/value heads, and then has whole groups of query heads.
     return (kv_heads, "key/value heads") if heads % max(1, kv_heads) == 0 else (heads, "heads")
 
 
@@ -127,7 +134,7 @@ def _in_all_layers(text: Any, key: str) -> int:
         return math.gcd(*(getattr(layer, key) for layer in text.per_layer_config))
 
 
-def _refused(why: str) -> RecipeError:
+def _no_tensor_plan(why: str) -> RecipeError:
     return RecipeError(
         "this model has no tensor parallelism",
         where="strategy.tensor_parallel",

@@ -19,19 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import RecipeError
-from shardwise.model.hf_experts import adds_router_loss, experts_implementation
+from shardwise.model.hf.experts import adds_router_loss, experts_implementation
 from shardwise.runtime.parallel.vocabulary import IGNORED
 
-CLASSES = {
+AUTO_CLASSES = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
-_NAMES = {"causal": "a causal", "masked": "a masked", "seq2seq": "an encoder-decoder"}
-_TOKENS, _VOCABULARY, _BLOCKS = 8, 64, 2
-_LARGEST = 100_000_000
+_OBJECTIVE_NAMES = {"causal": "a causal", "masked": "a masked", "seq2seq": "an encoder-decoder"}
+_PROBE_TOKENS, _PROBE_VOCABULARY, _PROBE_BLOCKS = 8, 64, 2
+_LARGEST_PROBE = 100_000_000
 """Most parameters of a probe: where a config cannot be narrowed, two blocks in full width."""
-_DEPTHS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+_DEPTH_KEYS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _MOVED = 1e-4
 """Of the largest change of a logit; rounding moves 1e-6."""
 
@@ -46,7 +46,7 @@ def build_for(objective: str, config: Any, source: str) -> nn.Module:
     where = f"model.hf: {source}"
     _require_class(objective, config, where)
     try:
-        made: nn.Module = getattr(transformers, CLASSES[objective]).from_config(
+        made: nn.Module = getattr(transformers, AUTO_CLASSES[objective]).from_config(
             config,
             dtype=torch.float32,
             trust_remote_code=False,
@@ -73,24 +73,24 @@ def _leave_the_host(model: nn.Module) -> None:
     """
     moved: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for held in cast("list[dict[str, Tensor | None]]", [module._parameters, module._buffers]):
-            for name, tensor in held.items():
+        for tensors in cast("list[dict[str, Tensor | None]]", [module._parameters, module._buffers]):
+            for name, tensor in tensors.items():
                 if tensor is None or tensor.is_meta:
                     continue
                 if tensor not in moved:
                     empty = torch.empty_like(tensor, device="meta")
                     is_weight = isinstance(tensor, nn.Parameter)
                     moved[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
-                held[name] = moved[tensor]
+                tensors[name] = moved[tensor]
 
 
 def _require_class(objective: str, config: Any, where: str) -> None:
     fits = objectives_of(config)
     if objective not in fits:
         raise RecipeError(
-            f"not {_NAMES[objective]} language model",
+            f"not {_OBJECTIVE_NAMES[objective]} language model",
             where=where,
-            why=f"transformers maps {config.model_type} to no {CLASSES[objective]}",
+            why=f"transformers maps {config.model_type} to no {AUTO_CLASSES[objective]}",
             fix=f"set model.objective: {fits[0]}" if fits else "",
         )
 
@@ -107,8 +107,8 @@ def objectives_of(config: Any) -> list[str]:
         "masked": transformers.MODEL_FOR_MASKED_LM_MAPPING,
         "seq2seq": transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     }
-    found = [name for name, mapping in mappings.items() if type(config) in mapping]
-    return [name for name in found if (name == "seq2seq") == bool(config.is_encoder_decoder)]
+    names = [name for name, mapping in mappings.items() if type(config) in mapping]
+    return [name for name in names if (name == "seq2seq") == bool(config.is_encoder_decoder)]
 
 
 def stored_objective(config: Any) -> str:
@@ -179,9 +179,9 @@ def _looks_ahead(objective: str, config: Any, source: str) -> bool | None:
         try:
             with torch.device("meta"):
                 size = sum(p.numel() for p in build_for(objective, small, source).parameters())
-            if size <= _LARGEST:
+            if size <= _LARGEST_PROBE:
                 with torch.random.fork_rng(devices=[]):
-                    return _probe(build_for(objective, small, source), objective)
+                    return _sees_later_tokens(build_for(objective, small, source), objective)
         except Exception:  # a narrowed config may contradict itself in any way
             continue
     return None
@@ -202,15 +202,15 @@ def _small(config: Any) -> Iterator[Any]:
 def _shrink(config: Any, narrow: bool) -> None:
     layers = getattr(config, "num_hidden_layers", 1)
     lists = {k: v for k, v in config.to_dict().items() if isinstance(v, list) and len(v) == layers}
-    for key in _DEPTHS:
+    for key in _DEPTH_KEYS:
         if isinstance(getattr(config, key, None), int):
-            setattr(config, key, min(_BLOCKS, layers))
+            setattr(config, key, min(_PROBE_BLOCKS, layers))
     for key, values in lists.items():
         if not key.endswith(("_token_id", "architectures")):
-            setattr(config, key, values[:_BLOCKS])
-    config.vocab_size = _VOCABULARY
+            setattr(config, key, values[:_PROBE_BLOCKS])
+    config.vocab_size = _PROBE_VOCABULARY
     for key in ("pad_token_id", "decoder_start_token_id"):
-        if (getattr(config, key, None) or 0) >= _VOCABULARY:
+        if (getattr(config, key, None) or 0) >= _PROBE_VOCABULARY:
             setattr(config, key, 0)
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not (
@@ -226,23 +226,25 @@ def _shrink(config: Any, narrow: bool) -> None:
 
 
 @torch.no_grad()
-def _probe(model: nn.Module, objective: str) -> bool:
+def _sees_later_tokens(model: nn.Module, objective: str) -> bool:
     """Whether logits before the last token move with it."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
+        # Not the initial values of the class: zeros among them would hide what attention sees.
         spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.2
         parameter.normal_(0.0, spread, generator=generator)
     model.eval()
-    ids = torch.randint(3, _VOCABULARY, (1, _TOKENS), generator=generator)
+    ids = torch.randint(3, _PROBE_VOCABULARY, (1, _PROBE_TOKENS), generator=generator)
     other = ids.clone()
-    other[0, -1] = 3 + (ids[0, -1] - 2) % (_VOCABULARY - 3)
+    # The next id, never one of the special ids 0 to 2.
+    other[0, -1] = 3 + (ids[0, -1] - 2) % (_PROBE_VOCABULARY - 3)
     change = (_logits(model, objective, ids) - _logits(model, objective, other)).abs().amax(-1)[0]
     return bool(change[:-1].max() > _MOVED * change.max())
 
 
 def _logits(model: nn.Module, objective: str, ids: Tensor) -> Tensor:
-    given = {"input_ids": ids, "use_cache": False}
+    inputs = {"input_ids": ids, "use_cache": False}
     if objective == "seq2seq":
-        given = {**given, "input_ids": torch.full_like(ids, 3), "decoder_input_ids": ids}
-    logits: Tensor = model(**given).logits
+        inputs = {**inputs, "input_ids": torch.full_like(ids, 3), "decoder_input_ids": ids}
+    logits: Tensor = model(**inputs).logits
     return logits

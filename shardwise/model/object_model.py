@@ -34,7 +34,7 @@ class GivenModel:
 
     def __init__(self, module: nn.Module, loss: Any, dataset: Any, folder: Path | None) -> None:
         """Write the values of ``module`` into ``folder``. Raises RecipeError if only some are on the meta device."""
-        tensors = _tensors(module)
+        tensors = _tensors_by_name(module)
         real = {name for name, tensor in tensors.items() if not tensor.is_meta}
         if real and len(real) < len(tensors):
             missing = min(tensors.keys() - real)
@@ -55,9 +55,9 @@ class ObjectModel(FactoryModel):
 
     def __init__(self, target: str, arguments: Mapping[str, Any]) -> None:
         super().__init__(target, arguments)
-        given: Any = self._function
-        self.name = type(given()[0]).__name__
-        self._weights: Path | None = given.weights
+        function: Any = self._function
+        self.name = type(function()[0]).__name__
+        self._weights: Path | None = function.weights
 
     def _require_initial_values(self, module: nn.Module) -> None:
         """Its own values, if it has some."""
@@ -70,17 +70,17 @@ class ObjectModel(FactoryModel):
         with torch.device("meta"):
             share(model, shared_names(self.build()))
         with safe_open(str(self._weights), framework="pt") as file:
-            for name, held in _tensors(model).items():
-                whole, target = file.get_slice(name), real_pairs(held)
+            for name, tensor in _tensors_by_name(model).items():
+                whole, target = file.get_slice(name), real_pairs(tensor)
                 value = whole[local_slices(target)] if whole.get_shape() else file.get_tensor(name)
                 local_part(target).copy_(value)
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def _tensors_by_name(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by canonical name; a shared one once."""
-    held: dict[str, Tensor] = dict(named_parameters(module))
-    held.update((canonical_name(name), buffer) for name, buffer in module.named_buffers())
-    return held
+    tensors: dict[str, Tensor] = dict(named_parameters(module))
+    tensors.update((canonical_name(name), buffer) for name, buffer in module.named_buffers())
+    return tensors
 
 
 def real_pairs(tensor: Tensor) -> Tensor:

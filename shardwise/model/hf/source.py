@@ -15,14 +15,14 @@ from shardwise.core.errors import RecipeError, one_line
 from shardwise.core.extras import install
 from shardwise.core.paths import missing, only_a_path, path_of
 from shardwise.model.files.quantized_files import formats_of
-from shardwise.model.hf_objective import stored_objective
+from shardwise.model.hf.objective import stored_objective
 
 _NEEDS_CODE = "auto_map"
 _OF_OTHER_HEADS = ("classif", "summary", "qa_")
 """Words in keys of dropout that only other heads than the language model's have."""
 _BEYOND_DROPOUT = ("layerdrop", "drop_path", "jitter")
 """Words in keys of other noise: ranks would run different layers, or send tokens to different experts."""
-_LARGEST = {"vocab_size": 100_000_000, "num_hidden_layers": 10_000, "hidden_size": 10_000_000}
+_LARGEST_SIZES = {"vocab_size": 100_000_000, "num_hidden_layers": 10_000, "hidden_size": 10_000_000}
 """Sizes that every config has, and the largest that is believed."""
 
 
@@ -38,7 +38,7 @@ def transformers_library() -> Any:
 
 @dataclass(frozen=True)
 class OpenedConfig:
-    """A model's config, changed as hf.py says.
+    """A model's config, changed as `model` says.
 
     Attributes:
         quantization: the value of ``quantization_config`` if the model is quantized.
@@ -87,20 +87,20 @@ def load_config(source: str, objective: str | None, dropout: bool = False) -> Op
 
 def _require_sizes(text: Any) -> None:
     """Raise ValueError for a config without the sizes that are read here, or with impossible ones."""
-    for key, most in _LARGEST.items():
+    for key, most in _LARGEST_SIZES.items():
         value = getattr(text, key, None)
         if type(value) is not int or not 1 <= value <= most:
             raise ValueError(f"{key} is {value!r}, not a whole number from 1 to {most:,}")
 
 
-def _parts(config: Any) -> list[Any]:
+def _config_parts(config: Any) -> list[Any]:
     """The config, and that of its language model if it is another one."""
     return list({id(part): part for part in (config, config.get_text_config())}.values())
 
 
 def _quiet(config: Any, keep_padding: bool) -> None:
-    """No cache, and no pad token unless positions depend on it (see hf.py)."""
-    for part in _parts(config):
+    """No cache, and no pad token unless positions depend on it (see `model`)."""
+    for part in _config_parts(config):
         part.use_cache = False
         if not keep_padding:
             with suppress(
@@ -113,7 +113,7 @@ def _without_noise(config: Any, dropout: bool) -> Iterator[str]:
     """Turn off what draws random numbers, but dropout if it is wanted; yield what that leaves out."""
     dropped: dict[str, float] = {}
     other: dict[str, float] = {}
-    for part in _parts(config):
+    for part in _config_parts(config):
         for key, value in part.to_dict().items():
             if not (isinstance(value, float) and value and ("drop" in key or "jitter" in key)):
                 continue
@@ -123,14 +123,14 @@ def _without_noise(config: Any, dropout: bool) -> Iterator[str]:
             if beyond or not dropout:
                 setattr(part, key, 0.0)
     if dropped and not dropout:
-        yield f"config.json asks for {_listed(dropped)}: dropout is off, and model.dropout=true turns it on"
+        yield f"config.json asks for {_listed_values(dropped)}: dropout is off, and model.dropout=true turns it on"
     if dropout and not dropped:
         yield "model.dropout is true, and config.json asks for none: there is no dropout"
     if other:
-        yield f"config.json asks for {_listed(other)}, which is off"
+        yield f"config.json asks for {_listed_values(other)}, which is off"
 
 
-def _listed(values: Mapping[str, float]) -> str:
+def _listed_values(values: Mapping[str, float]) -> str:
     return ", ".join(f"{key} {value:g}" for key, value in values.items())
 
 

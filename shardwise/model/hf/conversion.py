@@ -41,11 +41,12 @@ class Conversion:
 
     def run(self, files: WeightFiles, model: nn.Module) -> dict[str, Tensor]:
         """The whole converted tensors by name."""
-        converter = copy.deepcopy(self.converter)
+        converter = copy.deepcopy(self.converter)  # adding tensors changes it, and `run` may be called again
         for pattern, name in self.sources:
             converter.add_tensor(self.first, name, pattern, files.read(name))
-        found = converter.convert(self.first, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        tensors = converter.convert(self.first, model=model, config=model.config)
+        # Some converters give a list of one tensor.
+        return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
 @dataclass
@@ -80,12 +81,13 @@ def fill_from_files(model: nn.Module, reference: nn.Module, files: WeightFiles) 
     names = _one_name_each(aliases, sources)
     conversions: dict[int, tuple[Conversion, list[tuple[str, Tensor]]]] = {}
     for name, tensor in _saved_tensors(model, reference):
-        name = names.get(name, name)
+        name = names.get(name, name)  # of a shared tensor, the name that the files have
         if name in sources.direct:
             files.read_into(tensor, sources.direct[name])
             _check_copies(tensor, name, aliases, sources, files)
         elif name in sources.converted:
             conversion = sources.converted[name]
+            # All tensors of a conversion are filled together, so its sources are read once.
             conversions.setdefault(id(conversion), (conversion, []))[1].append((name, tensor))
     for conversion, wanted in conversions.values():
         _fill_converted(conversion, wanted, files, reference)
@@ -112,11 +114,11 @@ def _fill_converted(
     values = conversion.run(files, reference)
     for name, tensor in wanted:
         if name not in values or values[name].shape != tensor.shape:
-            found = tuple(values[name].shape) if name in values else "nothing"
+            shape = tuple(values[name].shape) if name in values else "nothing"
             raise CheckpointError(
                 f"tensor {name} cannot be converted",
                 where=str(files.folder),
-                why=f"the conversion gives {found}, the model needs {tuple(tensor.shape)}",
+                why=f"the conversion gives {shape}, the model needs {tuple(tensor.shape)}",
             )
         local_part(tensor).copy_(values[name][local_slices(tensor)])
 
@@ -135,6 +137,7 @@ def match_names(reference: nn.Module, files: WeightFiles) -> Sources:
     sources = Sources()
     for name in sorted(files.shapes, key=_natural):
         target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        # A renaming of older files matches a name of newer ones.
         if target not in expected and name in expected:
             target, pattern = name, None
         if target not in expected:
@@ -203,13 +206,14 @@ def require_fit(reference: nn.Module, files: WeightFiles, sources: Sources, alia
 
 def _pattern(model: nn.Module, attribute: str, *more: str) -> re.Pattern[str]:
     patterns = [*(getattr(model, attribute, None) or ()), *more]
-    return re.compile("|".join(f"({pattern})" for pattern in patterns) or r"(?!)")
+    return re.compile("|".join(f"({pattern})" for pattern in patterns) or r"(?!)")  # (?!) matches nothing
 
 
 def _one_name_each(aliases: dict[str, str], sources: Sources) -> dict[str, str]:
     """Map each name of a shared tensor to the name on disk; to its first name if several are."""
     chosen: dict[str, str] = {}
     for alias, first in aliases.items():
+        # A file has one of them, not always the first.
         if not sources.covers(first) and sources.covers(alias):
             chosen.setdefault(first, alias)
     return chosen | {alias: chosen.get(first, first) for alias, first in aliases.items()}
@@ -245,6 +249,7 @@ def restore_buffers(model: nn.Module) -> None:
             around = [modules[part] for part in _ancestors(path)]  # innermost first, with itself
             owner = next(module for module in around if isinstance(module, PreTrainedModel))
             for module in around:
+                # A buffer that was replaced, or written in place, is defined.
                 undefined = [
                     name
                     for name, (buffer, version) in buffers.items()

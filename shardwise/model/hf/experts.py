@@ -69,14 +69,15 @@ def _grouped_product(
     return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
-def _experts_forward(experts: nn.Module, *given: Any, **named: Any) -> Tensor:
+def _experts_forward(experts: nn.Module, *args: Any, **named: Any) -> Tensor:
     from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
     matrices = [parameter for parameter in experts.parameters() if parameter.dim() == 3]
+    # The kernel reads rows in vectors of 16 bytes. fp64 has no kernel at all.
     aligned = all(size * p.element_size() % _ALIGNMENT == 0 for p in matrices for size in p.shape[1:])
     grouped = aligned and all(p.dtype != torch.float64 for p in matrices)
     forward = grouped_mm_experts_forward if grouped else batched_mm_experts_forward
-    return cast("Tensor", forward(experts, *given, **named))
+    return cast("Tensor", forward(experts, *args, **named))
 
 
 def adds_router_loss(config: Any) -> bool:
@@ -94,30 +95,30 @@ def router_losses(model: nn.Module, labels: Tensor) -> Iterator[list[Tensor]]:
     # FSDP2 subclasses the model's class, so search the base classes too.
     modules = (sys.modules[base.__module__] for base in type(model).__mro__)
     module = next((module for module in modules if hasattr(module, _FUNCTION)), None)
-    found: list[Tensor] = []
+    losses: list[Tensor] = []
     if module is None:
-        yield found
+        yield losses
         return
-    original, filled = getattr(module, _FUNCTION), _filled(labels)
+    original, filled = getattr(module, _FUNCTION), _filled_tokens(labels)
 
-    def recorded(gate_logits: Any, *given: Any) -> Any:
+    def recorded(gate_logits: Any, *args: Any) -> Any:
         """Every model passes its attention mask last; it has none here."""
-        found.append(original(gate_logits, *given[:-1], attention_mask=filled))
-        return found[-1]
+        losses.append(original(gate_logits, *args[:-1], attention_mask=filled))
+        return losses[-1]
 
-    setattr(module, _FUNCTION, recorded)
+    setattr(module, _FUNCTION, recorded)  # the model calls it by its name in this module
     try:
-        yield found
+        yield losses
     finally:
         setattr(module, _FUNCTION, original)
 
 
 def router_coefficient(model: nn.Module, config: Any) -> float:
     """The weight of the auxiliary loss. Raises RecipeError if the model does not say."""
-    places = (model, config.get_text_config())
-    for place in places:
+    owners = (model, config.get_text_config())
+    for owner in owners:
         for name in _COEFFICIENTS:
-            if isinstance(value := getattr(place, name, None), int | float):
+            if isinstance(value := getattr(owner, name, None), int | float):
                 return float(value)
     raise RecipeError(
         "the router's auxiliary loss has no coefficient",
@@ -127,8 +128,8 @@ def router_coefficient(model: nn.Module, config: Any) -> float:
     )
 
 
-def _filled(labels: Tensor) -> Tensor:
+def _filled_tokens(labels: Tensor) -> Tensor:
     """1 for the tokens up to a row's last target, else 0, [b, s]; all 1 if there is no target at all."""
     valid = labels != IGNORED
-    filled = valid.flip(1).cumsum(1).flip(1) > 0
+    filled = valid.flip(1).cumsum(1).flip(1) > 0  # whether a target is here or behind
     return (filled | ~valid.any()).to(torch.int64)

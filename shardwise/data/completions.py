@@ -1,0 +1,247 @@
+"""Records with completions as sequences: one record per sequence with padding, or several packed records.
+
+A record of n tokens gives n-1 inputs, and a label for every input whose next token is trained on. A record longer than
+a sequence is truncated, or dropped under `data.too_long: drop`. It is dropped too if its first trained token comes
+after the cut, because it would train nothing. Both are counted and reported: truncation hides from the model how a
+record ends, dropping loses the longest conversations.
+
+Packed: each record is a document. Its positions start at 0, so attention knows the boundaries (model/decoder). The rest
+of a sequence is padding, a document of its own that the loss ignores. Not packed: the padding follows the record, where
+causal attention does not see it, and no positions are needed.
+
+A record is held out by a hash of its tokens and trained mask, as a document of plain text is (`text`). If that holds
+out too few or too many, the last records are held out instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.core.errors import DataError
+from shardwise.core.units import format_percent
+from shardwise.data.cache import TokenCache, json_hash
+from shardwise.data.dataset import (
+    NOT_COUNTED,
+    MaskedTokens,
+    OpenedSource,
+    Sample,
+    Splits,
+    TokenDataset,
+    TokenIds,
+    document_fields,
+    padding_row,
+)
+from shardwise.data.encoding import Encoder, open_record_cache
+from shardwise.data.packing import best_fit
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.recipe.sections import DataSpec
+
+MOSTLY_PADDING = 0.5
+"""Filled part of the sequences below which packing is advised."""
+
+
+@dataclass(frozen=True)
+class Completions(TokenDataset):
+    """Records in sequences.
+
+    Attributes:
+        cache: the cache with their tokens.
+        encoder: wrote the cache.
+        starts, ends: range of each record in the cache, truncated to length + 1 tokens, [records].
+        cut: whether a record is truncated, [records].
+        order: record numbers by sequence, [records].
+        offsets: start of each sequence in `order`, [sequences + 1].
+        length: tokens in a sequence.
+        packed: whether several records share a sequence.
+    """
+
+    cache: TokenCache
+    encoder: Encoder
+    starts: TokenIds
+    ends: TokenIds
+    cut: npt.NDArray[np.bool_]
+    order: TokenIds
+    offsets: TokenIds
+    length: int
+    packed: bool
+
+    from_records = True
+
+    @property
+    def tokenizer(self) -> Tokenizer:  # type: ignore[override]
+        return self.encoder.tokenizer
+
+    @property
+    def chats(self) -> bool:  # type: ignore[override]
+        return self.cache.header.chats
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def sample(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        inputs = np.full(self.length, self.tokenizer.separator, np.int64)
+        labels = np.full(self.length, NOT_COUNTED, np.int64)
+        positions = np.zeros(self.length, np.int64)
+        at = 0  # where the next record begins in the sequence
+        for start, end in self._ranges(index):
+            tokens, until = self.cache.tokens[start:end].astype(np.int64), at + end - start - 1
+            inputs[at:until] = tokens[:-1]
+            labels[at:until] = np.where(self.cache.trained[start + 1 : end], tokens[1:], NOT_COUNTED)
+            positions[at:until] = np.arange(until - at)
+            at = until
+        positions[at:] = np.arange(self.length - at)  # the padding is a document of its own
+        sample = {"input_ids": inputs, "labels": labels}
+        return {**sample, **document_fields(positions)} if self.packed else sample
+
+    def padding(self) -> Sample:
+        return padding_row(self.length, self.tokenizer.separator, self.packed)
+
+    def filled(self, index: int) -> int:
+        return sum(end - start - 1 for start, end in self._ranges(index))
+
+    def text(self, index: int) -> str:
+        return self.tokenizer.decode(self.sample(index)["input_ids"][: self.filled(index)].tolist())
+
+    def _ranges(self, index: int) -> list[tuple[int, int]]:
+        """Where the records of a sequence are in the cache."""
+        records = self.order[self.offsets[index] : self.offsets[index + 1]]
+        return list(zip(self.starts[records].tolist(), self.ends[records].tolist(), strict=True))
+
+    # -- records, in the order of the source
+
+    @property
+    def records(self) -> int:
+        return len(self.starts)
+
+    def record(self, index: int) -> tuple[list[int], list[bool]]:
+        start, end = int(self.starts[index]), int(self.ends[index])
+        return self.cache.tokens[start:end].tolist(), self.cache.trained[start:end].tolist()
+
+    def documents(self, index: int) -> list[MaskedTokens]:
+        tokens, trained = self.record(index)
+        pairs = zip(tokens, trained, strict=True)
+        return [[(token, counted and at > 0) for at, (token, counted) in enumerate(pairs)]]
+
+    def note(self, index: int) -> str:
+        return "cut at its end" if self.cut[index] else ""
+
+    @property
+    def targets(self) -> int:
+        """Number of tokens that have a token before them."""
+        return int((self.ends - self.starts - 1).sum())
+
+    @property
+    def trained_targets(self) -> int:
+        """Number of those that the loss counts."""
+        ranges = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
+        return sum(int(self.cache.trained[start + 1 : end].sum()) for start, end in ranges)
+
+
+def open_completions(opened: OpenedSource) -> Splits[Completions]:
+    """Records with completions through the token cache. Raises DataError if no completion fits into a sequence."""
+    spec = opened.spec
+    encoder = Encoder(spec, opened.format, opened.tokenizer)
+    cache = open_record_cache(opened.source, encoder, opened.root, opened.verify)
+    train, held_out = divide(cache, encoder, spec)
+    if not len(train):
+        raise DataError(
+            "no completion within a sequence",
+            where=spec.source,
+            why=f"none of {cache.header.documents:,} records has a trained token among its first"
+            f" {spec.sequence_length + 1:,}",
+            fix="raise data.sequence_length",
+        )
+    parts = [cache.header.digest, spec.sequence_length, spec.held_out, "packed" if spec.packing else "padded"]
+    return Splits(train, held_out, json_hash(parts), lambda: _sentences(train, held_out, spec))
+
+
+def divide(cache: TokenCache, encoder: Encoder, spec: DataSpec) -> tuple[Completions, Completions]:
+    """(training sequences, held-out sequences) of the records of a cache."""
+    length = spec.sequence_length
+    records = cache.documents()
+    ends = records["end"].astype(np.int64)
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    cut = np.minimum(ends, starts + length + 1)  # n + 1 tokens are n inputs and n labels
+    fits = cut == ends if spec.too_long == "drop" else records["first"] <= length
+    is_held_out = held_out_records(records["hash"][fits], spec.held_out)
+
+    def side(mask: npt.NDArray[np.bool_]) -> Completions:
+        first, last = starts[fits][mask], cut[fits][mask]
+        truncated = (cut < ends)[fits][mask]
+        if spec.packing:
+            order, offsets = best_fit(last - first - 1, length)
+        else:
+            order, offsets = np.arange(len(first)), np.arange(len(first) + 1)
+        return Completions(cache, encoder, first, last, truncated, order, offsets, length, spec.packing)
+
+    return side(~is_held_out), side(is_held_out)
+
+
+def held_out_records(hashes: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
+    """Mask of the held-out records: at least one if there are two records and `fraction` is not 0."""
+    # A hash is uniform over 64 bits, so this share of the records is below the bound.
+    is_held_out = hashes < np.uint64(int(fraction * 2.0**64))
+    count = len(hashes)
+    wanted = min(max(1, round(fraction * count)), max(0, count - 1)) if fraction else 0
+    if not fraction or not count:
+        return np.asarray(is_held_out)
+    if fraction / 2 <= is_held_out.mean() <= 2 * fraction and not is_held_out.all():
+        return np.asarray(is_held_out)
+    return np.arange(count) >= count - wanted
+
+
+def _sentences(train: Completions, held_out: Completions, spec: DataSpec) -> list[str]:
+    """Description of the records."""
+    header, encoder = train.cache.header, train.encoder
+    how = "detected" if spec.format == "auto" else "as data.format says"
+    template = encoder.template if train.chats and spec.train_on != "all" else None
+    way = template.way if template else ""
+    targets = train.targets + held_out.targets
+    share = (train.trained_targets + held_out.trained_targets) / max(1, targets)
+    filled = targets / max(1, spec.sequence_length * (len(train) + len(held_out)))
+    sentences = [
+        f"{spec.source}: format {encoder.format} ({how}), {header.documents:,} records, {header.tokens:,} tokens,"
+        f" {format_percent(share, 1)} of the targets trained on" + (f", found by {way}" if way else ""),
+        f"{len(train):,} sequences of {spec.sequence_length:,} tokens to train on and"
+        f" {len(held_out):,} held out, {'packed' if spec.packing else 'one record each'}:"
+        f" {format_percent(filled, 1)} filled",
+    ]
+    if not spec.packing and filled < MOSTLY_PADDING:
+        sentences.append(
+            f"padding takes {format_percent(1 - filled)} of the computation: data.packing=true puts several"
+            " records into a sequence, and attention keeps them apart"
+        )
+    return sentences + list(_left_out(train, held_out, spec))
+
+
+def _left_out(train: Completions, held_out: Completions, spec: DataSpec) -> Iterator[str]:
+    """Which records and fields are not trained on as they are."""
+    header = train.cache.header
+    if truncated := int(train.cut.sum() + held_out.cut.sum()):
+        split = ", split divides chats between exchanges" if train.chats and spec.too_long != "split" else ""
+        yield (
+            f"too long for a sequence: {truncated:,} records cut, so the model does not see how they end;"
+            f" data.too_long=drop leaves them out{split}"
+        )
+    if dropped := header.documents - train.records - held_out.records:
+        nothing = "nothing trained on comes before the cut"
+        reason = "data.too_long is drop" if spec.too_long == "drop" else nothing
+        yield f"too long for a sequence: {dropped:,} records dropped; {reason}"
+    if header.divided:
+        yield f"too long for a sequence: {header.divided:,} chats divided between exchanges"
+    if header.untrained:
+        yield f"{header.untrained:,} records dropped: none of their answers is trained on"
+    if header.endless:
+        yield (
+            f"{header.endless:,} trained answers never end: no token that ends a turn follows them in the chat"
+            " template's text, so the model does not learn to stop"
+        )
+    if header.unread:
+        reader = "the chat template" if train.chats else f"the format {train.encoder.format}"
+        yield f"not read by {reader}: {header.unread}"
