@@ -37,6 +37,7 @@ from shardwise.jobs import training, verifying
 from shardwise.jobs.live_bar import live_bar
 from shardwise.jobs.objects import Given, recipe_from, with_callbacks
 from shardwise.jobs.planning import make_plan
+from shardwise.jobs.request import measured_cluster
 from shardwise.jobs.session import Session as Session
 from shardwise.jobs.session import open_session
 from shardwise.jobs.trained_run import TrainedRun as TrainedRun
@@ -95,11 +96,11 @@ def plan(
         if other is not cluster or module is not None or options:
             fix = "give the module, or a recipe with the overrides of shardwise.load"
             raise RecipeError("a recipe needs no arguments of fit", where="plan", fix=fix)
-        return make_plan(recipe, other or cluster_of(recipe.cluster), compare=True)
+        return make_plan(recipe, other or measured_cluster(recipe), compare=True)
     named = "auto" if other is not None or cluster is None else cluster
     own = _with_objects(module, loss, dataset, None, {**options, "cluster": named}, "plan")
     with here(own.objects):
-        return make_plan(own.recipe, other or cluster_of(own.recipe.cluster), compare=True)
+        return make_plan(own.recipe, other or measured_cluster(own.recipe), compare=True)
 
 
 def train(
@@ -277,7 +278,7 @@ def _trained(
 ) -> TrainedRun:
     with giving(given.objects) as environment, live_bar(out, given.recipe.steps, progress):
         workers = partial(_run_workers, environment=environment)
-        cluster = cluster_of(given.recipe.cluster)
+        cluster = cluster_of(given.recipe.cluster) if plan else measured_cluster(given.recipe)
         with preloaded(cluster.world_size, cluster.nodes):
             training.train(given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory)
     return trained_run(out)

@@ -10,6 +10,7 @@ import typer
 
 from shardwise.cli.common import AsJson
 from shardwise.cli.spinner import working
+from shardwise.core.plugins import require_plugin
 
 
 def command(
@@ -28,6 +29,7 @@ def command(
     """Print the devices, memory and speeds of this machine, with faults and advice."""
     from rich.console import Console
 
+    calibration = require_plugin("calibration.store", "--calibrate") if store else None
     with working("measuring this machine"):
         from shardwise.doctor.doctor import examine, render
 
@@ -36,11 +38,9 @@ def command(
         print(json.dumps(diagnosis.data(), indent=1))
     else:
         render(diagnosis, Console())
-    if store:
-        from shardwise.doctor.calibration.store import calibrated
-
+    if calibration is not None:
         typer.echo("measuring kernels, collectives and steps; it takes about a minute", err=True)
-        for path in calibrated(diagnosis, Path.cwd()):
+        for path in calibration.calibrated(diagnosis, Path.cwd()):
             typer.echo(f"stored: {path}", err=as_json)
     if (error := diagnosis.error()) is not None:
         raise error

@@ -4,7 +4,7 @@ A check reads facts and speeds and returns one of four verdicts: good, note (wor
 or bad (does not work). One bad check makes the machine unhealthy: exit code 7. Checks are functions of plain data, so
 each is tested for machines that are not at hand.
 
-doctor/calibration/store.py keeps measured speeds for plans.
+plugins/calibration/store.py keeps measured speeds for plans.
 """
 
 from __future__ import annotations

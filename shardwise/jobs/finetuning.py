@@ -31,10 +31,10 @@ from shardwise.data.formats import format_of
 from shardwise.data.sources import open_source
 from shardwise.data.text import Examples, PairExamples, open_tokens, tokenizer_of
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.hardware.cluster import Cluster, cluster_of, recognise
+from shardwise.hardware.cluster import Cluster, recognise
 from shardwise.hardware.kinds import HOST, accelerator_here
 from shardwise.jobs.planning import make_plan, refuse_unfit
-from shardwise.jobs.request import read
+from shardwise.jobs.request import measured_cluster, read
 from shardwise.recipe.fine_tuning import METHODS, FineTuning, Hardware, Method, Shape
 from shardwise.recipe.load import REPLACES, parse_recipe
 from shardwise.recipe.overrides import overridden
@@ -246,7 +246,7 @@ def choose(
     for each in methods:
         text = with_overrides(asked.recipe(each, why), overrides)
         recipe = parse_recipe(text, SETTINGS, RECIPE)
-        cluster = cluster_of(recipe.cluster)
+        cluster = measured_cluster(recipe)
         progress(f"does {each} fit?")
         plan = make_plan(recipe, cluster, progress=progress)
         if plan.fits:
@@ -285,7 +285,8 @@ def going_on(
         asked["data.tokenizer"] = asked["model.hf"]
         moved.append("data.tokenizer")
     _require_same_options(recipe, given, overrides, file)
-    return read(file, [*(f"{key}={written(asked[key])}" for key in moved), *overrides])
+    recipe, _ = read(file, [*(f"{key}={written(asked[key])}" for key in moved), *overrides])
+    return recipe, measured_cluster(recipe)
 
 
 def _require_same_options(recipe: Recipe, given: Options, overrides: Sequence[str], file: Path) -> None:

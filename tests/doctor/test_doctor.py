@@ -16,11 +16,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise.core.cost import Kernel
-from shardwise.core.errors import ResourceError
 from shardwise.core.units import GiB, MiB
 from shardwise.doctor import doctor, inspection, speed
-from shardwise.doctor.calibration.store import calibrate, calibrated
 from shardwise.doctor.doctor import DeviceSpeed, Diagnosis, Speeds, examine, judge, render
 from shardwise.doctor.inspection import (
     Device,
@@ -34,12 +31,7 @@ from shardwise.doctor.inspection import (
     Torch,
 )
 from shardwise.hardware import this_machine as machine
-from shardwise.hardware.cluster import cluster_of
-from shardwise.hardware.measured import IN_PLACE, NEW, Grid, MeasuredSpeeds
 from shardwise.hardware.profiles import PROFILES
-from shardwise.planner.explain import seconds_from
-from shardwise.planner.kernel_time import kernel_seconds
-from shardwise.recipe.sections import ClusterSpec
 from shardwise.runtime.torch_private import TorchDispatchMode
 
 H100 = Device(
@@ -166,8 +158,6 @@ def test_the_error_of_products_that_fail_is_kept(tmp_path: Path, monkeypatch: py
     assert {check.name: check.verdict for check in diagnosis.checks}["cpu speed"] == "bad"
     assert diagnosis.exit_code == 7
     assert json.loads(json.dumps(diagnosis.data()))["speeds"]["devices"][0]["problem"] == cpu.problem
-    with pytest.raises(ResourceError, match="no kernel image is available"):
-        calibrate(diagnosis)
 
 
 def test_what_the_container_uses_is_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +201,6 @@ def test_this_machine_without_measuring(tmp_path: Path) -> None:
     assert facts.disk.free > 0 and facts.disk.cache_free > 0
     assert json.loads(json.dumps(diagnosis.data()))["healthy"] == diagnosis.healthy
     assert diagnosis.speeds.devices == ()
-    with pytest.raises(ResourceError, match="nothing was measured"):
-        calibrate(diagnosis)
 
 
 def test_rendering_shows_every_check() -> None:
@@ -223,52 +211,6 @@ def test_rendering_shows_every_check() -> None:
     text = console.export_text()
     assert all(check.name in text for check in diagnosis.checks)
     assert "/a[bold]b" in text and "bad" in text and "Some CPU, 64 cores" in text
-
-
-def test_calibration_reaches_the_plan(tmp_path: Path) -> None:
-    measured = DeviceSpeed("cpu", {"fp32": 3e11, "bf16": 6e11}, (), 4e10)
-    path = calibrate(Diagnosis(HEALTHY, Speeds((measured,), (8e8, 1e-4)), ()))
-    assert path == tmp_path / "cache" / "cpu.json"
-    device = cluster_of(ClusterSpec(device="cpu", devices_per_node=2)).device
-    assert device.flops["fp32"] == 1.5e11 and device.link_bandwidth == 8e8
-
-
-def test_one_gpu_of_each_kind_is_measured_for_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A large product on an H100 is near its peak; these tables are a thousand times slower, and have no fp8."""
-    from shardwise.doctor.calibration import run
-
-    measured, torch = list[int](), replace(HEALTHY.torch, devices=(H100, replace(H100, index=1)))
-    tables = MeasuredSpeeds(
-        1,
-        8,
-        {"fp32": Grid(((1, 2), (1, 2), (1, 2)), (1.0,) * 8)},
-        {},
-        {NEW: ((1e3, 1.0),), IN_PLACE: ((1e3, 1.0),)},
-    )
-    monkeypatch.setattr(run, "measure_gpu", lambda index: (measured.append(index), tables)[1])
-    # The CPU of a machine with GPUs is not measured.
-    [path] = calibrated(Diagnosis(replace(HEALTHY, torch=torch), Speeds(()), ()), tmp_path)
-    assert path == tmp_path / "cache" / "H100-80GB.json" and measured == [0]
-    cluster = cluster_of(ClusterSpec(preset="8xH100-80GB"))
-    assert (
-        cluster.device.measured == tables
-        and cluster_of(ClusterSpec(preset="8xA100-80GB")).device.measured is None
-    )
-    product = Kernel("forward", "aten::mm", "fp32", 1, 2 * 2**3, 48, shape=(1, 2, 2, 2))
-    assert kernel_seconds(product, cluster.device) == pytest.approx(1.0)
-    assert kernel_seconds(replace(product, dtype="fp8"), cluster.device) < 1e-4
-    assert (
-        kernel_seconds(Kernel("optimizer", "aten::add_", "fp32", 1, 0, 1000, on_host=True), cluster.device)
-        < 1e-4
-    )
-    assert "a H100-80GB of this machine" in seconds_from(cluster)
-
-
-def test_calibration_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file, not a folder")
-    diagnosis = Diagnosis(HEALTHY, Speeds((DeviceSpeed("cpu", {"fp32": 1e11}, (), 1e10),)), ())
-    with pytest.raises(ResourceError, match="cannot write the calibration"):
-        calibrate(diagnosis)
 
 
 def test_loopback_works_here_and_a_foreign_address_does_not() -> None:

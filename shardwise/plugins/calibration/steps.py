@@ -31,23 +31,6 @@ from shardwise.model.open import blueprint_of
 from shardwise.recipe.load import recipe_of
 from shardwise.technique import data_degree, layout_of, strategy_from
 
-TINY = {"layers": 4, "width": 64, "heads": 4, "kv_heads": 4, "ffn": 176, "vocab": 512}
-"""Its kernels take microseconds, so the seconds of its step are those of the host."""
-
-WIDE = {"layers": 2, "width": 256, "heads": 4, "kv_heads": 4, "ffn": 704, "vocab": 1024}
-"""With few tokens, its collectives take longer than its kernels."""
-
-MODELS: tuple[tuple[Mapping[str, Any], int, int], ...] = (
-    (TINY, 64, 2),
-    ({"layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "ffn": 704, "vocab": 4096}, 256, 4),
-    ({"family": "gpt2", "layers": 2, "width": 192, "heads": 4, "ffn": 768, "vocab": 2048}, 256, 4),
-    ({"layers": 1, "width": 512, "heads": 8, "kv_heads": 4, "ffn": 1408, "vocab": 8192}, 256, 4),
-)
-"""Models, sequence lengths and micro-batches whose steps give the speed of each operation."""
-
-PLAIN_STEPS = 5
-"""Steps that give the seconds of phases."""
-
 _TIMED_STEPS = 2
 _LONGEST = 2.0
 """Bound of the seconds that a step waits for collectives, over those that they take by themselves."""

@@ -10,15 +10,15 @@ import time
 from pathlib import Path
 
 from shardwise.core.json_file import read_json, text_of
-from shardwise.doctor.calibration.rank import FOUND, TASK, Task
 from shardwise.doctor.speed import loopback_interface
 from shardwise.hardware.measured import MeasuredSpeeds
 from shardwise.hardware.this_machine import threads_of, usable_cores
+from shardwise.plugins.calibration.task import FOUND, TASK, Task
 
 PROCESSES = (1, 2, 4)
 CPU_DTYPES = ("fp32", "bf16")
 GPU_DTYPES = ("fp32", "bf16", "fp16")
-_RANK = "shardwise.doctor.calibration.rank"
+_RANK = "shardwise.plugins.calibration.rank"
 _TIMEOUT = 300.0
 
 
@@ -39,6 +39,16 @@ def measure_cpu() -> tuple[MeasuredSpeeds, ...]:
 def measure_gpu(index: int) -> MeasuredSpeeds:
     """The speeds of kernels on one GPU of this machine. Raises RuntimeError when the process fails."""
     return _measured(Task(f"cuda:{index}", GPU_DTYPES), 1, threads_of(1))
+
+
+def quick_cpu(processes: int) -> MeasuredSpeeds:
+    """Rough speeds of one of ``processes`` processes on this machine's CPU. Raises RuntimeError when one fails."""
+    return _measured(Task("cpu", CPU_DTYPES, quick=True), processes, threads_of(processes))
+
+
+def quick_gpu() -> MeasuredSpeeds:
+    """Rough speeds of kernels on the first GPU of this machine. Raises RuntimeError when the process fails."""
+    return _measured(Task("cuda:0", GPU_DTYPES, quick=True), 1, threads_of(1))
 
 
 def _measured(task: Task, processes: int, threads: int) -> MeasuredSpeeds:

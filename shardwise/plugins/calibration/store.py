@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from shardwise.doctor.doctor import Diagnosis
 from shardwise.doctor.inspection import Facts
 from shardwise.hardware import this_machine as machine
 from shardwise.hardware.kinds import HOST
-from shardwise.hardware.measured import MeasuredSpeeds
+from shardwise.hardware.measured import NEW, Grid, MeasuredSpeeds
 from shardwise.hardware.measured_gpu import GpuCalibration, write_gpu
 
 
@@ -48,10 +51,14 @@ def calibrate(
         cpu.memory_bandwidth,
         link and link[0],
         machine.torch_version(),
-        datetime.now(UTC).date().isoformat(),
+        _today(),
         disk,
         speeds,
     )
+    return _written(calibration)
+
+
+def _written(calibration: machine.Calibration) -> Path:
     try:
         return machine.write_calibration(calibration)
     except OSError as problem:
@@ -60,19 +67,54 @@ def calibrate(
         raise ResourceError("cannot write the calibration", where=path, why=why) from problem
 
 
+def add_speeds(speeds: MeasuredSpeeds) -> Path:
+    """Store the speeds of one process next to those that are known for other numbers; returns the file.
+
+    Without a calibration of this machine, its rates are those of the largest kernels.
+
+    Raises:
+        ResourceError: it cannot be written.
+    """
+    known = machine.read_calibration()
+    if known is None:
+        bandwidth = speeds.plain[NEW][-1][0] / speeds.plain[NEW][-1][1]
+        known = machine.Calibration(
+            machine.cpu_model(),
+            machine.usable_cores(),
+            {dtype: speeds.processes * _fastest(grid) for dtype, grid in speeds.products.items()},
+            speeds.processes * bandwidth,
+            torch=machine.torch_version(),
+            day=_today(),
+        )
+    return _written(replace(known, speeds=(*known.speeds, speeds)))
+
+
+def _fastest(grid: Grid) -> float:
+    """The most FLOP/s of a grid of products."""
+    sizes = itertools.product(*grid.axes)
+    return max(2.0 * math.prod(size) / spent for size, spent in zip(sizes, grid.seconds, strict=True))
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
 def calibrate_gpus(facts: Facts) -> Iterator[Path]:
     """Measure one GPU of each known kind and store its speeds for later plans. Raises ResourceError."""
-    from shardwise.doctor.calibration.run import measure_gpu
+    from shardwise.plugins.calibration.run import measure_gpu
 
     kinds = {device.profile: device.index for device in reversed(facts.torch.devices) if device.profile}
-    day = datetime.now(UTC).date().isoformat()
     for profile, index in kinds.items():
         try:
-            found = GpuCalibration(profile, machine.torch_version(), day, measure_gpu(index))
-            yield write_gpu(found)
+            yield store_gpu(profile, measure_gpu(index))
         except (OSError, RuntimeError) as problem:
             where = f"gpu {index}"
             raise ResourceError("cannot calibrate this GPU", where=where, why=str(problem)) from problem
+
+
+def store_gpu(profile: str, speeds: MeasuredSpeeds) -> Path:
+    """Store a GPU's speeds for later plans; returns the file. Raises OSError."""
+    return write_gpu(GpuCalibration(profile, machine.torch_version(), _today(), speeds))
 
 
 def measured_speeds(folder: Path) -> tuple[tuple[MeasuredSpeeds, ...], float | None]:
@@ -81,7 +123,7 @@ def measured_speeds(folder: Path) -> tuple[tuple[MeasuredSpeeds, ...], float | N
     Raises ResourceError if a process that measures fails.
     """
     from shardwise.doctor import speed
-    from shardwise.doctor.calibration.run import measure_cpu
+    from shardwise.plugins.calibration.run import measure_cpu
 
     try:
         return measure_cpu(), speed.disk_bandwidth(folder)

@@ -12,12 +12,9 @@ import torch.distributed as dist
 from shardwise.core.units import MiB
 from shardwise.hardware.measured import Curve
 
-PAYLOADS = (4, 4096, 64 * 1024, MiB, 16 * MiB)
-"""Bytes, in the convention of core/cost.py: the gathered tensor, or the tensor before the scatter."""
 
-
-def collective_curves(payloads: Sequence[int] = PAYLOADS) -> dict[str, Curve]:
-    """Median seconds by kind, of gloo on CPU tensors. Raises RuntimeError if gloo fails."""
+def collective_curves(payloads: Sequence[int]) -> dict[str, Curve]:
+    """Median seconds by kind and bytes of the payload, of gloo on CPU tensors. Raises RuntimeError if gloo fails."""
     size, rank = dist.get_world_size(), dist.get_rank()
     curves: dict[str, list[tuple[float, float]]] = {}
     for payload in payloads:

@@ -9,11 +9,17 @@ import torch
 
 from shardwise.core.cost import Collective, Kernel
 from shardwise.core.json_file import checked, text_of
-from shardwise.doctor.calibration import kernels, run
-from shardwise.doctor.calibration.collectives import collective_curves
-from shardwise.doctor.calibration.rank import AXES, Task
-from shardwise.doctor.calibration.steps import TimedStep, around_collectives, host_seconds, ratios, timed_step
 from shardwise.hardware.measured import IN_PLACE, NEW, Grid, MeasuredSpeeds
+from shardwise.plugins.calibration import kernels, run
+from shardwise.plugins.calibration.collectives import collective_curves
+from shardwise.plugins.calibration.rank import AXES, Task
+from shardwise.plugins.calibration.steps import (
+    TimedStep,
+    around_collectives,
+    host_seconds,
+    ratios,
+    timed_step,
+)
 from shardwise.technique import AXIS_NAMES
 from tests.harness.pool import Pool
 
@@ -25,10 +31,10 @@ PLAIN = {NEW: ((1e3, 1e-6), (1e6, 1e-4)), IN_PLACE: ((1e3, 1e-6), (1e6, 1e-4))}
 def test_products_that_would_take_too_long_grow_with_their_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernels.SIZES, "cpu", ((1, 8), (8,), (8, 64)))
     monkeypatch.setattr(kernels, "seconds_of", lambda calls, device: 5e-4)
-    assert kernels.products("fp32", CPU).seconds == (5e-4,) * 4
+    assert kernels.products("fp32", CPU, budget=1.0).seconds == (5e-4,) * 4
     assert kernels.products("fp32", CPU, budget=0.0).seconds == (5e-4, 4e-3, 4e-3, 32e-3)
     monkeypatch.setattr(kernels, "SLOWEST", 3e-3)
-    assert kernels.products("fp32", CPU).seconds == (5e-4, 4e-3, 4e-3, 32e-3)
+    assert kernels.products("fp32", CPU, budget=1.0).seconds == (5e-4, 4e-3, 4e-3, 32e-3)
 
 
 def test_a_step_is_timed_by_phase_kernel_and_collective(pool: Pool) -> None:

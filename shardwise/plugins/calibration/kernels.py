@@ -29,19 +29,10 @@ SIZES = {
 }
 """Sizes m, n and k of products."""
 
-ATTENTION = {
-    "cpu": ((64, 256, 1024), (16, 64, 128)),
-    "cuda": ((256, 1024, 4096), (64, 128)),
-}
-"""Keys and head dimensions of attention."""
-
 HEADS = {"cpu": 8, "cuda": 64}
 
 SLOWEST = 0.1
 """Products that would take longer, by the rate of smaller ones, are not run: seconds grow in proportion to FLOPs."""
-
-MOST_SECONDS = 1.5
-"""For the products of one dtype. Those that are left then, the largest, are not run either."""
 
 _BUDGET = 0.015
 """Seconds to spend on the calls of one figure, after three."""
@@ -108,8 +99,8 @@ def _until_idle(group: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def products(dtype: str, device: torch.device, budget: float = MOST_SECONDS) -> Grid:
-    """Seconds of x @ W.T over (m, n, k). Raises RuntimeError if the device lacks the dtype."""
+def products(dtype: str, device: torch.device, budget: float) -> Grid:
+    """Seconds of x @ W.T over (m, n, k), measured within ``budget`` seconds. Raises RuntimeError without the dtype."""
     axes, end = SIZES[device.type], time.monotonic() + budget
     found: dict[tuple[int, ...], float] = {}
     rate = 0.0  # FLOP/s of the largest product so far
@@ -125,9 +116,8 @@ def products(dtype: str, device: torch.device, budget: float = MOST_SECONDS) -> 
     return Grid(axes, tuple(found[sizes] for sizes in product(*axes)))
 
 
-def attention(dtype: str, device: torch.device) -> dict[str, Grid]:
+def attention(dtype: str, device: torch.device, axes: tuple[tuple[int, ...], ...]) -> dict[str, Grid]:
     """Seconds per FLOP of causal attention over (keys, head dimension), "forward" and "backward"."""
-    axes = ATTENTION[device.type]
     found: dict[str, list[float]] = {"forward": [], "backward": []}
     for length, width in product(*axes):
         shape = torch.Size((1, HEADS[device.type], length, width))
@@ -151,7 +141,7 @@ def attention(dtype: str, device: torch.device) -> dict[str, Grid]:
     return {f"{dtype} {way}": Grid(axes, tuple(each)) for way, each in found.items()}
 
 
-def plain_curves(device: torch.device, largest: int = 192 * MiB) -> dict[str, Curve]:
+def plain_curves(device: torch.device, largest: int) -> dict[str, Curve]:
     """Seconds by bytes of a product of elements into new memory, and of one in place.
 
     Bytes are those that the dry run counts: two operands and the result, or the one tensor that changes.
