@@ -84,9 +84,9 @@ def with_collectives(found: MeasuredSpeeds, task: Task, device: torch.device) ->
     around, waiting = dict[str, float](), dict[str, float]()
     for axis in effort.axes:
         given = {key: world if value == _WHOLE else value for key, value in AXES[axis].items()}
-        steps = [timed_step(model, 64, 2, given, device, effort.plain_steps) for model in (TINY, WIDE)]
-        found = replace(found, ratios={**ratios(steps, found.plain), **found.ratios})
-        around[axis], waiting[axis] = around_collectives(*steps, found, axis)
+        small, large = (timed_step(model, 64, 2, given, device, effort.plain_steps) for model in (TINY, WIDE))
+        found = replace(found, ratios={**ratios([small, large], found.plain), **found.ratios})
+        around[axis], waiting[axis] = around_collectives(small, large, found, axis)
     for axis in AXES:
         around.setdefault(axis, around[effort.axes[0]])
         waiting.setdefault(axis, waiting[effort.axes[0]])
