@@ -306,24 +306,6 @@ def export(
     return export_run(path_of(run), path_of(out), dtype, base, checkpoint)[0].folder
 
 
-def merge(
-    base: str | Path, adapter: str | Path, out: str | Path, *, dtype: str | None = None, undo: bool = False
-) -> Path:
-    """Add an adapter into the weights of its base model and write the result; returns its folder.
-
-    Args:
-        base: the folder or hub id of a model.
-        adapter: the folder of an adapter in PEFT's format.
-        dtype: fp32, bf16 or fp16; None keeps the dtype of the base.
-        undo: take the adapter out of a merged model instead.
-    """
-    from shardwise.exporter.merge import merge, unmerge  # transformers takes seconds
-
-    if undo:
-        return unmerge(str(base), path_of(adapter), path_of(out), dtype).folder
-    return merge(str(base), path_of(adapter), path_of(out), dtype)[0].folder
-
-
 def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:
     """Train ``plan`` and one plain process on the same data and compare them step by step.
 

@@ -36,7 +36,6 @@ LAYERS = (
         "verifier",
         "exporter",
         "report",
-        "doctor",
         "worker",
         "jobs",
         "api",

@@ -171,9 +171,8 @@ def _plan(asked: Recipe, options: _Options) -> None:
     tried: tuple[DeviceTry, ...] = ()
     with planning() as progress:
         if options.fewest:
-            from shardwise.jobs.fewest_devices import fewest_devices
-
-            asked, cluster, tried = fewest_devices(asked, cluster, options.within, progress)
+            search = require_plugin("fewest_devices.search", "--for devices")
+            asked, cluster, tried = search.fewest_devices(asked, cluster, options.within, progress)
         plan = make_plan(asked, cluster, compare=True, progress=progress)
     advice = None
     if options.explain or not plan.fits:

@@ -4,9 +4,13 @@ The core calls a plugin only through ``plugin``, and does without it where its p
 
 Plugins also add to the work of the core:
 
-    importers   ``shardwise plan`` reads files of other trainers
-    scaling     a plan and a report compare the run with scaling laws
-    serve       samples at the end of a run, and ``shardwise plan --serve``
+    calibration     a first plan measures this machine, and ``shardwise doctor --calibrate``
+    compare         ``shardwise report`` of several runs
+    fewest_devices  ``shardwise plan --for devices``
+    gguf            ``shardwise export --gguf``
+    importers       ``shardwise plan`` reads files of other trainers
+    scaling         a plan and a report compare the run with scaling laws
+    serve           samples at the end of a run, and ``shardwise plan --serve``
 """
 
 from __future__ import annotations
@@ -20,12 +24,18 @@ from shardwise.core.errors import RecipeError
 VERBS: dict[str, str] = {
     "budget": "scaling.commands.budget",
     "chat": "serve.commands.chat",
+    "doctor": "doctor.command",
     "eval": "serve.commands.eval",
+    "explain": "explain.command",
+    "finetune": "finetune.command",
     "fit": "scaling.commands.fit",
     "from": "importers.command",
     "generate": "serve.commands.generate",
+    "init": "finetune.init",
     "launch": "schedulers.command",
+    "merge": "merge.command",
     "quantize": "quantize.command",
+    "watch": "live.command",
 }
 """Modules of verbs of the command line; each has a function ``command``."""
 
@@ -39,6 +49,7 @@ PUBLIC: dict[str, str] = {
     "evaluate": "serve.evaluating",
     "evaluate_tasks": "serve.evaluating",
     "load_model": "serve.serving",
+    "merge": "merge.api",
     "quantize": "quantize.api",
 }
 """Modules of public names of ``import shardwise``."""

@@ -22,9 +22,9 @@ from markupsafe import Markup, escape
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def text_of(name: str) -> str:
-    """A file next to this one."""
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+def text_of(name: str, package: str = __package__) -> str:
+    """A file next to this one, or of another package."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
@@ -60,15 +60,15 @@ def _environment() -> Environment:
     return environment
 
 
-def rendered(name: str, values: Mapping[str, Any], live: bool = False) -> str:
-    """A template with these values."""
+def rendered(name: str, values: Mapping[str, Any], live: bool = False, package: str = __package__) -> str:
+    """A template with these values; it may include those next to this file."""
     given = {
         **values,
         "style": Markup(text_of("page.css")),
         "script": Markup(script()),
         "policy": Markup(policy(live)),
     }
-    return printable(_environment().get_template(name).render(given))
+    return printable(_environment().from_string(text_of(name, package)).render(given))
 
 
 def data_block(value: Any) -> Markup:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 from itertools import pairwise
 
 import pytest
 
-from shardwise.cli.main import run as command
 from shardwise.core.block_times import BlockTimes
 from shardwise.dryrun.run import dry_run
 from shardwise.hardware.cluster import cluster_of
@@ -94,16 +92,3 @@ def test_the_picture_has_one_chart_for_each() -> None:
     assert len({axes.get_xlim() for axes in figure.axes[:3]}) == 1
     assert png(blocks_through_time(every, NARROW)).startswith(b"\x89PNG")
     assert len(svg(blocks_through_time({"": every["sqrt"]}), "blocks")) < 20_000
-
-
-@LONG
-def test_explain_shows_every_value(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardwise.jobs.explaining.CHECKPOINTING", ("none", "full"))
-    assert command(["explain", "checkpointing", "--depth", "3", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["none", "full"] and found["full"]["blocks"] == 3
-    assert command(["explain", "checkpointing", "--depth", "3"]) == 0
-    out = capsys.readouterr().out
-    assert "a decoder of 3 blocks" in out and "2.00×" in out

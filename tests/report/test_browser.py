@@ -17,11 +17,11 @@ import pytest
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import PhasesRecord, StepRecord
 from shardwise.core.timetable import Timetable
-from shardwise.report.compare import write_comparison
-from shardwise.report.live import LiveRun
+from shardwise.plugins.compare.page import write_comparison
+from shardwise.plugins.live.page import LiveRun
+from shardwise.plugins.live.server import page_server
 from shardwise.report.page import render_page
 from shardwise.report.record import read_run
-from shardwise.report.server import page_server
 from tests.harness.browser import Browser, browser
 from tests.report.conftest import MakeRun, example_plan, write_run
 

@@ -13,8 +13,8 @@ from shardwise.cli.main import run as command
 from shardwise.core.identity import NAME, Start, append, starts
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import StepRecord
+from shardwise.plugins.compare.page import differences
 from shardwise.report.charts import series_charts
-from shardwise.report.compare import differences
 from shardwise.report.page import render_page
 from shardwise.report.pictures import svg
 from shardwise.report.record import read_run

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 from shardwise.core.json_file import read_json, text_of
-from shardwise.doctor.speed import loopback_interface
 from shardwise.hardware.measured import MeasuredSpeeds
 from shardwise.hardware.this_machine import threads_of, usable_cores
 from shardwise.plugins.calibration.task import FOUND, TASK, Task
+from shardwise.plugins.doctor.speed import loopback_interface
 
 PROCESSES = (1, 2, 4)
 CPU_DTYPES = ("fp32", "bf16")

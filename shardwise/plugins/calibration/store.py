@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shardwise.core.errors import ResourceError
-from shardwise.doctor.doctor import Diagnosis
-from shardwise.doctor.inspection import Facts
 from shardwise.hardware import this_machine as machine
 from shardwise.hardware.kinds import HOST
 from shardwise.hardware.measured import NEW, Grid, MeasuredSpeeds
 from shardwise.hardware.measured_gpu import GpuCalibration, write_gpu
+from shardwise.plugins.doctor.checks import Diagnosis
+from shardwise.plugins.doctor.inspection import Facts
 
 
 def calibrated(diagnosis: Diagnosis, folder: Path) -> Iterator[Path]:
@@ -122,8 +122,8 @@ def measured_speeds(folder: Path) -> tuple[tuple[MeasuredSpeeds, ...], float | N
 
     Raises ResourceError if a process that measures fails.
     """
-    from shardwise.doctor import speed
     from shardwise.plugins.calibration.run import measure_cpu
+    from shardwise.plugins.doctor import speed
 
     try:
         return measure_cpu(), speed.disk_bandwidth(folder)

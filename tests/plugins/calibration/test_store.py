@@ -9,8 +9,6 @@ import pytest
 
 from shardwise.core.cost import Kernel
 from shardwise.core.errors import ResourceError
-from shardwise.doctor.doctor import DeviceSpeed, Diagnosis, Speeds
-from shardwise.doctor.inspection import Device, inspect
 from shardwise.hardware import this_machine as machine
 from shardwise.hardware.cluster import cluster_of
 from shardwise.hardware.measured import IN_PLACE, NEW, Grid, MeasuredSpeeds
@@ -19,6 +17,8 @@ from shardwise.planner.explain import seconds_from
 from shardwise.planner.kernel_time import kernel_seconds
 from shardwise.plugins.calibration import run
 from shardwise.plugins.calibration.store import add_speeds, calibrate, calibrated
+from shardwise.plugins.doctor.checks import DeviceSpeed, Diagnosis, Speeds
+from shardwise.plugins.doctor.inspection import Device, inspect
 from shardwise.recipe.sections import ClusterSpec
 
 H100 = Device(
