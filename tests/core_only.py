@@ -1,4 +1,6 @@
-"""The core's own unit tests on a copy of the package that has no plugins: ``python -m tests.core_only [PYTEST ARGUMENTS]``.
+"""The core's own unit tests, on a copy of the package that has no plugins.
+
+    python -m tests.core_only [ARGUMENTS OF PYTEST]
 
 A core test that needs a plugin fails here: it belongs to tests/plugins.
 """
@@ -14,8 +16,11 @@ from pathlib import Path
 from tests.harness.core_copy import copy_core, core_environment
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WHOLE = ("test_docs.py", "test_architecture.py", "test_prose.py", "test_without_plugins.py")
-"""Tests of the repository as a whole, plugins included."""
+WHOLE = (
+    *("test_api.py", "test_architecture.py", "test_docs.py", "test_prose.py", "test_without_plugins.py"),
+    *("cli", "torture"),
+)
+"""Tests of the whole repository, plugins included; and folders without unit tests."""
 
 
 def main(arguments: list[str]) -> int:
@@ -23,7 +28,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="shardwise-core-") as name:
         folder = Path(name)
         copy_core(folder)
-        left_out = shutil.ignore_patterns("plugins", "__pycache__", *WHOLE)
+        left_out = shutil.ignore_patterns("plugins", "__pycache__", *WHOLE, "*_benchmark.py")
         shutil.copytree(REPOSITORY / "tests", folder / "tests", ignore=left_out)
         for path in REPOSITORY.iterdir():
             if not path.name.startswith(".") and not (folder / path.name).exists():
