@@ -18,7 +18,7 @@ from tests.harness.core_copy import copy_core, core_environment
 REPOSITORY = Path(__file__).resolve().parents[1]
 WHOLE = (
     *("test_api.py", "test_architecture.py", "test_docs.py", "test_prose.py", "test_without_plugins.py"),
-    *("cli", "torture"),
+    *("test_torture.py", "test_soak.py", "cli"),
 )
 """Tests of the whole repository, plugins included; and folders without unit tests."""
 
