@@ -42,10 +42,10 @@ from shardwise.core.strategy import Setting
 from shardwise.core.units import MINUS, format_bytes, format_count, format_rate, format_seconds
 from shardwise.hardware.device import DTYPES
 from shardwise.hardware.profiles import PROFILES
+from shardwise.plugins.checkpointing.recursive import passes
 from shardwise.recipe.load import SECTIONS, recipe_of
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import AdaptiveClipSpec, MixtureSpec, Recipe, ScalingSpec
-from shardwise.runtime.recompute.chain import passes
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 from shardwise.technique.fit_advice import REMEDIES

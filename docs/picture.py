@@ -53,7 +53,8 @@ def _colours() -> dict[str, dict[str, str]]:
     """The page's variables in each scheme."""
     rules = re.findall(r":root \{(.*?)\}", text_of("page.css"), re.DOTALL)
     return {
-        scheme: dict(re.findall(r"--(\w+): (#\w+)", rule)) for scheme, rule in zip(SCHEMES, rules, strict=True)
+        scheme: dict(re.findall(r"--(\w+): (#\w+)", rule))
+        for scheme, rule in zip(SCHEMES, rules, strict=True)
     }
 
 

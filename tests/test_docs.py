@@ -231,7 +231,9 @@ def test_the_pictures_show_the_plan_of_the_readme() -> None:
     }
     for scheme, text in drawings.items():
         assert all(f">{line}<" in text for line in block[3:6]) and len(text) < 200_000
-        assert "var(" not in text and f"docs/plan-{scheme}.svg" in (ROOT / "README.md").read_text(encoding="utf-8")
+        assert "var(" not in text and f"docs/plan-{scheme}.svg" in (ROOT / "README.md").read_text(
+            encoding="utf-8"
+        )
     assert drawings["light"] != drawings["dark"]
 
 

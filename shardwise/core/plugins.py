@@ -64,14 +64,29 @@ TRACKERS: dict[str, str] = {
 """Modules of the recipe's ``trackers``; each has a function ``open_tracker``."""
 
 
+SCHEDULES: dict[str, str] = {"pipedream": "pipeline.pipedream"}
+"""Modules of values of ``pipeline_schedule``; each has a function ``passes_of`` of (live model, update, place)."""
+
+
+CHECKPOINTING: dict[str, str] = {
+    "recursive": "checkpointing.recursive",
+    "sqrt": "checkpointing.sqrt",
+}
+"""Modules of values of ``activation_checkpointing``, before the colon; each has a function ``wrapped`` of all blocks of
+a stage and the number after the colon. A value exists where its plugin is installed."""
+
+
+def installed(name: str) -> bool:
+    """Whether the package of the plugin ``NAME`` or ``NAME.MODULE`` is there; imports nothing of it."""
+    try:
+        return find_spec(f"shardwise.plugins.{name.partition('.')[0]}") is not None
+    except ModuleNotFoundError:  # shardwise.plugins is not
+        return False
+
+
 def plugin(name: str) -> ModuleType | None:
     """The module ``shardwise.plugins.NAME``; None where its package is not installed."""
-    package = f"shardwise.plugins.{name.partition('.')[0]}"
-    try:
-        installed = find_spec(package) is not None
-    except ModuleNotFoundError:  # shardwise.plugins is not
-        installed = False
-    return import_module(f"shardwise.plugins.{name}") if installed else None
+    return import_module(f"shardwise.plugins.{name}") if installed(name) else None
 
 
 def require_plugin(name: str, where: str) -> ModuleType:

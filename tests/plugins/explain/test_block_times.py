@@ -11,10 +11,10 @@ from shardwise.core.block_times import BlockTimes
 from shardwise.dryrun.run import dry_run
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.open import blueprint_of
+from shardwise.plugins.checkpointing.recursive import passes
 from shardwise.recipe.load import recipe_of
 from shardwise.report.blocks import blocks_through_time
 from shardwise.report.pictures import NARROW, png, svg
-from shardwise.runtime.recompute.chain import passes
 from shardwise.technique import strategy_from
 
 BLOCKS = 6

@@ -29,11 +29,16 @@ from shardwise.core.pipeline.schedule import Action
 from shardwise.engine.phase import micro_batch, phase
 from shardwise.engine.pipeline.executor import Pipelined, Step, hidden_shape
 from shardwise.engine.pipeline.p2p import wait
-from shardwise.engine.pipeline.weight_stash import Stash
 from shardwise.engine.run import LiveModel, OptimizerStep, SeesLoss, Steps
 from shardwise.model.blueprint import Batch
+from shardwise.plugins.pipeline.weight_stash import Stash
 from shardwise.runtime.torch_private_fsdp import fsdp_gather_streams
 from shardwise.technique.pipeline.place import Pipeline
+
+
+def passes_of(live: LiveModel, update: OptimizerStep, place: Pipeline) -> PipeDream:
+    """The passes of a rank."""
+    return PipeDream(live, update, place, live.context.micro_batches)
 
 
 class PipeDream(Pipelined):

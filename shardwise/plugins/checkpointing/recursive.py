@@ -31,9 +31,10 @@ from shardwise.runtime.torch_private import ActivationWrapper
 from shardwise.runtime.torch_private_fsdp import fsdp_reshard
 
 
-def in_chain(blocks: Sequence[nn.Module], inputs: int) -> list[nn.Module]:
-    """Wrappers of the blocks, which keep at most ``inputs`` of their inputs at a time."""
-    return list(Chain(blocks, inputs).members)
+def wrapped(blocks: Sequence[nn.Module], number: int | None) -> list[nn.Module]:
+    """Wrappers of the blocks, which keep at most ``number`` of their inputs at a time."""
+    assert number is not None, "the form recursive:S has a number"
+    return list(Chain(blocks, number).members)
 
 
 def passes(blocks: int, inputs: int) -> int:

@@ -19,14 +19,14 @@ from shardwise.core.errors import RecipeError
 from shardwise.core.pipeline.schedule import Action, in_flight, orders, step_time
 from shardwise.dryrun.run import DryRun, dry_run
 from shardwise.engine.build import build
-from shardwise.engine.pipeline.pipedream import PipeDream
-from shardwise.engine.pipeline.weight_stash import Stash
 from shardwise.engine.run import Run
 from shardwise.engine.schedule import learning_rate
 from shardwise.engine.step import step
 from shardwise.hardware.cluster import cluster_of
 from shardwise.model.blueprint import Batch
 from shardwise.model.open import blueprint_of
+from shardwise.plugins.pipeline.pipedream import PipeDream
+from shardwise.plugins.pipeline.weight_stash import Stash
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices, named_parameters
