@@ -1,4 +1,4 @@
-"""Model state under ZeRO (core/model_state.py has the paper's arithmetic), and recomputed blocks, by dry runs."""
+"""Model state under ZeRO (model_state.py has the paper's arithmetic), and recomputed blocks, by dry runs."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The ``gguf`` library of the llama.cpp project names the tensors, writes the file and rounds to its types. Tensors pass
 through memory one after the other; they are read back and compared before the file gets its name. What differs between
-families is in `gguf_families`, the tokenizer in `gguf_tokenizer`.
+families is in `families`, the tokenizer in `tokenizer`.
 """
 
 from __future__ import annotations
