@@ -1,8 +1,8 @@
 """Measures this machine before its first plan: some seconds, once for each number of processes.
 
-A plan for a preset, for several nodes or for a device that is not here is never measured, and neither are ranks that
+A plan for a preset, for several nodes or for a device of another machine is never measured, and neither are ranks that
 torchrun or srun started. ``SHARDWISE_MEASURE=0`` turns this off. ``shardwise doctor --calibrate`` measures more, and
-replaces what is stored here.
+replaces these speeds.
 """
 
 from __future__ import annotations

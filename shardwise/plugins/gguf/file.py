@@ -49,7 +49,7 @@ class WrittenFile:
     differences: tuple[str, ...] = ()
 
     def sentences(self) -> list[str]:
-        """What was written, and the differences."""
+        """The file with its contents, and the differences."""
         kind = f"with its tokenizer ({self.tokenizer})" if self.tokenizer else NO_TOKENIZER
         size = f"{self.tensors} tensors, {format_bytes(self.bytes)}"
         return [f"{self.path}: {size}, {kind}; read back and compared", *self.differences]

@@ -1,4 +1,4 @@
-"""A first plan measures the machine that it is for: which plans do, what is said, and that it is done once."""
+"""A first plan measures the machine that it is for: which plans do, in which words, and that it is done once."""
 
 from __future__ import annotations
 

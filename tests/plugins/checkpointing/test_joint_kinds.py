@@ -1,4 +1,4 @@
-"""``sqrt`` and ``recursive:S``: how often blocks run, what is kept, and what they refuse.
+"""``sqrt`` and ``recursive:S``: how often blocks run, which inputs they keep, and which models they refuse.
 
 That their gradients are those without recomputation is in tests/technique/test_checkpointing.py, for every value.
 """
