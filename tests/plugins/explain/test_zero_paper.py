@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "zero.md"
+PAGE = Path(__file__).parents[3] / "docs" / "concepts" / "zero.md"
 TABLE = re.compile(r"^\| stage \| the paper \|.*?\n\n", re.MULTILINE | re.DOTALL)
 TERM = re.compile(r"(\d+)(/N)?")
 
