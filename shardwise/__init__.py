@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.api import *
-    from shardwise.plugins.merge.api import merge as merge
     from shardwise.plugins.quantize.api import quantize as quantize
     from shardwise.plugins.quantize.report import Quantized as Quantized
     from shardwise.plugins.serve.evaluating import Perplexity as Perplexity

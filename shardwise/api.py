@@ -27,7 +27,7 @@ from shardwise.core.errors import ResourceError as ResourceError
 from shardwise.core.errors import ShardwiseError as ShardwiseError
 from shardwise.core.paths import path_of
 from shardwise.core.plan import Plan as Plan
-from shardwise.core.plugins import plugin
+from shardwise.core.plugins import plugin, require_plugin
 from shardwise.core.run_files import Which
 from shardwise.core.user_objects import giving, here
 from shardwise.exporter.export_run import export_run
@@ -306,6 +306,25 @@ def export(
         checkpoint: latest, or best with ``checkpoint.best``.
     """
     return export_run(path_of(run), path_of(out), dtype, base, checkpoint)[0].folder
+
+
+def merge(
+    base: str | Path, adapter: str | Path, out: str | Path, *, dtype: str | None = None, undo: bool = False
+) -> Path:
+    """Add an adapter into the weights of its base model and write the result; returns its folder.
+
+    Args:
+        base: the folder or hub id of a model.
+        adapter: the folder of an adapter in PEFT's format.
+        dtype: fp32, bf16 or fp16; None keeps the dtype of the base.
+        undo: take the adapter out of a merged model instead.
+    """
+    merging = require_plugin("merge.merging", "shardwise.merge")
+    if undo:
+        folder: Path = merging.unmerge(str(base), path_of(adapter), path_of(out), dtype).folder
+    else:
+        folder = merging.merge(str(base), path_of(adapter), path_of(out), dtype)[0].folder
+    return folder
 
 
 def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:

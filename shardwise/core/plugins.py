@@ -50,7 +50,6 @@ PUBLIC: dict[str, str] = {
     "evaluate": "serve.evaluating",
     "evaluate_tasks": "serve.evaluating",
     "load_model": "serve.serving",
-    "merge": "merge.api",
     "quantize": "quantize.api",
 }
 """Modules of public names of ``import shardwise``."""
