@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 TORCH ?= 2.15.0
 
-.PHONY: quickstart test test-unit test-torch test-all torture rows check lint types docs site wheel benchmark benchmark-gpu benchmark-peers clean
+.PHONY: quickstart test test-unit test-core test-torch test-all torture rows check lint types docs site wheel benchmark benchmark-gpu benchmark-peers clean
 
 quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
 	$(BIN)/shardwise plan recipes/quickstart.yaml
@@ -23,6 +23,9 @@ test: $(READY)  ## the tiers unit, ranks and cli (10 minutes on 2 cores)
 test-unit: $(READY)  ## the tests that fork no ranks and run no command (2 minutes)
 	$(BIN)/python -m pytest tests -m unit
 
+test-core: $(READY)  ## the core's own unit tests, on a copy of the package without plugins
+	$(BIN)/python -m tests.core_only
+
 test-torch:  ## the tiers unit and ranks on another release, such as TORCH=2.11.0 or TORCH=2.15.0, in .venv-torch-RELEASE
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable ".[dev]"
@@ -30,6 +33,7 @@ test-torch:  ## the tiers unit and ranks on another release, such as TORCH=2.11.
 
 test-all: $(READY)  ## all tests: also most pairs of settings, and 20 steps of each
 	$(BIN)/python -m pytest tests -m "" --parity-steps 20
+	$(BIN)/python -m tests.core_only
 
 torture: $(READY)  ## 300 kills, 30 hangs, 1,000 bit flips, 7,000 malformed files: about an hour on 2 cores
 	$(BIN)/python -m tests.torture --out benchmarks/results/torture.json
@@ -46,7 +50,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy shardwise
 
-docs: $(READY)  ## write the generated pages of docs/reference
+docs: $(READY)  ## write the generated pages of docs/reference and the pictures of the README
 	PYTHONPATH=. $(BIN)/python docs/generate.py
 
 site: $(READY)  ## the documentation as a site with search, in site/; fails on a broken link

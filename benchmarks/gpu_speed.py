@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.checkpoint.saver import Saver
-from shardwise.doctor.speed import copy_bandwidth, host_bandwidths, matrix_product
 from shardwise.engine.train_state import TrainState
 from shardwise.launch.process import join
+from shardwise.plugins.doctor.speed import copy_bandwidth, host_bandwidths, matrix_product
 from shardwise.recipe.sections import Recipe
 
 MODELS: dict[str, dict[str, Any]] = {

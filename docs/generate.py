@@ -23,7 +23,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,21 @@ from pydantic import BaseModel
 
 import shardwise
 from benchmarks import gpu_page, house
+from docs import picture
 from shardwise.cli.main import ALL_VERBS
+from shardwise.core.answer import Answer
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.fit_advice import Remedy
 from shardwise.core.ledger import Ledger
+from shardwise.core.plan import Plan
 from shardwise.core.strategy import Setting
 from shardwise.core.units import MINUS, format_bytes, format_count, format_rate, format_seconds
 from shardwise.hardware.device import RATED_DTYPES
 from shardwise.hardware.profiles import PROFILES
+from shardwise.plugins.checkpointing.recursive import passes
 from shardwise.recipe.load import SECTIONS, recipe_of
 from shardwise.recipe.presets import PRESETS
 from shardwise.recipe.sections import AdaptiveClipSpec, MixtureSpec, Recipe, ScalingSpec
-from shardwise.runtime.recompute.chain import passes
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 from shardwise.technique.fit_advice import REMEDIES
@@ -499,16 +502,24 @@ def ladder() -> str:
     return table(("remedy", "tried, in this order", ""), ((r.name, tried(r), r.why) for r in REMEDIES), "lll")
 
 
-def shown_plan() -> str:
-    """The output of ``shardwise plan``, as a terminal of SHOWN_WIDTH columns has it."""
+@cache
+def answered() -> tuple[Plan, Answer]:
+    """The plan that the README shows."""
     from shardwise.jobs.planning import make_plan
     from shardwise.jobs.request import read_request
     from shardwise.planner.answer import answer_of
-    from shardwise.report.tables import plan_text
 
     asked, cluster = read_request(ROOT / SHOWN_RECIPE, [])
     shown = make_plan(asked, cluster, compare=True)
-    text = plan_text(shown, SHOWN_WIDTH, answer=answer_of(asked, cluster, shown), brief=True)
+    return shown, answer_of(asked, cluster, shown)
+
+
+def shown_plan() -> str:
+    """The output of ``shardwise plan``, as a terminal of SHOWN_WIDTH columns has it."""
+    from shardwise.report.tables import plan_text
+
+    shown, answer = answered()
+    text = plan_text(shown, SHOWN_WIDTH, answer=answer, brief=True)
     return f"```console\n$ shardwise plan {SHOWN_RECIPE}\n{text}```"
 
 
@@ -753,6 +764,15 @@ def filled(text: str, keep: Sequence[str] = ()) -> str:
     return _BLOCK.sub(fill, text)
 
 
+def drawn() -> Iterator[Path]:
+    """The README's pictures that changed, after they were written again."""
+    for scheme, path in picture.files(ROOT / "docs").items():
+        text = picture.drawn(answered()[0], scheme)
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            yield path
+
+
 def main() -> int:
     """Fill all pages, or name those that are out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -760,7 +780,7 @@ def main() -> int:
         "--check", action="store_true", help="write nothing; exit 1 when a page is out of date"
     )
     check = parser.parse_args().check
-    stale = []
+    stale = [] if check else [str(path.relative_to(ROOT)) for path in drawn()]
     for page in pages():
         before = page.read_text(encoding="utf-8")
         after = filled(before, keep=SLOW if check else ())

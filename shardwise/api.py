@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from shardwise.core.errors import ResourceError as ResourceError
 from shardwise.core.errors import ShardwiseError as ShardwiseError
 from shardwise.core.paths import path_of
 from shardwise.core.plan import Plan as Plan
+from shardwise.core.plugins import plugin, require_plugin
 from shardwise.core.run_files import Which
 from shardwise.core.user_objects import giving, here
 from shardwise.exporter.export_run import export_run
@@ -34,9 +35,9 @@ from shardwise.exporter.module_weights import load_into as load_into
 from shardwise.hardware.cluster import Cluster as Cluster
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs import training, verifying
-from shardwise.jobs.live_bar import live_bar
 from shardwise.jobs.objects import Given, recipe_from, with_callbacks
 from shardwise.jobs.planning import make_plan
+from shardwise.jobs.request import measured_cluster
 from shardwise.jobs.session import Session as Session
 from shardwise.jobs.session import open_session
 from shardwise.jobs.trained_run import TrainedRun as TrainedRun
@@ -95,11 +96,11 @@ def plan(
         if other is not cluster or module is not None or options:
             fix = "give the module, or a recipe with the overrides of shardwise.load"
             raise RecipeError("a recipe needs no arguments of fit", where="plan", fix=fix)
-        return make_plan(recipe, other or cluster_of(recipe.cluster), compare=True)
+        return make_plan(recipe, other or measured_cluster(recipe), compare=True)
     named = "auto" if other is not None or cluster is None else cluster
     own = _with_objects(module, loss, dataset, None, {**options, "cluster": named}, "plan")
     with here(own.objects):
-        return make_plan(own.recipe, other or cluster_of(own.recipe.cluster), compare=True)
+        return make_plan(own.recipe, other or measured_cluster(own.recipe), compare=True)
 
 
 def train(
@@ -275,9 +276,11 @@ def spawn(function: Callable[[], object], ranks: int, *, logs: str | Path | None
 def _trained(
     given: Given, plan: Plan | None, out: Path, exact_memory: bool, progress: bool | None
 ) -> TrainedRun:
-    with giving(given.objects) as environment, live_bar(out, given.recipe.steps, progress):
+    notebook = plugin("notebook.live_bar")
+    bar = notebook.live_bar(out, given.recipe.steps, progress) if notebook is not None else nullcontext()
+    with giving(given.objects) as environment, bar:
         workers = partial(_run_workers, environment=environment)
-        cluster = cluster_of(given.recipe.cluster)
+        cluster = cluster_of(given.recipe.cluster) if plan else measured_cluster(given.recipe)
         with preloaded_run(cluster.world_size, cluster.nodes):
             training.train_in_folder(
                 given.recipe, cluster, out, workers, plan=plan, exact_memory=exact_memory
@@ -318,11 +321,12 @@ def merge(
         dtype: fp32, bf16 or fp16; None keeps the dtype of the base.
         undo: take the adapter out of a merged model instead.
     """
-    from shardwise.exporter.merge import merge_adapter, unmerge  # transformers takes seconds
-
+    merging = require_plugin("merge.merging", "shardwise.merge")
     if undo:
-        return unmerge(str(base), path_of(adapter), path_of(out), dtype).folder
-    return merge_adapter(str(base), path_of(adapter), path_of(out), dtype)[0].folder
+        folder: Path = merging.unmerge(str(base), path_of(adapter), path_of(out), dtype).folder
+    else:
+        folder = merging.merge_adapter(str(base), path_of(adapter), path_of(out), dtype)[0].folder
+    return folder
 
 
 def verify(recipe: Recipe, plan: Plan, *, steps: int = 20) -> Verdict:

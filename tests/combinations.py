@@ -349,7 +349,7 @@ def _pipeline() -> Iterator[Example]:
 
 
 def _pipedream() -> Iterator[Example]:
-    module = importlib.import_module("tests.engine.test_pipedream")
+    module = importlib.import_module("tests.plugins.pipeline.test_pipedream")
     for ranks, per_step, settings in (*module.ROWS, *module.LONG_ROWS):
         copies = settings.get("copies", 1)
         recipe = module.recipe(ranks, per_step, **settings)
@@ -364,7 +364,7 @@ SOURCES: Mapping[str, Callable[[], Iterator[Example]]] = {
     "tests/test_mixes.py": _mixes,
     "tests/technique/test_tensor.py": _tensor,
     "tests/technique/test_pipeline.py": _pipeline,
-    "tests/engine/test_pipedream.py": _pipedream,
+    "tests/plugins/pipeline/test_pipedream.py": _pipedream,
 }
 
 

@@ -33,7 +33,8 @@ _CACHE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One cache folder for all processes of the session: no test reads or writes the user's."""
+    """One cache folder for all processes of the session, and no measurement: no test reads or writes the user's."""
+    os.environ["SHARDWISE_MEASURE"] = "0"
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.stash[_CACHE] = tempfile.TemporaryDirectory(
             prefix="shardwise-tests-", ignore_cleanup_errors=True

@@ -38,7 +38,6 @@ LAYERS = (
         "verifier",
         "exporter",
         "report",
-        "doctor",
         "worker",
         "jobs",
         "api",

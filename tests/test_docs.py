@@ -221,6 +221,22 @@ def test_every_block_is_shown() -> None:
 def test_the_readme_shows_todays_plan() -> None:
     """A plan of 32 blocks, and of a dozen other strategies."""
     assert generate.shown_plan() in (ROOT / "README.md").read_text(encoding="utf-8"), "run `make docs`"
+    assert list(generate.drawn()) == [], "run `make docs`"
+
+
+def test_the_pictures_show_the_plan_of_the_readme() -> None:
+    """The pictures are drawn with the block. Each is small, in the colours of its scheme, and says the same."""
+    block = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- plan:begin -->")[2].splitlines()
+    drawings = {
+        scheme: path.read_text(encoding="utf-8")
+        for scheme, path in generate.picture.files(ROOT / "docs").items()
+    }
+    for scheme, text in drawings.items():
+        assert all(f">{line}<" in text for line in block[3:6]) and len(text) < 200_000
+        assert "var(" not in text and f"docs/plan-{scheme}.svg" in (ROOT / "README.md").read_text(
+            encoding="utf-8"
+        )
+    assert drawings["light"] != drawings["dark"]
 
 
 def test_keys_of_a_plan_are_those_of_the_code() -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import shardwise
 from shardwise.core.plugins import VERBS
+from tests.harness.core_copy import copy_core, core_environment
 from tests.harness.corpora import write_words
 
 RECIPE = """
@@ -24,19 +22,10 @@ strategy: {zero_stage: 3, micro_batch_size: 2}
 """
 
 
-CUSTOMIZE = """
-import sys
-# An editable install finds the modules that the copy lacks in the repository.
-sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
-"""
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("core")
-    package = Path(shardwise.__file__).parent
-    shutil.copytree(package, folder / "shardwise", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
-    (folder / "sitecustomize.py").write_text(CUSTOMIZE, encoding="utf-8")
+    copy_core(folder)
     write_words(folder / "words.txt")
     (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
     return folder
@@ -44,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shell(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shardwise", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment = core_environment(folder)
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
     )

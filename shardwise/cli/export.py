@@ -10,6 +10,7 @@ import typer
 
 from shardwise.cli.common import path_argument, path_option
 from shardwise.cli.spinner import working
+from shardwise.core.plugins import require_plugin
 
 if TYPE_CHECKING:
     from shardwise.core.run_files import Which
@@ -66,7 +67,7 @@ def command(
 
     if (out is not None and to is not None) or (target := out or to) is None:
         raise RecipeError("give one folder to write", where="command line", fix="shardwise export RUN OUT")
-    from shardwise.exporter.export_run import export_gguf, export_model, export_run
+    from shardwise.exporter.export_run import export_model, export_run
 
     which: Which = "best" if best else "latest"
     for option, is_set in {"--base": base, "--best": best}.items():
@@ -74,10 +75,10 @@ def command(
             fix = f"leave out {option}"
             raise RecipeError(f"{option} is for runs", where=str(run), why="it is a model", fix=fix)
     if gguf is not None or target.suffix == ".gguf":
+        writer = require_plugin("gguf.export", "--gguf")
         with working("writing the model"):
-            made = export_gguf(run, target, (gguf or GgufType.fp16).value, base, which)
-        typer.echo(told_of_file(made.path, made.tensors, made.bytes, made.tokenizer))
-        for sentence in made.differences:
+            file = writer.export_gguf(run, target, (gguf or GgufType.fp16).value, base, which)
+        for sentence in file.sentences():
             typer.echo(sentence)
         return
     if (run / "config.json").is_file():
@@ -108,13 +109,6 @@ def told_of_writing(written: Written) -> str:
     files = f"{written.files} files" if written.files > 1 else "1 file"
     size = f"{written.tensors} tensors, {format_bytes(written.bytes)}"
     return f"{written.folder}: {size} in {files}, read back and compared"
-
-
-def told_of_file(path: Path, tensors: int, size: int, tokenizer: str | None) -> str:
-    from shardwise.core.units import format_bytes
-
-    kind = f"with its tokenizer ({tokenizer})" if tokenizer else "without a tokenizer: it takes token ids"
-    return f"{path}: {tensors} tensors, {format_bytes(size)}, {kind}; read back and compared"
 
 
 def told_of_merge(merge: Merge) -> str:

@@ -17,8 +17,7 @@ from shardwise.cli.spinner import planning
 from shardwise.core.answer import DeviceTry
 from shardwise.core.errors import RecipeError
 from shardwise.core.plugins import plugin, require_plugin
-from shardwise.hardware.cluster import Cluster
-from shardwise.jobs.request import read_request
+from shardwise.jobs.request import measured_cluster, read_request
 from shardwise.recipe.installed import recipe_file
 from shardwise.recipe.sections import Recipe
 
@@ -130,8 +129,8 @@ def command(
         )
     fewest = objective is Objective.devices
     overrides = [*(overrides or ()), *_objective_of(objective, within)]
-    options = _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot)
-    _show_plan(*_read_recipe(recipe, overrides, model, world), options)
+    asked = _read_recipe(recipe, overrides, model, world)
+    _show_plan(asked, _Options(recipe.stem, fewest, within, as_json, top, explain, full, html, snapshot))
 
 
 def _objective_of(objective: Objective | None, within: float | None) -> list[str]:
@@ -148,34 +147,32 @@ def _serving() -> ModuleType:
     return require_plugin("serve.commands.plan", "--serve")
 
 
-def _read_recipe(
-    recipe: Path, overrides: list[str], model: str | None, world: str | None
-) -> tuple[Recipe, Cluster]:
+def _read_recipe(recipe: Path, overrides: list[str], model: str | None, world: str | None) -> Recipe:
     """A recipe, or the one that another trainer's file becomes."""
     importers = plugin("importers.checked")
     if importers is not None and importers.is_foreign(recipe):
-        planned, sentences = importers.read_for_plan(recipe, overrides, model, world)
+        imported, sentences = importers.read_for_plan(recipe, overrides, model, world)
         for sentence in sentences:
             typer.echo(sentence, err=True)
-        return cast("tuple[Recipe, Cluster]", planned)
+        return cast("Recipe", imported)
     if model is not None or world is not None:
         fix = "shardwise plan RECIPE model.preset=... cluster.preset=..."
         why = "this is a recipe, or no file of a known trainer"
         raise RecipeError(
             "--model and --world are for other trainers' files", where=str(recipe), why=why, fix=fix
         )
-    return read_request(recipe, overrides)
+    return read_request(recipe, overrides)[0]
 
 
-def _show_plan(asked: Recipe, cluster: Cluster, options: _Options) -> None:
+def _show_plan(asked: Recipe, options: _Options) -> None:
     from shardwise.jobs.planning import make_plan, refuse_unfit
 
+    cluster = measured_cluster(asked)
     tried: tuple[DeviceTry, ...] = ()
     with planning() as progress:
         if options.fewest:
-            from shardwise.jobs.fewest_devices import fewest_devices
-
-            asked, cluster, tried = fewest_devices(asked, cluster, options.within, progress)
+            search = require_plugin("fewest_devices.search", "--for devices")
+            asked, cluster, tried = search.fewest_devices(asked, cluster, options.within, progress)
         plan = make_plan(asked, cluster, compare=True, progress=progress)
     advice = None
     if options.explain or not plan.fits:

@@ -10,6 +10,7 @@ import typer
 from shardwise.cli.common import path_argument, path_option
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
+from shardwise.core.plugins import require_plugin
 
 
 def command(
@@ -25,10 +26,9 @@ def command(
     """Write one self-contained HTML page and its pictures into the run's folder; of several runs, a comparison."""
     if len(folders) > 1:
         page = out or Path("compare.html")
+        comparison = require_plugin("compare.page", "several runs")
         with working("drawing the page"):
-            from shardwise.report.compare import write_comparison
-
-            write_comparison(folders, page)
+            comparison.write_comparison(folders, page)
         typer.echo(f"comparison: {page}")
         return
     if out is not None:

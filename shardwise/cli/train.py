@@ -14,7 +14,7 @@ import typer
 from shardwise.cli.common import Overrides, RecipeArgument, next_lines, path_option, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import RecipeError
-from shardwise.jobs.request import read_request
+from shardwise.jobs.request import measured_cluster, read_request
 from shardwise.launch.placement import launched_by
 
 
@@ -39,6 +39,7 @@ def command(
         from shardwise.jobs.training import train_in_folder
         from shardwise.launch.launcher import preloaded_run
 
+        cluster = measured_cluster(wanted)  # before the workers start, which would slow it down
         with preloaded_run(cluster.world_size, cluster.nodes), working() as progress:
             say = progress.stopping(typer.echo)
             if train_in_folder(

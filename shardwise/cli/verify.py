@@ -10,7 +10,7 @@ import typer
 from shardwise.cli.common import AsJson, Overrides, RecipeArgument, run_workers
 from shardwise.cli.spinner import working
 from shardwise.core.errors import NumericsError
-from shardwise.jobs.request import read_request
+from shardwise.jobs.request import measured_cluster, read_request
 from shardwise.verifier.verdict import ComparedCounts
 
 if TYPE_CHECKING:
@@ -24,11 +24,12 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Train the strategy and a single-process reference on the same data and compare them."""
-    asked = read_request(recipe, overrides or [])
+    asked, _ = read_request(recipe, overrides or [])
     from shardwise.jobs.verifying import verify_plan
 
+    cluster = measured_cluster(asked)
     with working() as progress:
-        plan, verdict = verify_plan(*asked, run_workers, steps=steps, progress=progress)
+        plan, verdict = verify_plan(asked, cluster, run_workers, steps=steps, progress=progress)
     typer.echo(json.dumps(verdict.as_dict()) if as_json else _verdict_table(plan.line, verdict))
     if not verdict.passed:
         raise NumericsError(

@@ -4,9 +4,14 @@ The core calls a plugin only through ``plugin``, and does without it where its p
 
 Plugins also add to the work of the core:
 
-    importers   ``shardwise plan`` reads files of other trainers
-    scaling     a plan and a report compare the run with scaling laws
-    serve       samples at the end of a run, and ``shardwise plan --serve``
+    calibration     a first plan measures this machine, and ``shardwise doctor --calibrate``
+    compare         ``shardwise report`` of several runs
+    fewest_devices  ``shardwise plan --for devices``
+    gguf            ``shardwise export --gguf``
+    importers       ``shardwise plan`` reads files of other trainers
+    notebook        the bar of ``shardwise.train`` and ``fit``
+    scaling         a plan and a report compare the run with scaling laws
+    serve           samples at the end of a run, and ``shardwise plan --serve``
 """
 
 from __future__ import annotations
@@ -20,12 +25,18 @@ from shardwise.core.errors import RecipeError
 VERBS: dict[str, str] = {
     "budget": "scaling.commands.budget",
     "chat": "serve.commands.chat",
+    "doctor": "doctor.command",
     "eval": "serve.commands.eval",
+    "explain": "explain.command",
+    "finetune": "finetune.command",
     "fit": "scaling.commands.fit",
     "from": "importers.command",
     "generate": "serve.commands.generate",
+    "init": "finetune.init",
     "launch": "schedulers.command",
+    "merge": "merge.command",
     "quantize": "quantize.command",
+    "watch": "live.command",
 }
 """Modules of verbs of the command line; each has a function ``command``."""
 
@@ -53,14 +64,29 @@ TRACKERS: dict[str, str] = {
 """Modules of the recipe's ``trackers``; each has a function ``open_tracker``."""
 
 
+SCHEDULES: dict[str, str] = {"pipedream": "pipeline.pipedream"}
+"""Modules of values of ``pipeline_schedule``; each has a function ``passes_of`` of (live model, update, place)."""
+
+
+CHECKPOINTING: dict[str, str] = {
+    "recursive": "checkpointing.recursive",
+    "sqrt": "checkpointing.sqrt",
+}
+"""Modules of values of ``activation_checkpointing``, before the colon; each has a function ``wrapped`` of all blocks of
+a stage and the number after the colon. A value exists where its plugin is installed."""
+
+
+def installed(name: str) -> bool:
+    """Whether the package of the plugin ``NAME`` or ``NAME.MODULE`` is there; imports nothing of it."""
+    try:
+        return find_spec(f"shardwise.plugins.{name.partition('.')[0]}") is not None
+    except ModuleNotFoundError:  # shardwise.plugins is not
+        return False
+
+
 def plugin(name: str) -> ModuleType | None:
     """The module ``shardwise.plugins.NAME``; None where its package is not installed."""
-    package = f"shardwise.plugins.{name.partition('.')[0]}"
-    try:
-        installed = find_spec(package) is not None
-    except ModuleNotFoundError:  # shardwise.plugins is not
-        installed = False
-    return import_module(f"shardwise.plugins.{name}") if installed else None
+    return import_module(f"shardwise.plugins.{name}") if installed(name) else None
 
 
 def require_plugin(name: str, where: str) -> ModuleType:

@@ -26,7 +26,6 @@ from shardwise.core.run_files import Which
 from shardwise.data import open_tokenizer
 from shardwise.data.tokenizer_files import GENERATION_CONFIG
 from shardwise.exporter.ends import with_ends
-from shardwise.exporter.gguf_file import WrittenFile, write_gguf
 from shardwise.exporter.hf_writer import Contents, ExtraFile, Written, config_in, write_model
 from shardwise.exporter.module_weights import write_weights
 from shardwise.model.blueprint import Blueprint
@@ -159,18 +158,6 @@ def export_model(folder: Path, target: Path, dtype: str | None = None) -> Writte
 
     require_new(target)
     return write_model(target, contents_of(HuggingFaceModel(str(folder), 1, objective=None), dtype))
-
-
-@frees_returned()
-def export_gguf(
-    source: Path, target: Path, kind: str, base: bool = False, which: Which = "latest"
-) -> WrittenFile:
-    """Write the model of a run or of a Hugging Face folder as a GGUF file of a type (``gguf_file.TYPES``)."""
-    if (source / RECIPE).is_file():
-        return write_gguf(target, open_run(source, base=base, which=which).contents, kind)
-    from shardwise.model.hf import HuggingFaceModel
-
-    return write_gguf(target, contents_of(HuggingFaceModel(str(source), 1, objective=None)), kind)
 
 
 @frees_returned()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +9,9 @@ from pathlib import Path
 from shardwise.checkpoint.run_folder import load_run_recipe
 from shardwise.core.cache_folder import default_root
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.plugins import plugin
 from shardwise.data.opening import open_splits, tokenizer_of
 from shardwise.exporter.export_run import open_run
-from shardwise.exporter.gguf_families import Architecture
-from shardwise.exporter.gguf_file import stored_names
-from shardwise.exporter.gguf_tokenizer import kind_of_tokenizer
 from shardwise.recipe.sections import Recipe
 
 MODEL, GGUF = "model", "model.gguf"
@@ -53,8 +50,8 @@ def _forms(folder: Path) -> Iterator[tuple[str, str]]:
     except ShardwiseError:  # a model that transformers has no class for
         return
     yield MODEL, "transformers"
-    known = not Architecture(contents.layout.config).obstacle(stored_names(contents.layout))
-    if known and kind_of_tokenizer(contents) and importlib.util.find_spec("gguf"):
+    gguf = plugin("gguf.export")
+    if gguf is not None and gguf.can_write(contents):
         yield GGUF, "llama.cpp"
 
 

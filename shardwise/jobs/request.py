@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from shardwise.core.plugins import plugin
 from shardwise.hardware.cluster import Cluster, cluster_of
 from shardwise.recipe.load import read_recipe
 from shardwise.recipe.sections import Recipe
@@ -38,3 +39,11 @@ def read_request(recipe_file: Path, overrides: Sequence[str]) -> tuple[Recipe, C
     refuse_broken(recipe, cluster.world_size, where)
     refuse_unsupported(recipe.strategy, cluster.device, where)
     return recipe, cluster
+
+
+def measured_cluster(recipe: Recipe) -> Cluster:
+    """The recipe's cluster. Where it is this machine, its speeds are measured first, unless they are known."""
+    cluster, first = cluster_of(recipe.cluster), plugin("calibration.first")
+    if first is not None and first.measured_first(recipe.cluster, cluster):
+        return cluster_of(recipe.cluster)
+    return cluster

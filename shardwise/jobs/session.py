@@ -24,6 +24,7 @@ from shardwise.engine.step import StepResult, end_step
 from shardwise.engine.train_state import TrainState
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs.planning import make_plan, refuse_unfit
+from shardwise.jobs.request import measured_cluster
 from shardwise.launch.placement import launched_by
 from shardwise.launch.process import join
 from shardwise.model.blueprint import Batch
@@ -157,7 +158,7 @@ def open_session(recipe: Recipe, plan: Plan | None = None) -> Iterator[Session]:
             )
         yield Session(recipe, _checked_plan(plan), _session_device(recipe))
         return
-    cluster, placement = cluster_of(recipe.cluster), launched_by()
+    cluster, placement = measured_cluster(recipe), launched_by()
     if plan is None and (placement is None or placement.rank == 0):
         plan = make_plan(recipe, cluster)
     with join(cluster.device.traits.torch_type) as world:

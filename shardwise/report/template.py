@@ -22,9 +22,9 @@ from markupsafe import Markup, escape
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def template_text(name: str) -> str:
-    """A file next to this one."""
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+def template_text(name: str, package: str = __package__) -> str:
+    """A file next to this one, or of another package."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
@@ -60,15 +60,15 @@ def _jinja_environment() -> Environment:
     return environment
 
 
-def rendered(name: str, values: Mapping[str, Any], live: bool = False) -> str:
-    """A template with these values."""
+def rendered(name: str, values: Mapping[str, Any], live: bool = False, package: str = __package__) -> str:
+    """A template with these values; it may include those next to this file."""
     given = {
         **values,
         "style": Markup(template_text("page.css")),
         "script": Markup(script()),
         "policy": Markup(policy(live)),
     }
-    return without_control(_jinja_environment().get_template(name).render(given))
+    return without_control(_jinja_environment().from_string(template_text(name, package)).render(given))
 
 
 def data_block(value: Any) -> Markup:

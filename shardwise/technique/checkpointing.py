@@ -6,10 +6,10 @@
     full       recomputes every block (Chen et al. 2016). One block's activations live at a time, for one more forward
                pass of the blocks, less the last product of each: up to a third more FLOPs
     sqrt       recomputes segments of about sqrt(n) blocks, each from its first input (Chen et al.'s own schedule). The
-               FLOPs of full, fewer kept inputs, more live blocks (runtime/recompute/segments.py)
+               FLOPs of full, fewer kept inputs, more live blocks. A plugin
     recursive:S  keeps at most S inputs at a time, and runs blocks as often as that takes: the binomial schedule of
-               Griewank & Walther 2000 (runtime/recompute/chain.py). recursive:1 keeps the input of the model's blocks
-               alone, for n^2 / 2 runs ("memory-poor")
+               Griewank & Walther 2000. recursive:1 keeps the input of the model's blocks alone, for n^2 / 2 runs
+               ("memory-poor"). A plugin
     budget:F   keeps at most the share F of a block's activations, and its input: those that save the most recomputation
                (runtime/recompute/budget.py). 0 is full, 1 is none
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from shardwise.core.plugins import CHECKPOINTING, installed, require_plugin
 from shardwise.core.strategy import Form, Layout, Setting, Strategy
 from shardwise.technique.base import KEPT, Wrapping
 from shardwise.technique.site import Site
@@ -43,9 +44,9 @@ ACTIVATION_CHECKPOINTING: Setting[str] = Setting(
     " block except matmuls and attention (selective); every K-th block (every:K); every block (full); segments of about"
     " √layers blocks (sqrt); blocks as often as S kept inputs make necessary (recursive:S); or the cheapest"
     " operations, so that each block keeps at most the fraction F of its activations (budget:F)",
-    choices=("none", "selective", "full", "sqrt"),
+    choices=("none", "selective", "full", *(("sqrt",) if installed(CHECKPOINTING["sqrt"]) else ())),
     candidates=("none", "selective", "full"),
-    forms=(EVERY, BUDGET, RECURSIVE),
+    forms=(EVERY, BUDGET, *((RECURSIVE,) if installed(CHECKPOINTING["recursive"]) else ())),
 )
 
 
@@ -64,7 +65,7 @@ class Checkpointing(Wrapping):
         kind = site.strategy[ACTIVATION_CHECKPOINTING]
         if kind == "none":
             return
-        joint = kind == "sqrt" or RECURSIVE.number(kind) is not None
+        joint = kind.partition(":")[0] in CHECKPOINTING
         # Segments end where a stage does: the next pass there is of another micro-batch.
         segments = [stage.blocks for stage in site.view.stages] if joint else [site.view.blocks]
         wrapped = [block for blocks in segments for block in _wrapped(kind, blocks)]
@@ -76,15 +77,13 @@ class Checkpointing(Wrapping):
 def _wrapped(kind: str, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The module in the place of each block: its wrapper, or the block itself."""
     from shardwise.runtime.recompute.budget import within_budget
-    from shardwise.runtime.recompute.chain import in_chain
-    from shardwise.runtime.recompute.segments import in_segments
     from shardwise.runtime.recompute.selective import selective_contexts
     from shardwise.runtime.torch_private import checkpoint_wrapper
 
-    if kind == "sqrt":
-        return in_segments(blocks)
-    if (inputs := RECURSIVE.number(kind)) is not None:
-        return in_chain(blocks, inputs)
+    name, _, number = kind.partition(":")
+    if name in CHECKPOINTING:
+        module = require_plugin(CHECKPOINTING[name], f"strategy.activation_checkpointing: {kind}")
+        return list(module.wrapped(blocks, int(number) if number else None))
     if (share := BUDGET.number(kind)) is not None:
         return within_budget(blocks, share)
     if kind == "selective":

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import run
-from tests.cli.test_finetune import write_base, write_chats
 from tests.harness.commands import Shell
+from tests.plugins.finetune.test_finetune import write_base, write_chats
 
 SMALL = """
 model: {layers: 2, width: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 256, context: 64}

@@ -11,9 +11,9 @@ import pytest
 
 from shardwise.cli.common import local_path, recipe_file
 from shardwise.cli.main import app, run
-from tests.cli.test_finetune import write_base, write_chats
 from tests.harness.commands import Done, Shell
 from tests.harness.pool import Pool
+from tests.plugins.finetune.test_finetune import write_base, write_chats
 
 RECIPE = """
 model: {{hf: models/base}}

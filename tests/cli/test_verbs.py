@@ -1,15 +1,13 @@
-"""``shardwise plan`` where it fits, with all of its options, and ``shardwise doctor``: what they print and return."""
+"""``shardwise plan`` where it fits, with all of its options: what it prints and returns."""
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
 import pytest
 
 from shardwise.cli.main import run
-from shardwise.doctor import doctor
 from tests.harness.dry_runs import remembered_dry_runs
 
 __all__ = ["remembered_dry_runs"]
@@ -43,18 +41,3 @@ def test_a_plan_that_fits_is_explained_when_asked(recipe: str, capsys: pytest.Ca
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] is True
     assert plan["ladder"].keys() == {"advised", "reasons", "rungs"} and plan["ladder"]["rungs"]
-
-
-def test_the_doctor_without_measuring(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The machine may be unfit; then the command names the fault."""
-    monkeypatch.setattr(doctor, "examine", functools.partial(doctor.examine, measure=False))
-    code = run(["doctor", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {"healthy", "checks", "facts", "speeds"}
-    assert code == (0 if found["healthy"] else 7)
-    code = run(["doctor"])
-    out, err = capsys.readouterr()
-    assert "torch" in out and code in (0, 7)
-    assert err.count("error: ") == (code == 7)

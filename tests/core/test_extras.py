@@ -31,7 +31,7 @@ def calls() -> dict[str, str]:
 
 def test_every_extra_exists() -> None:
     extras = importlib.metadata.metadata("shardwise").get_all("Provides-Extra") or []
-    assert {"hf", "fp8", "gguf", "eval"} <= calls().keys() <= set(extras)
+    assert {"hf", "fp8"} <= calls().keys() <= set(extras)
     assert {"tensorboard", "wandb", "mlflow", "trackio"} <= set(extras), "trackers name their own"
 
 

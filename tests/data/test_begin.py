@@ -15,7 +15,6 @@ from shardwise.data import open_data
 from shardwise.data.encoding import Encoder
 from shardwise.data.readers import SourceRecord
 from shardwise.data.tokenizer import open_tokenizer
-from shardwise.plugins.serve.serving import _prompted
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.technique import SETTINGS
@@ -118,15 +117,6 @@ def test_records_begin_with_it_untrained_and_chats_as_their_template_says(
     chats = Encoder(DataSpec(), "messages", open_tokenizer(adding))
     said = {"messages": [{"role": "user", "content": "is"}, {"role": "assistant", "content": "the"}]}
     assert tokenizer.begin not in chats.encode(SourceRecord(said, "here"))[0]
-
-
-def test_a_prompt_to_generate_from_begins_as_in_training(adding: str) -> None:
-    tokenizer = open_tokenizer(adding)
-    ids = tokenizer.encode("the")
-    assert _prompted(tokenizer, "the") == _prompted(tokenizer, f"{BOS}the") == [tokenizer.begin, *ids]
-    assert _prompted(tokenizer, "") == [tokenizer.begin]
-    silent = open_tokenizer(adding, "none")
-    assert _prompted(silent, "the") == ids and _prompted(silent, "") == [silent.separator]
 
 
 def test_a_run_of_an_earlier_version_keeps_its_documents(adding: str, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,20 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.errors import RecipeError
-from shardwise.core.scheme import scheme_of
 from shardwise.model.adapted import AdaptedModel
 from shardwise.model.loftq import loftq, principal
 from shardwise.model.lora import LoraLinear
 from shardwise.model.native import NativeModel
-from shardwise.model.open import blueprint_of
-from shardwise.recipe.load import recipe_of
 from shardwise.recipe.presets import Dimensions
 from shardwise.recipe.sections import AdapterSpec
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.runtime.quantized import Packing
-from shardwise.technique import SETTINGS
-from tests.harness.quantized import write_quantized_folder
 
 SMALL = Dimensions(2, 24, 2, 1, 40, vocab=53, context=32)
 IDS = torch.randint(53, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -158,15 +151,3 @@ def test_dora_starts_as_lora_does(whole: Any) -> None:
     layer = layers_of(dora)[0]
     assert layer.lora_magnitude_vector is not None
     assert not torch.equal(layer.lora_magnitude_vector, layer.plain_weight(torch.float32).norm(dim=1))
-
-
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_a_base_without_its_unquantized_weights_is_refused(quantize: str, tmp_path: Path) -> None:
-    write_quantized_folder(tmp_path / "base", scheme_of("w4a16-g16"))
-    adapter = {"rank": 2, "init": "loftq", "quantize": "nf4"}
-    values = {"model": {"hf": str(tmp_path / "base")}, "data": {"sequence_length": 16}, "steps": 1}
-    recipe = recipe_of({**values, "batch_size": 1, "adapter": adapter}, SETTINGS)
-    spec = AdapterSpec(**(adapter | {"quantize": quantize}))
-    with pytest.raises(RecipeError, match="LoftQ needs the unquantized weights") as caught:
-        blueprint_of(recipe.model_copy(update={"adapter": spec}))
-    assert caught.value.exit_code == 2 and "adapter.init" in caught.value.line()

@@ -15,8 +15,8 @@ from shardwise.core.errors import CheckpointError, RecipeError
 from shardwise.core.scheme import scheme_of
 from shardwise.model.files.compressed_tensors import quantization_config
 from shardwise.model.files.quantized_files import QuantizedFiles, formats_of
-from shardwise.plugins.quantize.methods.kashin import Kashin
 from shardwise.runtime.quantization.weights import IntWeight
+from tests.harness.kashin import kashin_weight
 
 ROWS, COLUMNS, GROUP = 16, 64, 16
 
@@ -147,10 +147,9 @@ def test_layers_have_the_bits_of_their_group(tmp_path: Path) -> None:
 
 
 def test_kashin_weights_are_read_from_their_folder(tmp_path: Path) -> None:
-    scheme = scheme_of("w4a16-channel")
-    dense = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
-    weight = Kashin(steps=1, rounds=0).quantize(dense, scheme, None)
-    files = opened(tmp_path, dict(weight.tensors()), quantization_config(scheme, [], "kashin"))
+    weight = kashin_weight(ROWS, COLUMNS, (2, 2))
+    config = quantization_config(scheme_of("w4a16-channel"), [], "kashin")
+    files = opened(tmp_path, dict(weight.tensors()), config)
     assert torch.equal(files.read("a.b.weight"), weight.dequantize())
     packing = files.packing("a.b.weight")
     assert packing.kind == "kashin4"

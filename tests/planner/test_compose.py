@@ -191,12 +191,6 @@ def test_a_size_whose_calls_are_its_own_is_composed_after_another(monkeypatch: p
     assert sum(kernel.calls for kernel in one.cost.kernels) < sum(kernel.calls for kernel in two.cost.kernels)
 
 
-def test_what_depends_on_the_depth_is_not_composed() -> None:
-    asked = predictor(recipe(batch_size=4))
-    with pytest.raises(NotComposable, match="depends on the depth"):
-        composed(asked, strategy_from({"activation_checkpointing": "sqrt"}))
-
-
 def counted_ahead(
     of: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[CornerPoint], list[CornerPoint]]:

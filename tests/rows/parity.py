@@ -32,7 +32,7 @@ FACTORS: dict[str, list[Any]] = {
 FACTORS["offload"] = ["none", "activations", "optimizer", "nvme:/tmp", "activations+parameters+nvme:/tmp"]
 FACTORS["offload_fraction"] = [1.0, 0.5]
 # A method says nothing without a degree: one factor of both, "METHOD DEGREE". PipeDream trains otherwise than one
-# process does (tests/engine/test_pipedream.py); its memory has a test of its own.
+# process does (tests/plugins/pipeline/test_pipedream.py); its memory has a test of its own.
 METHODS = {
     "sequence": ("sequence_method", "sequence_parallel", ["ulysses 1", "ulysses 2", "ring 2"]),
     "tensor": (

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.core.scheme import scheme_of
-from shardwise.plugins.quantize.methods.kashin import Kashin
 from shardwise.runtime.quantization.as_parameter import stored_packing
 from shardwise.runtime.quantization.packing import from_words, pack_bits, to_words, unpack_bits
 from shardwise.runtime.quantization.stored import weight_of
@@ -20,6 +18,7 @@ from shardwise.runtime.quantization.weights import (
     QuantizedWeight,
 )
 from shardwise.runtime.quantized import Packing
+from tests.harness.kashin import kashin_weight
 
 shapes = st.tuples(st.integers(1, 7), st.integers(1, 70), st.integers(2, 8), st.integers(0, 2**31))
 
@@ -66,7 +65,7 @@ def _weights() -> dict[str, QuantizedWeight]:
     found: dict[str, QuantizedWeight] = {
         "fp8": Float8Weight(dense.to(torch.float8_e4m3fn), scale[:, :1]),
         "nf4": NF4Weight(NF4.pack(dense, slice(0, NF4.shape[0])), NF4),
-        "kashin": Kashin(steps=1, rounds=0).quantize(dense, scheme_of("w3a16-channel"), None),
+        "kashin": kashin_weight(6, 34, (2, 1)),
         "w8a8": IntWeight(codes_of(6, 34, 8, 5), scale[:, :1], None, 8, activation_bits=8),
         "w8a8 asymmetric": IntWeight(
             codes_of(6, 34, 8, 5), scale, codes_of(6, 2, 8, 6), 8, activation_bits=8

@@ -5,14 +5,12 @@ What each value keeps and costs is in test_checkpointing_costs.py.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.errors import RecipeError
 from shardwise.core.strategy import Layout
 from shardwise.engine.build import build
 from shardwise.engine.optim.norm import local
@@ -22,7 +20,6 @@ from shardwise.recipe.sections import Recipe
 from shardwise.runtime.offload.activations import OffloadedBlocks
 from shardwise.runtime.offload.host import separate_host_memory
 from shardwise.runtime.parallel.shard_slices import named_parameters
-from shardwise.runtime.recompute.chain import kept_inputs, passes
 from shardwise.technique import SETTINGS, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING, Checkpointing
 from shardwise.technique.site import Context, EngineOptions, ModelView, Site, StageView
@@ -88,7 +85,7 @@ def test_gradients_are_bit_identical_with_dropout(world: int, settings: dict[str
 
 def test_frozen_weights(pool: Pool) -> None:
     """The input of the first blocks requires no gradient, and the last has a frozen layer."""
-    kinds = [*KINDS, "budget:0", "budget:0.8", "recursive:1"]
+    kinds = [*KINDS, "budget:0", "budget:0.8"]
     assert pool.run(2, differing, {"zero_stage": 3}, kinds, True) == [[], []]
 
 
@@ -204,14 +201,6 @@ def test_a_kept_result_that_is_written_to_is_computed_again(
         assert all(torch.equal(a, b) for a, b in zip(plain, once(kind), strict=True)), kind
 
 
-@pytest.mark.parametrize("kind", ["sqrt", "recursive:2"])
-def test_segments_refuse_a_model_that_computes_between_its_blocks(kind: str) -> None:
-    model = Dropped(between=True)
-    Checkpointing().apply(unsharded(model, model.units(), kind))
-    with pytest.raises(RecipeError, match="Residual is not called with the result of the block before"):
-        model(torch.ones(1, 4, 16))
-
-
 class UnderAutocast(Dropped):
     """A model that chooses its own precision, around its blocks."""
 
@@ -232,86 +221,6 @@ def test_autocast_around_the_blocks_is_that_of_the_second_run(kind: str) -> None
 
     found = once(kind)
     assert found and all(torch.equal(a, b) for a, b in zip(once("none"), found, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["sqrt", "recursive:1", "recursive:2"])
-def test_segments_may_be_run_and_thrown_away(kind: str) -> None:
-    """Without gradients, and with a graph without a backward pass."""
-    model = Dropped()
-    Checkpointing().apply(unsharded(model, model.units(), kind))
-    x = torch.ones(1, 4, 16)
-    with torch.no_grad():
-        model(x)
-    model(x)
-    first, second = model(x).sum(), model(x).sum()
-    (first + second).backward(retain_graph=True)
-    once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    (first + second).backward()
-    assert all(torch.allclose(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))
-
-
-@functools.cache
-def fewest(blocks: int, inputs: int) -> int:
-    """Blocks to pass through, by trying every place for the next kept input (the recursion behind the formula)."""
-    if blocks == 1:
-        return 0
-    if inputs == 1:
-        return blocks * (blocks - 1) // 2
-    return min(k + fewest(blocks - k, inputs - 1) + fewest(k, inputs) for k in range(1, blocks))
-
-
-class Counted(nn.Module):
-    """A block that counts its runs, and how many runs of a chain hold their inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs = 0
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        return (x * self.scale).sin()
-
-
-@pytest.mark.parametrize(
-    ("blocks", "inputs", "formula"),
-    [(1, 1, 0), (7, 1, 21), (10, 3, 15), (11, 3, 18), (16, 4, 27), (9, 2, 17), (5, 8, 4)],
-)
-def test_recursive_runs_blocks_as_often_as_the_binomial_formula_says(
-    blocks: int, inputs: int, formula: int
-) -> None:
-    """t(l, s) = r l - C(s + r, s + 1) runs that pass through; one run more per block, and one of the last.
-
-    10 steps are what 3 inputs reverse in 2 repeats, C(5, 3) = 10, with 2 * 10 - C(5, 4) = 15 (Griewank & Walther 2000).
-    The memory-poor case is l (l - 1) / 2. The last block's first run gives the loss, and keeps nothing.
-    """
-    model = nn.Sequential(*(Counted() for _ in range(blocks)))
-    Checkpointing().apply(unsharded(model, list(model), f"recursive:{inputs}"))
-    model(torch.linspace(0, 1, 8)).sum().backward()
-    counts = [link._checkpoint_wrapped_module.runs for link in model]
-    assert sum(counts) == formula + blocks + 1
-    assert formula == fewest(blocks, inputs)
-    assert all(link._checkpoint_wrapped_module.scale.grad is not None for link in model)
-
-
-def test_the_schedule_is_optimal_for_every_length_and_number_of_inputs() -> None:
-    for blocks in range(1, 40):
-        for inputs in range(1, 7):
-            assert passes(blocks, inputs) == fewest(blocks, inputs)
-            kept = kept_inputs(blocks, inputs)
-            assert kept[0] == 0 and len(kept) <= inputs and kept == sorted(set(kept)) and kept[-1] < blocks
-
-
-def test_recursive_never_keeps_more_inputs_than_it_may() -> None:
-    model = nn.Sequential(*(Counted() for _ in range(20)))
-    Checkpointing().apply(unsharded(model, list(model), "recursive:3"))
-    passes_of: list[Any] = []
-    kept: list[int] = []
-    model[0].register_forward_hook(lambda link, *_: passes_of.append(link.chain.current))
-    for link in model:
-        link.register_forward_pre_hook(lambda *_: kept.append(len(passes_of[0].kept) if passes_of else 0))
-    model(torch.linspace(0, 1, 8)).sum().backward()
-    assert max(kept) == 3 and len(kept) == passes(20, 3) + 21
 
 
 @pytest.mark.parametrize("value", ["every:1", "every:x", "every:", "every:2.5", "every:-2", "every"])

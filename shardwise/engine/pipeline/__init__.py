@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+from shardwise.core.plugins import SCHEDULES, require_plugin
 from shardwise.engine.pipeline.executor import Pipelined
-from shardwise.engine.pipeline.pipedream import PipeDream
 from shardwise.engine.run import ForwardBackward, LiveModel, OptimizerStep
 from shardwise.technique.pipeline.place import Pipeline
 
 
 def passes_of(live: LiveModel, update: OptimizerStep) -> ForwardBackward:
-    """The passes of a rank with a place in a pipeline."""
+    """The passes of a rank with a place in a pipeline. Raises RecipeError without the plugin of its schedule."""
     place = live.options.place
     assert isinstance(place, Pipeline)
-    if not place.endless:
-        return Pipelined(live, update, place)
-    return PipeDream(live, update, place, live.context.micro_batches)
+    if place.schedule in SCHEDULES:
+        runtime = require_plugin(SCHEDULES[place.schedule], f"strategy.pipeline_schedule: {place.schedule}")
+        return cast(ForwardBackward, runtime.passes_of(live, update, place))
+    return Pipelined(live, update, place)

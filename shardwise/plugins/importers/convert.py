@@ -266,7 +266,7 @@ def _context_of(model: str | None) -> int | None:
     """The longest sequence of a model whose folder is here; None if it is not, or does not say."""
     if model is None or not path_of(model).is_dir():
         return None
-    from shardwise.jobs.finetuning import context_of
+    from shardwise.plugins.finetune.choosing import context_of
 
     try:
         return context_of(model)

@@ -10,12 +10,11 @@ FSDP2 gathers each block once and keeps it gathered until its backward pass. The
 segment are gathered at the same time.
 
 Non-reentrant, on saved-tensor hooks, like ``torch.utils.checkpoint``. A budget (budget.py) uses segments of one block;
-chain.py keeps fewer inputs and runs blocks more than twice.
+The plugin checkpointing has segments of several blocks, and chains that run a block more than twice.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,15 +33,6 @@ from shardwise.runtime.recompute.calls import (
     result_tensors,
 )
 from shardwise.runtime.torch_private import ActivationWrapper
-
-
-def in_segments(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Wrappers of the n blocks, in segments of floor(sqrt(n)) blocks."""
-    length = math.isqrt(len(blocks))
-    wrapped: list[nn.Module] = []
-    for start in range(0, len(blocks), max(1, length)):
-        wrapped += Segment(blocks[start : start + length]).members
-    return wrapped
 
 
 class Segment:

@@ -13,7 +13,7 @@ Micro-batches are those of gradient accumulation. With fewer than stages, the pl
     1f1b          min(M, p - s)                      as with ZeRO
     interleaved   min(M v, (v-1) p + 2 (p-s) - 1)    as with ZeRO; v stages per rank, each 1/v as large
     zero_bubble   min(M, p)                          gathered from the first to the last pass
-    pipedream     p - s                              as with ZeRO 0 or 3, and older ones (weight_stash.py)
+    pipedream     p - s                              as with ZeRO 0 or 3, and older ones (a plugin)
 
 The first and the last stage both hold a tied table. Its gradient is summed over both before the update.
 Refused: the runtime of torch.distributed.pipelining (see engine/pipeline/executor.py), and models from a factory, which

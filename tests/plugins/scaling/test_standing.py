@@ -10,6 +10,7 @@ import pytest
 
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.core.plan import Plan, StepEstimate
+from shardwise.planner.answer import answer_of
 from shardwise.plugins.scaling.budgeting import noise_of_run
 from shardwise.plugins.scaling.report.standing import standing_of, standing_values
 from shardwise.recipe.load import dump_recipe, recipe_of
@@ -18,6 +19,7 @@ from shardwise.report.page import render_page
 from shardwise.report.record import RunRecord, read_run
 from shardwise.report.tables import plan_text
 from shardwise.technique import SETTINGS
+from tests.planner.test_origins import asked, numbers, origin_of, whole_plan
 from tests.report.conftest import MakeRun
 
 GPT_3 = {
@@ -107,3 +109,13 @@ def test_the_noise_of_a_run_advises_the_batch_size(share: float, plan: Plan, mak
     page = render_page(read_run(folder))
     assert "Batch size" in page and "32 sequences (mean of 2 measurements)" in page
     assert "batch_size=32 optimizer.scale_learning_rate.from_batch=8" in page
+
+
+def test_every_number_of_a_standing_has_an_origin() -> None:
+    asked_recipe, cluster = asked("8xH100-80GB")
+    made = whole_plan()
+    found = standing_of(asked_recipe, made)
+    assert found is not None
+    keys = set(numbers({"standing": standing_values(found)}))
+    answer = answer_of(asked_recipe, cluster, made)
+    assert keys and all(origin_of(key, answer) for key in keys)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.exporter.export_run import export_gguf, export_run
+from shardwise.exporter.export_run import export_run
+from shardwise.plugins.gguf.export import export_gguf
 from shardwise.plugins.serve.requests import Request
 from shardwise.plugins.serve.sampling import Sampling
 from shardwise.plugins.serve.serving import TEXT_END, load_model

@@ -24,9 +24,9 @@ from shardwise.plugins.serve.serving import load_model
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.runtime.parallel.shard_slices import named_parameters
 from shardwise.technique import SETTINGS
-from tests.cli.test_finetune import write_chats
 from tests.harness.commands import Shell
 from tests.harness.corpora import write_tokenizer
+from tests.plugins.finetune.test_finetune import write_chats
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

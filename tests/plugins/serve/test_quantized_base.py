@@ -18,9 +18,9 @@ from shardwise.core.scheme import scheme_of
 from shardwise.engine.build import build
 from shardwise.engine.train_state import TrainState
 from shardwise.exporter.export_run import export_run
-from shardwise.exporter.merge import merge_adapter
 from shardwise.model.lora import is_adapter
 from shardwise.model.open import blueprint_of
+from shardwise.plugins.merge.merging import merge_adapter
 from shardwise.plugins.serve.requests import Request
 from shardwise.plugins.serve.sampling import Sampling
 from shardwise.plugins.serve.serving import load_model

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.core.errors import RecipeError, ShardwiseError
 from shardwise.exporter.export_run import export_run
-from shardwise.exporter.merge import merge_adapter
+from shardwise.plugins.merge.merging import merge_adapter
 from shardwise.plugins.serve.serving import load_model
 from shardwise.report.run import write_report
 

@@ -1,1 +1,0 @@
-"""Checks of this machine: devices, links, memory, and their measured speed."""

@@ -1,0 +1,87 @@
+"""Measures this machine before its first plan: some seconds, once for each number of processes.
+
+A plan for a preset, for several nodes or for a device of another machine is never measured, and neither are ranks that
+torchrun or srun started. ``SHARDWISE_MEASURE=0`` turns this off. ``shardwise doctor --calibrate`` measures more, and
+replaces these speeds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from shardwise.core.errors import ResourceError
+from shardwise.hardware.cluster import Cluster, ClusterRequest, recognise
+from shardwise.hardware.this_machine import read_calibration, usable_cores
+from shardwise.launch.placement import launched_by
+
+VARIABLE = "SHARDWISE_MEASURE"
+"""0 in the environment: plans measure nothing."""
+
+MOST_PROCESSES = 4
+"""Plans for more processes divide the speeds of these."""
+
+DRIVER = Path("/proc/driver/nvidia/gpus")
+"""NVIDIA's driver names every GPU here. Asking torch would take memory on the device."""
+
+
+def measured_first(request: ClusterRequest, cluster: Cluster) -> bool:
+    """Measure this machine if the cluster is this machine and its speeds are unknown; whether they are known now.
+
+    One line on standard error says so, also where it fails: a plan must not fail over optional speeds.
+    """
+    if os.environ.get(VARIABLE) == "0" or not _is_here(request, cluster) or launched_by() is not None:
+        return False
+    processes = min(cluster.devices_per_node, usable_cores(), MOST_PROCESSES)
+    if _is_known(cluster, processes):
+        return False
+    busy, begin = os.getloadavg()[0] > usable_cores() / 2, time.monotonic()
+    print("measuring this machine (once", end="", file=sys.stderr, flush=True)
+    failure = ""
+    try:
+        _measure(cluster, processes)
+    except (OSError, RuntimeError, ResourceError) as problem:
+        failure = f" failed, so seconds are assumed: {problem}"
+    advice = "; it is busy: measure again when it is idle, with shardwise doctor --calibrate" if busy else ""
+    print(f", {time.monotonic() - begin:.0f} s){failure or advice}", file=sys.stderr, flush=True)
+    return not failure
+
+
+def _is_here(request: ClusterRequest, cluster: Cluster) -> bool:
+    if request.preset is not None or cluster.nodes != 1:
+        return False
+    if cluster.device.traits.is_host:
+        return True
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and gpus_here() == {cluster.device.name}
+
+
+def gpus_here(driver: Path = DRIVER) -> set[str]:
+    """The profiles of this machine's NVIDIA GPUs; "" for one without a profile."""
+    found = set()
+    for path in driver.glob("*/information"):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, model = line.partition(":")
+            if key == "Model":
+                profile = recognise(model)
+                found.add(profile.name if profile else "")
+    return found
+
+
+def _is_known(cluster: Cluster, processes: int) -> bool:
+    if not cluster.device.traits.is_host:
+        return cluster.device.measured is not None
+    known = read_calibration()
+    return known is not None and any(speeds.processes == processes for speeds in known.speeds)
+
+
+def _measure(cluster: Cluster, processes: int) -> None:
+    # torch takes seconds to import, and most plans measure nothing.
+    from shardwise.plugins.calibration.run import quick_cpu, quick_gpu
+    from shardwise.plugins.calibration.store import add_speeds, store_gpu
+
+    if cluster.device.traits.is_host:
+        add_speeds(quick_cpu(processes))
+    else:
+        store_gpu(cluster.device.name, quick_gpu())

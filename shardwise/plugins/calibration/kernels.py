@@ -1,0 +1,175 @@
+"""Times of single kernels on a device: products by shape, attention, and memory-bound kernels by bytes.
+
+Each figure is the median of a few calls. The operands change from call to call, so small ones come from the cache and
+large ones from memory, as in a step. Grids and curves are those of hardware/measured.py.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.core.units import MiB
+from shardwise.dryrun.counting import dtype_named
+from shardwise.hardware.kinds import kind_of
+from shardwise.hardware.measured import IN_PLACE, NEW, Curve, Grid
+from shardwise.runtime.flops import attention_backward_flops, attention_flops
+
+SIZES = {
+    "cpu": ((1, 16, 64, 256, 1024), (32, 128, 512, 2048), (32, 128, 512, 2048)),
+    "cuda": ((1, 16, 128, 1024, 8192), (128, 512, 2048, 8192), (128, 512, 2048, 8192)),
+}
+"""Sizes m, n and k of products."""
+
+HEADS = {"cpu": 8, "cuda": 64}
+
+SLOWEST = 0.1
+"""Products that would take longer, by the rate of smaller ones, are not run: seconds grow in proportion to FLOPs."""
+
+_BUDGET = 0.015
+"""Seconds to spend on the calls of one figure, after three."""
+
+_MOST_ROUNDS = 10
+"""Rounds of an accelerator's calls that wait once for the device."""
+
+
+def seconds_of(
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    budget: float = _BUDGET,
+    captured: bool = True,
+) -> float:
+    """Median seconds of one call. The calls do the same with different operands; each is warmed up.
+
+    On an accelerator they are replayed from a CUDA graph, because the host issues small kernels slower than they run.
+    ``captured`` is False for backward passes, which autograd issues in a stream of its own.
+    """
+    for call in calls:
+        call()
+    if kind_of(device).is_host:
+        return _one_by_one(calls, budget)
+
+    def issue(rounds: int) -> None:
+        for _ in range(rounds):
+            for call in calls:
+                call()
+
+    rounds = max(1, min(_MOST_ROUNDS, round(budget / _until_idle(lambda: issue(1), device))))
+    group: Callable[[], object] = partial(issue, rounds)
+    if captured:
+        group = _captured(partial(issue, rounds), device).replay
+    return statistics.median(_until_idle(group, device) for _ in range(5)) / (rounds * len(calls))
+
+
+def _captured(calls: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of the calls. ``torch.cuda.graph`` would also empty the allocator's cache, which takes longer."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        calls()
+        graph.capture_end()
+    return graph
+
+
+def _one_by_one(calls: Sequence[Callable[[], object]], budget: float) -> float:
+    spent: list[float] = []
+    while len(spent) < 3 or (sum(spent) < budget and len(spent) < 50):
+        for call in calls:
+            begin = time.perf_counter()
+            call()
+            spent.append(time.perf_counter() - begin)
+    return statistics.median(spent)
+
+
+def _until_idle(group: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the device has done a group of calls. Waiting for one call takes longer than a small kernel."""
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    group()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def products(dtype: str, device: torch.device, budget: float) -> Grid:
+    """Seconds of x @ W.T over (m, n, k), measured within ``budget`` seconds. Raises RuntimeError without the dtype."""
+    axes, end = SIZES[device.type], time.monotonic() + budget
+    found: dict[tuple[int, ...], float] = {}
+    rate = 0.0  # FLOP/s of the largest product so far
+    for sizes in sorted(product(*axes), key=math.prod):
+        flops = 2.0 * math.prod(sizes)
+        if rate and (flops / rate > SLOWEST or time.monotonic() > end):
+            found[sizes] = flops / rate
+            continue
+        m, n, k = sizes
+        pairs = [_operands(((m, k), (n, k)), dtype, device) for _ in range(2)]
+        found[sizes] = seconds_of([lambda p=p: p[0] @ p[1].t() for p in pairs], device)  # type: ignore[misc]
+        rate = max(rate, flops / found[sizes])
+    return Grid(axes, tuple(found[sizes] for sizes in product(*axes)))
+
+
+def attention(dtype: str, device: torch.device, axes: tuple[tuple[int, ...], ...]) -> dict[str, Grid]:
+    """Seconds per FLOP of causal attention over (keys, head dimension), "forward" and "backward"."""
+    found: dict[str, list[float]] = {"forward": [], "backward": []}
+    for length, width in product(*axes):
+        shape = torch.Size((1, HEADS[device.type], length, width))
+        q, k, v = (each.requires_grad_() for each in _operands((shape,) * 3, dtype, device))
+
+        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        out = forward()
+        slope = torch.ones_like(out)
+
+        def backward(
+            out: Tensor = out, q: Tensor = q, k: Tensor = k, v: Tensor = v, slope: Tensor = slope
+        ) -> object:
+            return torch.autograd.grad(out, (q, k, v), slope, retain_graph=True)
+
+        there = attention_flops(shape, shape, shape, causal=True)
+        back = attention_backward_flops(shape, shape, shape, causal=True)
+        found["forward"].append(seconds_of([forward], device, captured=False) / there)
+        found["backward"].append(seconds_of([backward], device, captured=False) / back)
+    return {f"{dtype} {way}": Grid(axes, tuple(each)) for way, each in found.items()}
+
+
+def plain_curves(device: torch.device, largest: int) -> dict[str, Curve]:
+    """Seconds by bytes of a product of elements into new memory, and of one in place.
+
+    Bytes are those that the dry run counts: two operands and the result, or the one tensor that changes.
+    """
+    new, same = [], []
+    size = 3 * 1024
+    while size <= largest:
+        elements = size // 12
+        pairs = [
+            _operands(((elements,), (elements,)), "fp32", device) for _ in range(3 if size < 8 * MiB else 1)
+        ]
+        new.append((float(size), seconds_of([lambda p=p: p[0] * p[1] for p in pairs], device)))  # type: ignore[misc]
+        wide = [torch.ones(size // 4, device=device) for _ in pairs]
+        same.append((float(size), seconds_of([lambda w=w: w.mul_(1.0) for w in wide], device)))  # type: ignore[misc]
+        size *= 4
+    return {NEW: tuple(new), IN_PLACE: tuple(same)}
+
+
+def native(dtype: str, device: torch.device) -> bool:
+    """Whether products in this dtype are not emulated: at least a quarter of the speed of fp32."""
+    left, right = ([_operands(((256, 256),) * 2, each, device) for _ in range(2)] for each in ("fp32", dtype))
+    plain, other = (
+        seconds_of([lambda p=p: p[0] @ p[1].t() for p in pairs], device, 0.005)  # type: ignore[misc]
+        for pairs in (left, right)
+    )
+    return other < 4 * plain
+
+
+def _operands(shapes: Sequence[Sequence[int]], dtype: str, device: torch.device) -> list[Tensor]:
+    """Random: hardware multiplies zeros faster, and exact halves compress."""
+    return [torch.randn(tuple(shape), device=device).to(dtype_named(dtype)) for shape in shapes]

@@ -1,0 +1,140 @@
+"""One process of a calibration: ``python -m shardwise.plugins.calibration.rank RANK SIZE FOLDER``.
+
+All ranks measure the same at the same time, so each has its share of the machine. Rank 0 writes the tables. An
+accelerator is measured by one process: its kernels, and the host that launches them. Collectives are those of its
+profile.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.core.json_file import read_json, text_of
+from shardwise.hardware.kinds import kind_of
+from shardwise.hardware.measured import Grid, MeasuredSpeeds
+from shardwise.plugins.calibration.collectives import collective_curves
+from shardwise.plugins.calibration.kernels import attention, native, plain_curves, products
+from shardwise.plugins.calibration.steps import (
+    TimedStep,
+    around_collectives,
+    host_seconds,
+    launch_seconds,
+    ratios,
+    timed_step,
+)
+from shardwise.plugins.calibration.task import FOUND, TASK, TINY, WIDE, Task
+from shardwise.trainer.meter import return_large_frees
+
+_WHOLE = "world"
+"""Stands for the number of ranks."""
+AXES: dict[str, dict[str, Any]] = {
+    "replicate": {"zero_stage": 0},
+    "shard": {"zero_stage": 3},
+    "tensor": {"tensor_parallel": _WHOLE},
+    "sequence": {"sequence_parallel": _WHOLE},
+}
+"""Settings that give all ranks to a mesh axis."""
+
+
+def kernel_speeds(task: Task, device: torch.device) -> MeasuredSpeeds:
+    """The speeds of this process's kernels while all ranks are busy, and of the host where ``known`` lacks it."""
+    world, effort = dist.get_world_size(), task.effort
+    found = MeasuredSpeeds(world, torch.get_num_threads(), {}, {}, plain_curves(device, effort.largest_bytes))
+    native_dtypes = [dtype for dtype in task.dtypes if dtype == "fp32" or native(dtype, device)]
+    grids, heads = dict[str, Grid](), dict[str, Grid]()
+    for dtype in native_dtypes:
+        dist.barrier()
+        grids[dtype] = products(dtype, device, effort.product_seconds)
+        heads |= attention(dtype, device, effort.attention[device.type])
+    found = replace(found, products=grids, attention=heads)
+    if not kind_of(device).is_host:
+        # Mixed precision casts and gathers weights around every block, which only the host notices.
+        precision = "bf16" if "bf16" in native_dtypes else "fp32"
+        step = timed_step(TINY, 64, 2, {"precision": precision}, device, effort.plain_steps)
+        return replace(found, host=launch_seconds(step))
+    found = replace(found, ratios=ratios(_steps(task, device, native_dtypes), found.plain))
+    if task.known is not None:
+        return replace(found, host=task.known.host)
+    return replace(found, host=host_seconds(timed_step(TINY, 64, 2, {}, device, effort.plain_steps), found))
+
+
+def _steps(task: Task, device: torch.device, dtypes: list[str]) -> list[TimedStep]:
+    """Steps of every model in fp32, and of one in bf16; with several ranks, also of one that shards its weights."""
+    effort = task.effort
+    steps = [timed_step(*model, {"precision": "fp32", "zero_stage": 0}, device) for model in effort.models]
+    if effort.again is not None and "bf16" in dtypes:
+        steps.append(timed_step(*effort.again, {"precision": "bf16", "zero_stage": 0}, device))
+    if effort.again is not None and dist.get_world_size() > 1:
+        steps.append(timed_step(*effort.again, {"precision": "fp32", "zero_stage": 3}, device))
+    return steps
+
+
+def with_collectives(found: MeasuredSpeeds, task: Task, device: torch.device) -> MeasuredSpeeds:
+    """``found`` with the curves of collectives, and the host's seconds around them by mesh axis."""
+    effort, world = task.effort, dist.get_world_size()
+    found = replace(found, processes=world, collectives=collective_curves(effort.payloads))
+    around, waiting = dict[str, float](), dict[str, float]()
+    for axis in effort.axes:
+        given = {key: world if value == _WHOLE else value for key, value in AXES[axis].items()}
+        small, large = (timed_step(model, 64, 2, given, device, effort.plain_steps) for model in (TINY, WIDE))
+        found = replace(found, ratios={**ratios([small, large], found.plain), **found.ratios})
+        around[axis], waiting[axis] = around_collectives(small, large, found, axis)
+    for axis in AXES:
+        around.setdefault(axis, around[effort.axes[0]])
+        waiting.setdefault(axis, waiting[effort.axes[0]])
+    return replace(found, around=around, waiting=waiting)
+
+
+def measured(task: Task, rank: int, size: int, folder: Path) -> MeasuredSpeeds:
+    """The speeds of this process. A quick task measures kernels and host in a group of its own, next to the others."""
+    device = torch.device(task.device)
+    apart = task.quick and size > 1
+    with _group(
+        device, folder / (f"store-{rank}" if apart else "store"), *((0, 1) if apart else (rank, size))
+    ):
+        found = kernel_speeds(task, device) if task.dtypes else task.known
+        assert found is not None
+        if size > 1 and not apart:
+            found = with_collectives(found, task, device)
+    if apart:
+        with _group(device, folder / "store", rank, size):
+            found = with_collectives(found, task, device)
+    return replace(found, threads=torch.get_num_threads())
+
+
+@contextmanager
+def _group(device: torch.device, store: Path, rank: int, size: int) -> Iterator[None]:
+    """The default process group of ``size`` ranks that meet at a file."""
+    backend = kind_of(device).collectives
+    dist.init_process_group(backend, init_method=store.as_uri(), rank=rank, world_size=size)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    """Measure what the folder's task says."""
+    task = read_json(folder / TASK, Task)
+    device = torch.device(task.device)
+    if kind_of(device).is_host:
+        return_large_frees(False)
+    else:
+        torch.get_device_module(device).set_device(device)
+    torch.manual_seed(rank)
+    found = measured(task, rank, size, folder)
+    if rank == 0:
+        (folder / FOUND).write_text(text_of(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

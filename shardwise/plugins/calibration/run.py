@@ -1,0 +1,98 @@
+"""Starts the processes that measure this machine: 1, 2 and 4 of them on its CPU, as its plans would; one on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from shardwise.core.json_file import read_json, text_of
+from shardwise.hardware.measured import MeasuredSpeeds
+from shardwise.hardware.this_machine import threads_of, usable_cores
+from shardwise.plugins.calibration.task import FOUND, TASK, Task
+from shardwise.plugins.doctor.speed import loopback_interface
+
+PROCESSES = (1, 2, 4)
+CPU_DTYPES = ("fp32", "bf16")
+GPU_DTYPES = ("fp32", "bf16", "fp16")
+_RANK = "shardwise.plugins.calibration.rank"
+_TIMEOUT = 300.0
+
+
+def measure_cpu() -> tuple[MeasuredSpeeds, ...]:
+    """The speeds of this machine's CPU for each number of processes. Raises RuntimeError when a process fails.
+
+    Processes beyond the cores take turns, so their kernels are not measured but computed.
+    """
+    cores, found = usable_cores(), list[MeasuredSpeeds]()
+    for processes in PROCESSES:
+        threads = threads_of(processes)
+        known = found[-1].shared_by(processes, threads, cores) if found else None
+        dtypes = CPU_DTYPES if processes <= cores or not found else ()
+        found.append(_measured(Task("cpu", dtypes, known), processes, threads))
+    return tuple(found)
+
+
+def measure_gpu(index: int) -> MeasuredSpeeds:
+    """The speeds of kernels on one GPU of this machine. Raises RuntimeError when the process fails."""
+    return _measured(Task(f"cuda:{index}", GPU_DTYPES), 1, threads_of(1))
+
+
+def quick_cpu(processes: int) -> MeasuredSpeeds:
+    """Rough speeds of one of ``processes`` processes on this machine's CPU. Raises RuntimeError when one fails."""
+    return _measured(Task("cpu", CPU_DTYPES, quick=True), processes, threads_of(processes))
+
+
+def quick_gpu() -> MeasuredSpeeds:
+    """Rough speeds of kernels on the first GPU of this machine. Raises RuntimeError when the process fails."""
+    return _measured(Task("cuda:0", GPU_DTYPES, quick=True), 1, threads_of(1))
+
+
+def _measured(task: Task, processes: int, threads: int) -> MeasuredSpeeds:
+    """What ``processes`` local processes found."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-calibration-") as name:
+        folder = Path(name)
+        (folder / TASK).write_text(text_of(task), encoding="utf-8")
+        workers = [_start(rank, processes, threads, folder) for rank in range(processes)]
+        try:
+            _wait_for(workers)
+        finally:
+            for worker in workers:
+                if worker.poll() is None:
+                    worker.kill()
+                worker.communicate()
+        return read_json(folder / FOUND, MeasuredSpeeds)
+
+
+def _wait_for(workers: list[subprocess.Popen[str]]) -> None:
+    """Until all have ended. Raises RuntimeError with the last line of the first that failed."""
+    deadline = time.monotonic() + _TIMEOUT
+    while True:
+        codes = [worker.poll() for worker in workers]
+        failed = next((worker for worker, code in zip(workers, codes, strict=True) if code), None)
+        if failed is not None:
+            lines = (failed.stderr.read() if failed.stderr else "").strip().splitlines()
+            raise RuntimeError(lines[-1] if lines else f"exit code {failed.returncode}")
+        if None not in codes:
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no answer within {_TIMEOUT:.0f} s")
+        time.sleep(0.05)
+
+
+def _start(rank: int, processes: int, threads: int, folder: Path) -> subprocess.Popen[str]:
+    package = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+    if (loopback := loopback_interface()) is not None:
+        environment["GLOO_SOCKET_IFNAME"] = loopback
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", _RANK, str(rank), str(processes), str(folder)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -1,0 +1,1 @@
+"""``shardwise report`` of several runs: one page that compares them."""

@@ -1,0 +1,1 @@
+"""``shardwise doctor``: facts, checks and speeds of this machine."""

@@ -1,0 +1,1 @@
+"""``shardwise explain``: ZeRO, training memory and activation checkpointing, by arithmetic and by dry runs."""

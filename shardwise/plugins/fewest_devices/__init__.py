@@ -1,0 +1,1 @@
+"""``shardwise plan --for devices``: the fewest devices on which a recipe fits."""

@@ -1,0 +1,1 @@
+"""``shardwise watch``: the page of a run while it trains."""

@@ -1,0 +1,77 @@
+"""A server of one run's live page, on this machine's loopback interface alone.
+
+It answers two paths, ``/`` and ``/now``, and reads nothing else from the disk. A request must name the loopback
+interface as its host: a page of another site that resolves its own name to 127.0.0.1 gets no answer (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+from typing import Any
+
+from shardwise.core.errors import DataError, ResourceError
+from shardwise.plugins.live.page import LiveRun
+from shardwise.report.template import policy
+
+LOOPBACK = "127.0.0.1"
+_HOSTS = (LOOPBACK, "localhost")
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": policy(live=True) + "; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def page_server(run: LiveRun, port: int) -> ThreadingHTTPServer:
+    """A server for ``run``; it answers once ``serve_forever`` is called. Port 0 takes a free one.
+
+    Raises:
+        ResourceError: the port is taken.
+    """
+    lock = Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+            path, _, query = self.path.partition("?")
+            if host not in _HOSTS:
+                self._send(403, "text/plain", "this page is for this machine alone")
+                return
+            try:
+                with lock:  # one drawing at a time
+                    if path == "/":
+                        self._send(200, "text/html", run.page())
+                    elif path == "/now":
+                        news = run.now(query)
+                        self._send(204 if news is None else 200, "application/json", news or "")
+                    else:
+                        self._send(404, "text/plain", "there is no such page")
+            except DataError as error:
+                self._send(503, "text/plain", error.line())
+
+        def _send(self, code: int, kind: str, text: str) -> None:
+            body = text.encode()
+            self.send_response(code)
+            for name, value in _HEADERS.items():
+                self.send_header(name, value)
+            if code != 204:
+                self.send_header("Content-Type", f"{kind}; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Requests are not logged."""
+
+    try:
+        server = ThreadingHTTPServer((LOOPBACK, port), Handler)
+    except OSError as error:
+        why, fix = error.strerror or str(error), "give another with --port, or 0 for a free one"
+        raise ResourceError("cannot open the port", where=f"{LOOPBACK}:{port}", why=why, fix=fix) from error
+    server.daemon_threads = True
+    return server

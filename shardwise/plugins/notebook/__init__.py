@@ -1,0 +1,1 @@
+"""The bar of a run that ``train`` or ``fit`` started from Python."""

@@ -1,0 +1,1 @@
+"""Schedules of pipeline parallelism that few runs use: PipeDream."""

@@ -1,0 +1,41 @@
+"""The core's own unit tests, on a copy of the package that has no plugins.
+
+    python -m tests.core_only [ARGUMENTS OF PYTEST]
+
+A core test that needs a plugin fails here: it belongs to tests/plugins.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.harness.core_copy import copy_core, core_environment
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+WHOLE = (
+    *("test_api.py", "test_architecture.py", "test_docs.py", "test_prose.py", "test_without_plugins.py"),
+    *("test_torture.py", "test_soak.py", "cli"),
+)
+"""Tests of the whole repository, plugins included; and folders without unit tests."""
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code of pytest."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-core-") as name:
+        folder = Path(name)
+        copy_core(folder)
+        left_out = shutil.ignore_patterns("plugins", "__pycache__", *WHOLE, "*_benchmark.py")
+        shutil.copytree(REPOSITORY / "tests", folder / "tests", ignore=left_out)
+        for path in REPOSITORY.iterdir():
+            if not path.name.startswith(".") and not (folder / path.name).exists():
+                (folder / path.name).symlink_to(path)
+        command = [sys.executable, "-m", "pytest", "tests", "-m", "unit", *arguments]
+        return subprocess.run(command, cwd=folder, env=core_environment(folder), check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
