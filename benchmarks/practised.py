@@ -128,7 +128,7 @@ def set_apart(settings: Mapping[str, object]) -> Iterator[None]:
 def _all_heads() -> Iterator[None]:
     """Every rank rotates queries and keys of all heads, and takes its own; gradients are gathered, too."""
     groups: list[TPGroup] = []
-    shard, rotate = tensor.shard_layers, decoder.rotate
+    shard, rotate = tensor.shard_layers, decoder.rotate_positions
 
     def sharding(model: Any, plan: Any, mesh: Any, *shares: bool) -> None:
         groups.append(TPGroup.of(mesh.get_group()))
@@ -145,7 +145,7 @@ def _all_heads() -> Iterator[None]:
 
     with (
         mock.patch.object(tensor, "shard_layers", sharding),
-        mock.patch.object(decoder, "rotate", rotating),
+        mock.patch.object(decoder, "rotate_positions", rotating),
     ):
         yield
 

@@ -1,8 +1,8 @@
 """Tiers of tests, and fixtures for all of them.
 
 Every test is in one tier: ``long`` where it is marked so, ``cli`` in tests/cli and where it runs a command, ``ranks``
-where it forks ranks from the pool, ``unit`` otherwise. Each process of pytest-xdist takes whole files, so the
-trials of a test (harness/parity.py) share forks.
+where it forks ranks from the pool, ``plan`` in tests/planner, in tests/dryrun and where it shares dry runs, ``unit``
+otherwise. Each process of pytest-xdist takes whole files, so the trials of a test (harness/parity.py) share forks.
 """
 
 from __future__ import annotations
@@ -12,29 +12,35 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
-from tests.harness.commands import Shell
-from tests.harness.parity import Parity, Trial, batches
 from tests.harness.pool import Pool
+
+if TYPE_CHECKING:  # torch takes seconds, and the process that only distributes tests needs none
+    from tests.harness.commands import Shell
+    from tests.harness.parity import Parity, Trial
 
 # The time of one example depends on the load of the machine, and the suite runs two processes.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-TIERS = ("ranks", "cli", "unit", "long")
+TIERS = ("ranks", "cli", "plan", "unit", "long")
 """In the order in which they run. Short tests run last, so that both processes end at about the same time."""
 
-CLI = Path(__file__).parent / "cli"
+TESTS = Path(__file__).parent
+FOLDERS = {"cli": "cli", "planner": "plan", "dryrun": "plan"}
+"""Those whose tests are of another tier than ``unit``."""
 
 _CACHE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One cache folder for all processes of the session, and no measurement: no test reads or writes the user's."""
+    """One cache folder for all processes of the session, no measurement, and no hub: no test touches the user's."""
     os.environ["SHARDWISE_MEASURE"] = "0"
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: its retries take 20 seconds
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.stash[_CACHE] = tempfile.TemporaryDirectory(
             prefix="shardwise-tests-", ignore_cleanup_errors=True
@@ -61,9 +67,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _tier(item: pytest.Item) -> str:
     fixtures = getattr(item, "fixturenames", ())
-    marked = next((tier for tier in ("long", "cli") if item.get_closest_marker(tier)), None)
-    runs_commands = "shell" in fixtures or CLI in item.path.parents
-    return marked or ("cli" if runs_commands else "ranks" if "pool" in fixtures else "unit")
+    marked = next((tier for tier in ("long", "cli", "plan") if item.get_closest_marker(tier)), None)
+    folder = FOLDERS.get(item.path.relative_to(TESTS).parts[0]) if TESTS in item.path.parents else None
+    if marked is not None or folder == "cli":
+        return marked or "cli"
+    if "shell" in fixtures or "pool" in fixtures:
+        return "cli" if "shell" in fixtures else "ranks"
+    return "plan" if "remembered_dry_runs" in fixtures else folder or "unit"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -83,12 +93,16 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def shell(pool: Pool) -> Shell:
     """Runs commands in forks that have torch: `shell.run("plan", "recipe.yaml")` (see harness/commands.py)."""
+    from tests.harness.commands import Shell
+
     return Shell(pool)
 
 
 @pytest.fixture(scope="session")
 def parity(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Parity:
     """Verdicts on trials: `parity.verdict(trial)` (see harness/parity.py)."""
+    from tests.harness.parity import Parity, batches
+
     tests: dict[str, list[Trial]] = {}
     for item in request.session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}

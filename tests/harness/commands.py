@@ -9,6 +9,7 @@ exit code; so do the ranks that it launches, which are its children.
         assert done.returncode == 0, done.stderr
 
 What a test of process starts checks needs a real process: torch not imported, closed pipes, torchrun, a killed rank.
+Pictures of the command's report are blank: matplotlib would take half of the time of a run. tests/report/ draws them.
 """
 
 from __future__ import annotations
@@ -186,11 +187,14 @@ def _command(
     err: int,
 ) -> int:
     """The whole life of a command; returns its exit code."""
+    from matplotlib import figure as matplotlib_figure  # the template has imported it; pytest need not
+
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     sys.path.insert(0, folder)  # as `python -m` does
     os.chdir(folder)
     idle = [_Fork() for _ in range(ranks)]
+    matplotlib_figure.Figure.savefig = _save_blank  # type: ignore[method-assign]
 
     def spawn(command: Command) -> _Fork:
         return idle.pop().begin(WORKER, command)
@@ -198,6 +202,10 @@ def _command(
     launcher.spawner = spawn
     _run_in_forks(idle)
     return _as_main(module, words, environment, out, err)
+
+
+def _save_blank(figure: object, stream: IO[Any], *, format: str, **options: Any) -> None:
+    stream.write("<svg></svg>" if format == "svg" else b"")
 
 
 def _run_in_forks(idle: list[_Fork]) -> None:

@@ -89,6 +89,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"targets": ["q_proj"], "name": "dora", "rank_stabilized": True},
     ),
 }  # fmt: skip
+PLAIN = {
+    "tensor_parallel": 1,
+    "sequence_parallel": 1,
+    "pipeline_parallel": 1,
+    "activation_checkpointing": "none",
+}
+"""Pinned, so that the plan has no search."""
 COPIED = ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "lora_bias")
 
 
@@ -212,6 +219,21 @@ def test_what_peft_saved_is_served_merged_and_continued(
     close(logits(model.eval()), expected)
 
 
+TRAINED = (
+    "ranks and alphas",
+    "modules to save",
+    "part of a block to save",
+    "output layer",
+    "rslora and dora",
+)
+"""By a whole run in `make test`; technique/test_peft_training.py trains the options without the command."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [name if name in TRAINED else pytest.param(name, marks=pytest.mark.long) for name in OPTIONS],
+    indirect=True,
+)
 def test_what_a_run_trains_is_read_by_peft(
     case: tuple[dict[str, Any], dict[str, Any]], base: Path, shell: Shell, tmp_path: Path
 ) -> None:
@@ -223,7 +245,7 @@ def test_what_a_run_trains_is_read_by_peft(
         "steps": 3, "batch_size": 4, "adapter": case[1],
         "optimizer": {"learning_rate": 0.05}, "schedule": {"name": "constant", "warmup": 0},
         "cluster": {"device": "cpu", "devices_per_node": 2},
-        "strategy": {"precision": "fp32", "zero_stage": 3, "micro_batch_size": 2, "loss": "logits"},
+        "strategy": {"precision": "fp32", "zero_stage": 3, "micro_batch_size": 2, "loss": "logits", **PLAIN},
     }  # fmt: skip
     (base / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}", encoding="utf-8"
