@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from shardwise.core.errors import ResourceError as ResourceError
 from shardwise.core.errors import ShardwiseError as ShardwiseError
 from shardwise.core.paths import path_of
 from shardwise.core.plan import Plan as Plan
-from shardwise.core.plugins import plugin, require_plugin
+from shardwise.core.plugins import require_plugin
 from shardwise.core.run_files import Which
 from shardwise.core.user_objects import giving, here
 from shardwise.exporter.export_run import export_run
@@ -35,6 +35,7 @@ from shardwise.exporter.module_weights import load_into as load_into
 from shardwise.hardware.cluster import Cluster as Cluster
 from shardwise.hardware.cluster import cluster_of
 from shardwise.jobs import training, verifying
+from shardwise.jobs.live_bar import live_bar
 from shardwise.jobs.objects import Given, recipe_from, with_callbacks
 from shardwise.jobs.planning import make_plan
 from shardwise.jobs.request import measured_cluster
@@ -276,9 +277,7 @@ def spawn(function: Callable[[], object], ranks: int, *, logs: str | Path | None
 def _trained(
     given: Given, plan: Plan | None, out: Path, exact_memory: bool, progress: bool | None
 ) -> TrainedRun:
-    notebook = plugin("notebook.live_bar")
-    bar = notebook.live_bar(out, given.recipe.steps, progress) if notebook is not None else nullcontext()
-    with giving(given.objects) as environment, bar:
+    with giving(given.objects) as environment, live_bar(out, given.recipe.steps, progress):
         workers = partial(_run_workers, environment=environment)
         cluster = cluster_of(given.recipe.cluster) if plan else measured_cluster(given.recipe)
         with preloaded_run(cluster.world_size, cluster.nodes):

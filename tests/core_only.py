@@ -1,6 +1,6 @@
 """The core's own unit tests, on a copy of the package that has no plugins.
 
-    python -m tests.core_only [ARGUMENTS OF PYTEST]
+    python -m tests.core_only [ARGUMENTS AND TESTS FOR PYTEST]
 
 A core test that needs a plugin fails here: it belongs to tests/plugins.
 """
@@ -18,9 +18,10 @@ from tests.harness.core_copy import copy_core, core_environment
 REPOSITORY = Path(__file__).resolve().parents[1]
 WHOLE = (
     *("test_api.py", "test_architecture.py", "test_docs.py", "test_prose.py", "test_without_plugins.py"),
-    *("test_torture.py", "test_soak.py", "cli"),
+    *("test_agreement.py", "test_combinations.py", "test_mixes.py"),
+    *("test_torture.py", "test_soak.py", "*_benchmark.py", "cli"),
 )
-"""Tests of the whole repository, plugins included; and folders without unit tests."""
+"""Tests of the whole repository, plugins included: its pages, rows of all settings; and those without unit tests."""
 
 
 def main(arguments: list[str]) -> int:
@@ -28,12 +29,12 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="shardwise-core-") as name:
         folder = Path(name)
         copy_core(folder)
-        left_out = shutil.ignore_patterns("plugins", "__pycache__", *WHOLE, "*_benchmark.py")
+        left_out = shutil.ignore_patterns("plugins", "__pycache__", *WHOLE)
         shutil.copytree(REPOSITORY / "tests", folder / "tests", ignore=left_out)
         for path in REPOSITORY.iterdir():
             if not path.name.startswith(".") and not (folder / path.name).exists():
                 (folder / path.name).symlink_to(path)
-        command = [sys.executable, "-m", "pytest", "tests", "-m", "unit", *arguments]
+        command = [sys.executable, "-m", "pytest", "-m", "unit", *(arguments or ["tests"])]
         return subprocess.run(command, cwd=folder, env=core_environment(folder), check=False).returncode
 
 

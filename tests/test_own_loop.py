@@ -244,11 +244,10 @@ def test_objects_of_python_are_planned_and_trained(tmp_path: Path, capfd: pytest
         return scale * total, count
 
     record = shardwise.fit(
-        model, scaled, Points, out=tmp_path / "run", callbacks=[Listener()], trackers=["csv"], **given
+        model, scaled, Points, out=tmp_path / "run", callbacks=[Listener()], checkpoint={"keep": 5}, **given
     )
     assert [step.step for step in record.steps] == [1, 2, 3] and record.outcome is not None
     assert heard.read_text() == "finished"
-    assert (tmp_path / "run" / "trackers" / "csv" / "metrics.csv").exists()
     order = [[step.loss] for step in record.steps]
     assert record.steps[0].learning_rate == pytest.approx(0.05 / 5), (
         "the schedule and the optimizer's own rate"
@@ -258,4 +257,5 @@ def test_objects_of_python_are_planned_and_trained(tmp_path: Path, capfd: pytest
     said = capfd.readouterr()
     assert order and said.out == ""
     assert "step 3/3  loss" in said.err and "samples/s" in said.err and "tokens" not in said.err
-    assert "python:model" in (tmp_path / "run" / "recipe.yaml").read_text()
+    written = (tmp_path / "run" / "recipe.yaml").read_text()
+    assert "python:model" in written and "keep: 5" in written

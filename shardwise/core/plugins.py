@@ -9,7 +9,6 @@ Plugins also add to the work of the core:
     fewest_devices  ``shardwise plan --for devices``
     gguf            ``shardwise export --gguf``
     importers       ``shardwise plan`` reads files of other trainers
-    notebook        the bar of ``shardwise.train`` and ``fit``
     scaling         a plan and a report compare the run with scaling laws
     serve           samples at the end of a run, and ``shardwise plan --serve``
 """

@@ -19,7 +19,7 @@ import pytest
 import shardwise
 from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
-from shardwise.plugins.notebook.live_bar import in_notebook, live_bar
+from shardwise.jobs.live_bar import in_notebook, live_bar
 from shardwise.report.record import read_run
 from tests.report.conftest import example_plan, write_run
 
@@ -77,7 +77,7 @@ def test_the_bar_follows_the_metrics_of_a_notebook_s_run(
     assert not in_notebook()
     monkeypatch.setitem(sys.modules, "IPython", module)
     monkeypatch.setitem(sys.modules, "IPython.display", html)
-    monkeypatch.setattr("shardwise.plugins.notebook.live_bar.METRICS_POLL_SECONDS", 0.01)
+    monkeypatch.setattr("shardwise.jobs.live_bar.METRICS_POLL_SECONDS", 0.01)
     folder = tmp_path / "run"
     with live_bar(folder, 30):
         time.sleep(0.05)

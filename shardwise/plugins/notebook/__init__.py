@@ -1,1 +1,0 @@
-"""The bar of a run that ``train`` or ``fit`` started from Python."""
