@@ -228,10 +228,8 @@ class ChatTemplate:
         if key not in self._openings:
             asked = {**variables, "add_generation_prompt": True}
             try:
-                opened = forms.rendered(window, lambda messages: forms.jinja.render(messages, asked, today))
-                closed = forms.rendered(
-                    window, lambda messages: forms.jinja.plain(messages, variables, today)
-                )
+                opened = forms.rendered(window, lambda turns: forms.jinja.render(turns, asked, today))
+                closed = forms.rendered(window, lambda turns: forms.jinja.plain(turns, variables, today))
             except Exception:  # the template rejects the window alone
                 self._openings[key] = ("", "")
             else:

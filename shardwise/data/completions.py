@@ -76,7 +76,7 @@ class Completions(TokenDataset):
         return self.encoder.tokenizer
 
     @property
-    def chats(self) -> bool:  # type: ignore[override]
+    def chats(self) -> bool:
         return self.cache.header.chats
 
     def __len__(self) -> int:

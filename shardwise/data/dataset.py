@@ -39,11 +39,9 @@ class Dataset(ABC):
     """Numbered samples, in an order that follows from the seed and the step alone.
 
     Attributes:
-        fill: by name, the value that fills up arrays that differ in length within a batch; others must be equal.
         endless: whether samples have numbers beyond the first epoch (a stream).
     """
 
-    fill: Mapping[str, int] = {}
     endless = False
 
     @abstractmethod
@@ -64,6 +62,11 @@ class Dataset(ABC):
     @abstractmethod
     def text(self, index: int) -> str:
         """Sample `index` as readable text."""
+
+    @property
+    def fill(self) -> Mapping[str, int]:
+        """By name, the value that fills up arrays that differ in length within a batch; others must be equal."""
+        return {}
 
     def release(self) -> None:
         """Called after samples were copied into a batch: give back the memory that reading them mapped."""
@@ -105,17 +108,20 @@ class TokenDataset(Dataset):
         cache: holds the tokens.
         length: of `input_ids`.
         from_records: whether it is made of records with completions, and not of plain text.
-        chats: whether a chat template wrote the records.
     """
 
     tokenizer: Tokenizer
     cache: TokenCache
     length: int
     from_records = False
-    chats = False
 
     @property
-    def fill(self) -> Mapping[str, int]:  # type: ignore[override]
+    def chats(self) -> bool:
+        """Whether a chat template wrote the records."""
+        return False
+
+    @property
+    def fill(self) -> Mapping[str, int]:
         return {"starts": self.length}
 
     def release(self) -> None:

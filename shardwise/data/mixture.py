@@ -39,8 +39,8 @@ class Mixture(Dataset):
         self._ends = np.cumsum(self.counts)
 
     @property
-    def fill(self) -> Mapping[str, int]:  # type: ignore[override]
-        return self._datasets[0].fill
+    def fill(self) -> Mapping[str, int]:
+        return {name: value for dataset in self._datasets for name, value in dataset.fill.items()}
 
     def __len__(self) -> int:
         return int(self._offsets[-1])

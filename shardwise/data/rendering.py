@@ -77,7 +77,7 @@ class JinjaTemplate:
     """
 
     def __init__(self, source: str) -> None:
-        environment = _jinja_environment()
+        environment = _template_environment()
         tree = environment.parse(source)
         names = frozenset(meta.find_undeclared_variables(tree)) - {_GENERATED, *environment.globals}
         self.variables = names - {"messages", "tools", "add_generation_prompt", "strftime_now"}
@@ -288,7 +288,7 @@ class _Generation(Extension):
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
 
-def _jinja_environment() -> ImmutableSandboxedEnvironment:
+def _template_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

@@ -18,7 +18,7 @@ from shardwise.dryrun.tracker import EXCHANGED, TAGS, Allocation, Tracker
 
 
 @dataclass(frozen=True)
-class Sample:
+class LedgerPoint:
     """One point of the timeline."""
 
     time: int
@@ -182,7 +182,7 @@ def ledger_at(tracker: Tracker, time: int, on_host: bool = False) -> Ledger:
     return ledger_from(rows)
 
 
-def timeline(tracker: Tracker, since: int, points: int = 200) -> list[Sample]:
+def timeline(tracker: Tracker, since: int, points: int = 200) -> list[LedgerPoint]:
     """The device's ledger over time: at most ``points`` samples, each the peak of its interval."""
     changes = _byte_changes(tracker)
     span = max(1, -(-(tracker.now - since + 1) // points))
@@ -194,8 +194,8 @@ def timeline(tracker: Tracker, since: int, points: int = 200) -> list[Sample]:
             by_time.setdefault(a.died, []).append((rows[a], -a.size))
     starts = [start for start, _ in tracker.phases]
     current: dict[str, int] = {}
-    samples: list[Sample] = []
-    best: Sample | None = None
+    samples: list[LedgerPoint] = []
+    best: LedgerPoint | None = None
     for time in range(1, tracker.now + 1):
         for row, size in by_time.get(time, ()):
             current[row] = current.get(row, 0) + size
@@ -204,7 +204,7 @@ def timeline(tracker: Tracker, since: int, points: int = 200) -> list[Sample]:
         ledger_total = sum(current.values())
         if best is None or ledger_total > best.ledger.total:
             phase = tracker.phases[bisect_right(starts, time) - 1][1]
-            best = Sample(time, phase, ledger_from(current))
+            best = LedgerPoint(time, phase, ledger_from(current))
         if (time - since) % span == span - 1 or time == tracker.now:
             samples.append(best)
             best = None

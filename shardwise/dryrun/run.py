@@ -23,7 +23,7 @@ from shardwise.dryrun.block_times import block_times
 from shardwise.dryrun.counting import dtype_name
 from shardwise.dryrun.modules import RunningModule
 from shardwise.dryrun.moments import MemoryMoments, moments
-from shardwise.dryrun.reading import Sample, ledger_at, peaks, peaks_of_passes, timeline
+from shardwise.dryrun.reading import LedgerPoint, ledger_at, peaks, peaks_of_passes, timeline
 from shardwise.dryrun.replay import Replay, Trace
 from shardwise.dryrun.sites import sites_at_peak
 from shardwise.dryrun.snapshot import memory_snapshot
@@ -84,7 +84,7 @@ class DryRun:
     rank: int
     peaks: dict[str, Peak]
     cost: StepCost
-    timeline: tuple[Sample, ...]
+    timeline: tuple[LedgerPoint, ...]
     parameters: int
     even: bool
     compute_dtype: str

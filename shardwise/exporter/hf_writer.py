@@ -31,12 +31,10 @@ from shardwise.core.errors import CheckpointError, ResourceError
 from shardwise.core.units import format_bytes
 from shardwise.model.files.folder_layout import HFFolder, TensorGroup, TensorShape
 from shardwise.model.files.safetensors_reader import INDEX, SINGLE, STORED_DTYPES, WeightFiles
+from shardwise.model.merging import ReadTensor
 
 LARGEST_SHARD = 5 * 10**9
 """Bytes of the tensors of one file; a larger tensor has a file of its own."""
-
-ReadTensor = Callable[[str], Tensor]
-"""A whole tensor of the model, by canonical name."""
 
 
 ExtraFile = Path | Callable[[], bytes]

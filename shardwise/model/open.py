@@ -33,11 +33,11 @@ def blueprint_of(recipe: Recipe) -> Blueprint:
         from shardwise.model.adapted import AdaptedModel
 
         made = AdaptedModel(base, recipe.adapter)
-    made.minimises = _objective_of(recipe)
+    made.minimises = _training_objective(recipe)
     return made
 
 
-def _objective_of(recipe: Recipe) -> TrainingObjective:
+def _training_objective(recipe: Recipe) -> TrainingObjective:
     """The objective that the recipe names. Raises RecipeError if it cannot be made."""
     spec = recipe.objective
     if spec is None:

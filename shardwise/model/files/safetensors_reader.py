@@ -127,11 +127,11 @@ class WeightFiles:
                 yield part, opened.get_tensor(self.stored_name(name))
                 return
             source = opened.get_slice(self.stored_name(name))
-            for piece, wanted in _row_groups(part, slices):
+            for piece, wanted in _row_pieces(part, slices):
                 yield piece, source[wanted]
 
 
-def _row_groups(part: Tensor, slices: Slices) -> Iterator[tuple[Tensor, Slices]]:
+def _row_pieces(part: Tensor, slices: Slices) -> Iterator[tuple[Tensor, Slices]]:
     """Cut a shard and its slices of the global tensor into groups of rows of at most PIECE bytes."""
     first, rest = slices[0], slices[1:]
     rows = max(1, PIECE * part.shape[0] // (part.numel() * part.element_size()))

@@ -94,7 +94,7 @@ class HuggingFaceModel(Blueprint):
         self.vocab = text.vocab_size
         self.trained_in = self.config.dtype
         plan = getattr(text, "base_model_pp_plan", None) or {}
-        # Without this plan it is unknown what passes between blocks, so the model is not cut.
+        # Without this plan it is not known what passes between blocks, and the model is not cut.
         self.width = text.hidden_size if plan.keys() == BASE_PARTS else None
         context = getattr(text, "max_position_embeddings", None)  # some configs have -1
         self.context = context if context and context > 0 else None
