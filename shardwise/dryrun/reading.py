@@ -176,7 +176,7 @@ def ledger_at(tracker: Tracker, time: int, on_host: bool = False) -> Ledger:
     """Bytes by category of all allocations alive at ``time``, in device memory or in host memory."""
     rows: dict[str, int] = {}
     for a in _allocations(tracker, on_host):
-        if a.born <= time and (a.died is None or a.died > time):
+        if a.lives_at(time):
             row = category(a, tracker)
             rows[row] = rows.get(row, 0) + a.size
     return ledger_from(rows)

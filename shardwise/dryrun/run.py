@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -146,31 +146,31 @@ def dry_run(
         tracker = _tracker(site, target, modules, fake)
         kernels = target.kernels(cluster.devices_per_node)
         with torch.random.fork_rng(devices=[]), fake, tracker.watching(), kernels, modules:
-            run, few, start, entries = _tracked_step(site, recipe, strategy, (count, reduced), tracker)
-        trace = _trace(tracker, start, cluster) if history and target.caches else None
+            step = _tracked_step(site, recipe, strategy, (count, reduced), tracker)
+        trace = _trace(tracker, step.start, cluster) if history and target.caches else None
         names = [modules.named(block) for block in site.view.blocks]
     return DryRun(
         rank,
-        peaks(tracker, since=start),
-        whole_cost(tracker.tallies, few, count),
-        tuple(timeline(tracker, since=start)) if history else (),
+        peaks(tracker, since=step.start),
+        whole_cost(tracker.tallies, step.few, count),
+        tuple(timeline(tracker, since=step.start)) if history else (),
         elements,
         even,
-        dtype_name(run.options.dtypes.compute),
+        dtype_name(step.run.options.dtypes.compute),
         trace=trace,
         replay=trace.replayed(options_in(cluster.device.kind)) if trace is not None else None,
         hints=site.hints,
-        host=max(peaks(tracker, start, on_host=True).values(), key=lambda peak: peak.bytes).ledger,
+        host=max(peaks(tracker, step.start, on_host=True).values(), key=lambda peak: peak.bytes).ledger,
         disk_bytes=tracker.disk_bytes,
-        saved_bytes=tracker.disk_bytes + _saved_bytes(run),
+        saved_bytes=tracker.disk_bytes + _saved_bytes(step.run),
         communicators=len(tracker.groups),
         depth=blueprint.depth if place is None else place.depth,
         place=None if place is None else place.without_groups(),
-        pass_bytes=_pass_bytes(tracker, entries) if place is not None and history else 0,
-        pass_peaks=() if reduced.micro_batches is None else peaks_of_passes(tracker, entries, few),
-        moments=moments(tracker, start, depth) if with_moments else None,
-        sites=sites_at_peak(tracker, start) if history else (),
-        blocks=block_times(tracker, start, names) if history else None,
+        pass_bytes=_pass_bytes(tracker, step.passes) if place is not None and history else 0,
+        pass_peaks=() if reduced.micro_batches is None else peaks_of_passes(tracker, step.passes, step.few),
+        moments=moments(tracker, step.start, depth) if with_moments else None,
+        sites=sites_at_peak(tracker, step.start) if history else (),
+        blocks=block_times(tracker, step.start, names) if history else None,
         snapshot=memory_snapshot(tracker, options_in(cluster.device.kind)) if with_snapshot else None,
     )
 
@@ -230,16 +230,28 @@ def _tag_state(run: Run, tracker: Tracker) -> None:
         tracker.tag((v for v in state.values() if isinstance(v, torch.Tensor)), "optimizer_state")
 
 
+class _TrackedStep(NamedTuple):
+    """A step that the tracker has seen.
+
+    Attributes:
+        few: the micro-batches that were run.
+        start: the tracker's time before the step.
+        passes: the tracker's time at the start of each pass, with its phase.
+    """
+
+    run: Run
+    few: int
+    start: int
+    passes: list[tuple[int, str]]
+
+
 def _tracked_step(
     site: Site, recipe: Recipe, strategy: Strategy, whole: tuple[int, Reduced], tracker: Tracker
-) -> tuple[Run, int, int, list[tuple[int, str]]]:
+) -> _TrackedStep:
     """Build and run one step within the tracker.
 
     Args:
         whole: the micro-batches of a step, and how far to reduce it.
-
-    Returns:
-        The run, the micro-batches that were run, when the step began, and when its passes did.
     """
     count, reduced = whole
     run = materialise(site, torch.device("cpu"))
@@ -249,7 +261,7 @@ def _tracked_step(
     few = run.passes.representative_count(count, reduced.micro_batches)
     batches = _fake_batches(run, strategy, recipe, (few, count), tracker)
     start = tracker.now
-    return run, few, start, _counted_step(run, batches[:few], tracker)
+    return _TrackedStep(run, few, start, _counted_step(run, batches[:few], tracker))
 
 
 def _fake_batches(

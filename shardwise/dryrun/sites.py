@@ -6,6 +6,7 @@ Blocks have equal sites: a number in a module's name becomes ``*``, and their by
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from shardwise.core.plan import AllocationSite
 from shardwise.dryrun.reading import category, highest
@@ -22,15 +23,15 @@ _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 def sites_at_peak(tracker: Tracker, since: int) -> tuple[AllocationSite, ...]:
     """Device memory at the highest moment since a time, the largest site first; together the counted ledger."""
     phase, (_, time) = max(highest(tracker, since).items(), key=lambda pair: pair[1])
-    found: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+    sizes: dict[SiteKey, tuple[int, int]] = {}
     if workspace := dict(tracker.workspaces).get(time, 0):
-        found["communication", phase, "", WORKSPACE] = 1, workspace
-    for each in tracker.allocations:
-        if not each.on_host and each.born <= time and (each.died is None or each.died > time):
-            key = site_of(each, tracker)
-            count, size = found.get(key, (0, 0))
-            found[key] = count + 1, size + each.size
-    listed = sorted(found.items(), key=lambda pair: (-pair[1][1], pair[0]))
+        sizes[SiteKey("communication", phase, "", WORKSPACE)] = 1, workspace
+    for allocation in tracker.allocations:
+        if not allocation.on_host and allocation.lives_at(time):
+            key = site_of(allocation, tracker)
+            count, size = sizes.get(key, (0, 0))
+            sizes[key] = count + 1, size + allocation.size
+    listed = sorted(sizes.items(), key=lambda pair: (-pair[1][1], pair[0]))
     sites = [AllocationSite(*key, tensors=count, bytes=size) for key, (count, size) in listed[:MOST_SITES]]
     rest = [pair for _, pair in listed[MOST_SITES:]]
     if rest:
@@ -41,7 +42,16 @@ def sites_at_peak(tracker: Tracker, since: int) -> tuple[AllocationSite, ...]:
     return tuple(sites)
 
 
-def site_of(allocation: Allocation, tracker: Tracker) -> tuple[str, str, str, str]:
-    """The row of the ledger, the phase, the module without numbers, and the operation."""
+class SiteKey(NamedTuple):
+    """What the allocations of one site have in common (core/plan.py, ``AllocationSite``)."""
+
+    row: str
+    phase: str
+    module: str
+    operation: str
+
+
+def site_of(allocation: Allocation, tracker: Tracker) -> SiteKey:
+    """The site of an allocation; its module without numbers."""
     module = _INDEX.sub("*", allocation.where)
-    return category(allocation, tracker), allocation.phase, module, allocation.operation
+    return SiteKey(category(allocation, tracker), allocation.phase, module, allocation.operation)

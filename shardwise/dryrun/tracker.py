@@ -87,6 +87,9 @@ class Allocation:
     micro_batch: int | None = None
     called: bool = False
 
+    def lives_at(self, time: int) -> bool:
+        return self.born <= time and (self.died is None or self.died > time)
+
 
 @dataclass(eq=False)
 class StorageOrigin:

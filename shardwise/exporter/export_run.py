@@ -102,20 +102,39 @@ def open_run(
 ) -> OpenedRun:
     """Open a complete checkpoint of a run, or the ``base`` of its adapters. Raises ShardwiseError."""
     recipe, checkpoint = checkpoint_of(folder, which)
-    if base and recipe.adapter is None:
+    if base:
+        _require_frozen_base(recipe, folder)
+    blueprint = blueprint_of(recipe)
+    weights = SavedWeights(checkpoint)
+    with torch.device("meta"):
+        merged = Merged(blueprint.build(), weights.read, with_adapters=not base)
+    float_dtype = EXPORT_DTYPES[dtype or precision_of(weights.strategy)]
+    contents = _contents_of_run(recipe, blueprint, weights, merged, float_dtype)
+    plain = base_of(recipe) if merged.layers or base else blueprint
+    return OpenedRun(recipe, blueprint, plain, weights, merged, contents)
+
+
+def _require_frozen_base(recipe: Recipe, folder: Path) -> None:
+    """Raise RecipeError unless all weights of the base are as they were before the run."""
+    if recipe.adapter is None:
         why = "it trains all weights, and has no adapter"
         raise RecipeError("this run has no frozen base", where=str(folder), why=why, fix="leave out --base")
-    if base and recipe.adapter is not None and recipe.adapter.modules_to_save:
+    if recipe.adapter.modules_to_save:
         raise RecipeError(
             "the base's own weights are not in this run",
             where=str(folder),
             why=f"it has trained {', '.join(recipe.adapter.modules_to_save)} in full",
             fix=f"take the base from {recipe.model.hf}" if recipe.model.hf else "leave out --base",
         )
-    blueprint = blueprint_of(recipe)
-    layout, weights = blueprint.hf_folder(), SavedWeights(checkpoint)
-    wanted = EXPORT_DTYPES[dtype or precision_of(weights.strategy)]
-    config, tokenizer = dict(layout.config), open_tokenizer(recipe.data.tokenizer)
+
+
+def _contents_of_run(
+    recipe: Recipe, blueprint: Blueprint, weights: SavedWeights, merged: Merged, dtype: torch.dtype
+) -> Contents:
+    """The plain model in the form of a folder, with the run's tokenizer; its weights in ``dtype``."""
+    layout = blueprint.hf_folder()
+    tokenizer = open_tokenizer(recipe.data.tokenizer)
+    config = dict(layout.config)
     extra_files: dict[str, ExtraFile] = {path.name: path for path in layout.copied}
     if "eos_token_id" not in config:
         end = {"eos_token_id": tokenizer.separator}
@@ -123,26 +142,21 @@ def open_run(
         extra_files[GENERATION_CONFIG] = lambda: json.dumps(end).encode() + b"\n"
     if recipe.data.tokenizer != "bytes":
         extra_files |= tokenizer_files(recipe.data.tokenizer)
-    held = weights.dtypes
-    kept = {name: kind for name, kind in held.items() if not kind.is_floating_point}
+    integers = {name: kind for name, kind in weights.dtypes.items() if not kind.is_floating_point}
     names = {name for group in layout.groups for name in group.sources}
-    dtypes = {name: kept.get(name, wanted) for name in names}
-    with torch.device("meta"):
-        merged = Merged(blueprint.build(), weights.read, with_adapters=not base)
-    contents = Contents(replace(layout, config=config_in(config, wanted)), dtypes, merged.read, extra_files)
-    if blueprint.objective == "causal":
-        contents = with_ends(contents, tokenizer.ends)
-    plain = base_of(recipe) if merged.layers or base else blueprint
-    return OpenedRun(recipe, blueprint, plain, weights, merged, contents)
+    dtypes = {name: integers.get(name, dtype) for name in names}
+    contents = Contents(replace(layout, config=config_in(config, dtype)), dtypes, merged.read, extra_files)
+    return with_ends(contents, tokenizer.ends) if blueprint.objective == "causal" else contents
 
 
 def contents_of(model: HuggingFaceModel, dtype: str | None = None) -> Contents:
     """A model of transformers in the form of its folder, without quantization. ``dtype`` replaces that on disk."""
     layout, weights = model.hf_folder(), model.weights()
     names = sorted({name for group in layout.groups for name in group.sources})
-    held = {name: DTYPES_BY_NAME[weights.kind(name)] for name in names}
+    stored = {name: DTYPES_BY_NAME[weights.kind(name)] for name in names}
     dtypes = {
-        n: EXPORT_DTYPES[dtype] if dtype and kind.is_floating_point else kind for n, kind in held.items()
+        name: EXPORT_DTYPES[dtype] if dtype and kind.is_floating_point else kind
+        for name, kind in stored.items()
     }
     floats = {kind for kind in dtypes.values() if kind.is_floating_point}
     config = config_in(layout.config, floats.pop()) if len(floats) == 1 else layout.config

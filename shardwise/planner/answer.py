@@ -231,12 +231,12 @@ def _sequences(recipe: Recipe, plan: Plan, strategy: Strategy) -> float:
     return -(-recipe.batch_size // data) * data / plan.world_size
 
 
-def _change_distance(plan: Plan, candidate: Candidate, pinned: bool) -> tuple[int, int, float, int]:
+def _change_distance(plan: Plan, candidate: Candidate, pinned: bool) -> tuple[tuple[int, int], float, int]:
     """Fewer changes first, then what fits, then by time and memory; of pins, what fits first."""
     changes = len(plan.strategy.differences(candidate.strategy))
     verdict = _FITTING.index(candidate.verdict)
     nearness = (verdict, changes) if pinned else (changes, verdict)
-    return *nearness, candidate.step_seconds, candidate.peak_bytes
+    return nearness, candidate.step_seconds, candidate.peak_bytes
 
 
 def _changed_settings(plan: Plan, candidate: Candidate) -> Mapping[str, str]:

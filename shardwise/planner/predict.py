@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from shardwise.core.cost import StepCost
 from shardwise.core.ledger import Ledger, Peak
@@ -260,42 +261,59 @@ def _quick(
         return found
     layout = layout_of(strategy, cluster.world_size)
     count = micro_batches(strategy, layout, recipe.batch_size)
-    depth, shallow = blueprint.depth, REDUCED_DEPTH
+    depth = blueprint.depth
 
     def run(blocks: int | None, reduced: Reduced = WHOLE_STEP) -> DryRun:
         return dry_run(
             recipe, blueprint, strategy, cluster, rank=rank, depth=blocks, reduced=reduced, history=False
         )
 
-    staged = has_stages(layout) and depth is not None
-    place = place_of(recipe, blueprint, strategy, cluster, rank) if staged else None
-    if place is not None:
-        depth = place.depth
-
-    def filled(blocks: int) -> DryRun:
-        return _whole_step(partial(run, blocks), place, count)
-
-    repeat = 1
-    while depth is not None and depth > shallow + 1 + repeat:
-        with ReadAhead(filled, (shallow, shallow + repeat)) as ahead:
-            first, tried = ahead.get(0), repeat
-            repeat = first.hints.repeat_every
-            if repeat == 0:
-                break
-            if shallow < (least := max(REDUCED_DEPTH * repeat, first.hints.min_depth)):
-                shallow = least
-                continue
-            if over := (depth - shallow) % repeat:
-                shallow += over  # so that whole repetitions are missing from the model's own depth
-                continue
-            second = ahead.get(1) if repeat == tried else filled(shallow + repeat)
-        if _same_place(first, shallow, second, shallow + repeat):
-            return _extrapolated(first, second, (depth - shallow) // repeat)
-        shallow *= 2
+    place = None
+    if depth is not None and has_stages(layout):
+        place = place_of(recipe, blueprint, strategy, cluster, rank)
+        depth = depth if place is None else place.depth
+    if depth is not None:
+        pair = _pair_to_extrapolate(lambda blocks: _whole_step(partial(run, blocks), place, count), depth)
+        if pair is not None:
+            return _extrapolated(pair.fewer, pair.more, (depth - pair.blocks) // pair.period)
     if place is None or place.shortcut(count) is None:
         return _full(recipe, blueprint, strategy, cluster, rank)
     few = _whole_step(partial(run, None), place, count)
     return _Counts(few.peaks, few.host, few.disk_bytes, 0, few.cost, few.parameters, few, whole=False)
+
+
+class _ShallowPair(NamedTuple):
+    """Dry runs with ``blocks`` blocks, and with ``period`` blocks more."""
+
+    fewer: DryRun
+    more: DryRun
+    blocks: int
+    period: int
+
+
+def _pair_to_extrapolate(run: Callable[[int], DryRun], depth: int) -> _ShallowPair | None:
+    """Two shallow dry runs whose difference is that of all further blocks: their peaks are in the same place.
+
+    Techniques treat blocks in periods, such as every second one. Only a dry run says the period, so the second run
+    starts ahead with the period of the run before, 1 at first.
+    """
+    blocks, period = REDUCED_DEPTH, 1
+    while depth > blocks + 1 + period:
+        with ReadAhead(run, (blocks, blocks + period)) as ahead:
+            fewer, guess = ahead.get(0), period
+            period = fewer.hints.repeat_every
+            if period == 0:  # a technique's treatment of a block depends on the whole depth
+                return None
+            least = max(blocks, REDUCED_DEPTH * period, fewer.hints.min_depth)
+            least += (depth - least) % period  # so that whole periods remain
+            if least > blocks:
+                blocks = least
+                continue
+            more = ahead.get(1) if period == guess else run(blocks + period)
+        if _same_place(fewer, blocks, more, blocks + period):
+            return _ShallowPair(fewer, more, blocks, period)
+        blocks *= 2  # the peak is still in a place of its own, such as the head
+    return None
 
 
 def _whole_step(run: Callable[..., DryRun], place: Place | None, count: int) -> DryRun:

@@ -264,18 +264,18 @@ def _mfu_card(run: RunRecord) -> Iterator[Card]:
         yield Card("MFU", percent_text(step.mfu * step.seconds / measured, 1), f"predicted {predicted}")
 
 
-def _interruption_rows(run: RunRecord) -> list[tuple[str, str, str, str, str]]:
-    """Step, cause, step that training continued from, steps repeated, and seconds lost with their repetition."""
-    spent = run.step_seconds or 0.0
+def _interruption_rows(run: RunRecord) -> list[dict[str, str]]:
+    """Interruptions; the time lost is with the repetition of steps."""
+    step_seconds = run.step_seconds or 0.0
     return [
-        (
-            str(each.reached),
-            each.cause,
-            str(each.resumed),
-            str(each.repeated),
-            seconds(each.seconds + each.repeated * spent),
-        )
-        for each in run.interruptions
+        {
+            "reached": str(interruption.reached),
+            "cause": interruption.cause,
+            "resumed": str(interruption.resumed),
+            "repeated": str(interruption.repeated),
+            "lost": seconds(interruption.seconds + interruption.repeated * step_seconds),
+        }
+        for interruption in run.interruptions
     ]
 
 

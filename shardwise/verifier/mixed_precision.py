@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,19 @@ class FirstGradients:
     gradients: dict[str, Tensor]
     targets: int
     loss_scale: float
+
+
+class _BackwardResult(NamedTuple):
+    """The mean loss, the norm of its gradient, the targets of the mean, and the factor on the loss."""
+
+    loss: float
+    norm: Tensor
+    targets: int
+    loss_scale: float
+
+    @property
+    def finite(self) -> bool:
+        return _finite(self.loss, self.norm)
 
 
 class MixedPrecision:
@@ -104,16 +117,16 @@ class MixedPrecision:
                 that another run made, in spite of an overflow here, is made with a smaller loss scale.
         """
         compute = self._finite_gradients if skip is False else self._gradients
-        loss, norm, *_ = compute(batches, self.loss_scale)
-        skipped = not _finite(loss, norm) if skip is None else skip
+        result = compute(batches, self.loss_scale)
+        skipped = not result.finite if skip is None else skip
         if not skipped:
-            clip(self._masters.values(), norm, self._limit.next(float(norm)))
+            clip(self._masters.values(), result.norm, self._limit.next(float(result.norm)))
             self._optimizer.step(index)
             self._store()
         self._forget()
         if self._scale is not None:
             self._scale.update(skipped)
-        return TrainedStep(loss, float(norm), skipped)
+        return TrainedStep(result.loss, float(result.norm), skipped)
 
     @property
     def loss_scale(self) -> float:
@@ -122,20 +135,20 @@ class MixedPrecision:
 
     def gradients(self, batches: Sequence[Batch], scale: float) -> FirstGradients:
         """Gradients at the present weights by the largest loss scale, at most ``scale``, that does not overflow."""
-        loss, norm, count, scale = self._finite_gradients(batches, scale)
-        found = {name: m.grad.cpu().clone() for name, m in self._masters.items() if m.grad is not None}
+        result = self._finite_gradients(batches, scale)
+        gradients = {name: m.grad.cpu().clone() for name, m in self._masters.items() if m.grad is not None}
         self._forget()
-        return FirstGradients(TrainedStep(loss, float(norm)), found, count, scale)
+        step = TrainedStep(result.loss, float(result.norm))
+        return FirstGradients(step, gradients, result.targets, result.loss_scale)
 
-    def _finite_gradients(self, batches: Sequence[Batch], scale: float) -> tuple[float, Tensor, int, float]:
-        loss, norm, count = self._gradients(batches, scale)
-        while not _finite(loss, norm) and scale > 1:
-            scale = max(1.0, scale / 2)
-            loss, norm, count = self._gradients(batches, scale)
-        return loss, norm, count, scale
+    def _finite_gradients(self, batches: Sequence[Batch], scale: float) -> _BackwardResult:
+        result = self._gradients(batches, scale)
+        while not result.finite and result.loss_scale > 1:
+            result = self._gradients(batches, max(1.0, result.loss_scale / 2))
+        return result
 
-    def _gradients(self, batches: Sequence[Batch], scale: float) -> tuple[float, Tensor, int]:
-        """Gradients of the mean loss in the master weights; (the loss, the norm of its gradient, targets)."""
+    def _gradients(self, batches: Sequence[Batch], scale: float) -> _BackwardResult:
+        """Put gradients of the mean loss into the master weights."""
         self._forget()
         batches = [{name: tensor.to(self._device) for name, tensor in batch.items()} for batch in batches]
         divisor = self._labelled(batches)
@@ -158,7 +171,7 @@ class MixedPrecision:
             grad *= divisor / (count * scale)
             if self._alone:
                 grad.copy_(grad.to(self.compute))
-        return total / count, norm_of(self._masters.values()), count
+        return _BackwardResult(total / count, norm_of(self._masters.values()), count, scale)
 
     def _labelled(self, batches: Sequence[Batch]) -> int:
         """The targets of a step by its labels; 0 where only the loss knows them, as it is called."""

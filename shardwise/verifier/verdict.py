@@ -12,8 +12,9 @@ A limit that would pass an error of 10 % judges nothing: what noise makes so unc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.core.json_file import plain
 
@@ -30,6 +31,8 @@ ALL_PARAMETERS = "all parameters"
 
 Products = tuple[float, float, float]
 """Of a tensor of this run, m, and that of another run, r: <m, r>, <m, m>, <r, r>."""
+
+_CompareSteps = Callable[["TrainedStep", "TrainedStep"], float | None]
 
 
 @dataclass(frozen=True)
@@ -207,8 +210,8 @@ def judge_run(
     Args:
         gradients, parameters: misalignments of the first gradients, and of the updates of all steps together.
     """
-    loss = _worst_step(steps, runs, "loss", runs.unit / math.sqrt(max(1, runs.targets)), tolerance)
-    norm = _worst_step(steps, runs, "grad_norm", runs.unit, tolerance)
+    loss = _worst_step(steps, runs, _loss_apart, runs.unit / math.sqrt(max(1, runs.targets)), tolerance)
+    norm = _worst_step(steps, runs, _norm_apart, runs.unit, tolerance)
     gradient = _worst_of(gradients, runs.gradients, SMALLEST_LIMIT)
     parameter = _worst_of(parameters, runs.parameters, max(SMALLEST_LIMIT, FACTOR * runs.unit))
     return Verdict(
@@ -239,53 +242,83 @@ class _Worst:
     count: ComparedCount
 
 
+class _Limited(NamedTuple):
+    """A difference, and the largest one that passes."""
+
+    difference: float
+    limit: float
+
+    @property
+    def of_limit(self) -> float:
+        return self.difference / self.limit
+
+
 def _worst_step(
-    steps: Sequence[TrainedStep], runs: PlainRuns, name: str, floor: float, tolerance: float
+    steps: Sequence[TrainedStep], runs: PlainRuns, apart: _CompareSteps, floor: float, tolerance: float
 ) -> _Worst:
-    """The worst step by its loss or norm. Norms of skipped updates are not compared.
+    """The worst step by its loss or norm, as ``apart`` compares them. It is None for steps that are not compared.
 
     The first step, before which nothing has grown, allows the noise of first steps. A later one allows the noise so far
-    and in the step after it, because noise grows; at least ``floor``. Where training is unstable, one run may jump
-    that the repeats do not. An error is in all steps, so one in ``JUMPS`` may be beyond its limit.
+    and in the step after it, because noise grows; at least ``floor``.
     """
-    first = _known(_difference(step, runs.first, name) for step in runs.firsts)
+    first_noise = _known(apart(step, runs.first) for step in runs.firsts)
     repeats = [
-        [_difference(*pair, name) for pair in zip(repeat, runs.steps, strict=True)] for repeat in runs.repeats
+        [apart(mine, theirs) for mine, theirs in zip(repeat, runs.steps, strict=True)]
+        for repeat in runs.repeats
     ]
-    found: dict[str, tuple[float, float]] = {}
-    for index, pair in enumerate(zip(steps, runs.steps, strict=True)):
-        later = _known(difference for repeat in repeats for difference in repeat[: index + 2])
-        noise = max([*first, *(later if index else ())], default=0.0)
-        if (difference := _difference(*pair, name)) is not None:
-            found[str(index)] = difference, max(tolerance, FACTOR * noise, floor if index else 0.0)
-    beyond = [n for n, (difference, limit) in found.items() if limit < difference < math.inf and n != "0"]
-    beyond.sort(key=lambda n: found[n][1] / found[n][0])
-    for jump in beyond[: len(found) // JUMPS]:
-        found[jump] = 0.0, math.inf
-    return _worst(found)
+    differences: dict[str, _Limited] = {}
+    for index, (mine, theirs) in enumerate(zip(steps, runs.steps, strict=True)):
+        difference = apart(mine, theirs)
+        if difference is None:
+            continue
+        noise, least = first_noise, 0.0
+        if index > 0:
+            noise = noise + _known(part for repeat in repeats for part in repeat[: index + 2])
+            least = floor
+        limit = max(tolerance, FACTOR * max(noise, default=0.0), least)
+        differences[str(index)] = _Limited(difference, limit)
+    return _worst(_without_jumps(differences))
+
+
+def _without_jumps(differences: Mapping[str, _Limited]) -> Mapping[str, _Limited]:
+    """The differences of steps, of which one in ``JUMPS`` may be beyond its limit; not the first, which cannot jump.
+
+    Where training is unstable, one run may jump that the repeats do not. An error is in all steps.
+    """
+    beyond = [n for n, step in differences.items() if n != "0" and step.limit < step.difference < math.inf]
+    beyond.sort(key=lambda n: differences[n].of_limit, reverse=True)
+    jumps = beyond[: len(differences) // JUMPS]
+    # An infinite limit counts the step among those that noise hides.
+    return {**differences, **dict.fromkeys(jumps, _Limited(0.0, math.inf))}
 
 
 def _worst_of(differences: Mapping[str, float], noise: Mapping[str, float], least: float) -> _Worst:
     """The worst of some parameters."""
-    return _worst({n: (d, max(least, FACTOR * noise.get(n, 0.0))) for n, d in differences.items()})
+    return _worst({n: _Limited(d, max(least, FACTOR * noise.get(n, 0.0))) for n, d in differences.items()})
 
 
-def _worst(found: Mapping[str, tuple[float, float]]) -> _Worst:
-    """The worst of (difference, limit)."""
-    judged = {name: pair for name, pair in found.items() if pair[1] <= LOOSEST}
-    name = max(judged, key=lambda key: judged[key][0] / judged[key][1], default="")
-    difference, limit = judged.get(name, (0.0, LOOSEST))
-    return _Worst(
-        name, difference, limit, (len(judged.keys() - {ALL_PARAMETERS}), len(found.keys() - {ALL_PARAMETERS}))
-    )
+def _worst(differences: Mapping[str, _Limited]) -> _Worst:
+    """The difference that is largest in terms of its limit, of those that noise leaves comparable."""
+    compared = {name: pair for name, pair in differences.items() if pair.limit <= LOOSEST}
+    name = max(compared, key=lambda key: compared[key].of_limit, default="")
+    worst = compared.get(name, _Limited(0.0, LOOSEST))
+    # "All parameters" is not one more of them.
+    count = len(compared.keys() - {ALL_PARAMETERS}), len(differences.keys() - {ALL_PARAMETERS})
+    return _Worst(name, worst.difference, worst.limit, count)
 
 
-def _difference(mine: TrainedStep, theirs: TrainedStep, name: str) -> float | None:
-    """Relative to the larger value, at most 1: two runs hit a jump of the gradient norm unlike."""
-    if name == "grad_norm" and (mine.skipped or theirs.skipped):
-        return None
-    left, right = getattr(mine, name), getattr(theirs, name)
-    difference = abs(left - right) / max(abs(left), abs(right), 1e-12)
+def _loss_apart(mine: TrainedStep, theirs: TrainedStep) -> float:
+    return _apart(mine.loss, theirs.loss)
+
+
+def _norm_apart(mine: TrainedStep, theirs: TrainedStep) -> float | None:
+    """None for skipped updates, whose norms may be of gradients that overflowed."""
+    return None if mine.skipped or theirs.skipped else _apart(mine.grad_norm, theirs.grad_norm)
+
+
+def _apart(mine: float, theirs: float) -> float:
+    """Relative to the larger value, at most 1 for equal signs: two runs hit a jump of the gradient norm unlike."""
+    difference = abs(mine - theirs) / max(abs(mine), abs(theirs), 1e-12)  # no division by 0
     return math.inf if math.isnan(difference) else difference
 
 

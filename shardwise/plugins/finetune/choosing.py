@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.checkpoint.run_folder import RECIPE as RUN_RECIPE
 from shardwise.core.cache_folder import default_root
@@ -231,12 +231,21 @@ def with_overrides(text: str, overrides: Sequence[str]) -> str:
     return "\n".join([*lines, f"# from the command line: {', '.join(said)}"]) + "\n"
 
 
+class ChosenMethod(NamedTuple):
+    """A method's recipe, as text and checked, and its plan, which fits."""
+
+    text: str
+    recipe: Recipe
+    cluster: Cluster
+    plan: Plan
+
+
 def choose_method(
     asked: FineTuning,
     method: FineTuningMethod | None,
     overrides: Sequence[str] = (),
     progress: Progress = silent,
-) -> tuple[str, Recipe, Cluster, Plan]:
+) -> ChosenMethod:
     """The recipe's text, and its plan: of ``method``, or of the first method that fits.
 
     Raises:
@@ -245,16 +254,16 @@ def choose_method(
     """
     methods = (method,) if method else FINE_TUNING_METHODS
     why = "asked for" if method else ""
-    for each in methods:
-        text = with_overrides(asked.recipe(each, why), overrides)
+    for candidate in methods:
+        text = with_overrides(asked.recipe(candidate, why), overrides)
         recipe = parse_recipe(text, SETTINGS, FINETUNE_RECIPE)
         cluster = measured_cluster(recipe)
-        progress(f"does {each} fit?")
+        progress(f"does {candidate} fit?")
         plan = make_plan(recipe, cluster, progress=progress)
         if plan.fits:
-            return text, recipe, cluster, plan
+            return ChosenMethod(text, recipe, cluster, plan)
         most = plan.capacity_bytes - plan.reserve_bytes
-        why = f"{each} needs {format_bytes(plan.peak.bytes)} of {format_bytes(most)}"
+        why = f"{candidate} needs {format_bytes(plan.peak.bytes)} of {format_bytes(most)}"
     refuse_unfit(plan)
     raise AssertionError("a plan that does not fit is refused")
 

@@ -65,9 +65,9 @@ def command(
                 require_no_run(out)
                 asked = draft(model, data, epochs or EPOCHS, hardware)
                 chosen = choose_method(asked, wanted, overrides or (), progress)
-                text, recipe, cluster, plan = chosen
+                recipe, cluster, plan = chosen.recipe, chosen.cluster, chosen.plan
                 out.mkdir(parents=True, exist_ok=True)
-                file.write_text(text, encoding="utf-8")
+                file.write_text(chosen.text, encoding="utf-8")
         typer.echo(f"{file}: the recipe, {'read' if plan is None else 'written'}")
         with working() as progress:
             say = progress.stopping(typer.echo)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,15 @@ from shardwise.runtime.quantization.weights import SHAPE, QuantizedWeight
 _ALIGNED = 16
 StoredForm = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a stored tensor."""
+
+
+class _StoredRange(NamedTuple):
+    """The bytes of one tensor in the parameter, from ``start`` to before ``stop``."""
+
+    suffix: str
+    start: int
+    stop: int
+    form: StoredForm
 
 
 @dataclass(frozen=True)
@@ -46,33 +56,32 @@ class StoredPacking:
 
     @property
     def _end(self) -> int:
-        return max(stop for _, _, stop, _ in self._places())
+        return max(stored.stop for stored in self._ranges())
 
-    def _places(self) -> Iterator[tuple[str, int, int, StoredForm]]:
-        """Suffix, first byte, last byte + 1, and form of each tensor."""
+    def _ranges(self) -> Iterator[_StoredRange]:
         start = 0
         for suffix, (shape, dtype) in self.forms:
             stop = start + math.prod(shape) * dtype.itemsize
-            yield suffix, start, stop, (shape, dtype)
+            yield _StoredRange(suffix, start, stop, (shape, dtype))
             start = -(-stop // _ALIGNED) * _ALIGNED
 
     def pack_stored(self, weight: QuantizedWeight) -> Tensor:
         """The whole parameter."""
         tensors, parts, end = weight.tensors(), [], 0
-        for suffix, start, stop, _ in self._places():
-            data = tensors[suffix].contiguous().reshape(-1).view(torch.uint8)
-            parts.append(F.pad(data, (start - end, 0)))
-            end = stop
+        for stored in self._ranges():
+            data = tensors[stored.suffix].contiguous().reshape(-1).view(torch.uint8)
+            parts.append(F.pad(data, (stored.start - end, 0)))
+            end = stored.stop
         whole = torch.cat(parts)
         return F.pad(whole, (0, math.prod(self.shape) - end)).view(self.shape)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight [rows, columns]."""
         flat = packed.reshape(-1)
-        tensors = {
-            suffix: flat[start:stop].view(kind).view(shape)
-            for suffix, start, stop, (shape, kind) in self._places()
-        }
+        tensors = {}
+        for stored in self._ranges():
+            shape, dtype_of_part = stored.form
+            tensors[stored.suffix] = flat[stored.start : stored.stop].view(dtype_of_part).view(shape)
         return weight_of(tensors, self.width, (self.rows, self.columns)).dequantize().to(dtype)
 
 

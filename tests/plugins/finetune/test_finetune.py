@@ -115,7 +115,8 @@ def planned(monkeypatch: pytest.MonkeyPatch, fitting: set[str]) -> list[str]:
 @pytest.mark.parametrize("method", FINE_TUNING_METHODS)
 def test_the_first_method_that_fits_is_chosen(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = planned(monkeypatch, {method, "qlora"})
-    text, recipe, _, plan = choose_method(FineTuning("org/model", "a.jsonl"), None)
+    chosen = choose_method(FineTuning("org/model", "a.jsonl"), None)
+    text, recipe, plan = chosen.text, chosen.recipe, chosen.plan
     assert seen == list(FINE_TUNING_METHODS[: FINE_TUNING_METHODS.index(method) + 1]) and plan.fits
     if method != "full":
         assert f"{seen[-2]} needs " in text  # why not the one before
@@ -128,9 +129,8 @@ def test_no_method_fits_or_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
         choose_method(FineTuning("org/model", "a.jsonl"), None)
     assert seen == list(FINE_TUNING_METHODS)
     seen = planned(monkeypatch, {"full", "lora"})
-    _, recipe, _, _ = choose_method(
-        FineTuning("org/model", "a.jsonl"), "lora", ["adapter.rank=4", "batch_size=2"]
-    )
+    overrides = ["adapter.rank=4", "batch_size=2"]
+    recipe = choose_method(FineTuning("org/model", "a.jsonl"), "lora", overrides).recipe
     assert (
         seen == ["lora"]
         and recipe.adapter is not None

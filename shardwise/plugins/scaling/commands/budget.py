@@ -57,7 +57,7 @@ def command(
     asked, cluster = read_request(recipe, [*(overrides or []), *([f"law={law}"] if law else [])])
     from shardwise.core.atomic_file import write_whole
     from shardwise.plugins.scaling.budgeting import find_budget, noise_of_run, to_train
-    from shardwise.plugins.scaling.report.budget import budget_page, budget_text, budget_values
+    from shardwise.plugins.scaling.report.budget import BudgetReport, budget_page
     from shardwise.recipe.load import dump_recipe
     from shardwise.recipe.noise_scale import batch_sentences
 
@@ -66,11 +66,10 @@ def command(
     with working("planning") as progress:
         found = find_budget(asked, cluster, limit, judged, serve_tokens, progress)
     trained = to_train(asked, found)
-    values = budget_values(found, judged, trained.steps, trained.batch_size, unique_tokens)
-    step_targets = targets * found.plan.step.tokens
-    values["batch_size_advice"] = batch_sentences(measured, trained, step_targets) if measured else []
-    text = budget_text(values, found.plan, judged, explain)
-    print(json.dumps(values, indent=1) if as_json else text)
+    advice = [] if measured is None else batch_sentences(measured, trained, targets * found.plan.step.tokens)
+    report = BudgetReport(found, judged, trained.steps, trained.batch_size, unique_tokens, advice)
+    text = report.text(explain)
+    print(json.dumps(report.as_dict(), indent=1) if as_json else text)
     if write is not None:
         write_whole(write, dump_recipe(trained).encode("utf-8"))
     if html is not None:

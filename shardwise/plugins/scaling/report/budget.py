@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
-from shardwise.core.plan import Plan
 from shardwise.core.units import format_count, format_difference, format_seconds
 from shardwise.plugins.scaling.budget import BudgetChoice, SizeInBudget, six_nd
 from shardwise.plugins.scaling.law import Law, SizeAndTokens
@@ -22,45 +22,124 @@ _BINDING = 2
 """A size that does not fit, and is less than this much larger than the chosen one, has limited the choice."""
 
 
-def budget_values(
-    budget: BudgetChoice, law: Law, steps: int, batch_size: int, unique: float | None
-) -> dict[str, Any]:
-    """The object that ``budget --json`` prints."""
-    best, plan = budget.best, budget.plan
-    tokens = steps * plan.step.tokens
-    return {
-        "parameters": best.parameters,
-        "tokens": tokens,
-        "flops": steps * plan.step.model_flops,
-        "flops_6nd": six_nd(best) * tokens / best.tokens,
-        "loss": law.loss(best.parameters, tokens),
-        "seconds": steps * plan.step.seconds,
-        "strategy": plan.line,
-        "law": law.name,
-        "model": _dimensions_json(best),
-        "steps": steps,
-        "batch_size": batch_size,
-        "tokens_per_parameter": tokens / best.parameters,
-        "epochs": tokens / unique if unique else None,
-        "step_seconds": plan.step.seconds,
-        "fits": plan.fits,
-        "neighbours": [_size_json(each, best.loss) for each in budget.neighbours],
-        "budget": budget.limit,
-        "planned": [_size_json(each, best.loss) for each in budget.tried],
-        "refused": None if budget.refused is None else budget.refused[1],
-        "training_only": None if budget.fresh is None else _size_json(budget.fresh, best.loss),
-        "warnings": list(warnings(budget, law)),
-    }
+@dataclass(frozen=True)
+class BudgetReport:
+    """A budget's choice, and the figures of the run that trains it: whole steps, so not exactly the budget's tokens.
+
+    Attributes:
+        unique_tokens: of the data, which further tokens repeat; None where the user has not said.
+        batch_size_advice: sentences of a measured gradient noise scale.
+    """
+
+    choice: BudgetChoice
+    law: Law
+    steps: int
+    batch_size: int
+    unique_tokens: float | None
+    batch_size_advice: Sequence[str]
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.choice.plan.step.tokens
+
+    @property
+    def loss(self) -> float:
+        return self.law.loss(self.choice.best.parameters, self.tokens)
+
+    @property
+    def flops(self) -> float:
+        """As the dry run counts them."""
+        return self.steps * self.choice.plan.step.model_flops
+
+    @property
+    def flops_6nd(self) -> float:
+        """As scaling laws count them."""
+        best = self.choice.best
+        return six_nd(best) * self.tokens / best.tokens
+
+    @property
+    def seconds(self) -> float:
+        return self.steps * self.choice.plan.step.seconds
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        return self.tokens / self.choice.best.parameters
+
+    @property
+    def epochs(self) -> float | None:
+        return self.tokens / self.unique_tokens if self.unique_tokens else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that ``budget --json`` prints."""
+        choice, best, plan = self.choice, self.choice.best, self.choice.plan
+        return {
+            "parameters": best.parameters,
+            "tokens": self.tokens,
+            "flops": self.flops,
+            "flops_6nd": self.flops_6nd,
+            "loss": self.loss,
+            "seconds": self.seconds,
+            "strategy": plan.line,
+            "law": self.law.name,
+            "model": {key: getattr(best.dimensions, key) for key in _DIMENSIONS},
+            "steps": self.steps,
+            "batch_size": self.batch_size,
+            "tokens_per_parameter": self.tokens_per_parameter,
+            "epochs": self.epochs,
+            "step_seconds": plan.step.seconds,
+            "fits": plan.fits,
+            "neighbours": [_size_json(size, best) for size in choice.neighbours],
+            "budget": choice.limit,
+            "planned": [_size_json(size, best) for size in choice.tried],
+            "refused": None if choice.refused is None else choice.refused[1],
+            "training_only": None if choice.fresh is None else _size_json(choice.fresh, best),
+            "warnings": list(warnings(choice, self.law)),
+            "batch_size_advice": list(self.batch_size_advice),
+        }
+
+    def text(self, explain: bool) -> str:
+        """The choice, its neighbours and, with ``explain``, how it was found."""
+        choice = self.choice
+        lines = list(self._choice_lines())
+        if (training := choice.fresh) is not None:
+            lines.append(
+                f"for training alone: {format_count(training.parameters)} parameters on"
+                f" {format_count(training.tokens)} tokens in {format_seconds(training.seconds)}, the same loss"
+            )
+        lines += ["", f"In the same {choice.limit}" if training is None else "With the same loss"]
+        lines += [_size_line(size, choice.best) for size in choice.neighbours]
+        if self.batch_size_advice:
+            lines += ["", "Batch size", *(f"  {sentence}" for sentence in self.batch_size_advice)]
+        lines += ["", f"law: {self.law.name} ({self.law.source})", *warnings(choice, self.law)]
+        if explain:
+            lines += ["", "Planned", *(_size_line(size, choice.best) for size in choice.tried)]
+            lines += ["~: time and FLOPs are interpolated between planned sizes, as multiples of 6N"]
+        return "\n".join(lines)
+
+    def _choice_lines(self) -> Iterator[str]:
+        plan, model = self.choice.plan, self.choice.best.dimensions
+        yield (
+            f"{format_count(self.choice.best.parameters)} parameters on {format_count(self.tokens)} tokens"
+            f"   {self.tokens_per_parameter:.3g} tokens per parameter   loss {self.loss:.4f}"
+        )
+        yield (
+            f"model: {model.layers} layers, width {model.width}, {model.heads} heads, {model.kv_heads} key/value"
+            f" heads, ffn {model.ffn}"
+        )
+        yield f"{self.steps:,} steps of {format_count(plan.step.tokens)} tokens (batch size {self.batch_size})"
+        yield f"{self.flops:.3g} FLOPs by the dry run, {self.flops_6nd:.3g} by 6ND"
+        yield (
+            f"{format_seconds(self.seconds)} on {plan.cluster}: {plan.line},"
+            f" {format_seconds(plan.step.seconds)} a step, {of_capacity(plan.peak.bytes, plan.capacity_bytes)}"
+        )
+        if self.epochs:
+            yield f"{self.epochs:.3g} epochs of the unique tokens"
 
 
-def _dimensions_json(size: SizeInBudget) -> dict[str, Any]:
-    made = size.dimensions
-    return {
-        key: getattr(made, key) for key in ("family", "layers", "width", "heads", "kv_heads", "ffn", "vocab")
-    }
+_DIMENSIONS = ("family", "layers", "width", "heads", "kv_heads", "ffn", "vocab")
 
 
-def _size_json(size: SizeInBudget, loss: float) -> dict[str, Any]:
+def _size_json(size: SizeInBudget, best: SizeInBudget) -> dict[str, Any]:
     return {
         "parameters": size.parameters,
         "layers": size.dimensions.layers,
@@ -69,9 +148,18 @@ def _size_json(size: SizeInBudget, loss: float) -> dict[str, Any]:
         "flops": size.flops,
         "seconds": size.seconds,
         "loss": size.loss,
-        "loss_difference": size.loss - loss,
+        "loss_difference": size.loss - best.loss,
         "planned": size.planned,
     }
+
+
+def _size_line(size: SizeInBudget, best: SizeInBudget) -> str:
+    mark = " " if size.planned else "~"
+    return (
+        f"  {mark} {format_count(size.parameters):>8} parameters   {size.dimensions.layers:>3} layers"
+        f"   width {size.dimensions.width:<6} {format_count(size.tokens):>8} tokens"
+        f"   loss {size.loss:.4f}  {format_difference(size.loss - best.loss)}   {format_seconds(size.seconds)}"
+    )
 
 
 def warnings(budget: BudgetChoice, law: Law) -> Iterator[str]:
@@ -81,46 +169,6 @@ def warnings(budget: BudgetChoice, law: Law) -> Iterator[str]:
     if budget.refused is not None and budget.refused[0].parameters < _BINDING * best.parameters:
         made, why = budget.refused
         yield f"larger models were not considered: {format_count(made.parameters)} parameters, {why}"
-
-
-def budget_text(values: dict[str, Any], plan: Plan, law: Law, explain: bool) -> str:
-    """The choice, its neighbours and, with ``explain``, how it was found."""
-    made = values["model"]
-    lines = [
-        f"{format_count(values['parameters'])} parameters on {format_count(values['tokens'])} tokens"
-        f"   {values['tokens_per_parameter']:.3g} tokens per parameter   loss {values['loss']:.4f}",
-        f"model: {made['layers']} layers, width {made['width']}, {made['heads']} heads, {made['kv_heads']} key/value"
-        f" heads, ffn {made['ffn']}",
-        f"{values['steps']:,} steps of {format_count(plan.step.tokens)} tokens (batch size {values['batch_size']})",
-        f"{values['flops']:.3g} FLOPs by the dry run, {values['flops_6nd']:.3g} by 6ND",
-        f"{format_seconds(values['seconds'])} on {plan.cluster}: {plan.line},"
-        f" {format_seconds(plan.step.seconds)} a step, {of_capacity(plan.peak.bytes, plan.capacity_bytes)}",
-    ]
-    if values["epochs"]:
-        lines.append(f"{values['epochs']:.3g} epochs of the unique tokens")
-    if before := values["training_only"]:
-        lines.append(
-            f"for training alone: {format_count(before['parameters'])} parameters on"
-            f" {format_count(before['tokens'])} tokens in {format_seconds(before['seconds'])}, the same loss"
-        )
-    lines += ["", "With the same loss" if before else f"In the same {values['budget']}"]
-    lines += [_neighbour(each) for each in values["neighbours"]]
-    if values["batch_size_advice"]:
-        lines += ["", "Batch size", *(f"  {sentence}" for sentence in values["batch_size_advice"])]
-    lines += ["", f"law: {law.name} ({law.source})", *values["warnings"]]
-    if explain:
-        lines += ["", "Planned", *(_neighbour(each) for each in values["planned"])]
-        lines += ["~: time and FLOPs are interpolated between planned sizes, as multiples of 6N"]
-    return "\n".join(lines)
-
-
-def _neighbour(each: dict[str, Any]) -> str:
-    mark = " " if each["planned"] else "~"
-    return (
-        f"  {mark} {format_count(each['parameters']):>8} parameters   {each['layers']:>3} layers"
-        f"   width {each['width']:<6} {format_count(each['tokens']):>8} tokens"
-        f"   loss {each['loss']:.4f}  {format_difference(each['loss_difference'])}   {format_seconds(each['seconds'])}"
-    )
 
 
 @matplotlib.rc_context(STYLE)
