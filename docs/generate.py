@@ -31,6 +31,7 @@ from pydantic import BaseModel
 
 import shardwise
 from benchmarks import gpu_page, house
+from docs import combinations as ways
 from docs import picture
 from shardwise.cli.main import ALL_VERBS
 from shardwise.core.answer import Answer
@@ -49,7 +50,6 @@ from shardwise.recipe.sections import AdaptiveClipSpec, MixtureSpec, Recipe, Sca
 from shardwise.technique import MICRO_BATCH_SIZE, ORDER, Technique, case_of, strategy_from
 from shardwise.technique.checkpointing import ACTIVATION_CHECKPOINTING
 from shardwise.technique.fit_advice import REMEDIES
-from tests import combinations as ways
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -589,7 +589,7 @@ def activation_offload() -> str:
 def combinations() -> str:
     """A table for every group of ways to train, whose columns are its own and whose rows are all."""
     number = {id(rule): index for index, rule in enumerate(ways.noted(), 1)}
-    verdicts, tested = ways.verdicts(), ways.tested()
+    verdicts = ways.verdicts()
 
     def cell(one: str, other: str) -> str:
         pair = (one, other) if (one, other) in verdicts else (other, one)
@@ -598,7 +598,7 @@ def combinations() -> str:
             return "–"
         if verdict.rules:
             return " ".join(f"[no {number[id(rule)]}](#why-not)" for rule in verdict.rules)
-        return "yes" if pair in tested else "(yes)"
+        return "(yes)" if pair in ways.UNTRAINED else "yes"
 
     def section(group: str, title: str) -> str:
         columns = [way.name for way in ways.WAYS if way.group == group]

@@ -1,17 +1,14 @@
-"""What goes with what: every pair of ways to train, judged by the rules, and the tests that run both at once.
+"""What goes with what: every pair of ways to train, judged by the rules.
 
-docs/generate.py writes docs/reference/combinations.md from it; tests/test_combinations.py compares it with the tests. A
-*way* is a value of a setting, or of the recipe, that a user may want: ZeRO 2, a ring, fp16, a tied table. Of two ways
-the rules alone say whether they go together: there is some strategy on eight ranks that has both and breaks no rule.
-A pair that goes together is *tested* where a row of a named test trains with both.
-
-Chosen: rows of existing tests, read off their parameters. Refused: a separate table of pairs, which would drift.
+docs/generate.py writes docs/reference/combinations.md from it; tests/test_combinations.py compares it with the rows
+that tests train. A *way* is a value of a setting, or of the recipe, that a user may want: ZeRO 2, a ring, fp16, a tied
+table. Of two ways the rules alone say whether they go together: there is some strategy on eight ranks that has both and
+breaks no rule.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -33,11 +30,13 @@ from shardwise.technique import (
 from shardwise.technique.offload import OFFLOAD
 from shardwise.technique.offload import parts as offloaded
 from shardwise.technique.rules import Case, Rule
-from tests.harness.parity import Trial
-from tests.rows import mixes, parity
-from tests.rows.table import read
 
 WORLD = 8
+UNTRAINED = [("hybrid", "pipedream")]
+"""Pairs that go together and that no row of a test trains; a test dry-runs them.
+
+Hybrid sharding of an asynchronous pipeline needs eight processes, and its test has four.
+"""
 
 
 @dataclass(frozen=True)
@@ -318,83 +317,3 @@ def noted() -> list[Rule]:
 def other_rules() -> list[Rule]:
     """The rules that no pair needs: they concern numbers, or settings without a way in this list."""
     return [rule for rule in RULES if rule not in noted()]
-
-
-# -- what the tests run -----------------------------------------------------------------------------------
-
-
-def _parity() -> Iterator[Example]:
-    for name in ("exact", "fewer bits", "adapters", "compiled"):
-        yield from map(_example, map(parity.trial_of, read(name).rows))
-
-
-def _mixes() -> Iterator[Example]:
-    for name in ("mixes", "mixes of three axes"):
-        yield from map(_example, map(mixes.trial_of, read(name).rows))
-    yield from (_example(mixes.further_trial(*row)) for row in mixes.FURTHER)
-
-
-def _example(trial: Trial) -> Example:
-    return Example(trial.settings, trial.world, trial.recipe)
-
-
-def _tensor() -> Iterator[Example]:
-    module = importlib.import_module("tests.technique.test_tensor")
-    yield from (_example(*row.values) for row in module.PARITY)
-
-
-def _pipeline() -> Iterator[Example]:
-    module = importlib.import_module("tests.technique.test_pipeline")
-    yield from (_example(*row.values) for row in module.ROWS)
-
-
-def _pipedream() -> Iterator[Example]:
-    module = importlib.import_module("tests.plugins.pipeline.test_pipedream")
-    for ranks, per_step, settings in (*module.ROWS, *module.LONG_ROWS):
-        copies = settings.get("copies", 1)
-        recipe = module.recipe(ranks, per_step, **settings)
-        yield Example(recipe.strategy, ranks * copies, recipe)
-    for settings, optimizer in module.MIXES:
-        recipe = module.mixed(settings, optimizer)
-        yield Example(recipe.strategy, 4, recipe)
-
-
-SOURCES: Mapping[str, Callable[[], Iterator[Example]]] = {
-    "tests/test_agreement.py, against one plain process": _parity,
-    "tests/test_mixes.py": _mixes,
-    "tests/technique/test_tensor.py": _tensor,
-    "tests/technique/test_pipeline.py": _pipeline,
-    "tests/plugins/pipeline/test_pipedream.py": _pipedream,
-}
-
-
-GIVE_BITS_UP = (
-    *("bf16", "fp16", "fp8", "fp8_scaling row", "fp8_layers all", "adamw_8bit"),
-    *("bf16 weights alone", "16-bit reduction", "16-bit buffers"),
-)
-"""Ways that a row trains within a wide tolerance; pipedream is held against steps of its own."""
-
-
-def _is_exact(example: Example) -> bool:
-    """Whether a row is held to the rounding of fp32 or fp64."""
-    precise = example.value("precision") in ("fp32", "fp64")
-    return precise and example.recipe.optimizer.name != "adamw_8bit"
-
-
-@functools.cache
-def tested() -> dict[tuple[str, str], str]:
-    """Pairs that some row trains, and whose: of exact ways one that is held to exactness."""
-    found: dict[tuple[str, str], str] = {}
-    for source, examples in SOURCES.items():
-        for example in examples():
-            exact, held = _is_exact(example), [way.name for way in WAYS if way.within(example)]
-            for index, one in enumerate(held):
-                for other in held[index + 1 :]:
-                    if exact or {one, other} & {*GIVE_BITS_UP, "pipedream"}:
-                        found.setdefault((one, other), source)
-    return found
-
-
-def untested() -> list[tuple[str, str]]:
-    """Pairs that go together, and that no row has."""
-    return [pair for pair, verdict in verdicts().items() if verdict.example and pair not in tested()]
