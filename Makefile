@@ -18,10 +18,10 @@ quickstart: $(READY)  ## plan and train a small model on the standard library's 
 	@echo "the report: runs/quickstart/report.html"
 
 test: $(READY)  ## the tiers unit, ranks and cli (10 minutes on 2 cores)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest
 
 test-unit: $(READY)  ## the tests that fork no ranks and run no command (2 minutes)
-	$(BIN)/python -m pytest tests -m unit
+	$(BIN)/python -m pytest -m unit
 
 test-core: $(READY)  ## the core's own unit tests, on a copy of the package without plugins
 	$(BIN)/python -m tests.core_only
@@ -32,7 +32,7 @@ test-torch:  ## the tiers unit and ranks on another release, such as TORCH=2.11.
 	PATH="$(CURDIR)/.venv-torch-$(TORCH)/bin:$$PATH" .venv-torch-$(TORCH)/bin/python -m pytest tests -m "unit or ranks"
 
 test-all: $(READY)  ## all tests: also most pairs of settings, and 20 steps of each
-	$(BIN)/python -m pytest tests -m "" --parity-steps 20
+	$(BIN)/python -m pytest -m "" --parity-steps 20
 	$(BIN)/python -m tests.core_only
 
 torture: $(READY)  ## 300 kills, 30 hangs, 1,000 bit flips, 7,000 malformed files: about an hour on 2 cores

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import clock_here
 import pytest
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
@@ -22,8 +20,7 @@ def calibrations() -> list[str]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, calibrations: list[str]) -> Any:
     """The benchmark with runs that take the seconds of a table, and its results in a folder of their own."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module: Any = importlib.import_module("clock_here")
+    module: Any = clock_here
     monkeypatch.setattr(module, "RUNS", tmp_path / "runs.jsonl")
     monkeypatch.setattr(module, "SUMMARY", tmp_path / "summary.json")
     monkeypatch.setattr(module, "tables", lambda: calibrations[-1])
@@ -86,12 +83,10 @@ def test_a_group_of_runs_that_was_interrupted_keeps_its_calibration(
     assert calibrations == ["calibration 0", "calibration 1"]
 
 
-def test_recipes_of_the_cases_are_sound_and_cover_every_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    clock: Any = importlib.import_module("clock_here")
-    every = (*clock.CASES, *clock.CHOICES, *clock.RIVALS)
-    assert len({case.name for case in every}) == len(every) and len(clock.CASES) >= 30
-    keys = {key for case in clock.CASES for key in case.settings}
+def test_recipes_of_the_cases_are_sound_and_cover_every_axis() -> None:
+    every = (*clock_here.CASES, *clock_here.CHOICES, *clock_here.RIVALS)
+    assert len({case.name for case in every}) == len(every) and len(clock_here.CASES) >= 30
+    keys = {key for case in clock_here.CASES for key in case.settings}
     assert keys >= {"zero_stage", "replicate", "tensor_parallel", "sequence_parallel", "pipeline_parallel"}
     for case in every:
-        clock.recipe_of(case.recipe(), clock.SETTINGS)
+        clock_here.recipe_of(case.recipe(), clock_here.SETTINGS)

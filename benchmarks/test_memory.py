@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-from typing import Any
-
+import practised
 import pytest
+import stacks
 import torch
 import torch.nn.functional as F
 
@@ -22,14 +20,8 @@ from shardwise.technique import SETTINGS, strategy_from
 ROWS, CLASSES = 24, 40
 
 
-@pytest.fixture
-def practised(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    return importlib.import_module("practised")
-
-
 @pytest.mark.parametrize("name", ["fp32", "fp32 in chunks", "softmax", "sharded"])
-def test_a_loss_is_cross_entropy(practised: Any, name: str) -> None:
+def test_a_loss_is_cross_entropy(name: str) -> None:
     logits = torch.randn(2, ROWS // 2, CLASSES, dtype=torch.float64, generator=torch.manual_seed(0)).float()
     labels = torch.randint(CLASSES, (2, ROWS // 2), generator=torch.manual_seed(1))
     own, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -44,7 +36,7 @@ def test_a_loss_is_cross_entropy(practised: Any, name: str) -> None:
     torch.testing.assert_close(theirs.grad, own.grad)
 
 
-def test_every_second_product_is_kept(practised: Any) -> None:
+def test_every_second_product_is_kept() -> None:
     results = selective.Results()
     x = torch.ones(4, 8)
     with selective.Keeping(results, practised.keeps_every_second):
@@ -53,8 +45,8 @@ def test_every_second_product_is_kept(practised: Any) -> None:
     assert [number for _, number in results.calls()] == [0, 2]
 
 
-def test_what_is_replaced_is_put_back(practised: Any) -> None:
-    stacks, language_loss = importlib.import_module("stacks"), practised.language_loss
+def test_what_is_replaced_is_put_back() -> None:
+    language_loss = practised.language_loss
     before = language_loss.cross_entropy_sum, selective.selective_contexts
     with practised.practised(stacks.Practice(repeats=True, loss="fp32")):
         assert language_loss.cross_entropy_sum is practised.LOSSES["fp32"]
@@ -62,9 +54,7 @@ def test_what_is_replaced_is_put_back(practised: Any) -> None:
     assert (language_loss.cross_entropy_sum, selective.selective_contexts) == before
 
 
-def test_heads_that_are_rotated_everywhere_are_gathered_before_and_their_gradients_after(
-    practised: Any,
-) -> None:
+def test_heads_that_are_rotated_everywhere_are_gathered_before_and_their_gradients_after() -> None:
     """Queries (4 heads) and keys (2 heads) of 8 channels, of 16 tokens, in both blocks."""
     sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256, "context": 16}
     values = {
@@ -84,7 +74,6 @@ def test_heads_that_are_rotated_everywhere_are_gathered_before_and_their_gradien
     def of_heads(each: Collective) -> bool:
         return (each.kind, each.axis) == ("all_gather", "tensor") and each.elements in (16 * 32, 16 * 16)
 
-    stacks = importlib.import_module("stacks")
     before = gathers()
     with practised.set_apart({stacks.ALL_HEADS: True}):
         after = gathers()

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import agreement
 import calibrate
@@ -19,7 +13,9 @@ import cases
 import counted
 import interpolated
 import nanotron
+import numpy as np
 import published
+import pytest
 import regathered
 import stacks
 

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 from pathlib import Path
-from typing import Any
 
+import peer_profiles as profiles
 import pytest
-
-
-@pytest.fixture
-def profiles(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    return importlib.import_module("peer_profiles")
 
 
 def event(name: str, thread: int, start: float, end: float, kind: str = "cpu_op") -> dict[str, object]:
     return {"ph": "X", "cat": kind, "name": name, "tid": thread, "ts": start, "dur": end - start}
 
 
-def test_the_time_of_an_operator_is_its_own(profiles: Any, tmp_path: Path) -> None:
+def test_the_time_of_an_operator_is_its_own(tmp_path: Path) -> None:
     """A linear layer of two products, a fused graph within which one runs, and the backward pass in another thread."""
     events = [
         event("aten::linear", 1, 0, 100),
@@ -46,7 +39,7 @@ def test_the_time_of_an_operator_is_its_own(profiles: Any, tmp_path: Path) -> No
     assert "1.58 times" in profiles.table([{"task": "t", "contender": "c", "seconds": profiles.read(path)}])
 
 
-def test_a_trace_without_operators_is_an_error(profiles: Any, tmp_path: Path) -> None:
+def test_a_trace_without_operators_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text('{"traceEvents": []}', encoding="utf-8")
     with pytest.raises(ValueError, match="empty"):

@@ -38,6 +38,7 @@ def checked(rows: dict[str, list[dict[str, Any]]]) -> None:
     assert all(row["fits"] and row["tokens_per_second"] > 0 for row in rows["training"] + rows["lora"])
 
 
+@pytest.mark.long
 def test_a_row_of_each_section(tmp_path: Path) -> None:
     checked(measured(tmp_path, "--rows", "1"))
 
