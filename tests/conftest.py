@@ -1,7 +1,7 @@
 """Tiers of tests, and fixtures for all of them.
 
 Every test is in one tier: ``long`` where it is marked so, ``cli`` in tests/cli and where it runs a command, ``ranks``
-where it forks ranks from the pool, ``unit`` otherwise. Each process of pytest-xdist takes whole files, so the
+where it forks ranks from the pool, ``plan`` where it plans or dry-runs, ``unit`` otherwise. Each process of pytest-xdist takes whole files, so the
 trials of a test (harness/parity.py) share forks.
 """
 
@@ -24,17 +24,20 @@ from tests.harness.pool import Pool
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-TIERS = ("ranks", "cli", "unit", "long")
+TIERS = ("ranks", "cli", "plan", "unit", "long")
 """In the order in which they run. Short tests run last, so that both processes end at about the same time."""
 
-CLI = Path(__file__).parent / "cli"
+TESTS = Path(__file__).parent
+FOLDERS = {"cli": "cli", "planner": "plan", "dryrun": "plan"}
+"""Those whose tests are of another tier than ``unit``."""
 
 _CACHE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One cache folder for all processes of the session, and no measurement: no test reads or writes the user's."""
+    """One cache folder for all processes, no measurement, no hub: no test reads or writes what is the user's."""
     os.environ["SHARDWISE_MEASURE"] = "0"
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: its retries take 20 seconds
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.stash[_CACHE] = tempfile.TemporaryDirectory(
             prefix="shardwise-tests-", ignore_cleanup_errors=True
@@ -61,9 +64,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _tier(item: pytest.Item) -> str:
     fixtures = getattr(item, "fixturenames", ())
-    marked = next((tier for tier in ("long", "cli") if item.get_closest_marker(tier)), None)
-    runs_commands = "shell" in fixtures or CLI in item.path.parents
-    return marked or ("cli" if runs_commands else "ranks" if "pool" in fixtures else "unit")
+    marked = next((tier for tier in ("long", "cli", "plan") if item.get_closest_marker(tier)), None)
+    folder = FOLDERS.get(item.path.relative_to(TESTS).parts[0]) if TESTS in item.path.parents else None
+    if marked is not None or folder == "cli":
+        return marked or "cli"
+    if "shell" in fixtures or "pool" in fixtures:
+        return "cli" if "shell" in fixtures else "ranks"
+    return "plan" if "remembered_dry_runs" in fixtures else folder or "unit"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

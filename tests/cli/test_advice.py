@@ -10,7 +10,10 @@ import pytest
 
 from shardwise.cli.main import run
 from tests.harness.commands import Shell
+from tests.harness.dry_runs import remembered_dry_runs, uncompared
 from tests.plugins.finetune.test_finetune import write_base, write_chats
+
+__all__ = ["remembered_dry_runs", "uncompared"]
 
 SMALL = """
 model: {layers: 2, width: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 256, context: 64}
@@ -18,7 +21,8 @@ data: {sequence_length: 32}
 steps: 4
 batch_size: 8
 cluster: {device: cpu, devices_per_node: 2}
-strategy: {precision: fp32, zero_stage: 0, micro_batch_size: 4, loss: logits, compile: false}
+strategy: {precision: fp32, zero_stage: 0, micro_batch_size: 4, loss: logits, compile: false,
+  activation_checkpointing: none, tensor_parallel: 1, sequence_parallel: 1, pipeline_parallel: 1}
 """
 
 FOLLOWED = [
@@ -66,7 +70,13 @@ FOLLOWED = [
 
 @pytest.mark.parametrize(("refused", "said", "followed"), FOLLOWED, ids=[case[0] for case in FOLLOWED])
 def test_what_a_plan_advises(
-    refused: str, said: str, followed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    refused: str,
+    said: str,
+    followed: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    remembered_dry_runs: None,
+    uncompared: None,
 ) -> None:
     (tmp_path / "r.yaml").write_text(SMALL, encoding="utf-8")
     assert run(["plan", str(tmp_path / "r.yaml"), *refused.split(" ")]) == 2

@@ -72,8 +72,15 @@ def used(shell: Shell, run_folder: Path, out: Path, where: Path) -> list[Done]:
     return [shell.run(*words, folder=where) for words in commands]
 
 
-@pytest.mark.parametrize("name", ["full", "lora"])
-@pytest.mark.parametrize("move", ["nothing", "the run", "the project"])
+@pytest.mark.parametrize(
+    ("name", "move"),
+    [
+        ("lora", "the run"),
+        ("full", "the project"),
+        *(pytest.param("full", move, marks=pytest.mark.long) for move in ("nothing", "the run")),
+        *(pytest.param("lora", move, marks=pytest.mark.long) for move in ("nothing", "the project")),
+    ],
+)
 def test_a_run_works_from_any_folder_and_after_a_move(
     name: str, move: str, project: Path, shell: Shell, tmp_path: Path
 ) -> None:
@@ -173,7 +180,6 @@ def test_a_path_that_is_missing_is_no_fault_of_the_network(
 ) -> None:
     """``gone`` could be an id: then both the folder and the Hub are named."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     more = "strategy: {zero_stage: 0}\n"
     (tmp_path / "r.yaml").write_text(
         f"model: {{preset: tiny}}\nsteps: 1\nbatch_size: 1\n{more}", encoding="utf-8"

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from shardwise.checkpoint.checkpoint import restore, save_checkpoint
 from shardwise.core.errors import RecipeError
 from shardwise.dryrun.run import dry_run
 from shardwise.engine.build import build
+from shardwise.engine.optim import trial
 from shardwise.engine.optim.library_state import NUMBERS
 from shardwise.engine.optim.norm import local
 from shardwise.engine.optim.stepping import ELEMENTWISE
@@ -35,7 +41,7 @@ from tests.harness import optimizers as own
 from tests.harness.pool import Pool
 from tests.harness.tiny_run import VOCAB, batch
 
-MODEL = {"layers": 2, "width": 12, "heads": 2, "kv_heads": 2, "ffn": 13, "vocab": VOCAB}
+MODEL = {"width": 12, "heads": 2, "kv_heads": 2, "ffn": 13, "vocab": VOCAB}
 STEPS, SAVED, SKIPPED, WARMUP, RATE = 8, 5, 3, 4, 0.05
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
@@ -47,17 +53,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid": (4, {"zero_stage": 2, "replicate": 2}),
     "both": (4, {"zero_stage": 3, "tensor_parallel": 2}),
 }
-QUICK = ("alone", "zero 3", "tensor", "stages")
 EXACT = 1e-9
 """Relative difference of a loss from the plain loop's, in fp64."""
 OF_TORCH = tuple(f"torch.optim:{kind.__name__}" for kind in ELEMENTWISE)
 ANYWHERE = (*map(own.name_of, own.TRAIN_ANYWHERE), *OF_TORCH, "torch.optim:Adafactor", own.FACTORIES["Muon"])
 NEED_ALL = tuple(map(own.name_of, own.NEED_ALL))
+HABITS = tuple(map(own.name_of, own.TRAIN_ANYWHERE))
+WHOLE_MATRICES = ("torch.optim:Adafactor", own.FACTORIES["Muon"])
+QUICK = {
+    "alone": ANYWHERE,
+    "zero 3": ANYWHERE,
+    "tensor": HABITS + WHOLE_MATRICES,
+    "stages": HABITS + WHOLE_MATRICES,
+}
+"""What `make test` trains by layout: torch's own, which update element by element, where parameters are cut."""
 
 
-def recipe(factory: str, **sections: Any) -> Recipe:
+def recipe(factory: str, layers: int = 1, **sections: Any) -> Recipe:
     values = {
-        "model": MODEL,
+        "model": {"layers": layers, **MODEL},
         "steps": STEPS,
         "batch_size": 4,
         "optimizer": {"factory": factory, "learning_rate": RATE, "clip_norm": None},
@@ -69,11 +83,11 @@ def recipe(factory: str, **sections: Any) -> Recipe:
 # ---- a plain loop, and runs -------------------------------------------------------------------------------
 
 
-def plain_loops(factories: list[str]) -> dict[str, list[float]]:
+def plain_loops(factories: list[str], layers: int) -> dict[str, list[float]]:
     """Losses of loops that know nothing of the engine. One update is left out, as of a step with an overflow."""
     found = {}
     for name in factories:
-        blueprint = blueprint_of(recipe(name))
+        blueprint = blueprint_of(recipe(name, layers))
         model = reference_model(blueprint, 0, torch.float64)
         module, _, attribute = name.partition(":")
         factory = getattr(__import__(module, fromlist=[attribute]), attribute)
@@ -94,10 +108,36 @@ def plain_loops(factories: list[str]) -> dict[str, list[float]]:
     return found
 
 
-def built(factory: str, settings: dict[str, Any], **sections: Any) -> Run:
-    wanted = recipe(factory, **sections)
+def layers_of(settings: dict[str, Any]) -> int:
+    """Fewest blocks of a layout."""
+    return int(settings.get("pipeline_parallel", 1))
+
+
+def built(factory: str, settings: dict[str, Any], layers: int = 0, **sections: Any) -> Run:
+    trial._tried = remembered
+    wanted = recipe(factory, layers or layers_of(settings), **sections)
     strategy = strategy_from({"precision": "fp64", **settings})
     return build(wanted, blueprint_of(wanted), strategy, torch.device("cpu"))
+
+
+_tried = trial._tried
+
+
+def remembered(factory: Any, spec: OptimizerSpec, small: Any) -> trial.Trial:
+    """The trial of an optimizer by any of the ranks of these tests: it depends on these values alone."""
+    name = xxhash.xxh3_64_hexdigest(repr((spec, small)).encode())
+    file = Path(os.environ["SHARDWISE_CACHE"]) / f"trial-{name}"
+    if not file.exists():
+        written = file.with_suffix(f".{os.getpid()}")
+        written.write_bytes(pickle.dumps(_tried(factory, spec, small)))
+        written.rename(file)
+    found: trial.Trial = pickle.loads(file.read_bytes())  # noqa: S301
+    return found
+
+
+@pytest.fixture
+def remembered_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_tried", remembered)
 
 
 def losses_of(run: Run, steps: range) -> list[float]:
@@ -126,20 +166,35 @@ def trained(factories: list[str], settings: dict[str, Any], folder: Path) -> dic
     return found
 
 
-def continued(factories: list[str], settings: dict[str, Any], folder: Path) -> dict[str, list[float]]:
+def saved(factories: list[str], settings: dict[str, Any], layers: int, folder: Path) -> None:
+    for name in factories:
+        run = built(name, settings, layers)
+        losses_of(run, range(SAVED))
+        save(run, TrainState(SAVED, 0), folder / name.replace(":", "-"), 1)
+
+
+def continued(
+    factories: list[str], settings: dict[str, Any], folder: Path, layers: int = 0
+) -> dict[str, list[float]]:
     """Losses after a checkpoint, which may be of another layout."""
     found = {}
     for name in factories:
-        run = built(name, settings)
+        run = built(name, settings, layers)
         state = restore(run, folder / name.replace(":", "-"))
         assert state is not None and state.step == SAVED
         found[name] = losses_of(run, range(SAVED, STEPS))
     return found
 
 
+Expected = Callable[[int], dict[str, list[float]]]
+
+
 @pytest.fixture(scope="module")
-def expected(pool: Pool) -> dict[str, list[float]]:
-    return pool.run(1, plain_loops, [*ANYWHERE, *NEED_ALL], timeout=300)[0]
+def expected(pool: Pool) -> Expected:
+    """Losses of the plain loops, by the number of blocks."""
+    return functools.cache(
+        lambda layers: pool.run(1, plain_loops, [*ANYWHERE, *NEED_ALL], layers, timeout=300)[0]
+    )
 
 
 def worst(losses: list[float] | str, plain: list[float]) -> float:
@@ -148,43 +203,51 @@ def worst(losses: list[float] | str, plain: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+    ("layout", "names"),
+    [
+        *(pytest.param(layout, names, id=layout) for layout, names in QUICK.items()),
+        *(
+            pytest.param(layout, names, id=f"{layout}, the others", marks=pytest.mark.long)
+            for layout in LAYOUTS
+            if (names := [name for name in ANYWHERE if name not in QUICK.get(layout, ())])
+        ),
+    ],
 )
 def test_a_library_s_optimizer_trains_what_it_trains_alone(
-    layout: str, expected: dict[str, list[float]], pool: Pool, tmp_path: Path
+    layout: str, names: list[str], expected: Expected, pool: Pool, tmp_path: Path
 ) -> None:
     """Counters in groups, attributes and states; start values; lists; late state; a wrapped optimizer; torch's own."""
     world, settings = LAYOUTS[layout]
-    ranks = pool.run(world, trained, list(ANYWHERE), settings, tmp_path, timeout=600)
-    off = {name: worst(ranks[0][name], expected[name]) for name in ANYWHERE}
+    plain = expected(layers_of(settings))
+    ranks = pool.run(world, trained, list(names), settings, tmp_path, timeout=600)
+    off = {name: worst(ranks[0][name], plain[name]) for name in names}
     assert {name: error for name, error in off.items() if error > EXACT} == {}
-    assert ranks[0] == ranks[-1] and all(expected[name][-1] < expected[name][0] for name in ANYWHERE)
+    assert ranks[0] == ranks[-1] and all(plain[name][-1] < plain[name][0] for name in names)
 
 
 @pytest.mark.parametrize("layout", ["alone", "copies", "zero 3", "stages"])
 def test_an_optimizer_that_needs_all_parameters_has_them_or_is_refused(
-    layout: str, expected: dict[str, list[float]], pool: Pool, tmp_path: Path
+    layout: str, expected: Expected, pool: Pool, tmp_path: Path
 ) -> None:
     world, settings = LAYOUTS[layout]
+    plain = expected(layers_of(settings))
     found = pool.run(world, trained, list(NEED_ALL), settings, tmp_path, timeout=300)[0]
     for name in NEED_ALL:
         if layout in ("alone", "copies"):
-            assert worst(found[name], expected[name]) <= EXACT
+            assert worst(found[name], plain[name]) <= EXACT
         else:
             line = str(found[name])
             assert f"needs all parameters on every rank (optimizer.factory: {name})" in line
             assert "set strategy.zero_stage: 0" in line
 
 
-def test_a_checkpoint_continues_under_another_layout(
-    expected: dict[str, list[float]], pool: Pool, tmp_path: Path
-) -> None:
-    names = list(map(own.name_of, own.TRAIN_ANYWHERE))
-    pool.run(2, trained, names, LAYOUTS["zero 3"][1], tmp_path, timeout=300)
+def test_a_checkpoint_continues_under_another_layout(expected: Expected, pool: Pool, tmp_path: Path) -> None:
+    names, plain = list(HABITS), expected(2)
+    pool.run(2, saved, names, LAYOUTS["zero 3"][1], 2, tmp_path, timeout=300)
     for layout in ("alone", "stages"):
         world, settings = LAYOUTS[layout]
-        found = pool.run(world, continued, names, settings, tmp_path, timeout=300)[0]
-        assert all(worst(found[name], expected[name][SAVED:]) <= EXACT for name in names)
+        found = pool.run(world, continued, names, settings, tmp_path, 2, timeout=300)[0]
+        assert all(worst(found[name], plain[name][SAVED:]) <= EXACT for name in names)
 
 
 def rewound(factories: list[str], settings: dict[str, Any]) -> list[str]:
@@ -206,11 +269,19 @@ def rewound(factories: list[str], settings: dict[str, Any]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("layout", ["alone", "zero 3"])
-def test_a_rewind_brings_the_counters_back(layout: str, pool: Pool) -> None:
+COUNTING = tuple(map(own.name_of, (own.CountsInGroup, own.CountsInAttributes, own.CountsInState)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("alone", (*HABITS, "torch.optim:NAdam", "torch.optim:Rprop")),
+        ("zero 3", (*COUNTING, "torch.optim:NAdam")),
+    ],
+)
+def test_a_rewind_brings_the_counters_back(layout: str, names: tuple[str, ...], pool: Pool) -> None:
     world, settings = LAYOUTS[layout]
-    names = [*map(own.name_of, own.TRAIN_ANYWHERE), "torch.optim:NAdam", "torch.optim:Rprop"]
-    assert pool.run(world, rewound, names, settings, timeout=300) == [[]] * world
+    assert pool.run(world, rewound, list(names), settings, timeout=300) == [[]] * world
 
 
 def scaled_rates(settings: dict[str, Any]) -> list[float]:
@@ -351,9 +422,16 @@ def test_counters_come_from_the_checkpoint_and_hyperparameters_from_the_recipe()
 # ---- plans ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("preset", [None, "8xH100-80GB"])
-def test_every_optimizer_is_planned(stage: int, preset: str | None) -> None:
+@pytest.mark.parametrize(
+    ("stage", "preset"),
+    [
+        (0, None),
+        (3, "8xH100-80GB"),
+        pytest.param(3, None, marks=pytest.mark.long),
+        pytest.param(0, "8xH100-80GB", marks=pytest.mark.long),
+    ],
+)
+def test_every_optimizer_is_planned(stage: int, preset: str | None, remembered_trials: None) -> None:
     """Also NAdam, which divides by one minus a product of betas that the host reads."""
     cluster = {"devices_per_node": 2} if preset is None else {"preset": preset}
     for name in ANYWHERE:
@@ -375,9 +453,9 @@ def state_bytes(factories: list[str], settings: dict[str, Any]) -> dict[str, int
 
 
 @pytest.mark.parametrize("layout", ["alone", "zero 3"])
-def test_planned_state_is_the_state_that_a_run_has(layout: str, pool: Pool) -> None:
+def test_planned_state_is_the_state_that_a_run_has(layout: str, pool: Pool, remembered_trials: None) -> None:
     world, settings = LAYOUTS[layout]
-    names = [*map(own.name_of, own.TRAIN_ANYWHERE), "torch.optim:NAdam", "torch.optim:Adafactor"]
+    names = [*HABITS, "torch.optim:NAdam", "torch.optim:Adafactor"]
     real = pool.run(world, state_bytes, names, settings, timeout=300)[0]
     for name in names:
         wanted = recipe(name, cluster={"devices_per_node": world})
@@ -388,11 +466,17 @@ def test_planned_state_is_the_state_that_a_run_has(layout: str, pool: Pool) -> N
 
 def test_the_planner_leaves_out_layouts_that_cannot_train() -> None:
     """Memory speaks for ZeRO, but Prodigy and its kin need all parameters on every rank."""
-    section = {"cluster": {"devices_per_node": 2}, "plan": {"objective": "memory"}}
+    others = {"tensor_parallel": 1, "pipeline_parallel": 1, "sequence_parallel": 1, "precision": "fp32"}
+    section = {
+        "layers": 2,
+        "cluster": {"devices_per_node": 2},
+        "plan": {"objective": "memory"},
+        "strategy": others,
+    }
     free = recipe(own.name_of(own.GlobalStepSize), **section)
     assert make_plan(free, cluster_of(free.cluster)).strategy.values["zero_stage"] == 0
     other = recipe(own.name_of(own.CountsInGroup), **section)
     assert make_plan(other, cluster_of(other.cluster)).strategy.values["zero_stage"] > 0
-    pinned = recipe(own.name_of(own.GlobalStepSize), **section, strategy={"zero_stage": 3})
+    pinned = recipe(own.name_of(own.GlobalStepSize), **section | {"strategy": {"zero_stage": 3}})
     with pytest.raises(RecipeError, match="needs all parameters on every rank"):
         make_plan(pinned, cluster_of(pinned.cluster))

@@ -1,4 +1,4 @@
-"""Dry runs that are made once per test process, however many tests ask for them.
+"""Plans that cost less: without neighbours, and with dry runs that are made once per test process.
 
 A dry run is a function of frozen values: the recipe, the strategy, the kind and number of devices, the rank, the depth.
 The memory of the devices is not among them: it limits a plan, not a step.
@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from shardwise.core.plan import Plan
 from shardwise.core.strategy import Strategy
 from shardwise.dryrun import run as running
 from shardwise.dryrun.run import DryRun
 from shardwise.hardware.allocator_options import VARIABLES
 from shardwise.hardware.cluster import Cluster
 from shardwise.model.blueprint import Blueprint
-from shardwise.planner import predict
+from shardwise.planner import predict, search
 from shardwise.recipe.load import Recipe
 
 _made: dict[tuple[Any, ...], DryRun] = {}
@@ -54,3 +55,14 @@ def _whole(options: dict[str, Any]) -> tuple[Any, ...]:
 def remembered_dry_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans use them too."""
     monkeypatch.setattr(predict, "dry_run", dry_run)
+
+
+@pytest.fixture
+def uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``shardwise plan`` predict the chosen strategy alone: its neighbours take most of the time."""
+    plan_for = search.plan_for
+
+    def alone(*arguments: Any, compare: bool = False, **options: Any) -> Plan:
+        return plan_for(*arguments, compare=False, **options)
+
+    monkeypatch.setattr(search, "plan_for", alone)

@@ -44,7 +44,6 @@ MORE: list[dict[str, Any]] = [
     {"precision": "bf16", "zero_stage": 1, "activation_checkpointing": "selective"},
     {"precision": "bf16", "zero_stage": 3, "master_weights": False},
     {"precision": "bf16", "zero_stage": 0, "master_weights": False, "reduce_dtype": "compute"},
-    {"precision": "bf16", "zero_stage": 2, "compile": "block"},
     {"precision": "fp16", "zero_stage": 3, "offload": "optimizer+parameters"},
     {"precision": "fp8", "zero_stage": 2, "fp8_layers": "all"},
 ]
@@ -89,6 +88,17 @@ def test_every_kind_of_module_trains_in_every_precision_and_stage(
 )
 def test_layers_that_run_again_or_elsewhere_cast_as_well(name: str, pool: Pool, tmp_path: Path) -> None:
     trains(pool, tmp_path, recipe(name), MORE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batch_norm",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("vit", "mixed", "diffusion", "contrastive")),
+    ],
+)
+def test_layers_are_compiled(name: str, pool: Pool, tmp_path: Path) -> None:
+    trains(pool, tmp_path, recipe(name), [{"precision": "bf16", "zero_stage": 2, "compile": "block"}])
 
 
 @pytest.mark.parametrize("batch_size", [7, 5, 1])
