@@ -1,8 +1,8 @@
 """Tiers of tests, and fixtures for all of them.
 
 Every test is in one tier: ``long`` where it is marked so, ``cli`` in tests/cli and where it runs a command, ``ranks``
-where it forks ranks from the pool, ``plan`` where it plans or dry-runs, ``unit`` otherwise. Each process of pytest-xdist takes whole files, so the
-trials of a test (harness/parity.py) share forks.
+where it forks ranks from the pool, ``plan`` in tests/planner, in tests/dryrun and where it shares dry runs, ``unit``
+otherwise. Each process of pytest-xdist takes whole files, so the trials of a test (harness/parity.py) share forks.
 """
 
 from __future__ import annotations
