@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 TORCH ?= 2.15.0
 
-.PHONY: quickstart test test-unit test-core test-torch test-all torture rows check lint types docs site wheel benchmark benchmark-gpu benchmark-peers clean
+.PHONY: quickstart test test-unit test-plan test-core test-torch test-all torture rows check lint types docs site wheel benchmark benchmark-gpu benchmark-peers clean
 
 quickstart: $(READY)  ## plan and train a small model on the standard library's source, then open the report
 	$(BIN)/shardwise plan recipes/quickstart.yaml
@@ -17,21 +17,24 @@ quickstart: $(READY)  ## plan and train a small model on the standard library's 
 	@$(BIN)/python -m webbrowser -t "file://$(CURDIR)/runs/quickstart/report.html" >/dev/null 2>&1 || true
 	@echo "the report: runs/quickstart/report.html"
 
-test: $(READY)  ## the tiers unit, ranks and cli (10 minutes on 2 cores)
+test: $(READY)  ## the tiers unit, plan, ranks and cli
 	$(BIN)/python -m pytest
 
-test-unit: $(READY)  ## the tests that fork no ranks and run no command (2 minutes)
+test-unit: $(READY)  ## the tests that fork no ranks, run no command and plan nothing
 	$(BIN)/python -m pytest -m unit
 
 test-core: $(READY)  ## the core's own unit tests, on a copy of the package without plugins
 	$(BIN)/python -m tests.core_only
 
-test-torch:  ## the tiers unit and ranks on another release, such as TORCH=2.11.0 or TORCH=2.15.0, in .venv-torch-RELEASE
+test-plan: $(READY)  ## the tests of the planner and the dry run
+	$(BIN)/python -m pytest -m plan
+
+test-torch:  ## the tiers unit, plan and ranks on another release, such as TORCH=2.11.0 or TORCH=2.15.0, in .venv-torch-RELEASE
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet "torch==$(TORCH)" --editable ".[dev]"
-	PATH="$(CURDIR)/.venv-torch-$(TORCH)/bin:$$PATH" .venv-torch-$(TORCH)/bin/python -m pytest tests -m "unit or ranks"
+	PATH="$(CURDIR)/.venv-torch-$(TORCH)/bin:$$PATH" .venv-torch-$(TORCH)/bin/python -m pytest tests -m "unit or plan or ranks"
 
-test-all: $(READY)  ## all tests: also most pairs of settings, and 20 steps of each
+test-all: $(READY)  ## all tests: also most pairs of settings, 20 steps of each, and all families
 	$(BIN)/python -m pytest -m "" --parity-steps 20
 	$(BIN)/python -m tests.core_only
 

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # for tests.harness
+from machine import described
+from optimizer_ranks import STEPS, plain, trained
+from ranks import on_ranks
 
-from machine import described  # noqa: E402
-from optimizer_ranks import STEPS, plain, trained  # noqa: E402
-
-from tests.harness.pool import Pool  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "library-optimizers.json"
+RESULTS = Path(__file__).parent / "results" / "library-optimizers.json"
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "one process": (1, {}),
     "ZeRO 3 x 2": (2, {"zero_stage": 3}),
@@ -45,15 +40,15 @@ EPSILON = 2.0**-52
 RATES = {"CAME": 2e-4, "Prodigy": 1.0, "prodigyopt Prodigy": 1.0, "DAdaptAdam": 1.0, "torch Rprop": 1e-3}
 
 
-def row(name: str, pool: Pool) -> dict[str, float | str]:
+def row(name: str) -> dict[str, float | str]:
     optimizer = {"learning_rate": RATES.get(name, 1e-2), **OPTIMIZERS[name]}
-    expected = pool.run(1, plain, optimizer, timeout=300)[0]
-    rounded = pool.run(1, plain, optimizer, EPSILON, timeout=300)[0]
+    expected = on_ranks(1, plain, optimizer)[0]
+    rounded = on_ranks(1, plain, optimizer, EPSILON)[0]
     found: dict[str, float | str] = {"first loss": expected[0], "last loss": expected[-1]}
     found["noise"] = worst(rounded, expected)
     for layout, (world, settings) in LAYOUTS.items():
         try:
-            losses = pool.run(world, trained, optimizer, settings, timeout=300)[0]
+            losses = on_ranks(world, trained, optimizer, settings)[0]
         except Exception as error:
             losses = f"failed: {type(error).__name__}: {error}"
         if isinstance(losses, str):
@@ -71,10 +66,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="optimizers whose name contains this")
     names = [name for name in OPTIMIZERS if parser.parse_args().only in name]
-    pool, rows = Pool(2), dict[str, Any]()
+    rows = dict[str, Any]()
     versions = {name: version(name) for name in ("torch", "pytorch_optimizer", "prodigyopt")}
     for name in names:
-        rows[name] = row(name, pool)
+        rows[name] = row(name)
         cells = (
             f"{v:.1e}" if isinstance(v, float) else v
             for k, v in rows[name].items()
@@ -83,7 +78,6 @@ def main() -> None:
         print(f"{name}: {' | '.join(cells)}", flush=True)
         found = {"machine": described(), "versions": versions, "steps": STEPS, "rows": rows}
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    pool.close()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import functools
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from machine import described
+from ranks import on_ranks
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import shardwise
 from shardwise.core.pipeline.schedule import Action, step_time
 from shardwise.engine.build import build
@@ -43,7 +42,6 @@ from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import Recipe
 from shardwise.technique import SETTINGS, strategy_from
 from shardwise.technique.pipeline.place import Pipeline
-from tests.harness.pool import Pool  # processes that stay between runs
 
 RESULTS = Path(__file__).parent / "results" / "pipelines-cpu.json"
 STAGES, MICRO_BATCHES = 4, 8
@@ -107,13 +105,11 @@ def _length(each: int, action: Action) -> float:
 
 
 def times() -> list[dict[str, Any]]:
-    pool = Pool(STAGES)
     seen: dict[str, list[float]] = {name: [] for name in SCHEDULES}
     for _ in range(ROUNDS):
         for name in SCHEDULES:
-            ranks = pool.run(STAGES, timed, timed_recipe(name), timeout=300)
+            ranks = on_ranks(STAGES, timed, timed_recipe(name))
             seen[name] += ranks[0]
-    pool.close()
     return [
         {
             "schedule": name,

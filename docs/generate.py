@@ -450,7 +450,7 @@ FAMILY_COLUMNS = ("logits", "all weights", "LoRA", "ZeRO 3", "tensor", "pipeline
 
 
 def families() -> str:
-    """What benchmarks/families.py found: a row per family, and the reasons that its cells refer to."""
+    """What tests/families found: a row per family, and the reasons that its cells refer to."""
     path = RESULTS / "families.json"
     if not path.exists():
         return "No results are committed yet."

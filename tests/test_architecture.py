@@ -124,6 +124,13 @@ def test_files_and_functions_are_small_and_annotated() -> None:
     assert not wrong
 
 
+def test_nothing_outside_tests_imports_them() -> None:
+    """Also not the benchmarks, nor the generator of pages."""
+    root = PACKAGE.parent
+    outside = [*FILES, *(root / "benchmarks").glob("*.py"), *(root / "docs").glob("*.py")]
+    assert not [path for path in outside for name, _ in imported(path) if name.split(".")[0] == "tests"]
+
+
 def test_technique_names_stay_in_their_files() -> None:
     """The trainer and the planner know techniques only through their interface; a technique may have several rooms."""
     allowed = {f"shardwise.technique{module}" for module in ("", ".base", ".place", ".site")}

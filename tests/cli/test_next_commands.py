@@ -152,7 +152,7 @@ def test_completions_and_text_are_continued(
         assert "nothing to do" in again.stdout and "next:" not in again.stdout
 
 
-@pytest.mark.parametrize("family", ["bert", "t5"])
+@pytest.mark.parametrize("family", ["bert", pytest.param("t5", marks=pytest.mark.long)])
 def test_models_that_write_no_text_are_exported_alone(
     family: str, shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

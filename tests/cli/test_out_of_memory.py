@@ -55,7 +55,7 @@ model: {{factory: "points:factory"}}
 steps: {STEPS}
 batch_size: 16
 cluster: {{device: cpu, devices_per_node: 2}}
-strategy: {{zero_stage: 3, micro_batch_size: 8}}
+strategy: {{zero_stage: 3, micro_batch_size: 8, tensor_parallel: 1, sequence_parallel: 1, pipeline_parallel: 1}}
 """
 
 

@@ -249,7 +249,7 @@ model: {factory: "own:make"}
 callbacks: ["own:Quiet"]
 steps: 1
 batch_size: 4
-strategy: {zero_stage: 0, micro_batch_size: 4}
+strategy: {zero_stage: 0, micro_batch_size: 4, activation_checkpointing: none}
 """
 
 

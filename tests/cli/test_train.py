@@ -24,7 +24,7 @@ steps: {STEPS}
 batch_size: 6
 cluster: {{device: cpu, devices_per_node: 2}}
 optimizer: {{learning_rate: 1.0e-2}}
-strategy: {{zero_stage: 3, micro_batch_size: 2}}
+strategy: {{zero_stage: 3, micro_batch_size: 2, tensor_parallel: 1, sequence_parallel: 1, pipeline_parallel: 1}}
 checkpoint: {{every: 10}}
 evaluation: {{every: 15, sequences: 4}}
 """

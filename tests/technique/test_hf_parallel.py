@@ -1,6 +1,6 @@
 """Tensor and pipeline parallelism of transformers' families, each of which needs something of its own.
 
-benchmarks/families.py trains all families in all ways; a long test repeats its table.
+tests/families trains all families in all ways; a long test repeats its table.
 """
 
 from __future__ import annotations

@@ -190,7 +190,9 @@ GATED = {"w4a16-g16": (6, 0.07), "w8a8": (8.5, 0.0055), "fp8": (8.5, 0.0265), "n
 
 
 @pytest.mark.usefixtures("no_prediction")
-@pytest.mark.parametrize("scheme", GATED)
+@pytest.mark.parametrize(
+    "scheme", ["w4a16-g16", *(pytest.param(s, marks=pytest.mark.long) for s in ("w8a8", "fp8", "nf4"))]
+)
 def test_the_gate_writes_nothing_above_the_limit(
     scheme: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

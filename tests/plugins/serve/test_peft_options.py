@@ -89,6 +89,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"targets": ["q_proj"], "name": "dora", "rank_stabilized": True},
     ),
 }  # fmt: skip
+PLAIN = {
+    "tensor_parallel": 1,
+    "sequence_parallel": 1,
+    "pipeline_parallel": 1,
+    "activation_checkpointing": "none",
+}
+"""Pinned, so that the plan has no search."""
 COPIED = ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "lora_bias")
 
 
@@ -223,7 +230,7 @@ def test_what_a_run_trains_is_read_by_peft(
         "steps": 3, "batch_size": 4, "adapter": case[1],
         "optimizer": {"learning_rate": 0.05}, "schedule": {"name": "constant", "warmup": 0},
         "cluster": {"device": "cpu", "devices_per_node": 2},
-        "strategy": {"precision": "fp32", "zero_stage": 3, "micro_batch_size": 2, "loss": "logits"},
+        "strategy": {"precision": "fp32", "zero_stage": 3, "micro_batch_size": 2, "loss": "logits", **PLAIN},
     }  # fmt: skip
     (base / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}", encoding="utf-8"

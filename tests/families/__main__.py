@@ -1,4 +1,4 @@
-"""Which causal families of transformers plan and train: ``python benchmarks/families.py [--again] [FAMILY ...]``.
+"""Which causal families of transformers plan and train: ``python -m tests.families [--again] [FAMILY ...]``.
 
 The families are all causal text models in transformers' own mapping. Of each family
 
@@ -20,31 +20,27 @@ import argparse
 import json
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # for tests.harness
+import torch
+import transformers
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from family_ranks import dry, logit_difference, plan  # noqa: E402
-from machine import described  # noqa: E402
+from benchmarks.machine import described
+from shardwise.core.errors import ShardwiseError
+from shardwise.recipe.load import recipe_of
+from shardwise.technique import SETTINGS
+from shardwise.verifier.verify import TOLERANCES
+from tests.families.ranks import dry, logit_difference, plan
+from tests.harness.corpora import EVEN
+from tests.harness.families import causal_families, save_tiny
+from tests.harness.parity import Parity, Trial
+from tests.harness.pool import Pool
 
-from shardwise.core.errors import ShardwiseError  # noqa: E402
-from shardwise.recipe.load import recipe_of  # noqa: E402
-from shardwise.technique import SETTINGS  # noqa: E402
-from shardwise.verifier.verify import TOLERANCES  # noqa: E402
-from tests.harness.corpora import EVEN  # noqa: E402
-from tests.harness.families import causal_families, save_tiny  # noqa: E402
-from tests.harness.parity import Parity, Trial  # noqa: E402
-from tests.harness.pool import Pool  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "families.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "families.json"
 VOCABULARY, LENGTH, STEPS = 264, 16, 4
 """Token ids of the tiny models (bytes and some more), tokens of a sequence, optimizer steps."""
 PATIENCE = 900

@@ -1,4 +1,4 @@
-"""Worker processes of benchmarks/families.py: plan a config.json; compare logits with those of transformers."""
+"""Worker processes of tests/families: plan a config.json; compare logits with those of transformers."""
 
 from __future__ import annotations
 

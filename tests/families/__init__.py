@@ -1,0 +1,1 @@
+"""Which causal families of transformers plan and train: ``python -m tests.families``."""
