@@ -1,7 +1,4 @@
-"""A finished run, and commands on its folder: a command that is refused, or has no work, changes no file.
-
-The run is a whole one by the command, whose output has no reader.
-"""
+"""A finished run, and commands on its folder: a command that is refused, or has no work, changes no file."""
 
 from __future__ import annotations
 
@@ -20,6 +17,8 @@ from shardwise.cli import planner
 from shardwise.cli.main import run
 from shardwise.launch import launcher as launching
 from shardwise.report.record import read_run
+from tests.harness.commands import Shell
+from tests.harness.pool import Pool
 
 RECIPE = """
 model: {layers: 1, width: 16, heads: 2, ffn: 32, vocab: 256, context: 16}
@@ -32,20 +31,23 @@ evaluation: {sequences: 4}
 """
 
 
+TRAIN = ("train", "recipe.yaml", "--out", "run", "--exact-memory")
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a recipe, and in ``run`` what it came to."""
-    folder = tmp_path_factory.mktemp("finished")
+    folder = with_recipe(tmp_path_factory.mktemp("finished"))
+    done = Shell(pool).run(*TRAIN, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def with_recipe(folder: Path) -> Path:
     (folder / "corpus.txt").write_text(Path(__file__).read_text(encoding="utf-8") * 3, encoding="utf-8")
     (folder / "recipe.yaml").write_text(
         RECIPE.replace("CORPUS", str(folder / "corpus.txt")), encoding="utf-8"
     )
-    words = [sys.executable, "-m", "shardwise", "train", "recipe.yaml", "--out", "run", "--exact-memory"]
-    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        error = process.stderr.read().decode()
-        assert process.wait(300) == 0, error
     return folder
 
 
@@ -79,7 +81,14 @@ def never(*arguments: Any, **options: Any) -> NoReturn:
 
 
 @pytest.mark.long
-def test_a_run_goes_to_its_end_when_nobody_reads(folder: Path) -> None:
+def test_a_run_goes_to_its_end_when_its_output_has_no_reader(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "shardwise", *TRAIN]
+    folder = with_recipe(tmp_path)
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        error = process.stderr.read().decode()
+        assert process.wait(300) == 0, error
     found = read_run(folder / "run")
     assert [step.step for step in found.steps] == [1, 2]
     assert found.outcome is not None and found.outcome.worst.measured_peak_bytes > 0

@@ -9,6 +9,7 @@ exit code; so do the ranks that it launches, which are its children.
         assert done.returncode == 0, done.stderr
 
 What a test of process starts checks needs a real process: torch not imported, closed pipes, torchrun, a killed rank.
+Pictures of the command's report are blank: matplotlib would take half of the time of a run. tests/report/ draws them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import IO, Any
+
+from matplotlib.figure import Figure
 
 from shardwise.launch import launcher, preload
 from shardwise.launch.launcher import WORKER
@@ -191,6 +194,7 @@ def _command(
     sys.path.insert(0, folder)  # as `python -m` does
     os.chdir(folder)
     idle = [_Fork() for _ in range(ranks)]
+    Figure.savefig = _save_blank  # type: ignore[method-assign]
 
     def spawn(command: Command) -> _Fork:
         return idle.pop().begin(WORKER, command)
@@ -198,6 +202,10 @@ def _command(
     launcher.spawner = spawn
     _run_in_forks(idle)
     return _as_main(module, words, environment, out, err)
+
+
+def _save_blank(figure: Figure, stream: IO[Any], *, format: str, **options: Any) -> None:
+    stream.write("<svg></svg>" if format == "svg" else b"")
 
 
 def _run_in_forks(idle: list[_Fork]) -> None:

@@ -219,6 +219,21 @@ def test_what_peft_saved_is_served_merged_and_continued(
     close(logits(model.eval()), expected)
 
 
+TRAINED = (
+    "ranks and alphas",
+    "modules to save",
+    "part of a block to save",
+    "output layer",
+    "rslora and dora",
+)
+"""By a whole run in `make test`; technique/test_peft_training.py trains the options without the command."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [name if name in TRAINED else pytest.param(name, marks=pytest.mark.long) for name in OPTIONS],
+    indirect=True,
+)
 def test_what_a_run_trains_is_read_by_peft(
     case: tuple[dict[str, Any], dict[str, Any]], base: Path, shell: Shell, tmp_path: Path
 ) -> None:
