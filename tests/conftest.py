@@ -12,13 +12,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
-from tests.harness.commands import Shell
-from tests.harness.parity import Parity, Trial, batches
 from tests.harness.pool import Pool
+
+if TYPE_CHECKING:  # torch takes seconds, and the process that only distributes tests needs none
+    from tests.harness.commands import Shell
+    from tests.harness.parity import Parity, Trial
 
 # The time of one example depends on the load of the machine, and the suite runs two processes.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -90,12 +93,16 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def shell(pool: Pool) -> Shell:
     """Runs commands in forks that have torch: `shell.run("plan", "recipe.yaml")` (see harness/commands.py)."""
+    from tests.harness.commands import Shell
+
     return Shell(pool)
 
 
 @pytest.fixture(scope="session")
 def parity(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Parity:
     """Verdicts on trials: `parity.verdict(trial)` (see harness/parity.py)."""
+    from tests.harness.parity import Parity, batches
+
     tests: dict[str, list[Trial]] = {}
     for item in request.session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
