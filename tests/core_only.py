@@ -1,4 +1,4 @@
-"""The core's own unit tests, on a copy of the package that has no plugins.
+"""The core's own tests of the tiers unit and plan, on a copy of the package that has no plugins.
 
     python -m tests.core_only [ARGUMENTS OF PYTEST]
 
@@ -28,12 +28,12 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="shardwise-core-") as name:
         folder = Path(name)
         copy_core(folder)
-        left_out = shutil.ignore_patterns("plugins", "__pycache__", *WHOLE, "*_benchmark.py")
+        left_out = shutil.ignore_patterns("plugins", "__pycache__", *WHOLE)
         shutil.copytree(REPOSITORY / "tests", folder / "tests", ignore=left_out)
         for path in REPOSITORY.iterdir():
             if not path.name.startswith(".") and not (folder / path.name).exists():
                 (folder / path.name).symlink_to(path)
-        command = [sys.executable, "-m", "pytest", "tests", "-m", "unit", *arguments]
+        command = [sys.executable, "-m", "pytest", "tests", "-m", "unit or plan", *arguments]
         return subprocess.run(command, cwd=folder, env=core_environment(folder), check=False).returncode
 
 

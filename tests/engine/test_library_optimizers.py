@@ -170,7 +170,7 @@ def saved(factories: list[str], settings: dict[str, Any], layers: int, folder: P
     for name in factories:
         run = built(name, settings, layers)
         losses_of(run, range(SAVED))
-        save(run, TrainState(SAVED, 0), folder / name.replace(":", "-"), 1)
+        save_checkpoint(run, TrainState(SAVED, 0), folder / name.replace(":", "-"), 1)
 
 
 def continued(
