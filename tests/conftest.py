@@ -38,7 +38,7 @@ _CACHE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One cache folder for all processes of the session, no measurement, and no hub: no test touches the user's."""
+    """One cache folder for all processes of the session, no measurement, and no hub: tests leave the user alone."""
     os.environ["SHARDWISE_MEASURE"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: its retries take 20 seconds
     if "PYTEST_XDIST_WORKER" not in os.environ:
