@@ -1,9 +1,9 @@
 """Size and structure of the package at one or more git revisions: ``python benchmarks/house.py REVISION ...``.
 
 Counts files, lines of code (without docstrings, comments and blank lines), docstring words per line of code, the
-largest room, import circles between modules, class names with several definitions, files outside the pipeline's
-rooms that mention pipelines, and the lines to read to follow one training step. Prints a Markdown table with one column
-per revision. ``.`` is the working tree.
+largest room, import circles between modules, names with several definitions, comments, devices compared by name, and
+the lines to read to follow one training step. Prints a Markdown table with one column per revision. ``.`` is the
+working tree.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "shardwise"
-PIPELINE_ROOMS = ("technique/pipeline", "engine/pipeline", "core/pipeline", "report/pipeline", "report/gantt")
+_TOOL = re.compile(r"#\s*(noqa|type:|ruff|mypy)")
+_KIND_BY_NAME = re.compile(r"""[=!]= "(?:cpu|cuda|mps|rocm|xpu)"|\bin \("(?:cpu|cuda)\"""")
+"""A comparison of a device's kind with its name."""
 
 STEP = {
     "trainer/loop.py": "Trainer._steps Trainer._issue seed_step",
     "engine/schedule.py": "learning_rate multiplier",
     "engine/step.py": "step end_step",
     "engine/forward_backward.py": "Sequential.forward_backward",
-    "engine/run.py": "LiveModel.local_batch LiveModel.count_targets LiveModel.own_parameters LiveModel.stage_ranks"
-    " LiveModel.verdict_group LiveModel.random_rank LiveModel.blueprint",
+    "engine/run.py": "LiveModel.local_batch LiveModel.count_targets LiveModel.own_parameters LiveModel.ranks_of"
+    " LiveModel.verdict_group LiveModel.random_rank LiveModel.blueprint LiveModel.layout LiveModel.loss",
     "engine/targets.py": "targets_of LabelledTargets.__init__ LabelledTargets.passed",
     "engine/optimizer_step.py": "AfterBackward.before_backward AfterBackward.after_backward AfterBackward.finish"
     " AfterBackward.clip",
     "engine/loss_scale.py": "NormLimit.value NormLimit.update LossScale.update",
-    "engine/optim/norm.py": "square_sum holders local scale_gradients",
+    "engine/optim/norm.py": "square_sum shards_of local scale_gradients",
     "engine/optim/optimizer.py": "Optimizer.step Optimizer.update Optimizer.rate_of",
     "engine/optim/chunk.py": "whole",
     "engine/optim/fused.py": "FusedAdamW.update",
@@ -44,6 +46,9 @@ STEP = {
 Not in the list: MONITORS, the model and the data. tests/trainer/test_loop.py traces a step to check it.
 """
 
+FEWEST_STEP_FUNCTIONS = 25
+"""With fewer of them found, a revision names them otherwise."""
+
 MONITORS = {
     "trainer/loop.py": "Trainer._monitored Trainer._agreed",
     "trainer/hooks.py": "Hooks.asked",
@@ -52,7 +57,7 @@ MONITORS = {
     "trainer/phase_stopwatch.py": "PhaseStopwatch.over",
     "trainer/gradient_histogram.py": "GradientWatch.over",
     "trainer/profiling.py": "Profiling.over",
-    "trainer/batches.py": "RankBatches.at RankBatches._on_device",
+    "trainer/batches.py": "StepBatches.micro_batches RankBatches.at RankBatches._on_device",
     "engine/train_state.py": "TrainState.position",
     "engine/run.py": "LiveModel.synchronous",
     "engine/phase.py": "phase micro_batch",
@@ -141,11 +146,45 @@ def step_lines(files: dict[str, str]) -> tuple[int, int, int]:
     lines = count = 0
     path = STEP_66C17CB if "engine/passes.py" in files else STEP
     for file, names in path.items():
-        known = functions(ast.parse(files[file]))
+        known = functions(ast.parse(files.get(file, "")))
         for name in names.split():
-            lines += code_lines(textwrap.dedent(_source(files[file], known[name])))
-            count += 1
+            if name in known:
+                lines += code_lines(textwrap.dedent(_source(files[file], known[name])))
+                count += 1
     return lines, count, len(path)
+
+
+def names_defined_twice(trees: dict[str, ast.Module]) -> int:
+    """Names that several modules define at their top level: functions, classes, constants and aliases."""
+    owners: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        for node in tree.body:
+            for name in _defined(node):
+                owners.setdefault(name, set()).add(module)
+    return sum(len(modules) > 1 for modules in owners.values())
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def comments(text: str) -> int:
+    """Lines with a comment that is not for a tool."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(token.type == tokenize.COMMENT and not _TOOL.match(token.string) for token in tokens)
+
+
+def test_lines(revision: str) -> int:
+    """Lines of all Python files of the tests."""
+    if revision == ".":
+        return sum(
+            len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py")
+        )
+    names = _git("ls-tree", "-r", "--name-only", revision, "tests/").splitlines()
+    return sum(len(_git("show", f"{revision}:{name}").splitlines()) for name in names if name.endswith(".py"))
 
 
 def _source(text: str, node: ast.FunctionDef) -> str:
@@ -190,6 +229,9 @@ def measures(files: dict[str, str]) -> dict[str, str]:
     trees = {name: ast.parse(text) for name, text in files.items()}
     code = {name: code_lines(text) for name, text in files.items()}
     words = sum(len(str(s.value).split()) for tree in trees.values() for s in docstrings(tree))
+    sizes = {name: len(text.splitlines()) for name, text in files.items()}
+    of_all = sum(sizes.values())
+    of_core = sum(size for name, size in sizes.items() if not name.startswith("plugins/"))
     rooms = Counter[str]()
     for name, lines in code.items():
         rooms[name.split("/")[0] if "/" in name else "top level"] += lines
@@ -198,17 +240,13 @@ def measures(files: dict[str, str]) -> dict[str, str]:
     classes = Counter(
         n.name for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)
     )
-    mentions = [
-        name
-        for name, text in files.items()
-        if re.search("pipeline", text, re.IGNORECASE) and not name.startswith(PIPELINE_ROOMS)
-    ]
     every = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     longest = max((n.end_lineno or 0) - n.lineno + 1 for n in every)
     lines, step_functions, step_files = step_lines(files)
     return {
         "files": str(len(files)),
-        "lines": f"{sum(len(text.splitlines()) for text in files.values()):,}",
+        "lines of the core": f"{of_core:,}",
+        "lines of plugins": f"{of_all - of_core:,}",
         "lines of code": f"{total:,}",
         "docstring words per line of code": f"{words / total:.2f}",
         "rooms": str(len(rooms)),
@@ -216,15 +254,25 @@ def measures(files: dict[str, str]) -> dict[str, str]:
         "longest file, longest function": f"{max(len(t.splitlines()) for t in files.values())}, {longest}",
         "import circles between modules": str(circles(imports(files))),
         "class names with several definitions": str(sum(count > 1 for count in classes.values())),
-        "files outside its rooms that mention pipelines": str(len(mentions)),
-        "lines to follow one training step": f"{lines} in {step_functions} functions, {step_files} files",
+        "names defined in several modules": str(names_defined_twice(trees)),
+        "comments per 100 lines of code": f"{100 * sum(map(comments, files.values())) / total:.1f}",
+        "device kinds compared by name": str(
+            sum(len(_KIND_BY_NAME.findall(text)) for text in files.values())
+        ),
+        # Between 66c17cb and the working tree, functions of the step had other names.
+        "lines to follow one training step": f"{lines} in {step_functions} functions, {step_files} files"
+        if step_functions >= FEWEST_STEP_FUNCTIONS
+        else "–",
     }
 
 
 def main() -> None:
     """Print the table."""
     revisions = sys.argv[1:] or ["."]
-    columns = [measures(sources(revision)) for revision in revisions]
+    columns = [
+        {**measures(sources(revision)), "lines of tests": f"{test_lines(revision):,}"}
+        for revision in revisions
+    ]
     print("| | " + " | ".join(revisions) + " |")
     print("|---|" + "---:|" * len(revisions))
     for row in columns[0]:
