@@ -1,7 +1,7 @@
 """Modules of users planned, trained and verified on two ranks: ``python benchmarks/own_modules.py [--only TEXT]``.
 
 A convolution net with batch norms, a ViT and a regression by squared errors, each in fp32, bf16 and fp16 and in ZeRO 0
-to 3: ``shardwise.plan(module=...)``, four steps of ``shardwise.fit``, and the peaks that both ranks measured against
+to 3: ``shardwise.plan(module=...)``, four steps of ``shardwise.train_module``, and the peaks that both ranks measured against
 the planned ones. Then ``shardwise.verify`` trains two steps of a smaller net of the same kind. 36 rows take about 25
 minutes on two cores. Writes benchmarks/results/own-modules.json after each row, and goes on with the rows it lacks.
 """
@@ -173,7 +173,7 @@ def measured(kind: str, strategy: dict[str, Any]) -> dict[str, Any]:
     given = {"module": module, "loss": loss, "dataset": dataset, "strategy": strategy, **sections}
     plan = shardwise.plan(**given)
     with tempfile.TemporaryDirectory() as folder:
-        record = shardwise.fit(**given, out=Path(folder) / "run", progress=False)
+        record = shardwise.train_module(**given, out=Path(folder) / "run", progress=False)
         record.load_into(module)
     assert record.outcome is not None and record.plan.peak.bytes == plan.peak.bytes
     ranks = [(rank.predicted_peak_bytes, rank.measured_peak_bytes) for rank in record.outcome.ranks]

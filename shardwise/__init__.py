@@ -6,10 +6,10 @@ The public interface is small. Names are loaded when first used, so that ``impor
     plan = shardwise.plan(recipe)
     shardwise.train(recipe, plan, "runs/one")
     verdict = shardwise.verify(recipe, plan, steps=20)
-    record = shardwise.fit(module, loss, dataset, out="runs/own", steps=1000, batch_size=64)
+    record = shardwise.train_module(module, loss, dataset, out="runs/own", steps=1000, batch_size=64)
     record.load_into(module)
     with shardwise.session(recipe) as run: ...
-    found = shardwise.evaluate("runs/one", "data/test.txt")
+    found = shardwise.evaluate_text("runs/one", "data/test.txt")
     model = shardwise.load_model("runs/one", {"name": "runs/two/adapter"})
     texts = model.complete([shardwise.Request("def ", "name")])
     small = shardwise.quantize("runs/one", "models/one-4bit", scheme="w4a16-g128", method="gptq")
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from shardwise.plugins.quantize.api import quantize as quantize
     from shardwise.plugins.quantize.report import Quantized as Quantized
     from shardwise.plugins.serve.evaluating import Perplexity as Perplexity
-    from shardwise.plugins.serve.evaluating import evaluate as evaluate
     from shardwise.plugins.serve.evaluating import evaluate_tasks as evaluate_tasks
+    from shardwise.plugins.serve.evaluating import evaluate_text as evaluate_text
     from shardwise.plugins.serve.requests import Request as Request
     from shardwise.plugins.serve.sampling import Sampling as Sampling
     from shardwise.plugins.serve.serving import Piece as Piece
@@ -56,10 +56,9 @@ __all__ = [
     "ShardwiseError",
     "TrainedRun",
     "Verdict",
-    "evaluate",
     "evaluate_tasks",
+    "evaluate_text",
     "export",
-    "fit",
     "load",
     "load_into",
     "load_model",
@@ -69,6 +68,7 @@ __all__ = [
     "session",
     "spawn",
     "train",
+    "train_module",
     "verify",
 ]
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The public interface for Python: what the commands do. Only ``train`` and ``fit`` print, their progress.
+"""The public interface for Python: what the commands do. Only ``train`` and ``train_module`` print, their progress.
 
 ``train`` and ``verify`` start one process per device of this machine and return when these have ended. The output of
 the processes is in their logs, and the reason of a failure is in the error. Names listed in ``shardwise.__all__`` are
@@ -85,9 +85,9 @@ def plan(
     A plan that does not fit is returned too: ``plan.fits`` is False then.
 
     Args:
-        cluster: plan for this cluster instead of the recipe's; with a module also as in ``fit``.
-        module, loss, dataset, options: instead of a recipe, as in ``fit``. The module may be on the meta device, and
-            its values are not read.
+        cluster: plan for this cluster instead of the recipe's; with a module also as in ``train_module``.
+        module, loss, dataset, options: instead of a recipe, as in ``train_module``. The module may be on the meta
+            device, and its values are not read.
 
     Raises:
         RecipeError: the pinned strategy breaks a rule, or an object or a key is wrong.
@@ -133,7 +133,7 @@ def train(
     return _trained(with_callbacks(Given(recipe, {}), callbacks), plan, path_of(out), exact_memory, progress)
 
 
-def fit(
+def train_module(
     module: nn.Module,
     loss: Callable[..., Any],
     dataset: Any,
@@ -205,18 +205,18 @@ def session(
     dataset: Any = None,
     **options: Any,
 ) -> Iterator[Session]:
-    """A run for a training loop of your own: the recipe's, or that of objects as in ``fit``.
+    """A run for a training loop of your own: the recipe's, or that of objects as in ``train_module``.
 
         with shardwise.session(recipe) as run:
             for batch in run.batches():
-                loss = run.forward(batch)
+                loss = run.forward_backward(batch)
                 run.step()
 
     It runs in this process: alone, as a rank that torchrun or srun started, or in the process group that exists.
 
     Args:
         plan: None plans the recipe, on rank 0.
-        module, loss, dataset, options: instead of a recipe, as in ``fit``; all ranks give the same.
+        module, loss, dataset, options: instead of a recipe, as in ``train_module``; all ranks give the same.
 
     Raises:
         RecipeError: the recipe, an object or the number of processes is wrong.
@@ -240,7 +240,7 @@ def _with_objects(
     options: Mapping[str, Any],
     where: str,
 ) -> Given:
-    """The recipe of a module with its loss and dataset, and of the other arguments of ``fit``."""
+    """The recipe of a module with its loss and dataset, and of the other arguments of ``train_module``."""
     if module is None or loss is None:
         raise RecipeError("there is no model", where=where, fix="give a recipe, or module and loss")
     known = {name: value for name, value in options.items() if name in _OPTIONS}

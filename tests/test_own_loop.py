@@ -125,7 +125,7 @@ def ported_loop(
     given = {"module": net(), "loss": loss, "dataset": Points, **options(OPTIMIZERS[name], stage)}
     with shardwise.session(plan=plan, **given) as run:
         for batch in run.batches():
-            mean = run.forward(batch)
+            mean = run.forward_backward(batch)
             run.step()
             losses.append(float(mean))
             if run.step_number == STEPS // 2:  # what a checkpoint holds is all of the state
@@ -135,7 +135,7 @@ def ported_loop(
         assert run.resume(folder) == STEPS // 2
         again = []
         for batch in run.batches():
-            again.append(float(run.forward(batch)))
+            again.append(float(run.forward_backward(batch)))
             run.step()
     assert again == losses[STEPS // 2 :], "resumed from the checkpoint in the middle"
     return losses, whole, order
@@ -209,7 +209,9 @@ def test_sections_of_a_recipe_are_taken_too() -> None:
 )
 def test_a_wrong_argument_is_one_line(given: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=says) as caught:
-        shardwise.fit(net(), loss, Points, out=tmp_path / "run", **{"steps": 1, "batch_size": 1, **given})
+        shardwise.train_module(
+            net(), loss, Points, out=tmp_path / "run", **{"steps": 1, "batch_size": 1, **given}
+        )
     assert "\n" not in caught.value.line()
 
 
@@ -217,7 +219,7 @@ def test_half_a_module_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     model = net()
     model.leave = nn.Linear(13, CLASSES, bias=False, device="meta")
     with pytest.raises(RecipeError, match=r"a part of the module is on the meta device.*leave\.weight"):
-        shardwise.fit(model, loss, Points, out=tmp_path, steps=1, batch_size=1)
+        shardwise.train_module(model, loss, Points, out=tmp_path, steps=1, batch_size=1)
 
 
 def test_auto_is_this_machine() -> None:
@@ -243,7 +245,7 @@ def test_objects_of_python_are_planned_and_trained(tmp_path: Path, capfd: pytest
         total, count = loss(module, batch)
         return scale * total, count
 
-    record = shardwise.fit(
+    record = shardwise.train_module(
         model, scaled, Points, out=tmp_path / "run", callbacks=[Listener()], checkpoint={"keep": 5}, **given
     )
     assert [step.step for step in record.steps] == [1, 2, 3] and record.outcome is not None

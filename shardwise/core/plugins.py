@@ -46,7 +46,7 @@ PUBLIC: dict[str, str] = {
     "Request": "serve.requests",
     "Sampling": "serve.sampling",
     "ServedModel": "serve.serving",
-    "evaluate": "serve.evaluating",
+    "evaluate_text": "serve.evaluating",
     "evaluate_tasks": "serve.evaluating",
     "load_model": "serve.serving",
     "quantize": "quantize.api",

@@ -83,7 +83,7 @@ class Session:
         while self._state.step < self.recipe.steps:
             yield self._batches.at(self._state.position(self._state.step))
 
-    def forward(self, batch: list[Batch]) -> Tensor:
+    def forward_backward(self, batch: list[Batch]) -> Tensor:
         """Forward and backward pass over one step's micro-batches.
 
         It seeds the generators of torch, Python and NumPy from the recipe's seed, the step and the rank.
@@ -99,10 +99,10 @@ class Session:
     def step(self) -> StepResult:
         """Clip, update the parameters and clear the gradients; the scalars of the step, equal on all ranks.
 
-        Raises RuntimeError without a ``forward`` before it.
+        Raises RuntimeError without a ``forward_backward`` before it.
         """
         if self._loss is None:
-            raise RuntimeError("step() without forward() before it")
+            raise RuntimeError("step() without forward_backward() before it")
         result = end_step(self._run, self._tokens, self._loss)
         tokens = self._state.tokens + int(result.tokens)
         self._state, self._loss = TrainState(self._state.step + 1, tokens), None

@@ -1,4 +1,4 @@
-"""What ``shardwise.train`` and ``shardwise.fit`` return: the record of a run, with its weights."""
+"""What ``shardwise.train`` and ``shardwise.train_module`` return: the record of a run, with its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Perplexity of a model on any data, and tasks of lm-evaluation-harness: ``shardwise eval``, ``shardwise.evaluate``."""
+"""Perplexity of a model on any data, and tasks of lm-evaluation-harness: ``eval`` and ``evaluate_text``."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def _chosen_adapter(opened: OpenedModel, options: EvaluationOptions) -> str:
     return options.adapter or (OWN_ADAPTER if opened.own else BASE)
 
 
-def evaluate(
+def evaluate_text(
     model: str | Path,
     data: str,
     *,
@@ -266,7 +266,7 @@ def evaluate_tasks(
         shots: examples in a prompt; None for the task's own number.
         limit: examples of each task; None for all.
         chat: render prompts with the chat template.
-        adapter, base, tokenizer, sequence_length, batch, precision, device: as in ``evaluate``.
+        adapter, base, tokenizer, sequence_length, batch, precision, device: as in ``evaluate_text``.
 
     Raises:
         CheckpointError, DataError, RecipeError: the model, a task or an option cannot be used.
