@@ -3,10 +3,11 @@
 import ast
 import inspect
 from itertools import pairwise
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shardwise.core.plugins import TRACKERS
 from shardwise.core.user_objects import PATTERN
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=1_000_000_000)]
@@ -15,7 +16,10 @@ ObjectName: TypeAlias = Annotated[str, Field(pattern=PATTERN, max_length=4096)]
 """A user's object, as package.module:name."""
 
 Scalar: TypeAlias = str | int | float | bool | None
-TrackerName: TypeAlias = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
+if TYPE_CHECKING:
+    TrackerName: TypeAlias = str
+else:
+    TrackerName = Literal[tuple(TRACKERS)]  # those of the table of plugins
 
 
 class Arguments(dict[str, Any]):
