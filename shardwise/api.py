@@ -1,4 +1,6 @@
-"""The public interface for Python: what the commands do. Only ``train`` and ``train_module`` print, their progress.
+"""The public interface for Python: what the commands do. Only ``train`` and ``train_module`` print, their progress;
+and a first plan for this machine measures it, and says so in one line on standard error (not with
+``SHARDWISE_MEASURE=0``).
 
 ``train`` and ``verify`` start one process per device of this machine and return when these have ended. The output of
 the processes is in their logs, and the reason of a failure is in the error. Names listed in ``shardwise.__all__`` are

@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from shardwise.core.errors import ResourceError
+from shardwise.core.errors import one_line
 from shardwise.hardware.cluster import Cluster, ClusterRequest, recognise
-from shardwise.hardware.this_machine import read_calibration, usable_cores
+from shardwise.hardware.this_machine import cache_folder, read_calibration, usable_cores
 from shardwise.launch.placement import launched_by
 
 VARIABLE = "SHARDWISE_MEASURE"
@@ -35,15 +35,15 @@ def measured_first(request: ClusterRequest, cluster: Cluster) -> bool:
     if os.environ.get(VARIABLE) == "0" or not _is_here(request, cluster) or launched_by() is not None:
         return False
     processes = min(cluster.devices_per_node, usable_cores(), MOST_PROCESSES)
-    if _is_known(cluster, processes):
+    if _is_known(cluster, processes) or not _can_store():
         return False
     busy, begin = os.getloadavg()[0] > usable_cores() / 2, time.monotonic()
     print("measuring this machine (once", end="", file=sys.stderr, flush=True)
     failure = ""
     try:
         _measure(cluster, processes)
-    except (OSError, RuntimeError, ResourceError) as problem:
-        failure = f" failed, so seconds are assumed: {problem}"
+    except Exception as problem:
+        failure = f" failed, so seconds are assumed: {one_line(str(problem))}"
     advice = "; it is busy: measure again when it is idle, with shardwise doctor --calibrate" if busy else ""
     print(f", {time.monotonic() - begin:.0f} s){failure or advice}", file=sys.stderr, flush=True)
     return not failure
@@ -54,7 +54,8 @@ def _is_here(request: ClusterRequest, cluster: Cluster) -> bool:
         return False
     if cluster.device.traits.is_host:
         return True
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and gpus_here() == {cluster.device.name}
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and gpus_here() == {cluster.device.name}
 
 
 def gpus_here(driver: Path = DRIVER) -> set[str]:
@@ -74,6 +75,16 @@ def _is_known(cluster: Cluster, processes: int) -> bool:
         return cluster.device.measured is not None
     known = read_calibration()
     return known is not None and any(speeds.processes == processes for speeds in known.speeds)
+
+
+def _can_store() -> bool:
+    """Whether the result can be kept: otherwise every plan would measure."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 def _measure(cluster: Cluster, processes: int) -> None:

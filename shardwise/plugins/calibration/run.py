@@ -19,7 +19,8 @@ PROCESSES = (1, 2, 4)
 CPU_DTYPES = ("fp32", "bf16")
 GPU_DTYPES = ("fp32", "bf16", "fp16")
 _RANK = "shardwise.plugins.calibration.rank"
-_TIMEOUT = 300.0
+_TIMEOUT, _QUICK_TIMEOUT = 300.0, 120.0
+"""Seconds until a calibration is given up: several times as long as on a busy machine."""
 
 
 def measure_cpu() -> tuple[MeasuredSpeeds, ...]:
@@ -58,7 +59,7 @@ def _measured(task: Task, processes: int, threads: int) -> MeasuredSpeeds:
         (folder / TASK).write_text(text_of(task), encoding="utf-8")
         workers = [_start(rank, processes, threads, folder) for rank in range(processes)]
         try:
-            _wait_for(workers)
+            _wait_for(workers, _QUICK_TIMEOUT if task.quick else _TIMEOUT)
         finally:
             for worker in workers:
                 if worker.poll() is None:
@@ -67,9 +68,9 @@ def _measured(task: Task, processes: int, threads: int) -> MeasuredSpeeds:
         return read_json(folder / FOUND, MeasuredSpeeds)
 
 
-def _wait_for(workers: list[subprocess.Popen[str]]) -> None:
+def _wait_for(workers: list[subprocess.Popen[str]], timeout: float) -> None:
     """Until all have ended. Raises RuntimeError with the last line of the first that failed."""
-    deadline = time.monotonic() + _TIMEOUT
+    deadline = time.monotonic() + timeout
     while True:
         codes = [worker.poll() for worker in workers]
         failed = next((worker for worker, code in zip(workers, codes, strict=True) if code), None)
@@ -79,7 +80,7 @@ def _wait_for(workers: list[subprocess.Popen[str]]) -> None:
         if None not in codes:
             return
         if time.monotonic() > deadline:
-            raise RuntimeError(f"no answer within {_TIMEOUT:.0f} s")
+            raise RuntimeError(f"no answer within {timeout:.0f} s")
         time.sleep(0.05)
 
 

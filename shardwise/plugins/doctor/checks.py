@@ -251,9 +251,9 @@ def _judge_devices(facts: Facts) -> Iterator[Check]:
     if facts.calibrated:
         yield Check("cpu profile", "good", "plans use speeds measured here")
     else:
-        found = "plans use default speeds, low on purpose"
+        found = "not measured: the first plan for this machine measures some shapes"
         hidden = 'CUDA_VISIBLE_DEVICES="" ' if torch.devices else ""  # GPUs are measured where there are some
-        yield Check("cpu profile", "note", found, f"{hidden}shardwise doctor --calibrate measures once")
+        yield Check("cpu profile", "note", found, f"{hidden}shardwise doctor --calibrate measures all")
     if not torch.devices and facts.driver and not torch.error:
         advice = "check the driver" if torch.cuda or torch.rocm else "install a torch build for the GPU"
         yield Check("gpu", "warn", "the system has one, torch sees none", advice)

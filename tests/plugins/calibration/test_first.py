@@ -101,8 +101,9 @@ def test_the_gpu_of_this_machine_is_measured(
     monkeypatch.setattr(first, "gpus_here", lambda: here)
     assert not asked(ClusterSpec(device="a100"))
     with monkeypatch.context() as hidden:
-        hidden.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert not asked(ClusterSpec(device="h100", devices_per_node=2))
+        for nothing in ("", "-1"):
+            hidden.setenv("CUDA_VISIBLE_DEVICES", nothing)
+            assert not asked(ClusterSpec(device="h100", devices_per_node=2))
     assert asked(ClusterSpec(device="h100", devices_per_node=2)) and measurements == [-1]
     assert cluster_of(ClusterSpec(device="h100")).device.measured is not None
     assert not asked(ClusterSpec(device="h100", devices_per_node=2)) and measurements == [-1]
@@ -112,12 +113,17 @@ def test_a_machine_that_cannot_be_measured_is_planned_with_assumed_speeds(
     measurements: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(processes: int) -> MeasuredSpeeds:
-        raise RuntimeError("no gloo")
+        raise RuntimeError("no\ngloo")
 
     monkeypatch.setattr(run, "quick_cpu", fail)
     assert not asked(ClusterSpec())
     err = capsys.readouterr().err
     assert err == "measuring this machine (once, 0 s) failed, so seconds are assumed: no gloo\n"
+
+
+def test_nothing_is_measured_that_cannot_be_kept(measurements: list[int], tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    assert not asked(ClusterSpec()) and measurements == []
 
 
 def test_a_plan_really_measures_and_prints_json_alone(shell: Shell, tmp_path: Path) -> None:
