@@ -16,7 +16,7 @@ import tokenizers
 
 from shardwise.data.encoding import Encoder
 from shardwise.data.opening import open_splits
-from shardwise.data.readers import SourceRecord
+from shardwise.data.readers import Record
 from shardwise.data.tokenizer import open_tokenizer
 from shardwise.recipe.sections import DataSpec
 
@@ -74,7 +74,7 @@ def main() -> None:
         )
         encoder = Encoder(spec, "messages", tokenizer)
         for answers in TURNS:
-            record = SourceRecord(chat(draw, 2 * answers, 60), "here")
+            record = Record(chat(draw, 2 * answers, 60), "here")
             begin = time.perf_counter()
             tokens, _ = encoder.encode(record)
             print(

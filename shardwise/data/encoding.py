@@ -31,7 +31,7 @@ from shardwise.core.errors import DataError
 from shardwise.data.cache import CACHE_FORMAT, EXAMPLE, Header, TokenCache, cached, data_files
 from shardwise.data.chat import ChatTemplate
 from shardwise.data.formats import KEYS, TEXT_KEYS, Chat, Completed, Example, example_of
-from shardwise.data.readers import SourceRecord
+from shardwise.data.readers import Record
 from shardwise.data.source import Source
 from shardwise.data.spans import TextSpan
 from shardwise.data.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ class Encoder:
             parts += [self.template.fingerprint, str(self._today) if self.template.dated else ""]
         self.fingerprint = repr(parts)
 
-    def encode(self, record: SourceRecord) -> tuple[list[int], list[bool]]:
+    def encode(self, record: Record) -> tuple[list[int], list[bool]]:
         """(tokens, trained mask) of a record that is not divided.
 
         Raises:
@@ -112,7 +112,7 @@ class Encoder:
             raise DataError("nothing to train on", where=record.where, why=why)
         return encoded.tokens, encoded.trained
 
-    def encode_all(self, records: Sequence[SourceRecord]) -> Iterator[list[Encoded]]:
+    def encode_all(self, records: Sequence[Record]) -> Iterator[list[Encoded]]:
         """The parts of each record, in order. Parts in which nothing is trained on are left out.
 
         Raises:
@@ -130,7 +130,7 @@ class Encoder:
                 parts = list(self._divided(example, record.where, len(whole.tokens)))
             yield [part for part in parts if any(part.trained[1:])]
 
-    def _example(self, record: SourceRecord) -> Example:
+    def _example(self, record: Record) -> Example:
         example = example_of(record, self.format)
         if isinstance(example, Chat):
             self.chats = True

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.core.errors import DataError
-from shardwise.data.readers import SourceRecord
+from shardwise.data.readers import Record
 from shardwise.data.source import Source
 from shardwise.data.turns import (
     Turn,
@@ -115,7 +115,7 @@ def _detected(fields: frozenset[str], text_key: str) -> str:
     return next((name for name, needed in _NEEDED.items() if fields.issuperset(needed)), "text")
 
 
-def example_of(record: SourceRecord, name: str) -> Example:
+def example_of(record: Record, name: str) -> Example:
     """Parse a record of the format `name`.
 
     Raises:
@@ -172,7 +172,7 @@ def _alpaca(fields: Mapping[str, object], where: str) -> Completed:
 # -- chats
 
 
-def _chat(record: SourceRecord, name: str, turns: tuple[Turn, ...]) -> Chat:
+def _chat(record: Record, name: str, turns: tuple[Turn, ...]) -> Chat:
     """A chat with the record's system turn, checked for its order."""
     fields, where = record.fields, record.where
     if system := text_in(fields.get("system") or "", "system", where):
@@ -200,7 +200,7 @@ def _variables(fields: Mapping[str, object], where: str) -> Mapping[str, object]
     return value
 
 
-def _conversation(record: SourceRecord) -> Chat:
+def _conversation(record: Record) -> Chat:
     """TRL's conversational prompt and completion: only answers of the completion are trained on."""
     prompt = turns_of(record.fields, "prompt", ("role", "content"), record.where)
     before = [replace(turn, trained=False) for turn in prompt]

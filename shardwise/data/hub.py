@@ -19,7 +19,7 @@ from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
-from shardwise.data.readers import SourceRecord, TextPiece, checked_text, missing_key, pieces
+from shardwise.data.readers import Record, TextPiece, checked_text, missing_key, pieces
 from shardwise.data.source import SourcePosition
 from shardwise.data.tables import without_nulls
 
@@ -183,7 +183,7 @@ def pieces_of_stream(
         ) from None
 
 
-def records_of_rows(name: str, rows: Any, keys: Sequence[str]) -> Iterator[SourceRecord]:
+def records_of_rows(name: str, rows: Any, keys: Sequence[str]) -> Iterator[Record]:
     """The rows of a `datasets.Dataset` with its features among `keys`, or with all features if it has none of them."""
     names = [key for key in rows.column_names if key in keys] or rows.column_names
     number = 0
@@ -191,7 +191,7 @@ def records_of_rows(name: str, rows: Any, keys: Sequence[str]) -> Iterator[Sourc
         for values in zip(*(batch[key] for key in names), strict=True):
             number += 1
             fields = dict(zip(names, map(without_nulls, values), strict=True))
-            yield SourceRecord(fields, f"{name}: row {number}")
+            yield Record(fields, f"{name}: row {number}")
 
 
 def _datasets_library(name: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise.core.errors import DataError
 from shardwise.core.extras import install
-from shardwise.data.readers import SourceRecord, TextPiece, is_data_file, read_file, read_records
+from shardwise.data.readers import Record, TextPiece, is_data_file, read_file, read_records
 from shardwise.data.source import Source, SourcePosition, after
 
 _CHANGE_KEYS = (
@@ -66,7 +66,7 @@ class ObjectStore(Source):
                     yield piece, [number, ended]
             skip = 0
 
-    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
         for path in self._files:
             with self._copied(path) as local:
                 for record in read_records(local, keys):

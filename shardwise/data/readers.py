@@ -47,7 +47,7 @@ class TextPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceRecord:
+class Record:
     """A JSON object or a row, with its position."""
 
     fields: Mapping[str, object]
@@ -76,7 +76,7 @@ def read_file(path: Path, text_key: str) -> Iterator[TextPiece]:
                 yield from pieces(_text_of(row, text_key, where))
 
 
-def read_records(path: Path, keys: Sequence[str]) -> Iterator[SourceRecord]:
+def read_records(path: Path, keys: Sequence[str]) -> Iterator[Record]:
     """The records of a jsonl or parquet file; from parquet only the columns in `keys`.
 
     Raises:
@@ -88,7 +88,7 @@ def read_records(path: Path, keys: Sequence[str]) -> Iterator[SourceRecord]:
             yield from _records_of_parquet(path, keys)
         elif kind != "txt":
             for row, where in _rows_of(path, kind):
-                yield SourceRecord(_object(row, where, "write one JSON object a line"), where)
+                yield Record(_object(row, where, "write one JSON object a line"), where)
         else:
             raise DataError(
                 "no records in a text file",
@@ -316,11 +316,11 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[TextPiece]:
             yield from pieces(checked_text(value, text_key, f"{path}: row {rows.number}"))
 
 
-def _records_of_parquet(path: Path, keys: Sequence[str]) -> Iterator[SourceRecord]:
+def _records_of_parquet(path: Path, keys: Sequence[str]) -> Iterator[Record]:
     with _parquet(path) as rows:
         names = [name for name in rows.names if name in keys]
         for fields in rows.fields(names or rows.names):
-            yield SourceRecord(fields, f"{path}: row {rows.number}")
+            yield Record(fields, f"{path}: row {rows.number}")
 
 
 class _Rows:

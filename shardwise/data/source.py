@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.core.errors import DataError
-from shardwise.data.readers import SourceRecord, TextPiece
+from shardwise.data.readers import Record, TextPiece
 
 SourcePosition = Any
 """A JSON value that says where a document begins in a source; None is the start."""
@@ -48,7 +48,7 @@ class Source(ABC):
         """The documents from a position on; with the last piece of each, the position behind it."""
         yield from after(self.pieces(), position or 0)
 
-    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
         """The records, in a fixed order, with at least the fields `keys`. Raises DataError at a malformed one."""
         raise DataError("no records in this source", where=self.name, why="it is plain text")
 

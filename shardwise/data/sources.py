@@ -33,7 +33,7 @@ from shardwise.data.hub import (
     split_of,
     stream_of_hub,
 )
-from shardwise.data.readers import SUFFIXES, SourceRecord, TextPiece, is_data_file, read_file, read_records
+from shardwise.data.readers import SUFFIXES, Record, TextPiece, is_data_file, read_file, read_records
 from shardwise.data.source import Source, SourcePosition, after
 
 _NOT_LIBRARY = frozenset(
@@ -87,7 +87,7 @@ class DataFiles(FileSource):
             skip = 0
         self._check_unchanged()
 
-    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
         for path in self._files:
             yield from read_records(path, keys)
         self._check_unchanged()
@@ -149,7 +149,7 @@ class SavedDataset(FileSource):
         for piece, ended in after(pieces_of_rows(self.name, later, self._text_key, first), 0):
             yield piece, first + ended
 
-    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
         yield from records_of_rows(self.name, self._rows(), keys)
         self._check_unchanged()
 
@@ -172,7 +172,7 @@ class HubDataset(Source):
     def pieces(self) -> Iterator[TextPiece]:
         return pieces_of_rows(self.name, self._rows, self._text_key)
 
-    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
         return records_of_rows(self.name, self._rows, keys)
 
     def fields(self) -> frozenset[str]:
@@ -195,7 +195,7 @@ class HubStream(HubDataset):
     def pieces_from(self, position: SourcePosition) -> Iterator[tuple[TextPiece, SourcePosition]]:
         return pieces_of_stream(self.name, self._rows, self._text_key, position)
 
-    def records(self, keys: Sequence[str]) -> Iterator[SourceRecord]:
+    def records(self, keys: Sequence[str]) -> Iterator[Record]:
         return Source.records(self, keys)
 
     def fields(self) -> frozenset[str]:

@@ -19,7 +19,7 @@ from shardwise.engine.phase import current_phase, listening
 from shardwise.hardware.kinds import kind_of
 from shardwise.runtime.torch_private import TorchDispatchMode
 
-Record = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any, float], None]
+RecordCall = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any, float], None]
 """Called with an operation, its arguments, its result and its seconds."""
 
 
@@ -65,7 +65,7 @@ class PhaseClock:
 class OperationClock(TorchDispatchMode):
     """Calls ``record`` after every operation on local tensors in its ``with`` block that is ``wanted``."""
 
-    def __init__(self, record: Record, wanted: Callable[[Any], bool] = lambda func: True) -> None:
+    def __init__(self, record: RecordCall, wanted: Callable[[Any], bool] = lambda func: True) -> None:
         super().__init__()
         self._record, self._wanted = record, wanted
 

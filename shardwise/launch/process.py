@@ -63,7 +63,7 @@ def join(device_type: str | None = None) -> Iterator[World]:
         RecipeError: the environment contradicts itself.
     """
     placement = launched_by() or _ALONE
-    device = _rank_device(placement.local_rank, device_type, _share_devices(placement))
+    device = _device(placement.local_rank, device_type, _share_devices(placement))
     if placement.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
@@ -100,7 +100,7 @@ def _share_devices(placement: Placement) -> bool:
     return placement.by == "shardwise" or (placement.by == "torchrun" and not chosen)
 
 
-def _rank_device(local_rank: int, device_type: str | None, shared: bool = False) -> torch.device:
+def _device(local_rank: int, device_type: str | None, shared: bool = False) -> torch.device:
     """The GPU of a local rank, or the only one that this process sees unless it is ``shared``; else the CPU."""
     if (device_type or accelerator_here().torch_type) == HOST.torch_type:
         return torch.device(HOST.torch_type)

@@ -13,7 +13,7 @@ from shardwise.checkpoint.run_folder import RECIPE, load_run_recipe
 from shardwise.core.errors import DataError
 from shardwise.data import open_data
 from shardwise.data.encoding import Encoder
-from shardwise.data.readers import SourceRecord
+from shardwise.data.readers import Record
 from shardwise.data.tokenizer import open_tokenizer
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.sections import DataSpec, Recipe
@@ -104,19 +104,16 @@ def test_records_begin_with_it_untrained_and_chats_as_their_template_says(
 ) -> None:
     tokenizer = open_tokenizer(adding)
     encoder = Encoder(DataSpec(), "prompt", tokenizer)
-    tokens, trained = encoder.encode(SourceRecord({"prompt": "the answer is ", "completion": "user"}, "here"))
+    tokens, trained = encoder.encode(Record({"prompt": "the answer is ", "completion": "user"}, "here"))
     assert tokens[0] == tokenizer.begin and not trained[0] and tokens.count(tokens[0]) == 1
     plain = Encoder(DataSpec(begin="none"), "prompt", open_tokenizer(adding, "none"))
-    assert (
-        plain.encode(SourceRecord({"prompt": "the answer is ", "completion": "user"}, "here"))[0]
-        == tokens[1:]
-    )
+    assert plain.encode(Record({"prompt": "the answer is ", "completion": "user"}, "here"))[0] == tokens[1:]
     assert plain.fingerprint != encoder.fingerprint
     template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
     (Path(adding) / "chat_template.jinja").write_text(template, encoding="utf-8")
     chats = Encoder(DataSpec(), "messages", open_tokenizer(adding))
     said = {"messages": [{"role": "user", "content": "is"}, {"role": "assistant", "content": "the"}]}
-    assert tokenizer.begin not in chats.encode(SourceRecord(said, "here"))[0]
+    assert tokenizer.begin not in chats.encode(Record(said, "here"))[0]
 
 
 def test_a_run_of_an_earlier_version_keeps_its_documents(adding: str, tmp_path: Path) -> None:

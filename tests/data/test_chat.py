@@ -21,7 +21,7 @@ from shardwise.data.chat import ChatTemplate
 from shardwise.data.encoding import Encoder
 from shardwise.data.formats import Chat
 from shardwise.data.opening import open_splits
-from shardwise.data.readers import SourceRecord
+from shardwise.data.readers import Record
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.data.turns import Turn
 from shardwise.recipe.sections import DataSpec
@@ -83,7 +83,7 @@ def encoded(
 ) -> tuple[str, list[str]]:
     """The text of a record, and its trained stretches; its tokens are those of transformers' rendering."""
     tokenizer = open_tokenizer(folder)
-    tokens, trained = Encoder(DataSpec(**spec), name, tokenizer).encode(SourceRecord(record, "here"))
+    tokens, trained = Encoder(DataSpec(**spec), name, tokenizer).encode(Record(record, "here"))
     edges = [0, *(i for i in range(1, len(tokens)) if trained[i] != trained[i - 1]), len(tokens)]
     spans = [tokenizer.shown(tokens[a:b]) for a, b in itertools.pairwise(edges) if trained[a]]
     return tokenizer.shown(tokens), spans
@@ -371,7 +371,7 @@ def test_what_the_template_does_not_read_is_named_once(tmp_path: Path, opened: O
 
 def unread_of(folder: str, record: Mapping[str, Any], name: str, **spec: Any) -> set[str]:
     encoder = Encoder(DataSpec(**spec), name, open_tokenizer(folder))
-    encoder.encode(SourceRecord(record, "here"))
+    encoder.encode(Record(record, "here"))
     return encoder.unread
 
 
@@ -606,7 +606,7 @@ def test_a_leading_blank_is_added_to_a_text_and_not_to_a_completion(tmp_path: Pa
     made.save_pretrained(tmp_path / "t")
     tokenizer = open_tokenizer(str(tmp_path / "t"))
     tokens, trained = Encoder(DataSpec(), "prompt", tokenizer).encode(
-        SourceRecord({"prompt": "A: ", "completion": "the"}, "x")
+        Record({"prompt": "A: ", "completion": "the"}, "x")
     )
     assert tokens == [*made.encode("A: the", add_special_tokens=False), 1]
     assert tokens == [vocab[t] for t in ("▁", "A", ":", "▁the", "</s>")]

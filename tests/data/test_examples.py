@@ -18,7 +18,7 @@ from shardwise.data import Data
 from shardwise.data.batches import batch_of
 from shardwise.data.encoding import Encoder
 from shardwise.data.packing import best_fit
-from shardwise.data.readers import SourceRecord
+from shardwise.data.readers import Record
 from shardwise.data.tokenizer import open_tokenizer
 from shardwise.recipe.load import recipe_of
 from shardwise.recipe.sections import DataSpec
@@ -87,7 +87,7 @@ def trained_text(tokenizer: str, name: str, fields: Mapping[str, object], **spec
     """What of a record is trained on, by stretches."""
     opened = open_tokenizer(tokenizer)
     encoder = Encoder(DataSpec(tokenizer=tokenizer, **spec), name, opened)
-    tokens, trained = encoder.encode(SourceRecord(fields, "here"))
+    tokens, trained = encoder.encode(Record(fields, "here"))
     edges = [0, *(i for i in range(1, len(tokens)) if trained[i] != trained[i - 1]), len(tokens)]
     pairs = itertools.pairwise(edges)
     return [opened.shown(tokens[start:end]) for start, end in pairs if trained[start]]
@@ -139,7 +139,7 @@ def test_the_tokens_are_those_that_transformers_makes(tmp_path: Path) -> None:
     messages = chat("the user is", "the answer is", "assistant?", "No.")["messages"]
     expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     encoder = Encoder(DataSpec(tokenizer=str(folder)), "messages", open_tokenizer(str(folder)))
-    tokens, trained = encoder.encode(SourceRecord({"messages": messages}, "here"))
+    tokens, trained = encoder.encode(Record({"messages": messages}, "here"))
     assert tokens == expected["input_ids"]
     assert [int(each) for each in trained] == expected["assistant_masks"]
 
@@ -149,7 +149,7 @@ def test_prompt_and_completion_have_the_tokens_of_the_whole_text(tmp_path: Path)
     tokenizer = open_tokenizer(str(tokenizer_folder(tmp_path / "t", None)))
     assert tokenizer.encode("the answer") != tokenizer.encode("the ans") + tokenizer.encode("wer")
     encoder = Encoder(DataSpec(), "prompt", tokenizer)
-    tokens, trained = encoder.encode(SourceRecord({"prompt": "the ans", "completion": "wer"}, "here"))
+    tokens, trained = encoder.encode(Record({"prompt": "the ans", "completion": "wer"}, "here"))
     assert tokens == [*tokenizer.encode("the answer"), tokenizer.separator]
     assert (
         tokenizer.shown([t for t, chosen in zip(tokens, trained, strict=True) if chosen])
@@ -232,7 +232,7 @@ def test_tool_calls_and_content_parts_are_read_as_openais_api_writes_them(
     spec = {} if name == "bytes" else {"tokenizer": str(tokenizer_folder(tmp_path / "t", WITH_TOOLS))}
     tokenizer = open_tokenizer(spec.get("tokenizer", "bytes"))
     encoder = Encoder(DataSpec(**spec), "messages", tokenizer)
-    tokens, trained = encoder.encode(SourceRecord(record, "here"))
+    tokens, trained = encoder.encode(Record(record, "here"))
     said = tokenizer.shown([token for token, chosen in zip(tokens, trained, strict=True) if chosen])
     whole = tokenizer.shown(tokens)
     if name == "bytes":

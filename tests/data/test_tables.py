@@ -15,7 +15,7 @@ import pytest
 from shardwise.core.errors import DataError, RecipeError
 from shardwise.data.chat import ChatTemplate, plain_template
 from shardwise.data.formats import Chat, example_of
-from shardwise.data.readers import SourceRecord, read_file, read_records
+from shardwise.data.readers import Record, read_file, read_records
 from shardwise.data.sources import open_source
 from shardwise.model.hf import folder_of
 
@@ -99,7 +99,7 @@ TEMPLATE = (
 
 
 def test_tool_calls_and_content_parts_reach_the_template() -> None:
-    chat = example_of(SourceRecord({"messages": CHAT}, "a.jsonl:1"), "messages")
+    chat = example_of(Record({"messages": CHAT}, "a.jsonl:1"), "messages")
     assert isinstance(chat, Chat) and chat.turns[0].text == "Compute 1 + 1?"
     written = ChatTemplate({"default": TEMPLATE}, {}).written(chat, "a.jsonl:1", date(2026, 1, 2))
     assert written.text == "<user>Compute 1 + 1?<assistant>[add 1]</s><tool>2<tool>two<assistant>2</s>"
@@ -123,7 +123,7 @@ def test_tool_calls_and_content_parts_reach_the_template() -> None:
 def test_other_parts_and_orders_are_refused(changed: dict[int, dict[str, Any]], said: str) -> None:
     chat = [changed.get(number, turn) for number, turn in enumerate(CHAT)]
     with pytest.raises(DataError) as caught:
-        example_of(SourceRecord({"messages": chat}, "a.jsonl:1"), "messages")
+        example_of(Record({"messages": chat}, "a.jsonl:1"), "messages")
     assert re.search(said, caught.value.line())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.data.encoding import Encoder
-from shardwise.data.readers import SourceRecord
+from shardwise.data.readers import Record
 from shardwise.data.tokenizer import open_tokenizer
 from shardwise.plugins.serve.samples import Question, _question
 from shardwise.recipe.sections import DataSpec
@@ -44,7 +44,7 @@ def asked(
 ) -> Question:
     opened = open_tokenizer(tokenizer)
     encoder = Encoder(DataSpec(**spec), name, opened)
-    ids, trained = encoder.encode(SourceRecord(record, "here"))
+    ids, trained = encoder.encode(Record(record, "here"))
     return _question(ids, trained, opened, opened.chat if encoder.chats else None, tokens)
 
 
