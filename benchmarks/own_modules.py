@@ -1,7 +1,7 @@
 """Modules of users planned, trained and verified on two ranks: ``python benchmarks/own_modules.py [--only TEXT]``.
 
 A convolution net with batch norms, a ViT and a regression by squared errors, each in fp32, bf16 and fp16 and in ZeRO 0
-to 3: ``shardwise.plan(module=...)``, four steps of ``shardwise.train_module``, and the peaks that both ranks measured against
+to 3: ``shardwise.plan(module=...)``, four steps of ``train_module``, and the peaks that both ranks measured against
 the planned ones. Then ``shardwise.verify`` trains two steps of a smaller net of the same kind. 36 rows take about 25
 minutes on two cores. Writes benchmarks/results/own-modules.json after each row, and goes on with the rows it lacks.
 """
