@@ -21,12 +21,12 @@ def block_times(tracker: Tracker, since: int, blocks: Sequence[str]) -> BlockTim
     """
     owners = {name: place for place, name in enumerate(blocks)}
     own = [
-        (place, each)
-        for each in tracker.allocations
-        if each.born > since
-        and each.micro_batch == 0
-        and not each.on_host
-        and (place := _owner(each.where, owners)) is not None
+        (place, allocation)
+        for allocation in tracker.allocations
+        if allocation.born > since
+        and allocation.micro_batch == 0
+        and not allocation.on_host
+        and (place := _owner(allocation.where, owners)) is not None
     ]
     if not own:
         return None

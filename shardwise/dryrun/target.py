@@ -235,9 +235,9 @@ def _eigenvectors(matrix: Tensor, uplo: str = "L", vectors: bool = True) -> tupl
     """With the workspace of LAPACK's and cuSOLVER's syevd for a matrix [n, n], which is no tensor."""
     size = matrix.shape[-1]
     workspace = matrix.new_empty(2 * size * size + 6 * size + 1)
-    found = eigenvectors_of(matrix, uplo, vectors)
+    eigenvectors = eigenvectors_of(matrix, uplo, vectors)
     del workspace
-    return found
+    return eigenvectors
 
 
 _SOLVERS = {"aten::_linalg_eigh": _eigenvectors}

@@ -71,7 +71,7 @@ class Calibration:
         Of those that were measured with as many threads, if there are any, the nearest number of processes counts; the
         machine is divided anew.
         """
-        alike = [each for each in self.speeds if each.threads == threads] or list(self.speeds)
+        alike = [speed for speed in self.speeds if speed.threads == threads] or list(self.speeds)
         if not alike:
             return None
         near = min(alike, key=lambda each: abs(math.log(each.processes / processes)))
@@ -279,17 +279,17 @@ _CPU = DeviceProfile(
 def _cgroup_folders(root: Path, controller: str, v2_file: str, v1_file: str) -> list[tuple[Path, str]]:
     """Folders of this process's cgroup and its parents, with the name of the file that holds the limit."""
     base = root / "sys/fs/cgroup"
-    found: list[tuple[Path, str]] = []
+    folders: list[tuple[Path, str]] = []
     for line in _text_or_empty(root / "proc/self/cgroup").splitlines():
         parts = line.split(":", 2)
         if len(parts) != 3:
             continue
         _, controllers, path = parts
         if controllers == "":
-            found += [(folder, v2_file) for folder in _upwards(base, path)]
+            folders += [(folder, v2_file) for folder in _upwards(base, path)]
         elif controller in controllers.split(","):
-            found += [(folder, v1_file) for folder in _upwards(base / controller, path)]
-    return found
+            folders += [(folder, v1_file) for folder in _upwards(base / controller, path)]
+    return folders
 
 
 def _memory_limits(root: Path) -> list[tuple[Path, str, int]]:

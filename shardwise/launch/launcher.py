@@ -211,11 +211,11 @@ def _start_rank(
     with log.open("ab") as file:
         start = file.tell()
         reading, stdout = os.pipe() if heard else (None, file.fileno())
-        given = Command(
+        command = Command(
             tuple(arguments), {**environment, **own}, stdout, file.fileno(), tuple(files.values())
         )
         try:
-            process = spawner(given)
+            process = spawner(command)
         finally:
             if heard:
                 os.close(stdout)

@@ -109,9 +109,9 @@ def _hang(ranks: Sequence[Rank], quiet_seconds: float) -> Ended | None:
     running = [rank for rank in ranks if rank.code is None]
     if not running:
         return None
-    found = _evidence(running)
-    worst = culprit(found)
-    return Ended(running[found.index(worst)], worst, quiet_seconds)
+    evidence = _evidence(running)
+    worst = culprit(evidence)
+    return Ended(running[evidence.index(worst)], worst, quiet_seconds)
 
 
 def _evidence(ranks: Sequence[Rank]) -> list[Evidence]:

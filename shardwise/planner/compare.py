@@ -160,7 +160,7 @@ def _predicted_neighbour(
 
 def compared_candidates(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:
     """All recorded candidates, compared with the chosen one: the chosen first, then those that fit by step time."""
-    candidates = [_final_verdict(predictor, each, chosen) for each in predictor.candidates.values()]
+    candidates = [_final_verdict(predictor, candidate, chosen) for candidate in predictor.candidates.values()]
     order = ("chosen", "fits", "tight", "does not fit", UNKNOWN)
     candidates.sort(key=lambda c: (order.index(c.verdict), c.step_seconds, c.peak_bytes))
     return tuple(candidates)

@@ -76,9 +76,9 @@ def _devices(tried: Sequence[DeviceTry]) -> RenderableType:
     return table
 
 
-def _interval(found: Interval, written: Callable[[float], str]) -> str:
-    low, high = written(found.p50), written(found.p95)
-    return f"P50 {low}, P95 {high}, as in {found.runs} {found.source}"
+def _interval(interval: Interval, written: Callable[[float], str]) -> str:
+    low, high = written(interval.p50), written(interval.p95)
+    return f"P50 {low}, P95 {high}, as in {interval.runs} {interval.source}"
 
 
 def _hours_text(hours: float) -> str:

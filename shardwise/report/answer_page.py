@@ -28,7 +28,8 @@ def answer_values(plan: Plan, answer: Answer | None, advice: FitAdvice | None) -
         "binds": list(answer.sentences()),
         "nearest": [(change(each), each.candidate, reason(each)) for each in answer.nearest],
         "remedies": [
-            (each, peak_of(each.candidate), seconds(each.candidate.step_seconds)) for each in outcomes
+            (outcome, peak_of(outcome.candidate), seconds(outcome.candidate.step_seconds))
+            for outcome in outcomes
         ],
         "advice": advice.reasons if advice else (),
     }

@@ -35,7 +35,7 @@ def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = W
     height = 4.2 if width >= WIDE_INCHES else 4.6
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
-    chosen = next((each for each in plan.candidates if each.strategy == plan.strategy), None)
+    chosen = next((candidate for candidate in plan.candidates if candidate.strategy == plan.strategy), None)
     shown = list(_shown_candidates(plan))
     unit = unit_for(max(plan.peak.bytes, plan.capacity_bytes))
     on_front = [each for each in front if each in shown]
@@ -77,12 +77,12 @@ def differs(chosen: str, other: str) -> str:
 def _shown_candidates(plan: Plan) -> Iterator[Candidate]:
     """Candidates with a time and a peak within FARTHEST_FACTOR."""
     most = max(plan.peak.bytes, plan.capacity_bytes)
-    for each in plan.candidates:
+    for candidate in plan.candidates:
         if (
-            0 < each.step_seconds <= FARTHEST_FACTOR * plan.step.seconds
-            and 0 < each.peak_bytes <= FARTHEST_FACTOR * most
+            0 < candidate.step_seconds <= FARTHEST_FACTOR * plan.step.seconds
+            and 0 < candidate.peak_bytes <= FARTHEST_FACTOR * most
         ):
-            yield each
+            yield candidate
 
 
 def _draw_candidate(axes: Any, candidate: Candidate, chosen: bool, size: float) -> None:

@@ -259,7 +259,7 @@ def _cannot_compile(block: nn.Module, error: Exception) -> RecipeError:
 
 def _fused(*arguments: Any) -> None:
     """In the place of a generated kernel: the dry run counts the bytes of its inputs and outputs."""
-    torch.ops.shardwise.fused([each for each in arguments if isinstance(each, Tensor)])
+    torch.ops.shardwise.fused([argument for argument in arguments if isinstance(argument, Tensor)])
 
 
 _COMPILED_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process

@@ -49,7 +49,7 @@ def code_of(value: Any) -> Any:
     if isinstance(value, MethodType) and dataclasses.is_dataclass(value.__self__):
         return value.__func__, code_of(value.__self__)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        compared = (each.name for each in dataclasses.fields(value) if each.compare)
+        compared = (field.name for field in dataclasses.fields(value) if field.compare)
         return type(value), tuple(code_of(getattr(value, name)) for name in compared)
     return Same(value)
 

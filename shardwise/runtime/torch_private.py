@@ -163,8 +163,8 @@ def reading_a_value() -> Any:
 
 def eigenvectors_of(matrix: Tensor, uplo: str, vectors: bool) -> tuple[Tensor, Tensor]:
     """The operation behind ``torch.linalg.eigh``: eigenvalues, ascending, and eigenvectors."""
-    found: tuple[Tensor, Tensor] = torch.ops.aten._linalg_eigh(matrix, uplo, vectors)
-    return found
+    eigenvectors: tuple[Tensor, Tensor] = torch.ops.aten._linalg_eigh(matrix, uplo, vectors)
+    return eigenvectors
 
 
 # -- autograd ----------------------------------------------------------------------------------------

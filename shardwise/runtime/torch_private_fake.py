@@ -249,16 +249,16 @@ def _produced(found: Any, args: Any, kwargs: Any) -> _Produced | None:
 def _results_of(entry: Any, is_view: bool) -> tuple[_Produced, ...] | None:
     """What an entry of PyTorch's cache returns; None where that is not always made the same way."""
     found: list[_Produced] = []
-    for each in entry.output_infos:
-        like = each.metadata
-        if each.inplace_idx is not None:
-            found.append(_Produced(each.inplace_idx))
+    for output_info in entry.output_infos:
+        like = output_info.metadata
+        if output_info.inplace_idx is not None:
+            found.append(_Produced(output_info.inplace_idx))
             continue
         if like is None or like.is_conj or like.is_neg or like.layout is not torch.strided:
             return None
         shape, stride = tuple(like.shape), tuple(like.stride)
         offset, grad = like.storage_offset, like.requires_grad
-        argument = each.view_idx if is_view else None
+        argument = output_info.view_idx if is_view else None
         found.append(_Produced(argument, shape, stride, offset, like.dtype, grad, like.device))
     return tuple(found)
 

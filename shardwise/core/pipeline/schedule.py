@@ -201,7 +201,7 @@ def play(
                 moved = True
     if any(len(done) < len(order) for done, order in zip(spans, lists, strict=True)):
         raise ValueError("the ranks of this schedule wait for each other")
-    return Played(tuple(tuple(each) for each in spans))
+    return Played(tuple(tuple(span) for span in spans))
 
 
 def steps(lists: Sequence[Sequence[Action]], number: int, micro_batches: int) -> tuple[Order, ...]:

@@ -178,10 +178,10 @@ def budget_picture(budget: BudgetChoice, width: float = WIDE_INCHES) -> Figure:
     axes: Any = figure.subplots()
     sizes = sorted({*budget.neighbours, *budget.tried, budget.best}, key=lambda each: each.parameters)
     axes.plot(
-        [each.parameters for each in sizes], [each.loss for each in sizes], "o-", color=MUTED, markersize=4
+        [size.parameters for size in sizes], [size.loss for size in sizes], "o-", color=MUTED, markersize=4
     )
     axes.plot(budget.best.parameters, budget.best.loss, "*", color=ACCENT, markersize=12)
-    if max(each.parameters for each in sizes) > min(each.parameters for each in sizes):
+    if max(size.parameters for size in sizes) > min(size.parameters for size in sizes):
         axes.set_xscale("log")
     axes.set_xlabel("parameters", color=INK)
     axes.set_ylabel("predicted loss, nats per token", color=INK)
