@@ -25,6 +25,7 @@ SLOT = 2048
 ABSENT, RUNNING, ENDED = range(3)
 """States of a rank: it never began, it runs or was lost, it came to its own end."""
 
+# Byte offsets in a slot: five numbers of 8 bytes, then the error line.
 _STATE_AT, _MARKS_AT, _STEP_AT, _LIMIT_AT, _LENGTH_AT, _LINE_AT = 0, 8, 16, 24, 32, 40
 _UINT64, _DOUBLE = struct.Struct("<Q"), struct.Struct("<d")
 

@@ -107,6 +107,7 @@ def _onednn_kernels(operation: str, args: Any, result: Any) -> int:
 def _attention_products(to_queries: Tensor, to_keys: Tensor) -> int:
     """Three products for each pair of block sizes of queries and keys, [..., s, d] (FlashAttentionKernel.cpp)."""
     queries, keys = to_queries.shape[-2], to_keys.shape[-2]
+    # q_split_size and kv_split_size of that file.
     step = 256 if queries >= 768 else 64 if queries >= 192 else 32
     return 3 * _block_sizes(queries, step) * _block_sizes(keys, 512)
 
@@ -234,6 +235,7 @@ def _cuda_attention(
 def _eigenvectors(matrix: Tensor, uplo: str = "L", vectors: bool = True) -> tuple[Tensor, Tensor]:
     """With the workspace of LAPACK's and cuSOLVER's syevd for a matrix [n, n], which is no tensor."""
     size = matrix.shape[-1]
+    # LAPACK: LWORK >= 1 + 6 n + 2 n^2 with vectors (JOBZ = V).
     workspace = matrix.new_empty(2 * size * size + 6 * size + 1)
     eigenvectors = eigenvectors_of(matrix, uplo, vectors)
     del workspace

@@ -35,11 +35,14 @@ _FLOPS_PER_CORE: tuple[tuple[str, float], ...] = (("avx512f", 50e9), ("avx2", 25
 """fp32 FLOP/s of one logical core by instruction set: about half of oneDNN's speed on a current server core
 (108e9 measured on AMD Zen 5, avx512f), because two logical cores often share one physical core."""
 _LEAST_FLOPS_PER_CORE = 8e9
+# Speed of bf16 relative to fp32 by instruction set; without one, PyTorch converts to fp32 and back.
 _BF16_OVER_FP32: tuple[tuple[str, float], ...] = (("amx_bf16", 8.0), ("avx512_bf16", 2.0), ("bf16", 2.0))
 _EMULATED = 0.5
+# Bytes per second, assumed where nothing was measured. From four cores on, more do not read faster.
 _BANDWIDTH_PER_CORE, _MOST_BANDWIDTH = 10e9, 40e9
 _LOOPBACK_BANDWIDTH = 0.5e9
 _DISK_BANDWIDTH = 1e9
+# 10 Gbit/s.
 _ETHERNET = 1.25e9
 
 

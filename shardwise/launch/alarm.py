@@ -31,6 +31,7 @@ from shardwise.launch.process import TIMEOUT
 from shardwise.launch.user_code import Frame
 from shardwise.runtime.torch_private import copy_of_store, set_timeouts
 
+# Two ranks watch, because one of them may be the rank that hangs.
 _JUDGES = 2
 _ANSWER_SECONDS = 1.0
 _ASKED_KEY, _LINE_KEY = "asked", "line"

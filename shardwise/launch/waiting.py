@@ -33,6 +33,7 @@ GRACE_SECONDS = 5.0
 DUMP_SECONDS = 1.0
 """How long to wait for the stacks."""
 
+# Seconds between two looks at heartbeats; the end of a process is noticed at once.
 _POLL = 0.1
 
 

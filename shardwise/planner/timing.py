@@ -38,6 +38,7 @@ _STAGE_AXES = tuple(axis.name for axis in AXES if axis.stages)
 PASS_PHASES = ("forward", "backward")
 """Phases that every micro-batch goes through."""
 
+# Columns of a phase's sums; those of copies follow.
 PRODUCT_SECONDS, MEMORY_SECONDS, LAUNCH_SECONDS = range(3)
 COPY_LANES: tuple[str, ...] = ("to_host", "to_device", "disk_read", "disk_write", "processor")
 TIME_COLUMNS = 3 + len(COPY_LANES)

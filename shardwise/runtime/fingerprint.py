@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.errors import CheckpointError
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices, named_parameters
 
+# Values that are unpacked and summed at a time: 16 MiB in fp32, whatever the size of a parameter.
 _HASHED_VALUES = 2**22
 _ROUNDS_ALIKE = (torch.float64, torch.float32, torch.bfloat16)
 

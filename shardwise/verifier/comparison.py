@@ -50,6 +50,7 @@ def parameter_differences(run: Run, weights: Path) -> dict[str, float]:
     mean_square = float(sums[real, 1].sum()) / sum(counts)
     differences = {}
     for name, size, (difference, norm) in zip(names, sizes, sums.tolist(), strict=True):
+        # A tensor of values far below the model's mean square counts by that: its own norm may be rounding noise.
         distance = (difference / max(norm, mean_square * size)) ** 0.5
         differences[name] = math.inf if math.isnan(distance) else distance
     return differences
