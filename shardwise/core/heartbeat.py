@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-VARIABLE = "SHARDWISE_HEARTBEATS"
+HEARTBEAT_VARIABLE = "SHARDWISE_HEARTBEATS"
 """The file descriptor of the slots, which a rank inherits."""
 
 SLOT = 2048
@@ -105,7 +105,7 @@ def attach() -> None:
     """Begin this rank's heartbeat, in the slot that the launcher gave it, if any."""
     global own
     descriptor = os.environ.pop(
-        VARIABLE, None
+        HEARTBEAT_VARIABLE, None
     )  # the processes that this one starts do not inherit the memory
     if descriptor is not None:
         memory = memoryview(mmap.mmap(int(descriptor), 0))

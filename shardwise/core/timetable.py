@@ -16,7 +16,7 @@ from pydantic import model_validator
 
 from shardwise.core.json_file import CLOSED, PositiveInt, Seconds, Size
 from shardwise.core.pipeline.schedule import (
-    SCHEDULES,
+    SCHEDULE_NAMES,
     Action,
     Played,
     in_flight,
@@ -61,7 +61,7 @@ class Timetable:
 
     @model_validator(mode="after")
     def _checked(self) -> Timetable:
-        if self.schedule not in SCHEDULES or not len(self.forward) == len(self.backward) == self.ranks:
+        if self.schedule not in SCHEDULE_NAMES or not len(self.forward) == len(self.backward) == self.ranks:
             raise ValueError("its pipeline is not one of this version")
         return self
 

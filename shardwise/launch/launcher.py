@@ -144,7 +144,7 @@ def _started_ranks(
                 ours = {**_shared_environment(world_size, store.getsockname()[1]), **environment}
                 given = os.environ | ours
                 for rank, beat in enumerate(beats):
-                    files = {heartbeat.VARIABLE: slots} | (
+                    files = {heartbeat.HEARTBEAT_VARIABLE: slots} | (
                         {STORE_SOCKET: store.fileno()} if rank == 0 else {}
                     )
                     log = log_folder / f"rank-{rank}.log"

@@ -23,7 +23,7 @@ from shardwise.core import heartbeat
 from shardwise.launch.placement import STORE_SOCKET
 from shardwise.launch.ranks import Command, Process, dying_with_parent
 
-INHERITED = (heartbeat.VARIABLE, STORE_SOCKET)
+INHERITED = (heartbeat.HEARTBEAT_VARIABLE, STORE_SOCKET)
 """Variables with the number of a file descriptor, which differs in each process."""
 
 WORKER = "shardwise.worker"

@@ -31,7 +31,7 @@ from typing import Literal
 
 PassKind = Literal["F", "B", "I", "W"]
 
-SCHEDULES: tuple[str, ...] = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream")
+SCHEDULE_NAMES: tuple[str, ...] = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream")
 
 
 @dataclass(frozen=True, order=True)
@@ -55,7 +55,7 @@ def orders(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) 
 
     Raises ValueError for an unknown schedule, and for several stages per rank where it is not the interleaved one.
     """
-    if schedule not in SCHEDULES:
+    if schedule not in SCHEDULE_NAMES:
         raise ValueError(f"no such schedule: {schedule}")
     if schedule != "interleaved" and stages_per_rank != 1:
         raise ValueError(f"{schedule} has one stage per rank")

@@ -81,7 +81,7 @@ class BudgetReport:
             "seconds": self.seconds,
             "strategy": plan.line,
             "law": self.law.name,
-            "model": {key: getattr(best.dimensions, key) for key in _DIMENSIONS},
+            "model": {key: getattr(best.dimensions, key) for key in _SIZE_DIMENSIONS},
             "steps": self.steps,
             "batch_size": self.batch_size,
             "tokens_per_parameter": self.tokens_per_parameter,
@@ -136,7 +136,7 @@ class BudgetReport:
             yield f"{self.epochs:.3g} epochs of the unique tokens"
 
 
-_DIMENSIONS = ("family", "layers", "width", "heads", "kv_heads", "ffn", "vocab")
+_SIZE_DIMENSIONS = ("family", "layers", "width", "heads", "kv_heads", "ffn", "vocab")
 
 
 def _size_json(size: SizeInBudget, best: SizeInBudget) -> dict[str, Any]:
