@@ -107,7 +107,7 @@ def peaks_of_passes(tracker: Tracker, entries: Sequence[tuple[int, str]], count:
     levels, names, workspaces = _device_levels(tracker), _module_names(tracker), dict(tracker.workspaces)
     passes = []
     for number in chosen:
-        time = max(range(starts[number], [*starts, after][number + 1]), key=lambda each: levels[each])
+        time = max(range(starts[number], [*starts, after][number + 1]), key=lambda moment: levels[moment])
         ledger = ledger_at(tracker, time).plus(communication=workspaces.get(time, 0))
         passes.append(Peak(ledger, entries[number][1], _latest(names, time)))
     return tuple(passes)

@@ -89,7 +89,7 @@ def _compiled_product_bytes() -> Mapping[torch.dtype, int]:
 def _onednn_kernels(operation: str, args: Any, result: Any) -> int:
     """oneDNN compiles a convolution, an LSTM and a 16-bit matrix product for each shape and never frees it."""
     if operation in KERNELS:
-        dtype = next(each.dtype for each in tree_iter(result) if isinstance(each, Tensor))
+        dtype = next(tensor.dtype for tensor in tree_iter(result) if isinstance(tensor, Tensor))
         return KERNELS[operation] if dtype == torch.float32 or dtype in _compiled_product_bytes() else 0
     if operation == _CPU_ATTENTION_BACKWARD:
         return (
@@ -153,7 +153,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _rms_norm_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: list[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(each) for each in (x, *weight)]
+    return [torch.empty_like(tensor) for tensor in (x, *weight)]
 
 
 _TARGET_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process

@@ -77,7 +77,7 @@ class Calibration:
         alike = [speed for speed in self.speeds if speed.threads == threads] or list(self.speeds)
         if not alike:
             return None
-        near = min(alike, key=lambda each: abs(math.log(each.processes / processes)))
+        near = min(alike, key=lambda speed: abs(math.log(speed.processes / processes)))
         if (near.processes, near.threads) == (processes, threads):
             return near
         return near.shared_by(processes, threads, self.cores)

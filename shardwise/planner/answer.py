@@ -95,9 +95,9 @@ def front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Candidates that no other beats in both memory and time, by memory. Bounds without a time are left out."""
     found: list[Candidate] = []
     timed = [candidate for candidate in candidates if candidate.step_seconds and candidate.peak_bytes]
-    for each in sorted(timed, key=lambda each: (each.peak_bytes, each.step_seconds)):
-        if not found or each.step_seconds < found[-1].step_seconds:
-            found.append(each)
+    for candidate in sorted(timed, key=lambda candidate: (candidate.peak_bytes, candidate.step_seconds)):
+        if not found or candidate.step_seconds < found[-1].step_seconds:
+            found.append(candidate)
     return tuple(found)
 
 
@@ -132,7 +132,7 @@ def _nearest_alternatives(recipe: Recipe, cluster: Cluster, plan: Plan) -> Itera
             if not pinned and (reason := _why_none(recipe, plan, setting, values)):
                 yield Alternative(setting.key, _word(mine), "", None, reason)
             continue
-        nearest = min(here, key=lambda each: _change_distance(plan, each, pinned))
+        nearest = min(here, key=lambda candidate: _change_distance(plan, candidate, pinned))
         named.add(nearest.strategy)
         changed = _changed_settings(plan, nearest)
         theirs = nearest.strategy[setting]
@@ -275,7 +275,7 @@ def _most_changed(plan: Plan, candidate: Candidate) -> str:
     total = candidate.step_seconds - plan.step.seconds
     parts = {*plan.step.split, *candidate.split} if candidate.split else set()
     change = {part: candidate.split.get(part, 0.0) - plan.step.split.get(part, 0.0) for part in parts}
-    along = {part: each for part, each in change.items() if each * total > 0}
+    along = {part: seconds_of_part for part, seconds_of_part in change.items() if seconds_of_part * total > 0}
     if not along or abs(total) < ALIKE * plan.step.seconds:
         return ""
     part = max(sorted(along), key=lambda part: abs(along[part]))
@@ -298,11 +298,13 @@ def _prices(plan: Plan) -> Iterator[MemoryPrice]:
         for candidate in plan.candidates
         if candidate.verdict == "does not fit" and _excess(plan, candidate) > 0
     ]
-    for each in sorted(refused, key=lambda each: _excess(plan, each)):
-        if 0 < each.step_seconds < best:
-            best = each.step_seconds * (1 - ALIKE)
-            change = ", ".join(_changed_settings(plan, each).values())
-            yield MemoryPrice(_excess(plan, each), change, each.step_seconds / plan.step.seconds - 1, each)
+    for candidate in sorted(refused, key=lambda candidate: _excess(plan, candidate)):
+        if 0 < candidate.step_seconds < best:
+            best = candidate.step_seconds * (1 - ALIKE)
+            change = ", ".join(_changed_settings(plan, candidate).values())
+            yield MemoryPrice(
+                _excess(plan, candidate), change, candidate.step_seconds / plan.step.seconds - 1, candidate
+            )
 
 
 def _binding(plan: Plan, priced: bool) -> str:

@@ -88,7 +88,7 @@ def smallest(predictor: Predictor, candidates: Sequence[Candidate]) -> Strategy:
         with suppress(RecipeError):  # it cannot be built
             bound = predictor.judgement(strategy).replayed is None
             sizes[strategy] = quick_figures(predictor, strategy).bytes if bound else least
-    return min(sizes, key=lambda each: sizes[each], default=last[min(last)])
+    return min(sizes, key=lambda size: sizes[size], default=last[min(last)])
 
 
 def figures_from(predictor: Predictor, prediction: Prediction) -> Quick:

@@ -91,7 +91,7 @@ def money(cost: float) -> str:
 
 def _nearest_rows(answer: Answer, width: int) -> RenderableType:
     """A row for each setting."""
-    rows = [(Text(f"  {change(each)}"), _verdict_text(each)) for each in answer.nearest]
+    rows = [(Text(f"  {change(alternative)}"), _verdict_text(alternative)) for alternative in answer.nearest]
     return Group(Text("Nearest alternatives", "bold"), *stacked(rows, width))
 
 

@@ -236,8 +236,8 @@ def _candidates(candidates: Sequence[Candidate], width: int) -> RenderableType:
     shown: list[RenderableType] = [Text(names[0], "bold")]
     if not apart:
         shown = [Text.assemble((f"{names[0]:{wide[0] + 2}}", "bold"), (figures.format(*names[1:]), "dim"))]
-    for line, peak, took, judged, each in rows:
-        row = Text(line, "bold" if each.verdict == "chosen" else "")
+    for line, peak, took, judged, candidate in rows:
+        row = Text(line, "bold" if candidate.verdict == "chosen" else "")
         if not apart:
             row.pad_right(wide[0] + 2 - row.cell_len)
             row.append(figures.format(peak, took))

@@ -49,7 +49,7 @@ def fingerprint_of(
     if dist.is_initialized():
         per_rank = per_rank * dist.get_world_size()
         dist.all_gather_object(per_rank, (plain, sums))
-    if not all(each for each, _ in per_rank):
+    if not all(is_plain for is_plain, _ in per_rank):
         return None
     shards: dict[str, dict[tuple[int, ...], int]] = {}
     for _, held in per_rank:

@@ -218,7 +218,7 @@ def is_half(dtype: torch.dtype) -> bool:
 def kept_statistics(module: nn.Module) -> Iterator[None]:
     """In this block norms update their running statistics in vain."""
     counting = (each for each in module.modules() if hasattr(each, "num_batches_tracked"))
-    buffers = [buffer for each in counting for buffer in each.buffers(recurse=False)]
+    buffers = [buffer for layer in counting for buffer in layer.buffers(recurse=False)]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield

@@ -39,7 +39,7 @@ def code_of(value: Any) -> Any:
     if isinstance(value, _PLAIN_VALUES):
         return type(value), value
     if isinstance(value, dict):
-        return tuple((code_of(key), code_of(each)) for key, each in value.items())
+        return tuple((code_of(key), code_of(inner)) for key, inner in value.items())
     if isinstance(value, list | tuple | set | frozenset):
         return type(value), tuple(map(code_of, value))
     if isinstance(value, dist.ProcessGroup):

@@ -105,9 +105,9 @@ class StaticFakeMode(FakeTensorMode):
     def _remember(self, key: tuple[Any, ...], func: Any, found: Any, args: Any, kwargs: Any) -> None:
         """Keep the results of an operation that PyTorch does not cache, unless it has changed an argument's shape."""
         several = type(found) if isinstance(found, list | tuple) else None
-        made = [_produced(each, args, kwargs) for each in (found if several else (found,))]
-        if all(each is not None for each in made) and self._key(func, args, kwargs) == key:
-            self._results[key] = _Known(several, tuple(each for each in made if each is not None), {})
+        made = [_produced(result, args, kwargs) for result in (found if several else (found,))]
+        if all(result is not None for result in made) and self._key(func, args, kwargs) == key:
+            self._results[key] = _Known(several, tuple(result for result in made if result is not None), {})
 
     def _prep_args_for_hash(self, result: list[Any], args: Any, state: Any, hashed_by_id: list[Any]) -> None:
         described: list[Any] = []

@@ -192,7 +192,7 @@ def play(
             while len(spans[rank]) < len(order):
                 action = order[len(spans[rank])]
                 before = needs(action, stages, halved)
-                if any(each not in ends for each in before):
+                if any(earlier not in ends for earlier in before):
                     break
                 arrived = [ends[b] + (sending if (b.stage - rank) % ranks else 0.0) for b in before]
                 start = max([*arrived, spans[rank][-1][2] if spans[rank] else 0.0])

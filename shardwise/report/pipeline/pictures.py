@@ -89,8 +89,8 @@ def side_by_side(pipeline: Timetable, width: float = WIDE_INCHES) -> Figure:
     until = max(pipeline.played(each, count, COMPARED_STEPS).end for each in compared)
     charts = []
     for schedule in SCHEDULE_NAMES:
-        each = pipeline.stages_of(schedule)
-        name = f"{schedule}, {each} stages a rank" if each > 1 else schedule
+        stages_per_rank = pipeline.stages_of(schedule)
+        name = f"{schedule}, {stages_per_rank} stages a rank" if stages_per_rank > 1 else schedule
         mine = " · this plan's" if schedule == pipeline.schedule else ""
         played = pipeline.played(schedule, count, COMPARED_STEPS)
         cut = f" · cut off at {format_percent(until / played.end)}" if played.end > until else ""
