@@ -189,9 +189,9 @@ def _same_tokenizer(before: str, now: str) -> bool:
         return True
     from shardwise.data.tokenizer import open_tokenizer
 
-    found = open_tokenizer(now)
+    tokenizer = open_tokenizer(now)
     try:
-        return open_tokenizer(before).fingerprint == found.fingerprint
+        return open_tokenizer(before).fingerprint == tokenizer.fingerprint
     except DataError:
         return True
 

@@ -53,6 +53,7 @@ from shardwise.engine.run_state import OPTIMIZER
 from shardwise.model.files.safetensors_reader import DTYPES_BY_NAME as DTYPES_BY_NAME
 from shardwise.model.files.safetensors_reader import STORED_DTYPES
 
+# A heartbeat follows each piece, so that a slow disk does not look like a hang.
 _WRITE_BYTES = 1 << 24
 
 

@@ -9,17 +9,17 @@ process instead. On a full disk the text is dropped, and a command that otherwis
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast
 
+from shardwise.core.atomic_file import FULL
+
 T = TypeVar("T")
 _closed_descriptors: set[int] = set()
 """Descriptors whose readers have gone."""
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _dropped: list[OSError] = []
 """Errors of text that a full disk did not take."""
 
@@ -53,7 +53,7 @@ class _Unbroken(io.FileIO):
             os.close(nowhere)
             return super().write(data)
         except OSError as error:
-            if error.errno not in _DISK_FULL:
+            if error.errno not in FULL:
                 raise
             _dropped.append(error)
             return memoryview(data).nbytes

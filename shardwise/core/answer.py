@@ -201,5 +201,5 @@ class Answer:
     def sources(self) -> Iterator[str]:
         """Which figures are counted, measured and assumed, a sentence each."""
         for kind in ("counted", "measured", "assumed"):
-            if found := [each.source for each in self.origins if each.kind == kind]:
+            if found := [origin.source for origin in self.origins if origin.kind == kind]:
                 yield f"{kind}: {'; '.join(found)}"

@@ -145,7 +145,7 @@ Kind = TypeVar("Kind", Kernel, Collective, Transfer)
 def _more_calls(shallow: tuple[Kind, ...], deep: tuple[Kind, ...], blocks: int) -> tuple[Kind, ...]:
     calls: dict[Kind, int] = {}
     for counted, factor in ((shallow, 1 - blocks), (deep, blocks)):
-        for each in counted:
-            key = replace(each, calls=0)
-            calls[key] = calls.get(key, 0) + factor * each.calls
+        for call in counted:
+            key = replace(call, calls=0)
+            calls[key] = calls.get(key, 0) + factor * call.calls
     return tuple(replace(key, calls=n) for key, n in calls.items() if n > 0)

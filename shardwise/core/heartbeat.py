@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-VARIABLE = "SHARDWISE_HEARTBEATS"
+HEARTBEAT_VARIABLE = "SHARDWISE_HEARTBEATS"
 """The file descriptor of the slots, which a rank inherits."""
 
 SLOT = 2048
@@ -25,6 +25,7 @@ SLOT = 2048
 ABSENT, RUNNING, ENDED = range(3)
 """States of a rank: it never began, it runs or was lost, it came to its own end."""
 
+# Byte offsets in a slot: five numbers of 8 bytes, then the error line.
 _STATE_AT, _MARKS_AT, _STEP_AT, _LIMIT_AT, _LENGTH_AT, _LINE_AT = 0, 8, 16, 24, 32, 40
 _UINT64, _DOUBLE = struct.Struct("<Q"), struct.Struct("<d")
 
@@ -104,7 +105,7 @@ def attach() -> None:
     """Begin this rank's heartbeat, in the slot that the launcher gave it, if any."""
     global own
     descriptor = os.environ.pop(
-        VARIABLE, None
+        HEARTBEAT_VARIABLE, None
     )  # the processes that this one starts do not inherit the memory
     if descriptor is not None:
         memory = memoryview(mmap.mmap(int(descriptor), 0))

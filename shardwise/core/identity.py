@@ -91,8 +91,8 @@ def _commit() -> str:
 
 
 def _library_versions() -> list[tuple[str, str]]:
-    found = [("Python", platform.python_version())]
+    versions = [("Python", platform.python_version())]
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append((package, importlib.metadata.version(package)))
-    return found
+            versions.append((package, importlib.metadata.version(package)))
+    return versions

@@ -21,6 +21,7 @@ from pydantic_core import core_schema
 from shardwise.core.errors import DataError
 
 T = TypeVar("T")
+# What a signed 64-bit integer holds, for readers in other languages.
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Total = Annotated[int, Field(ge=0, lt=2**128)]
 """A number that 64 bits may not hold, as the FLOPs of a batch of 405B weights."""

@@ -143,7 +143,10 @@ class PathBase:
         if self.moved is not None and os.path.isabs(path):
             before, now = (glob.escape(str(folder)) for folder in self.moved)
             tried.append(os.path.normpath(f"{now}/{os.path.relpath(path, before)}"))
-        return next((each for each in tried if _matches(each)), path if os.path.isabs(path) else pattern)
+        return next(
+            (candidate for candidate in tried if _matches(candidate)),
+            path if os.path.isabs(path) else pattern,
+        )
 
     def _after_move(self, path: Path) -> Path:
         """A path that is gone as it was seen from the moved folder; itself if that is not there either."""

@@ -106,9 +106,9 @@ class PassesRecord:
             tuple(
                 tuple(
                     (Action(kind, stage, number), begin, end)
-                    for kind, stage, number, begin, end in each.spans
+                    for kind, stage, number, begin, end in rank.spans
                 )
-                for each in self.ranks
+                for rank in self.ranks
             )
         )
 

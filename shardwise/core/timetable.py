@@ -16,7 +16,7 @@ from pydantic import model_validator
 
 from shardwise.core.json_file import CLOSED, PositiveInt, Seconds, Size
 from shardwise.core.pipeline.schedule import (
-    SCHEDULES,
+    SCHEDULE_NAMES,
     Action,
     Played,
     in_flight,
@@ -61,7 +61,7 @@ class Timetable:
 
     @model_validator(mode="after")
     def _checked(self) -> Timetable:
-        if self.schedule not in SCHEDULES or not len(self.forward) == len(self.backward) == self.ranks:
+        if self.schedule not in SCHEDULE_NAMES or not len(self.forward) == len(self.backward) == self.ranks:
             raise ValueError("its pipeline is not one of this version")
         return self
 
@@ -78,9 +78,14 @@ class Timetable:
 
     def step_seconds(self, schedule: str) -> float:
         """How long the passes of a step take; under pipedream, of one of many."""
-        each = self.stages_of(schedule)
+        stages_per_rank = self.stages_of(schedule)
         return step_time(
-            schedule, self.ranks, each, self.micro_batches, lambda a: self.seconds(a, each), self.sending
+            schedule,
+            self.ranks,
+            stages_per_rank,
+            self.micro_batches,
+            lambda a: self.seconds(a, stages_per_rank),
+            self.sending,
         )
 
     def waiting(self, schedule: str) -> float:
@@ -90,11 +95,11 @@ class Timetable:
 
     def in_flight(self, schedule: str) -> float:
         """How many micro-batches the rank at ``place`` holds the activations of; passes through a part count as one."""
-        each = self.stages_of(schedule)
+        stages_per_rank = self.stages_of(schedule)
         count = self.micro_batches
         if schedule == "pipedream":
             count = max(count, self.ranks)  # it is never emptied, so steps of few micro-batches overlap
-        return in_flight(orders(schedule, self.ranks, each, count)[self.place]) / each
+        return in_flight(orders(schedule, self.ranks, stages_per_rank, count)[self.place]) / stages_per_rank
 
     def held_bytes(self, schedule: str) -> int:
         """Bytes of these activations."""
@@ -103,15 +108,15 @@ class Timetable:
     def played(self, schedule: str, count: int, number: int = 1) -> Played:
         """So many steps of ``count`` micro-batches each. One begins when the one before has ended on all ranks, but
         under pipedream, which has no end of a step."""
-        each = self.stages_of(schedule)
+        stages_per_rank = self.stages_of(schedule)
         if schedule == "pipedream":
             return play(
-                orders(schedule, self.ranks, each, count * number),
-                lambda a: self.seconds(a, each),
+                orders(schedule, self.ranks, stages_per_rank, count * number),
+                lambda a: self.seconds(a, stages_per_rank),
                 self.sending,
             )
-        lists = orders(schedule, self.ranks, each, count)
-        once = play(lists, lambda a: self.seconds(a, each), self.sending)
+        lists = orders(schedule, self.ranks, stages_per_rank, count)
+        once = play(lists, lambda a: self.seconds(a, stages_per_rank), self.sending)
         more = steps(lists, number, count)
         return Played(
             tuple(

@@ -33,6 +33,8 @@ from dataclasses import dataclass, field
 from shardwise.core.units import MiB
 from shardwise.hardware.allocator_options import AllocatorOptions
 
+# The names in CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc,
+# kRoundLarge. PyTorch does not export them; tests compare with published reserved memory.
 MIN_BLOCK = 512
 SMALL_REQUEST = MiB
 """Largest request of the small pool."""
@@ -297,6 +299,7 @@ class CachingAllocator:
             start = before if before is not None and before.free else unmapped
             if _free_extent(start, size) >= size:
                 return start
+        # As PyTorch: 9/8 of the device, so that pages unmapped early in the segment can come back at its end.
         length = _RANGE if self.limit == math.inf else int(self.limit) * 9 // 8
         length = -(-max(length, size) // pool.granule) * pool.granule
         block = MemoryBlock(pool, self._addresses(length), length, mapped=False)

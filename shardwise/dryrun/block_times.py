@@ -19,18 +19,20 @@ def block_times(tracker: Tracker, since: int, blocks: Sequence[str]) -> BlockTim
     Args:
         blocks: names of the rank's blocks, in order.
     """
-    owners = {name: place for place, name in enumerate(blocks)}
+    owners = {name: block for block, name in enumerate(blocks)}
     own = [
-        (place, each)
-        for each in tracker.allocations
-        if each.born > since
-        and each.micro_batch == 0
-        and not each.on_host
-        and (place := _owner(each.where, owners)) is not None
+        (place, allocation)
+        for allocation in tracker.allocations
+        if allocation.born > since
+        and allocation.micro_batch == 0
+        and not allocation.on_host
+        and (place := _owner(allocation.where, owners)) is not None
     ]
     if not own:
         return None
-    kept = [(place, each) for place, each in own if category(each, tracker) == "activations"]
+    kept = [
+        (block, allocation) for block, allocation in own if category(allocation, tracker) == "activations"
+    ]
     runs = tuple(_runs(own, since))
     end = max(last for *_, last in runs) + 1
     return BlockTimes(len(blocks), end, runs, tuple(_kept_bytes(kept, len(blocks), since + end, since)))
@@ -49,15 +51,15 @@ def _runs(own: Sequence[tuple[int, Allocation]], since: int) -> Iterator[BlockRu
     """Allocations of one block and kind in a row as one run."""
     running: tuple[int, RunKind] | None = None
     begin = last = 0
-    for place, each in own:
-        kind = _run_kind(each)
+    for block, allocation in own:
+        kind = _run_kind(allocation)
         if kind is None:
             continue
-        if running != (place, kind):
+        if running != (block, kind):
             if running is not None:
                 yield *running, begin, last
-            running, begin = (place, kind), each.born - since
-        last = each.born - since
+            running, begin = (block, kind), allocation.born - since
+        last = allocation.born - since
     if running is not None:
         yield *running, begin, last
 
@@ -75,11 +77,11 @@ def _kept_bytes(
 ) -> Iterator[KeptBytes]:
     """Each block's kept bytes as steps that differ by more than SMALLEST_CHANGE."""
     changes: list[dict[int, int]] = [{} for _ in range(blocks)]
-    for place, each in kept:
-        until = end if each.died is None else min(end, each.died)
-        for event, size in ((each.born, each.size), (until, -each.size)):
-            changes[place][event] = changes[place].get(event, 0) + size
-    for place, mine in enumerate(changes):
+    for block, allocation in kept:
+        until = end if allocation.died is None else min(end, allocation.died)
+        for event, size in ((allocation.born, allocation.size), (until, -allocation.size)):
+            changes[block][event] = changes[block].get(event, 0) + size
+    for block, mine in enumerate(changes):
         levels, level = [], 0
         for event in sorted(mine):
             level += mine[event]
@@ -95,4 +97,4 @@ def _kept_bytes(
                 steps.append((event, size))
         for (begin, size), (until, _) in pairwise([*steps, (end, 0)]):
             if size and until > begin:
-                yield place, begin - since, until - since, size
+                yield block, begin - since, until - since, size

@@ -69,9 +69,9 @@ def kernels_of(
         return []
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     if lists and name.startswith(("aten::_foreach", "aten::_fused")):
-        each = [sum(t.element_size() * t.numel() for t in piece) for piece in zip(*lists, strict=False)]
+        sizes = [sum(t.element_size() * t.numel() for t in piece) for piece in zip(*lists, strict=False)]
         dtype = dtype_name(lists[0][0].dtype)
-        return [Kernel(phase, name, dtype, 0, 0, size) for size in each]
+        return [Kernel(phase, name, dtype, 0, 0, size) for size in sizes]
     # An in-place operation returns its input: count each tensor object once.
     distinct = {id(t): t for t in tensors}.values()
     flops = flops_of(func, args, kwargs, out)

@@ -78,22 +78,22 @@ def moments(tracker: Tracker, since: int, depth: int | None) -> MemoryMoments:
     return MemoryMoments(tuple(names), np.array(passes), bytes_, tuple(tracker.calls))
 
 
-def _levels_by_row(held: list[Allocation], tracker: Tracker) -> Bytes:
+def _levels_by_row(allocations: list[Allocation], tracker: Tracker) -> Bytes:
     """Bytes by row of the ledger at every time."""
     changes = np.zeros((tracker.now + 2, len(LEDGER_ROWS)), dtype=np.int64)
-    rows = [LEDGER_ROWS.index(category(a, tracker)) for a in held]
-    sizes = np.array([a.size for a in held])
-    np.add.at(changes, ([a.born for a in held], rows), sizes)
-    freed = [(i, a.died) for i, a in enumerate(held) if a.died is not None]
+    rows = [LEDGER_ROWS.index(category(a, tracker)) for a in allocations]
+    sizes = np.array([a.size for a in allocations])
+    np.add.at(changes, ([a.born for a in allocations], rows), sizes)
+    freed = [(i, a.died) for i, a in enumerate(allocations) if a.died is not None]
     np.add.at(
         changes, ([died for _, died in freed], [rows[i] for i, _ in freed]), -sizes[[i for i, _ in freed]]
     )
     return changes.cumsum(axis=0)
 
 
-def _take_samples_out(levels: Bytes, held: list[Allocation], since: int, tracker: Tracker) -> None:
+def _take_samples_out(levels: Bytes, allocations: list[Allocation], since: int, tracker: Tracker) -> None:
     """A step's samples are as many as the batch is large, whatever the micro-batch."""
-    for allocation in held:
+    for allocation in allocations:
         if allocation.born <= since and "activations" in allocation.origin.tags:
             until = tracker.now + 2 if allocation.died is None else allocation.died
             levels[allocation.born : until, LEDGER_ROWS.index("activations")] -= allocation.size

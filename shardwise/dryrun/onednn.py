@@ -52,7 +52,9 @@ def _output_shape(x: Tensor, weight: Tensor, form: ConvolutionForm) -> list[int]
     strides, paddings, dilations, transposed, more, _ = form
     found = []
     for axis, (size, window) in enumerate(zip(x.shape[2:], weight.shape[2:], strict=True)):
-        stride, padding, dilation = (each[axis % len(each)] for each in (strides, paddings, dilations))
+        stride, padding, dilation = (
+            setting[axis % len(setting)] for setting in (strides, paddings, dilations)
+        )
         reach = dilation * (window - 1) + 1
         if transposed:
             found.append((size - 1) * stride - 2 * padding + reach + more[axis % len(more)])
@@ -63,6 +65,7 @@ def _output_shape(x: Tensor, weight: Tensor, form: ConvolutionForm) -> list[int]
 
 def _block_channels() -> int:
     """Channels of a block."""
+    # A block fills one vector register with fp32 values: 512 bits, or 256.
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 

@@ -105,12 +105,12 @@ def peaks_of_passes(tracker: Tracker, entries: Sequence[tuple[int, str]], count:
     starts = [time for time, _ in entries]
     after = min((start for start, _ in tracker.phases if start > starts[-1]), default=tracker.now + 1)
     levels, names, workspaces = _device_levels(tracker), _module_names(tracker), dict(tracker.workspaces)
-    found = []
+    passes = []
     for number in chosen:
-        time = max(range(starts[number], [*starts, after][number + 1]), key=lambda each: levels[each])
+        time = max(range(starts[number], [*starts, after][number + 1]), key=lambda moment: levels[moment])
         ledger = ledger_at(tracker, time).plus(communication=workspaces.get(time, 0))
-        found.append(Peak(ledger, entries[number][1], _latest(names, time)))
-    return tuple(found)
+        passes.append(Peak(ledger, entries[number][1], _latest(names, time)))
+    return tuple(passes)
 
 
 def _chosen_passes(phases: Sequence[str], count: int) -> list[int]:

@@ -90,8 +90,10 @@ def _segments(
         chain = [first]
         while (after := chain[-1].next) is not None:
             chain.append(after)
-        owned = [(each, None if each.free else owners.get(each.address)) for each in chain if each.mapped]
-        blocks = [_block_entry(each, owner, tracker) for each, owner in owned]
+        owned = [
+            (block, None if block.free else owners.get(block.address)) for block in chain if block.mapped
+        ]
+        blocks = [_block_entry(block, owner, tracker) for block, owner in owned]
         used = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
         yield {
             "address": first.address,

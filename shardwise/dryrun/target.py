@@ -89,7 +89,7 @@ def _compiled_product_bytes() -> Mapping[torch.dtype, int]:
 def _onednn_kernels(operation: str, args: Any, result: Any) -> int:
     """oneDNN compiles a convolution, an LSTM and a 16-bit matrix product for each shape and never frees it."""
     if operation in KERNELS:
-        dtype = next(each.dtype for each in tree_iter(result) if isinstance(each, Tensor))
+        dtype = next(tensor.dtype for tensor in tree_iter(result) if isinstance(tensor, Tensor))
         return KERNELS[operation] if dtype == torch.float32 or dtype in _compiled_product_bytes() else 0
     if operation == _CPU_ATTENTION_BACKWARD:
         return (
@@ -107,6 +107,7 @@ def _onednn_kernels(operation: str, args: Any, result: Any) -> int:
 def _attention_products(to_queries: Tensor, to_keys: Tensor) -> int:
     """Three products for each pair of block sizes of queries and keys, [..., s, d] (FlashAttentionKernel.cpp)."""
     queries, keys = to_queries.shape[-2], to_keys.shape[-2]
+    # q_split_size and kv_split_size of that file.
     step = 256 if queries >= 768 else 64 if queries >= 192 else 32
     return 3 * _block_sizes(queries, step) * _block_sizes(keys, 512)
 
@@ -152,7 +153,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _rms_norm_backward(grad: Tensor, x: Tensor, rstd: Tensor, weight: list[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(each) for each in (x, *weight)]
+    return [torch.empty_like(tensor) for tensor in (x, *weight)]
 
 
 _TARGET_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process
@@ -234,10 +235,11 @@ def _cuda_attention(
 def _eigenvectors(matrix: Tensor, uplo: str = "L", vectors: bool = True) -> tuple[Tensor, Tensor]:
     """With the workspace of LAPACK's and cuSOLVER's syevd for a matrix [n, n], which is no tensor."""
     size = matrix.shape[-1]
+    # LAPACK: LWORK >= 1 + 6 n + 2 n^2 with vectors (JOBZ = V).
     workspace = matrix.new_empty(2 * size * size + 6 * size + 1)
-    found = eigenvectors_of(matrix, uplo, vectors)
+    eigenvectors = eigenvectors_of(matrix, uplo, vectors)
     del workspace
-    return found
+    return eigenvectors
 
 
 _SOLVERS = {"aten::_linalg_eigh": _eigenvectors}

@@ -237,11 +237,11 @@ def tokenizer_files(source: str, required: bool = True) -> dict[str, ExtraFile]:
 
     path = path_of(source)
     where = path.parent if path.is_file() else folder_of(source, list(_TOKENIZER))
-    found: dict[str, ExtraFile] = {name: where / name for name in _TOKENIZER if (where / name).is_file()}
+    files: dict[str, ExtraFile] = {name: where / name for name in _TOKENIZER if (where / name).is_file()}
     if path.is_file():
-        found["tokenizer.json"] = path
-    if required and not found:
+        files["tokenizer.json"] = path
+    if required and not files:
         raise DataError(
             "no tokenizer files", where=source, why=f"none of {', '.join(_TOKENIZER[:2])}, … exists"
         )
-    return found
+    return files

@@ -23,6 +23,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _INTERVALS = 16
 """Intervals between powers of two, from 1 MiB to 32 GiB and above."""
 _PAIR = re.compile(r"\s*([a-z0-9_]+)\s*:\s*(\[[^\]]*\]|[^,\[]+?)\s*(?:,|$)")
+# PyTorch refuses a max_split_size below the size of its large segments.
 _LEAST_SPLIT = 20 * MiB
 
 

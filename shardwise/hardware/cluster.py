@@ -137,8 +137,10 @@ class Cluster:
     def _linked(self, degree: int, members: int, nodes: int, bandwidth: float) -> Link:
         device = self.device
         used = [device.latency] if device.bulk is None else [device.latency, device.bulk]
-        protocols = tuple((_ring_seconds(each, degree, nodes), each.fraction) for each in used)
-        trees = tuple((_tree_seconds(each, members, nodes), each.tree * each.fraction) for each in used)
+        protocols = tuple((_ring_seconds(protocol, degree, nodes), protocol.fraction) for protocol in used)
+        trees = tuple(
+            (_tree_seconds(protocol, members, nodes), protocol.tree * protocol.fraction) for protocol in used
+        )
         return Link(degree, nodes, bandwidth, protocols[0][0], protocols, trees)
 
     def seconds_to_next(self, payload_bytes: float, degree: int, stride: int = 1) -> float:

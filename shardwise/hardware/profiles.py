@@ -34,7 +34,12 @@ _RATE_KEYS = ("memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_b
 _EFFICIENCIES = tuple(Efficiency.__dataclass_fields__)
 _OVERHEADS = ("context", "communicator", "workspace")
 _LATENCIES = ("start", "hop", "network_hop")
-_PROTOCOL = (*(f"{each}_seconds" for each in _LATENCIES), "fraction", "message_seconds", "tree_fraction")
+_PROTOCOL = (
+    *(f"{latency}_seconds" for latency in _LATENCIES),
+    "fraction",
+    "message_seconds",
+    "tree_fraction",
+)
 _LAUNCHES = ("floor", "kernel", "collective")
 
 _TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -46,9 +51,12 @@ _TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "latency": ("latency", _PROTOCOL),
     "bulk": ("bulk", _PROTOCOL),
     "tiles": ("tiles", ("units", "inner")),
-    "launch": ("launch", tuple(f"{each}_seconds" for each in _LAUNCHES)),
+    "launch": ("launch", tuple(f"{launch}_seconds" for launch in _LAUNCHES)),
     "overlap": ("interference", ("interference",)),
-    **{f"efficiency.{each}": (f"efficiency.{each}", ("fraction",)) for each in _EFFICIENCIES},
+    **{
+        f"efficiency.{efficiency}": (f"efficiency.{efficiency}", ("fraction",))
+        for efficiency in _EFFICIENCIES
+    },
     **{f"overhead.{each}": (f"overhead.{each}_bytes", ("mib",)) for each in _OVERHEADS},
 }
 """Tables of a file: the figure of DeviceProfile that its source is for, and the keys of its numbers."""
@@ -138,19 +146,21 @@ def _profile(
         topology=words["topology"],
         node_devices=devices,
         latency=_protocol("latency", numbers),
-        efficiency=Efficiency(**{each: numbers[f"efficiency.{each}.fraction"] for each in _EFFICIENCIES}),
+        efficiency=Efficiency(
+            **{efficiency: numbers[f"efficiency.{efficiency}.fraction"] for efficiency in _EFFICIENCIES}
+        ),
         overhead=Overhead(**overhead),
         reported=tuple(map(str, words["reported"])),
         source=sources,
         tiles=Tiles(int(numbers["tiles.units"]), numbers["tiles.inner"]),
-        launch=Launch(**{each: numbers[f"launch.{each}_seconds"] for each in _LAUNCHES}),
+        launch=Launch(**{launch: numbers[f"launch.{launch}_seconds"] for launch in _LAUNCHES}),
         interference=numbers["overlap.interference"],
         bulk=_protocol("bulk", numbers),
     )
 
 
 def _protocol(table: str, numbers: Mapping[str, float]) -> Latency:
-    seconds = {each: numbers[f"{table}.{each}_seconds"] for each in _LATENCIES}
+    seconds = {latency: numbers[f"{table}.{latency}_seconds"] for latency in _LATENCIES}
     message, tree = numbers.get(f"{table}.message_seconds", 0.0), numbers.get(f"{table}.tree_fraction", 0.9)
     return Latency(**seconds, fraction=numbers[f"{table}.fraction"], message=message, tree=tree)
 

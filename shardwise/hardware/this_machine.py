@@ -35,11 +35,14 @@ _FLOPS_PER_CORE: tuple[tuple[str, float], ...] = (("avx512f", 50e9), ("avx2", 25
 """fp32 FLOP/s of one logical core by instruction set: about half of oneDNN's speed on a current server core
 (108e9 measured on AMD Zen 5, avx512f), because two logical cores often share one physical core."""
 _LEAST_FLOPS_PER_CORE = 8e9
+# Speed of bf16 relative to fp32 by instruction set; without one, PyTorch converts to fp32 and back.
 _BF16_OVER_FP32: tuple[tuple[str, float], ...] = (("amx_bf16", 8.0), ("avx512_bf16", 2.0), ("bf16", 2.0))
 _EMULATED = 0.5
+# Bytes per second, assumed where nothing was measured. From four cores on, more do not read faster.
 _BANDWIDTH_PER_CORE, _MOST_BANDWIDTH = 10e9, 40e9
 _LOOPBACK_BANDWIDTH = 0.5e9
 _DISK_BANDWIDTH = 1e9
+# 10 Gbit/s.
 _ETHERNET = 1.25e9
 
 
@@ -71,10 +74,10 @@ class Calibration:
         Of those that were measured with as many threads, if there are any, the nearest number of processes counts; the
         machine is divided anew.
         """
-        alike = [each for each in self.speeds if each.threads == threads] or list(self.speeds)
+        alike = [speed for speed in self.speeds if speed.threads == threads] or list(self.speeds)
         if not alike:
             return None
-        near = min(alike, key=lambda each: abs(math.log(each.processes / processes)))
+        near = min(alike, key=lambda speed: abs(math.log(speed.processes / processes)))
         if (near.processes, near.threads) == (processes, threads):
             return near
         return near.shared_by(processes, threads, self.cores)
@@ -279,17 +282,17 @@ _CPU = DeviceProfile(
 def _cgroup_folders(root: Path, controller: str, v2_file: str, v1_file: str) -> list[tuple[Path, str]]:
     """Folders of this process's cgroup and its parents, with the name of the file that holds the limit."""
     base = root / "sys/fs/cgroup"
-    found: list[tuple[Path, str]] = []
+    folders: list[tuple[Path, str]] = []
     for line in _text_or_empty(root / "proc/self/cgroup").splitlines():
         parts = line.split(":", 2)
         if len(parts) != 3:
             continue
         _, controllers, path = parts
         if controllers == "":
-            found += [(folder, v2_file) for folder in _upwards(base, path)]
+            folders += [(folder, v2_file) for folder in _upwards(base, path)]
         elif controller in controllers.split(","):
-            found += [(folder, v1_file) for folder in _upwards(base / controller, path)]
-    return found
+            folders += [(folder, v1_file) for folder in _upwards(base / controller, path)]
+    return folders
 
 
 def _memory_limits(root: Path) -> list[tuple[Path, str, int]]:

@@ -83,7 +83,7 @@ def recipe_from(
 
 def with_callbacks(given: Given, callbacks: Sequence[object]) -> Given:
     """The same with further callbacks: objects or classes."""
-    named = {f"callback_{number}": each for number, each in enumerate(callbacks)}
+    named = {f"callback_{number}": callback for number, callback in enumerate(callbacks)}
     targets = (*given.recipe.callbacks, *(f"{GIVEN}:{name}" for name in named))
     return Given(given.recipe.model_copy(update={"callbacks": targets}), {**given.objects, **named})
 

@@ -133,8 +133,10 @@ class Session:
 
     def resume(self, folder: str | Path) -> int:
         """Load the newest checkpoint below ``folder``, saved under any strategy; returns its step, 0 without one."""
-        found = restore_or_start(self._run, path_of(folder) / CHECKPOINTS, self._data.fingerprint, say, warn)
-        self._state = found or TrainState()
+        train_state = restore_or_start(
+            self._run, path_of(folder) / CHECKPOINTS, self._data.fingerprint, say, warn
+        )
+        self._state = train_state or TrainState()
         return self._state.step
 
 

@@ -32,4 +32,4 @@ class TrainedRun(RunRecord):
 def trained_run(folder: Path) -> TrainedRun:
     """Read the folder of a run. Raises DataError."""
     record = read_run(folder)
-    return TrainedRun(**{each.name: getattr(record, each.name) for each in fields(record)})
+    return TrainedRun(**{field.name: getattr(record, field.name) for field in fields(record)})

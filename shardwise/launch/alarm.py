@@ -31,6 +31,7 @@ from shardwise.launch.process import TIMEOUT
 from shardwise.launch.user_code import Frame
 from shardwise.runtime.torch_private import copy_of_store, set_timeouts
 
+# Two ranks watch, because one of them may be the rank that hangs.
 _JUDGES = 2
 _ANSWER_SECONDS = 1.0
 _ASKED_KEY, _LINE_KEY = "asked", "line"
@@ -74,7 +75,7 @@ class Alarm(threading.Thread):
             while heartbeat.own.read().limit:
                 self._publish(None)
                 if self._rank < _JUDGES:
-                    quiet.look(time.monotonic(), (each.marks for each in self._all()))
+                    quiet.look(time.monotonic(), (beat.marks for beat in self._all()))
                 if quiet.seconds >= self._limit:
                     self._store.set(_ASKED_KEY, "")
                 if self._store.check([_ASKED_KEY]):
@@ -95,12 +96,12 @@ class Alarm(threading.Thread):
         return [
             Evidence(
                 rank,
-                each.get("step", 0),
-                each.get("marks", 0),
-                stopped=each.get("stack") is None,
-                stack=tuple(Frame(*frame) for frame in each.get("stack") or ()),
+                answer.get("step", 0),
+                answer.get("marks", 0),
+                stopped=answer.get("stack") is None,
+                stack=tuple(Frame(*frame) for frame in answer.get("stack") or ()),
             )
-            for rank, each in enumerate(said)
+            for rank, answer in enumerate(said)
         ]
 
     def _answer(self, quiet_seconds: float) -> None:

@@ -107,24 +107,24 @@ def _inner(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return stack[:count]
 
 
-def culprit(found: Sequence[Evidence]) -> Evidence:
+def culprit(evidence: Sequence[Evidence]) -> Evidence:
     """The rank that hangs, of at least one."""
-    worst = min(each.standing for each in found)
-    if worst >= Standing.USERS_COLLECTIVE and (alone := _elsewhere_than_all_others(found)) is not None:
+    worst = min(rank.standing for rank in evidence)
+    if worst >= Standing.USERS_COLLECTIVE and (alone := _elsewhere_than_all_others(evidence)) is not None:
         return alone
-    suspects = [each for each in found if each.standing == worst]
-    behind = min(suspects, key=lambda each: (each.step, each.marks))
-    ahead = max(suspects, key=lambda each: (each.step, each.marks))
-    if worst == Standing.COLLECTIVE and len(found) == 2 and ahead.step > behind.step:
+    suspects = [rank for rank in evidence if rank.standing == worst]
+    behind = min(suspects, key=lambda rank: (rank.step, rank.marks))
+    ahead = max(suspects, key=lambda rank: (rank.step, rank.marks))
+    if worst == Standing.COLLECTIVE and len(evidence) == 2 and ahead.step > behind.step:
         return ahead  # it left out the collective of an earlier step, in which the other waits
     return behind
 
 
-def _elsewhere_than_all_others(found: Sequence[Evidence]) -> Evidence | None:
-    counts = Counter((each.step, each.stack) for each in found)
+def _elsewhere_than_all_others(evidence: Sequence[Evidence]) -> Evidence | None:
+    counts = Counter((rank.step, rank.stack) for rank in evidence)
     if len(counts) != 2 or max(counts.values()) < 2:
         return None
-    alone = [each for each in found if counts[each.step, each.stack] == 1]
+    alone = [rank for rank in evidence if counts[rank.step, rank.stack] == 1]
     return alone[0] if len(alone) == 1 else None
 
 

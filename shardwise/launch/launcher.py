@@ -144,7 +144,7 @@ def _started_ranks(
                 ours = {**_shared_environment(world_size, store.getsockname()[1]), **environment}
                 given = os.environ | ours
                 for rank, beat in enumerate(beats):
-                    files = {heartbeat.VARIABLE: slots} | (
+                    files = {heartbeat.HEARTBEAT_VARIABLE: slots} | (
                         {STORE_SOCKET: store.fileno()} if rank == 0 else {}
                     )
                     log = log_folder / f"rank-{rank}.log"
@@ -211,11 +211,11 @@ def _start_rank(
     with log.open("ab") as file:
         start = file.tell()
         reading, stdout = os.pipe() if heard else (None, file.fileno())
-        given = Command(
+        command = Command(
             tuple(arguments), {**environment, **own}, stdout, file.fileno(), tuple(files.values())
         )
         try:
-            process = spawner(given)
+            process = spawner(command)
         finally:
             if heard:
                 os.close(stdout)

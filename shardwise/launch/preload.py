@@ -23,7 +23,7 @@ from shardwise.core import heartbeat
 from shardwise.launch.placement import STORE_SOCKET
 from shardwise.launch.ranks import Command, Process, dying_with_parent
 
-INHERITED = (heartbeat.VARIABLE, STORE_SOCKET)
+INHERITED = (heartbeat.HEARTBEAT_VARIABLE, STORE_SOCKET)
 """Variables with the number of a file descriptor, which differs in each process."""
 
 WORKER = "shardwise.worker"
@@ -68,16 +68,16 @@ def preloaded_workers(count: int, variables: Mapping[str, str]) -> Iterator[None
 
 def take(command: Command) -> Process | None:
     """A waiting worker that runs the command now; None if there is none for it."""
-    for each in _waiting:
-        if all(command.environment.get(name) == value for name, value in each.started_with.items()):
-            _waiting.remove(each)
+    for worker in _waiting:
+        if all(command.environment.get(name) == value for name, value in worker.started_with.items()):
+            _waiting.remove(worker)
             try:
-                send(each.control, command)
+                send(worker.control, command)
             except OSError:  # it ended; a new one says why in its log
-                each.end()
+                worker.end()
                 return None
-            each.control.close()
-            return each.process
+            worker.control.close()
+            return worker.process
     return None
 
 

@@ -25,6 +25,7 @@ _BROKEN_CONNECTION = re.compile(
     r"|ncclRemoteError|ncclSystemError|Watchdog caught"
 )
 _TIMED_OUT = re.compile(r"[Tt]imed out|Watchdog caught|collective operation timeout")
+# Bytes of a log's end that are searched for an error, and that are read at most.
 _TAIL_BYTES, _MOST_BYTES = 1 << 16, 1 << 20
 _LAST_LINES = 20
 

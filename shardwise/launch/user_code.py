@@ -76,7 +76,12 @@ def innermost_of_user(stack: Iterable[Frame]) -> Frame | None:
 def place_in(error: BaseException) -> str:
     """Where in the user's code an error was raised, as " at FILE:LINE"; "" if that is not known."""
     stack = reversed(traceback.extract_tb(error.__traceback__))
-    frame = innermost_of_user([Frame(each.filename, each.lineno or 0, each.name) for each in stack])
+    frame = innermost_of_user(
+        [
+            Frame(frame_summary.filename, frame_summary.lineno or 0, frame_summary.name)
+            for frame_summary in stack
+        ]
+    )
     return "" if frame is None else f" at {frame.file}:{frame.line}"
 
 

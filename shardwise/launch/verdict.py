@@ -34,6 +34,7 @@ def verdict(ended: Ended, stops: list[int], saves: bool = True) -> tuple[int, st
         number = -code if -code in stops else stops[-1]
         what = f"stopped by {signal.Signals(number).name}"
         if not saves:
+            # 128 + signal, as shells report it.
             return 128 + number, RankError(what, where=f"rank {culprit.rank}", fix=_AGAIN).line()
         return 128 + number, RankError(f"{what} before it could save", where=str(culprit), fix=_RESUME).line()
     return RankError.exit_code, _lost_rank(culprit, code, _RESUME if saves else _AGAIN).line()

@@ -33,6 +33,7 @@ GRACE_SECONDS = 5.0
 DUMP_SECONDS = 1.0
 """How long to wait for the stacks."""
 
+# Seconds between two looks at heartbeats; the end of a process is noticed at once.
 _POLL = 0.1
 
 
@@ -109,9 +110,9 @@ def _hang(ranks: Sequence[Rank], quiet_seconds: float) -> Ended | None:
     running = [rank for rank in ranks if rank.code is None]
     if not running:
         return None
-    found = _evidence(running)
-    worst = culprit(found)
-    return Ended(running[found.index(worst)], worst, quiet_seconds)
+    evidence = _evidence(running)
+    worst = culprit(evidence)
+    return Ended(running[evidence.index(worst)], worst, quiet_seconds)
 
 
 def _evidence(ranks: Sequence[Rank]) -> list[Evidence]:

@@ -94,10 +94,10 @@ def answer_of(recipe: Recipe, cluster: Cluster, plan: Plan) -> Answer:
 def front(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Candidates that no other beats in both memory and time, by memory. Bounds without a time are left out."""
     found: list[Candidate] = []
-    timed = [each for each in candidates if each.step_seconds and each.peak_bytes]
-    for each in sorted(timed, key=lambda each: (each.peak_bytes, each.step_seconds)):
-        if not found or each.step_seconds < found[-1].step_seconds:
-            found.append(each)
+    timed = [candidate for candidate in candidates if candidate.step_seconds and candidate.peak_bytes]
+    for candidate in sorted(timed, key=lambda candidate: (candidate.peak_bytes, candidate.step_seconds)):
+        if not found or candidate.step_seconds < found[-1].step_seconds:
+            found.append(candidate)
     return tuple(found)
 
 
@@ -109,7 +109,11 @@ def _nearest_alternatives(recipe: Recipe, cluster: Cluster, plan: Plan) -> Itera
 
     Without a pin, the nearest that fits comes first: what gives memory back elsewhere is named after it.
     """
-    others = [each for each in plan.candidates if each.verdict in _FITTING and each.strategy != plan.strategy]
+    others = [
+        candidate
+        for candidate in plan.candidates
+        if candidate.verdict in _FITTING and candidate.strategy != plan.strategy
+    ]
     if not others:
         return
     named: set[Strategy] = set()
@@ -117,18 +121,18 @@ def _nearest_alternatives(recipe: Recipe, cluster: Cluster, plan: Plan) -> Itera
         mine = plan.strategy[setting]
         pinned = setting.key in recipe.strategy
         here = [
-            each
-            for each in others
-            if each.strategy[setting] != mine
-            and each.strategy not in named
-            and (_pins(recipe, plan, each) or [setting.key])[0] == setting.key
-            and pinned == bool(_pins(recipe, plan, each))
+            other
+            for other in others
+            if other.strategy[setting] != mine
+            and other.strategy not in named
+            and (_pins(recipe, plan, other) or [setting.key])[0] == setting.key
+            and pinned == bool(_pins(recipe, plan, other))
         ]
         if not here:
             if not pinned and (reason := _why_none(recipe, plan, setting, values)):
                 yield Alternative(setting.key, _word(mine), "", None, reason)
             continue
-        nearest = min(here, key=lambda each: _change_distance(plan, each, pinned))
+        nearest = min(here, key=lambda candidate: _change_distance(plan, candidate, pinned))
         named.add(nearest.strategy)
         changed = _changed_settings(plan, nearest)
         theirs = nearest.strategy[setting]
@@ -152,10 +156,10 @@ def _slower_by_pins(recipe: Recipe, plan: Plan) -> Iterator[str]:
     None of them changes the digits of the training. A plan for the least memory has none.
     """
     best: dict[tuple[str, ...], float] = {}
-    for each in plan.candidates:
-        pins = tuple(_pins(recipe, plan, each))
-        if pins and each.verdict == "fits" and not DIGITS & {*pins}:
-            best[pins] = min(each.step_seconds, best.get(pins, plan.step.seconds))
+    for candidate in plan.candidates:
+        pins = tuple(_pins(recipe, plan, candidate))
+        if pins and candidate.verdict == "fits" and not DIGITS & {*pins}:
+            best[pins] = min(candidate.step_seconds, best.get(pins, plan.step.seconds))
     if not plan.fits or recipe.plan.objective == "memory":
         return
     for pins, seconds in sorted(best.items(), key=lambda item: item[1]):
@@ -195,7 +199,7 @@ def _why_none(recipe: Recipe, plan: Plan, setting: Setting[Any], values: Sequenc
         return f"not tried for this model: strategy.{setting.key}=2 plans it"
     if set(values) <= {plan.strategy[setting], *setting.last_resort}:
         return "others are tried only where nothing else fits" if plan.fits and setting.last_resort else ""
-    named = any(each.strategy[setting] != plan.strategy[setting] for each in plan.candidates)
+    named = any(candidate.strategy[setting] != plan.strategy[setting] for candidate in plan.candidates)
     others = [value for value in values if value != plan.strategy[setting]]
     if named or not others:
         return ""
@@ -271,7 +275,7 @@ def _most_changed(plan: Plan, candidate: Candidate) -> str:
     total = candidate.step_seconds - plan.step.seconds
     parts = {*plan.step.split, *candidate.split} if candidate.split else set()
     change = {part: candidate.split.get(part, 0.0) - plan.step.split.get(part, 0.0) for part in parts}
-    along = {part: each for part, each in change.items() if each * total > 0}
+    along = {part: seconds_of_part for part, seconds_of_part in change.items() if seconds_of_part * total > 0}
     if not along or abs(total) < ALIKE * plan.step.seconds:
         return ""
     part = max(sorted(along), key=lambda part: abs(along[part]))
@@ -289,12 +293,18 @@ def _excess(plan: Plan, candidate: Candidate) -> int:
 def _prices(plan: Plan) -> Iterator[MemoryPrice]:
     """Faster strategies that lack device memory alone, the least memory first, each faster than those before it."""
     best = plan.step.seconds * (1 - ALIKE) if plan.fits else 0.0
-    refused = [each for each in plan.candidates if each.verdict == "does not fit" and _excess(plan, each) > 0]
-    for each in sorted(refused, key=lambda each: _excess(plan, each)):
-        if 0 < each.step_seconds < best:
-            best = each.step_seconds * (1 - ALIKE)
-            change = ", ".join(_changed_settings(plan, each).values())
-            yield MemoryPrice(_excess(plan, each), change, each.step_seconds / plan.step.seconds - 1, each)
+    refused = [
+        candidate
+        for candidate in plan.candidates
+        if candidate.verdict == "does not fit" and _excess(plan, candidate) > 0
+    ]
+    for candidate in sorted(refused, key=lambda candidate: _excess(plan, candidate)):
+        if 0 < candidate.step_seconds < best:
+            best = candidate.step_seconds * (1 - ALIKE)
+            change = ", ".join(_changed_settings(plan, candidate).values())
+            yield MemoryPrice(
+                _excess(plan, candidate), change, candidate.step_seconds / plan.step.seconds - 1, candidate
+            )
 
 
 def _binding(plan: Plan, priced: bool) -> str:

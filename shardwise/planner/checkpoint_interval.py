@@ -23,9 +23,11 @@ def best_interval(stall: float, between_failures: float) -> float:
         stall: seconds that training waits for a save.
         between_failures: mean seconds between two failures of the whole job.
     """
+    # There the series below does not hold. Daly: save once per mean time between failures.
     if stall >= 2 * between_failures:
         return between_failures
     ratio = stall / (2 * between_failures)
+    # Young 1974 is the first root; the factor in parentheses corrects for failures while work is repeated.
     return math.sqrt(2 * stall * between_failures) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall
 
 

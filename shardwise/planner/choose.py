@@ -146,8 +146,8 @@ class _Visit:
             self.promising.clear()
             self._walk()  # figures are remembered
 
-    def _value(self, found: Quick) -> float:
-        return float(found.bytes) if self.by_memory else found.seconds
+    def _value(self, quick: Quick) -> float:
+        return float(quick.bytes) if self.by_memory else quick.seconds
 
     def _least(self) -> float:
         return min(map(self._value, self.found), default=math.inf)
@@ -178,7 +178,7 @@ class _Visit:
             if not self.found or self._least() < before * (1 - TELLS):
                 queue += [child for child in children(mesh, meshes) if child not in {*seen, *queue}]
         promising = self.promising
-        for origin in sorted(promising, key=lambda each: self._value(promising[each]))[:PROMISING]:
+        for origin in sorted(promising, key=lambda strategy: self._value(promising[strategy]))[:PROMISING]:
             self._compose(origin)
         if len(meshes) < len(self.meshes):
             self._add_stages()
@@ -241,26 +241,28 @@ class _Visit:
                 continue
             tried += 1
             try:
-                found = quick_figures(self.predictor, estimate.strategy)
+                quick = quick_figures(self.predictor, estimate.strategy)
             except RecipeError as error:
                 self.refused = self.refused or error
                 continue
-            bytes_, time = found.bytes / estimate.bytes, found.seconds / estimate.seconds
-            if found.fits:
-                self.found.append(found)
+            bytes_, time = quick.bytes / estimate.bytes, quick.seconds / estimate.seconds
+            if quick.fits:
+                self.found.append(quick)
 
     def _estimates(self) -> list[Quick]:
         """Estimates of strategies with pipeline stages, best first, on the best of the meshes that were walked."""
-        bases = list(dict.fromkeys(self._flat(each.strategy) for each in sorted(self.found, key=self._value)))
+        bases = list(
+            dict.fromkeys(self._flat(quick.strategy) for quick in sorted(self.found, key=self._value))
+        )
         bases = (bases or self.composed)[:BASES]
         staged = (every for mesh, every in self.meshes.items() if mesh not in self.walked)
-        origins = [each for every in staged for each in every if self._flat(each) in bases]
+        origins = [strategy for every in staged for strategy in every if self._flat(strategy) in bases]
         origins = [each for each in origins if not self.found or self._may_beat(each, self._least())]
         every = (strategy for origin in origins for strategy in self.space.completions(origin))
         completed = [strategy for strategy in every if self.predictor.smallest_may_fit(strategy)]
         with self.predictor.reading_ahead(completed, partial(self._sizes, filled=1)):
-            estimates = [each for strategy in completed for each in self._estimates_of(strategy)]
-        return sorted((each for each in estimates if each.fits), key=self._value)
+            estimates = [estimate for strategy in completed for estimate in self._estimates_of(strategy)]
+        return sorted((estimate for estimate in estimates if estimate.fits), key=self._value)
 
     def _estimates_of(self, strategy: Strategy) -> Iterator[Quick]:
         """Estimates of one strategy with pipeline stages, by micro-batch size, as far as they can be composed."""

@@ -83,7 +83,7 @@ class Neighbours:
         """Lists of strategies: a neighbour alone, or several without one pin. The first of a list that fits counts."""
         dropped = [trials for trials in without_pins(self.predictor, strategy) if trials]
         known = {trials[0] for trials in dropped}
-        yield from ((each,) for each in self._unknown(strategy) if each not in known)
+        yield from ((neighbour,) for neighbour in self._unknown(strategy) if neighbour not in known)
         yield from dropped
 
     def _unknown(self, strategy: Strategy) -> list[Strategy]:
@@ -101,7 +101,9 @@ class Neighbours:
         changes += [{MICRO_BATCH_SIZE.key: near} for near in sizes if size // 2 <= near <= 2 * size + 1]
         possible = predictor.possible(strategy.with_values(**change) for change in changes)
         return [
-            each for each in dict.fromkeys(possible) if each not in predictor.candidates and each != strategy
+            neighbour
+            for neighbour in dict.fromkeys(possible)
+            if neighbour not in predictor.candidates and neighbour != strategy
         ]
 
     def _layout(self, strategy: Strategy) -> Layout:
@@ -160,7 +162,7 @@ def _predicted_neighbour(
 
 def compared_candidates(predictor: Predictor, chosen: Prediction) -> tuple[Candidate, ...]:
     """All recorded candidates, compared with the chosen one: the chosen first, then those that fit by step time."""
-    candidates = [_final_verdict(predictor, each, chosen) for each in predictor.candidates.values()]
+    candidates = [_final_verdict(predictor, candidate, chosen) for candidate in predictor.candidates.values()]
     order = ("chosen", "fits", "tight", "does not fit", UNKNOWN)
     candidates.sort(key=lambda c: (order.index(c.verdict), c.step_seconds, c.peak_bytes))
     return tuple(candidates)

@@ -86,7 +86,9 @@ class CountComposer:
 
         What the first of these numbers needs is counted first.
         """
-        asked = dict.fromkeys((each, tuple(dict.fromkeys(map(_run_of, counts)))) for each, counts in wanted)
+        asked = dict.fromkeys(
+            (strategy, tuple(dict.fromkeys(map(_run_of, counts)))) for strategy, counts in wanted
+        )
         found = (
             point
             for choice in (0, 1)

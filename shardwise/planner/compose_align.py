@@ -84,7 +84,7 @@ def _nearest_moments(
     for name in reversed(names):
         following = name if name in shared else following
         after[name] = following
-    before, found = next(name for name in names if name in shared), {}
+    before, moments = next(name for name in names if name in shared), {}
     for name in names:
         if name in shared:
             before = name
@@ -92,8 +92,8 @@ def _nearest_moments(
             block, numbered = _phase_and_block(name)
             here, there = _phase_and_block(before)[0] == block, _phase_and_block(after[name])[0] == block
             if here or there or not numbered:
-                found[name] = after[name] if there and not here else before
-    return found
+                moments[name] = after[name] if there and not here else before
+    return moments
 
 
 _NUMBERED = re.compile(r"(.*?)\.-?\d+")

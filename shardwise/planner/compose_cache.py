@@ -94,7 +94,7 @@ def _read_corner(path: Path, key: str) -> Corner | None:
             passes, rows, host, order = (arrays[name] for name in ("passes", "bytes", "host", "order"))
         if header["key"] != key or rows.shape != (len(header["names"]), len(LEDGER_ROWS)):
             return None
-        known: list[CountedCall] = [_call_from(each) for each in header["calls"]]
+        known: list[CountedCall] = [_call_from(values) for values in header["calls"]]
         return Corner(
             names=tuple(header["names"]),
             passes=passes.astype(np.int64),

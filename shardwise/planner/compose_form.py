@@ -167,12 +167,12 @@ class LinearForm:
         larger = self.base if self.larger is None else self.larger
         if len(larger.calls) != len(self.base.calls):
             raise NotLinear("the number of calls depends on the size of the micro-batch")
-        found: dict[int, Counter[tuple[CountedCall, CountedCall]]] = {}
+        pairs: dict[int, Counter[tuple[CountedCall, CountedCall]]] = {}
         for (number, one), (other, two) in zip(self.base.calls, larger.calls, strict=True):
             if number != other or (one != two and not same_shape(one, two)):
                 raise NotLinear("the calls depend on the size of the micro-batch")
-            found.setdefault(number, Counter())[one, two] += 1
-        return found
+            pairs.setdefault(number, Counter())[one, two] += 1
+        return pairs
 
     @cached_property
     def _calls_per_block(self) -> Mapping[int, Mapping[CountedCall, int]]:

@@ -117,11 +117,11 @@ class Sum:
 
     def rows(self, role: int) -> Bytes:
         """[moment, row of the ledger] of one kind of micro-batch: the moments that all terms have, then the others."""
-        found = self.alignment(role)
-        shared = self._levels(found.rows, lambda term: term.bytes)
+        alignment = self.alignment(role)
+        shared = self._levels(alignment.rows, lambda term: term.bytes)
         others = [
-            self.terms[index].bytes[own] - self.terms[index].bytes[found.rows[index][near]] + shared[near]
-            for index, (own, near) in found.only.items()
+            self.terms[index].bytes[own] - self.terms[index].bytes[alignment.rows[index][near]] + shared[near]
+            for index, (own, near) in alignment.only.items()
         ]
         return np.concatenate([shared, *others])
 
@@ -134,21 +134,21 @@ class Sum:
 
     def _highest(self, role: int) -> tuple[int, Bytes, str]:
         """Bytes, rows and name of the highest moment of one kind of micro-batch."""
-        found = self.alignment(role)
-        levels = self._levels(found.rows, lambda term: term.totals)
+        alignment = self.alignment(role)
+        levels = self._levels(alignment.rows, lambda term: term.totals)
         top = int(levels.argmax())
-        best, name, number, at, row = int(levels[top]), found.shared[top], 0, top, 0
-        for index, (own, near) in found.only.items():
+        best, name, number, at, row = int(levels[top]), alignment.shared[top], 0, top, 0
+        for index, (own, near) in alignment.only.items():
             totals = self.terms[index].totals
-            others = totals[own] - totals[found.rows[index][near]] + levels[near]
+            others = totals[own] - totals[alignment.rows[index][near]] + levels[near]
             top = int(others.argmax())
             if others[top] > best:
                 best, number, at, row = int(others[top]), index, int(near[top]), int(own[top])
                 name = self.terms[index].form.base.names[row]
-        ledger = self._levels([rows[[at]] for rows in found.rows], lambda term: term.bytes)[0]
+        ledger = self._levels([rows[[at]] for rows in alignment.rows], lambda term: term.bytes)[0]
         if number:
             bytes_ = self.terms[number].bytes
-            ledger = ledger + bytes_[row] - bytes_[found.rows[number][at]]
+            ledger = ledger + bytes_[row] - bytes_[alignment.rows[number][at]]
         return best, ledger, name
 
     def _levels(self, rows: Sequence[Bytes], of: Callable[[Term], Bytes]) -> Bytes:

@@ -33,7 +33,7 @@ def advise(recipe: Recipe, cluster: Cluster, plan: Plan | None = None) -> FitAdv
     for remedy in REMEDIES:
         if remedy.adapter is not None and pins_kept:
             pins_kept = False
-            if fitting is None and not any(each.fits for each in trials.outcomes):
+            if fitting is None and not any(outcome.fits for outcome in trials.outcomes):
                 trials.try_without_pins()
         trials.try_remedy(remedy)
     advised = None if fitting else _advised(trials.outcomes)
@@ -78,7 +78,9 @@ def _reasons(
         yield advised.in_words
         return
     if advised.remedy.adapter is not None:
-        tried = ", ".join(dict.fromkeys(each.remedy.name for each in outcomes[: outcomes.index(advised)]))
+        tried = ", ".join(
+            dict.fromkeys(outcome.remedy.name for outcome in outcomes[: outcomes.index(advised)])
+        )
         yield f"training all weights does not fit with {tried}: train an adapter"
     yield f"use {advised.remedy.name}: {advised.remedy.why}" + (
         f"; {' '.join(advised.overrides)}" if advised.overrides else ""

@@ -96,7 +96,9 @@ def _attention_fraction(kernel: Kernel, device: DeviceProfile) -> float:
         return fraction
     heads, queries, _, width = kernel.shape
     tiles = heads * math.ceil(queries / _QUERY_TILE)
+    # The last wave of tiles leaves multiprocessors idle.
     filled = tiles / (math.ceil(tiles / device.tiles.units) * device.tiles.units)
+    # Relative to a width of 128.
     by_width = (width / (width + _HEAD)) * (128 + _HEAD) / 128
     backward = _BACKWARD_SPEED if "backward" in kernel.operation else 1.0
     return min(1.0, fraction * filled * by_width * backward)

@@ -47,11 +47,11 @@ def nearest_in_words(
         trials = [trial for trial in _neighbour_strategies(least.strategy, settings) if trial not in seen]
         seen.update(trials)
         found = list(_quick_predictions(predictor, trials))
-        if fitting := [each for each in found if each.peak.bytes <= budget]:
-            best = min(fitting, key=lambda each: each.step.seconds)
+        if fitting := [prediction for prediction in found if prediction.peak.bytes <= budget]:
+            best = min(fitting, key=lambda prediction: prediction.step.seconds)
             keys = ", ".join(f"{key}={new}" for key, (new, _) in best.strategy.differences(strategy).items())
             return f"the nearest plan that fits in {format_bytes(budget)}: {keys} ({format_bytes(best.peak.bytes)})"
-        least = min([least, *found], key=lambda each: each.peak.bytes)
+        least = min([least, *found], key=lambda prediction: prediction.peak.bytes)
     line = one_line(least.strategy, least.layout, recipe.batch_size)
     return (
         f"no plan fits in {format_bytes(budget)}; the smallest needs {format_bytes(least.peak.bytes)}: {line}"

@@ -223,24 +223,26 @@ def _composed(
     if has_stages(layout):
         return None
     try:
-        found = composer.composed(strategy, micro_batches(strategy, layout, recipe.batch_size))
+        composed = composer.composed(strategy, micro_batches(strategy, layout, recipe.batch_size))
     except NotComposable:
         return None
-    peaks = {found.peak.phase: found.peak}
+    peaks = {composed.peak.phase: composed.peak}
     run = DryRun(
         rank,
         peaks,
-        found.cost,
+        composed.cost,
         (),
-        found.parameters,
-        found.even,
-        found.compute_dtype,
-        hints=PlanHints(notes=list(found.notes)),
-        host=found.host,
-        disk_bytes=found.disk_bytes,
-        communicators=found.communicators,
+        composed.parameters,
+        composed.even,
+        composed.compute_dtype,
+        hints=PlanHints(notes=list(composed.notes)),
+        host=composed.host,
+        disk_bytes=composed.disk_bytes,
+        communicators=composed.communicators,
     )
-    return _Counts(peaks, found.host, found.disk_bytes, 0, found.cost, found.parameters, run, whole=False)
+    return _Counts(
+        peaks, composed.host, composed.disk_bytes, 0, composed.cost, composed.parameters, run, whole=False
+    )
 
 
 def _full(recipe: Recipe, blueprint: Blueprint, strategy: Strategy, cluster: Cluster, rank: int) -> _Counts:
@@ -257,8 +259,8 @@ def _quick(
     rank: int,
     composer: CountComposer | None,
 ) -> _Counts:
-    if composer is not None and (found := _composed(composer, strategy, recipe, cluster, rank)) is not None:
-        return found
+    if composer is not None and (counts := _composed(composer, strategy, recipe, cluster, rank)) is not None:
+        return counts
     layout = layout_of(strategy, cluster.world_size)
     count = micro_batches(strategy, layout, recipe.batch_size)
     depth = blueprint.depth

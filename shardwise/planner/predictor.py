@@ -252,7 +252,7 @@ class Predictor:
         if self.composer is None or self.cluster.device.traits.is_host:
             return nullcontext()
         sizes = sizes or self.micro_batch_sizes
-        return self.composer.reading_ahead(self._trial(each, sizes(each)) for each in strategies)
+        return self.composer.reading_ahead(self._trial(strategy, sizes(strategy)) for strategy in strategies)
 
     def _trial(self, strategy: Strategy, sizes: Sequence[int]) -> tuple[Strategy, Sequence[int]]:
         """A strategy with its largest micro-batch, and the numbers of micro-batches of all sizes.
@@ -278,9 +278,9 @@ class Predictor:
                 fix="lower the model's dimensions, data.sequence_length or strategy.micro_batch_size",
             ) from error
 
-    def fits(self, found: Prediction) -> bool:
+    def fits(self, prediction: Prediction) -> bool:
         """Whether a prediction is within the budget and its share of host memory."""
-        return found.peak.bytes <= self.budget_bytes and self._host_excess(found) <= 0
+        return prediction.peak.bytes <= self.budget_bytes and self._host_excess(prediction) <= 0
 
     def might_fit(self, quick: Prediction) -> bool:
         """The same before fragmentation, which a quick prediction does not have."""
@@ -311,27 +311,27 @@ class Predictor:
         """The record of a strategy."""
         return Judgement(self.candidates[strategy], self._replayed.get(strategy))
 
-    def adopt(self, strategy: Strategy, found: Judgement | None) -> None:
+    def adopt(self, strategy: Strategy, judgement: Judgement | None) -> None:
         """Record what another process found, as the last candidate."""
         self.candidates.pop(strategy, None)
-        if found is None:
+        if judgement is None:
             return
-        self.candidates[strategy] = found.candidate
-        if found.replayed is not None:
-            self._replayed[strategy] = found.replayed
+        self.candidates[strategy] = judgement.candidate
+        if judgement.replayed is not None:
+            self._replayed[strategy] = judgement.replayed
 
     def record_failure(self, strategy: Strategy, error: Exception) -> None:
         """Record a candidate whose dry run raised an error."""
         self._record(strategy, 0, 0.0, UNKNOWN, printable(f"{type(error).__name__}: {error}"), "counted")
 
-    def _host_excess(self, found: Prediction) -> int:
+    def _host_excess(self, prediction: Prediction) -> int:
         """Bytes beyond the rank's share of host memory; negative when there is room."""
-        return found.host.total - self.cluster.host_capacity_bytes
+        return prediction.host.total - self.cluster.host_capacity_bytes
 
     def _best_so_far(self) -> Iterator[str]:
         """The best of those that fit, in words."""
         by_memory = self.recipe.plan.objective == "memory"
-        fitting = (found for found in self.candidates.values() if found.verdict == "fits")
+        fitting = (candidate for candidate in self.candidates.values() if candidate.verdict == "fits")
         best = min(fitting, key=lambda c: c.peak_bytes if by_memory else c.step_seconds, default=None)
         if best is not None:
             took, held = format_seconds(best.step_seconds), format_bytes(best.peak_bytes)
@@ -349,5 +349,5 @@ class Predictor:
     ) -> None:
         layout = layout_of(strategy, self.cluster.world_size)
         line = one_line(strategy, layout, self.recipe.batch_size)
-        found = Candidate(strategy, line, peak, seconds, verdict, reason, peak_is, split or {})
-        self.candidates[strategy] = found
+        candidate = Candidate(strategy, line, peak, seconds, verdict, reason, peak_is, split or {})
+        self.candidates[strategy] = candidate

@@ -67,11 +67,11 @@ def quick_figures(predictor: Predictor, strategy: Strategy, once: bool = False) 
     if composing and predictor.sketcher is not None and not has_stages(layout):
         count = micro_batches(strategy, layout, predictor.recipe.batch_size)
         try:
-            found = predictor.sketched(strategy, count)
+            sketch = predictor.sketched(strategy, count)
         except NotComposable:
             pass
         else:
-            return _sketched_figures(predictor, strategy, found, record=True)
+            return _sketched_figures(predictor, strategy, sketch, record=True)
     return figures_from(predictor, predictor.predict(strategy, quick=True, once=once))
 
 
@@ -88,13 +88,13 @@ def smallest(predictor: Predictor, candidates: Sequence[Candidate]) -> Strategy:
         with suppress(RecipeError):  # it cannot be built
             bound = predictor.judgement(strategy).replayed is None
             sizes[strategy] = quick_figures(predictor, strategy).bytes if bound else least
-    return min(sizes, key=lambda each: sizes[each], default=last[min(last)])
+    return min(sizes, key=lambda size: sizes[size], default=last[min(last)])
 
 
-def figures_from(predictor: Predictor, found: Prediction) -> Quick:
+def figures_from(predictor: Predictor, prediction: Prediction) -> Quick:
     """The figures of a prediction."""
-    fits, overhead = predictor.might_fit(found), found.peak.ledger.overhead
-    return Quick(found.strategy, found.step.seconds, found.sum_bytes, fits, overhead=overhead)
+    fits, overhead = predictor.might_fit(prediction), prediction.peak.ledger.overhead
+    return Quick(prediction.strategy, prediction.step.seconds, prediction.sum_bytes, fits, overhead=overhead)
 
 
 def figures_of_stages(predictor: Predictor, strategy: Strategy) -> Quick:
@@ -138,23 +138,23 @@ def sketch_of_stages(predictor: Predictor, strategy: Strategy) -> Sketch:
     # A rank's share of states in proportion to the model without stages: 1 where a single group shards over all ranks.
     held = layout.state_copies / copies
     share = Share(1 / ranks, 1 / ranks, waits.kept, waits.longer, held, layout)
-    found = predictor.sketched(flat, count, share)
+    sketch = predictor.sketched(flat, count, share)
     counts = predictor.parameter_counts
     states = least_state_bytes(counts, strategy, layout, predictor.recipe, predictor.cluster)
-    size = found.bytes + int(states * (1 - 1 / (held * ranks)))
-    return replace(found, bytes=size, host_bytes=int(found.host_bytes * held))
+    size = sketch.bytes + int(states * (1 - 1 / (held * ranks)))
+    return replace(sketch, bytes=size, host_bytes=int(sketch.host_bytes * held))
 
 
 def _sketched_figures(
-    predictor: Predictor, strategy: Strategy, found: Sketch, record: bool, overhead: int | None = None
+    predictor: Predictor, strategy: Strategy, sketch: Sketch, record: bool, overhead: int | None = None
 ) -> Quick:
     if overhead is None:
         profile = predictor.cluster.device.overhead
-        overhead = profile.workspace_bytes + profile.outside_allocator(found.communicators)
-    size = found.bytes + overhead
+        overhead = profile.workspace_bytes + profile.outside_allocator(sketch.communicators)
+    size = sketch.bytes + overhead
     over = size - predictor.budget_bytes
-    excess = found.host_bytes - predictor.cluster.host_capacity_bytes
+    excess = sketch.host_bytes - predictor.cluster.host_capacity_bytes
     if record:
-        predictor.record_quick(strategy, size, found.seconds, over, excess)
+        predictor.record_quick(strategy, size, sketch.seconds, over, excess)
     fits = over <= 0 and excess <= 0
-    return Quick(strategy, found.seconds, size, fits, found.computing, found.updating, overhead)
+    return Quick(strategy, sketch.seconds, size, fits, sketch.computing, sketch.updating, overhead)

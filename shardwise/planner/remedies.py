@@ -60,7 +60,7 @@ class Trials:
     @property
     def settled(self) -> bool:
         """Whether a remedy fits. DDP does not count: the next one may be better (planner/fit_advice.py)."""
-        return any(each.fits and each.remedy is not UNSHARDED for each in self.outcomes)
+        return any(outcome.fits and outcome.remedy is not UNSHARDED for outcome in self.outcomes)
 
     def try_remedy(self, remedy: Remedy) -> None:
         """Predict its tries up to the first that fits, where the recipe has what the remedy changes."""
@@ -88,11 +88,11 @@ class Trials:
     def try_without_pins(self) -> None:
         """Add the recipe without each pin that keeps it from fitting; without all of them if no single one does."""
         pins = [key for key in self.recipe.strategy if key not in DIGITS]
-        alone = [found for key in pins if (found := self._without((key,))) is not None]
+        alone = [outcome for key in pins if (outcome := self._without((key,))) is not None]
         if alone:
             self.outcomes += alone
-        elif len(pins) > 1 and (found := self._without(tuple(pins))) is not None:
-            self.outcomes.append(found)
+        elif len(pins) > 1 and (outcome := self._without(tuple(pins))) is not None:
+            self.outcomes.append(outcome)
 
     def _without(self, pins: tuple[str, ...]) -> RemedyOutcome | None:
         """The first remedy that fits without some pins, with all weights trained."""
@@ -100,12 +100,16 @@ class Trials:
         asked = self.recipe.model_copy(update={"strategy": kept})
         predictor = Predictor(asked, blueprint_of(asked), self.cluster)
         for other in _other_values(predictor, self.recipe, pins):
-            tries = (each for values in _PLAIN_TRIES for each in _strategies(predictor, {**values, **other}))
+            tries = (
+                strategy
+                for values in _PLAIN_TRIES
+                for strategy in _strategies(predictor, {**values, **other})
+            )
             unseen = [
                 s for s in dict.fromkeys(tries) if (asked.adapter, asked.optimizer, s) not in self._seen
             ]
-            if (found := _first_fitting(predictor, unseen)) is not None:
-                values = found.strategy.values
+            if (candidate := _first_fitting(predictor, unseen)) is not None:
+                values = candidate.strategy.values
                 shown = [*pins, *(key for key in _PLAIN_TRIES[0] if key not in (*pins, *kept))]
                 overrides = tuple(
                     f"strategy.{s.key}={values[s.key]}"
@@ -113,7 +117,7 @@ class Trials:
                     if s.key in shown and (s.key in pins or values[s.key] != s.default)
                 )
                 remedy = Remedy(f"unpinned {', '.join(pins)}", "the recipe pins it", ())
-                return RemedyOutcome(remedy, overrides, found, pins)
+                return RemedyOutcome(remedy, overrides, candidate, pins)
         return None
 
     def _predictor(self, asked: Recipe) -> Predictor:
@@ -213,16 +217,16 @@ def _candidate(predictor: Predictor, strategy: Strategy, quick: bool) -> Candida
     for violation in broken_rules(strategy, predictor.cluster.world_size, predictor.recipe):
         return Candidate(strategy, "", 0, 0.0, "invalid", f"{violation.rule.key}: {violation.rule.reason}")
     try:
-        found = _largest_that_fits(predictor, strategy)
-        if quick or found.verdict != "fits":
-            return found
-        size = found.strategy[MICRO_BATCH_SIZE]
+        candidate = _largest_that_fits(predictor, strategy)
+        if quick or candidate.verdict != "fits":
+            return candidate
+        size = candidate.strategy[MICRO_BATCH_SIZE]
         smaller = [other for other in predictor.micro_batch_sizes(strategy) if other <= size]
         for size in smaller[:CONFIRMED]:  # fragmentation may need what the largest leaves
-            found = _in_full(predictor, strategy.with_values(**{MICRO_BATCH_SIZE.key: size}))
-            if found.verdict == "fits":
+            candidate = _in_full(predictor, strategy.with_values(**{MICRO_BATCH_SIZE.key: size}))
+            if candidate.verdict == "fits":
                 break
-        return found
+        return candidate
     except RecipeError as error:
         return Candidate(strategy, "", 0, 0.0, "invalid", error.what)
 

@@ -146,7 +146,7 @@ class Sketcher:
     def _exchanges(
         self, calls: Mapping[int, Floats], layout: Layout, weights: Floats, share: Share
     ) -> Sequence[CollectiveCalls]:
-        found, collectives = [], list(self._numbers)
+        exchanges, collectives = [], list(self._numbers)
         for number, counts in calls.items():
             total = float(counts @ weights)
             if total <= 0:
@@ -156,8 +156,8 @@ class Sketcher:
             if collective.phase in PASS_PHASES:
                 total *= share.work
             each = self._each(number, collective, layout, share.layout or layout)
-            found.append(CollectiveCalls(collective, total, passes, each))
-        return found
+            exchanges.append(CollectiveCalls(collective, total, passes, each))
+        return exchanges
 
     def _each(self, number: int, collective: Collective, counted: Layout, placed: Layout) -> float:
         """Seconds of one call on the mesh ``placed``, where it was counted on another one."""

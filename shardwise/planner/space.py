@@ -51,10 +51,10 @@ class Space:
 
     def meshes(self) -> Mapping[Mesh, Sequence[Strategy]]:
         """Origins by mesh, in the order of their settings' candidates."""
-        found: dict[Mesh, list[Strategy]] = {}
+        meshes: dict[Mesh, list[Strategy]] = {}
         for origin in self._extended(strategy_from(self.recipe.strategy), of_parts=False):
-            found.setdefault(self.mesh_of(origin), []).append(origin)
-        return found
+            meshes.setdefault(self.mesh_of(origin), []).append(origin)
+        return meshes
 
     def completions(self, origin: Strategy) -> Iterator[Strategy]:
         """Strategies with the origin's mesh that break no rule, plainest first."""
@@ -93,7 +93,7 @@ class Space:
         for technique in ORDER:
             for setting in technique.settings:
                 if setting in self._free(of_parts):
-                    partial = [each for one in partial for each in self._choices(technique, setting, one)]
+                    partial = [choice for one in partial for choice in self._choices(technique, setting, one)]
         yield from partial
 
     def _choices(self, technique: Technique, setting: Setting[Any], strategy: Strategy) -> Iterator[Strategy]:
@@ -117,12 +117,12 @@ class Space:
     @cached_property
     def _free_settings(self) -> Mapping[bool, Sequence[Setting[Any]]]:
         """Settings that the recipe does not pin: those of parts, and the others."""
-        found: dict[bool, list[Setting[Any]]] = {True: [], False: []}
+        settings: dict[bool, list[Setting[Any]]] = {True: [], False: []}
         for technique in ORDER:
             for setting in technique.settings:
                 if setting.key not in self.recipe.strategy and setting is not MICRO_BATCH_SIZE:
-                    found[_of_a_part(technique, setting)].append(setting)
-        return found
+                    settings[_of_a_part(technique, setting)].append(setting)
+        return settings
 
     def _listed(self, setting: Setting[Any]) -> Sequence[object]:
         return tuple(dict.fromkeys((setting.default, *setting.candidates, *setting.last_resort)))

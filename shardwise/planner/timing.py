@@ -38,6 +38,7 @@ _STAGE_AXES = tuple(axis.name for axis in AXES if axis.stages)
 PASS_PHASES = ("forward", "backward")
 """Phases that every micro-batch goes through."""
 
+# Columns of a phase's sums; those of copies follow.
 PRODUCT_SECONDS, MEMORY_SECONDS, LAUNCH_SECONDS = range(3)
 COPY_LANES: tuple[str, ...] = ("to_host", "to_device", "disk_read", "disk_write", "processor")
 TIME_COLUMNS = 3 + len(COPY_LANES)
@@ -103,9 +104,12 @@ def predicted_step_time(cost: StepCost, layout: Layout, cluster: Cluster) -> Ste
     """Predicted time of one optimizer step of one rank."""
     exchanges = [
         CollectiveCalls(
-            each, each.calls, each.passes, collective_seconds(replace(each, calls=1), layout, cluster)
+            collective,
+            collective.calls,
+            collective.passes,
+            collective_seconds(replace(collective, calls=1), layout, cluster),
         )
-        for each in cost.collectives
+        for collective in cost.collectives
     ]
     return combined_time(_seconds_by_phase(cost, cluster), exchanges, cost.micro_batches, cluster)
 
@@ -118,23 +122,23 @@ def combined_time(
 ) -> StepTime:
     """The time of a step from its sums by phase, which it changes, and its collectives."""
     phases, sending = {name: _Phase(row) for name, row in sums.items()}, 0.0
-    for each in exchanges:
-        collective, spent = each.collective, each.calls * each.seconds
+    for exchange in exchanges:
+        collective, spent = exchange.collective, exchange.calls * exchange.seconds
         if collective.kind == "send" and collective.axis in _STAGE_AXES:
-            sending = max(sending, each.seconds)
+            sending = max(sending, exchange.seconds)
             continue
         phase = phases.get(collective.phase)
         if phase is None:
             phase = phases[collective.phase] = _Phase([0.0] * TIME_COLUMNS)
-        phase.sums[LAUNCH_SECONDS] += each.calls * cluster.device.launch.collective
+        phase.sums[LAUNCH_SECONDS] += exchange.calls * cluster.device.launch.collective
         if _awaited(collective):
             phase.blocking += spent
-        elif each.passes < micro_batches:
+        elif exchange.passes < micro_batches:
             phase.once += spent
-            phase.first_once = max(phase.first_once, each.seconds)
+            phase.first_once = max(phase.first_once, exchange.seconds)
         else:
             phase.hidden += spent
-            phase.first = max(phase.first, each.seconds * each.passes)
+            phase.first = max(phase.first, exchange.seconds * exchange.passes)
     return _played(phases, sending, micro_batches, cluster)
 
 
@@ -220,12 +224,12 @@ class OffloadPhase:
 
 def offload_phases(cost: StepCost, cluster: Cluster) -> list[OffloadPhase]:
     """The phases with copies to or from the host or a disk, or with CPU kernels."""
-    found = []
+    phases = []
     for phase, row in _seconds_by_phase(cost, cluster).items():
         lanes = {lane: spent for lane, spent in zip(COPY_LANES, row[3:], strict=True) if spent > 0}
         if lanes:
-            found.append(OffloadPhase(phase, row[PRODUCT_SECONDS] + row[MEMORY_SECONDS], lanes))
-    return found
+            phases.append(OffloadPhase(phase, row[PRODUCT_SECONDS] + row[MEMORY_SECONDS], lanes))
+    return phases
 
 
 def transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:

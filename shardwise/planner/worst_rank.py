@@ -102,23 +102,23 @@ class _Looks:
     def at(self, ranks: Sequence[int], quick: bool, enough: int | None = None) -> dict[int, Prediction]:
         """Predictions of these ranks, on all cores; only of the first one if it needs more than ``enough`` bytes."""
         missing = [rank for rank in ranks if self._known(rank, quick) is None]
-        found: dict[int, Prediction] = {}
+        predictions: dict[int, Prediction] = {}
         with ReadAhead(lambda rank: self.predict(rank=rank, quick=quick), missing) as ahead:
             for rank in ranks:
-                found[rank] = self._known(rank, quick) or ahead.get(missing.index(rank))
+                predictions[rank] = self._known(rank, quick) or ahead.get(missing.index(rank))
                 if quick:
-                    self.seen[self.strategy, rank] = found[rank]
-                if enough is not None and found[ranks[0]].sum_bytes > enough:
+                    self.seen[self.strategy, rank] = predictions[rank]
+                if enough is not None and predictions[ranks[0]].sum_bytes > enough:
                     break
-        return found
+        return predictions
 
     def _known(self, rank: int, quick: bool) -> Prediction | None:
         known = self.seen.get((self.strategy, rank))
         return known if known is not None and (quick or known.whole) else None
 
 
-def _rank_time(found: Prediction, layout: Layout, cluster: Cluster) -> RankTime:
-    time = predicted_step_time(found.cost, layout, cluster)
+def _rank_time(prediction: Prediction, layout: Layout, cluster: Cluster) -> RankTime:
+    time = predicted_step_time(prediction.cost, layout, cluster)
     forward, backward = (time.passes.get(phase, 0.0) for phase in PASS_PHASES)
     return RankTime(time.seconds, forward, backward, time.sending)
 

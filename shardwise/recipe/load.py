@@ -226,7 +226,7 @@ def _section_at(path: KeyPath) -> type[Section]:
         kinds = (
             annotation,
             *get_args(annotation),
-            *(k for each in get_args(annotation) for k in get_args(each)),
+            *(k for argument in get_args(annotation) for k in get_args(argument)),
         )
         section = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
     return section

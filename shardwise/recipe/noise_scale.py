@@ -52,15 +52,15 @@ def noise_scale(measured: Sequence[GradientNoise]) -> NoiseScale | None:
     """The noise scale of the last half of the measurements; None where noise hides the gradient, or without any."""
     late = list(measured)[int(LATE * len(measured)) :]
     gradients, variances, sizes = [], [], []
-    for each in late:
-        small, big = each.micro_batch_tokens, each.batch_tokens
+    for pair in late:
+        small, big = pair.micro_batch_tokens, pair.batch_tokens
         overflowed = not math.isfinite(
-            each.micro_batch_square + each.batch_square
+            pair.micro_batch_square + pair.batch_square
         )  # of scaled fp16 gradients
         if big > small > 0 and not overflowed:
             sizes.append(big)
-            gradients.append((big * each.batch_square - small * each.micro_batch_square) / (big - small))
-            variances.append((each.micro_batch_square - each.batch_square) / (1 / small - 1 / big))
+            gradients.append((big * pair.batch_square - small * pair.micro_batch_square) / (big - small))
+            variances.append((pair.micro_batch_square - pair.batch_square) / (1 / small - 1 / big))
     if not gradients:
         return None
     gradient, variance = math.fsum(gradients) / len(gradients), math.fsum(variances) / len(variances)

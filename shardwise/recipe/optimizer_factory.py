@@ -70,7 +70,7 @@ def adam_decay(spec: OptimizerSpec) -> AdamDecay | None:
 
     if not _is_subclass(factory, torch.optim.Adam, torch.optim.AdamW):
         return None
-    defaults = {name: each.default for name, each in inspect.signature(factory).parameters.items()}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
     values = {**defaults, **spec.arguments}
     try:
         return AdamDecay(tuple(map(float, values["betas"])), float(values["eps"]))
@@ -117,8 +117,8 @@ def _moved_distance(factory: Callable[..., Any], spec: OptimizerSpec, size: floa
     for _ in range(_TRIAL_STEPS):
         for name, parameter in named.items():
             parameter.grad = size * (torch.randn(parameter.shape, generator=chance) + start[name])
-        for each in made if isinstance(made, list | tuple) else [made]:
-            each.step()
+        for optimizer in made if isinstance(made, list | tuple) else [made]:
+            optimizer.step()
     return sum(float((named[name].detach() - value).norm()) for name, value in start.items())
 
 

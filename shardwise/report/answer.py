@@ -76,9 +76,9 @@ def _devices(tried: Sequence[DeviceTry]) -> RenderableType:
     return table
 
 
-def _interval(found: Interval, written: Callable[[float], str]) -> str:
-    low, high = written(found.p50), written(found.p95)
-    return f"P50 {low}, P95 {high}, as in {found.runs} {found.source}"
+def _interval(interval: Interval, written: Callable[[float], str]) -> str:
+    low, high = written(interval.p50), written(interval.p95)
+    return f"P50 {low}, P95 {high}, as in {interval.runs} {interval.source}"
 
 
 def _hours_text(hours: float) -> str:
@@ -91,7 +91,7 @@ def money(cost: float) -> str:
 
 def _nearest_rows(answer: Answer, width: int) -> RenderableType:
     """A row for each setting."""
-    rows = [(Text(f"  {change(each)}"), _verdict_text(each)) for each in answer.nearest]
+    rows = [(Text(f"  {change(alternative)}"), _verdict_text(alternative)) for alternative in answer.nearest]
     return Group(Text("Nearest alternatives", "bold"), *stacked(rows, width))
 
 

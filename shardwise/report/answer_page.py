@@ -26,9 +26,13 @@ def answer_values(plan: Plan, answer: Answer | None, advice: FitAdvice | None) -
         "front": shown,
         "run": list(run_sentences(answer)),
         "binds": list(answer.sentences()),
-        "nearest": [(change(each), each.candidate, reason(each)) for each in answer.nearest],
+        "nearest": [
+            (change(alternative), alternative.candidate, reason(alternative))
+            for alternative in answer.nearest
+        ],
         "remedies": [
-            (each, peak_of(each.candidate), seconds(each.candidate.step_seconds)) for each in outcomes
+            (outcome, peak_of(outcome.candidate), seconds(outcome.candidate.step_seconds))
+            for outcome in outcomes
         ],
         "advice": advice.reasons if advice else (),
     }

@@ -45,12 +45,18 @@ def timeline_chart(plan: Plan) -> ChartValues:
     unit = unit_for(plan.peak.bytes)
     places = list(range(len(ledgers)))
     lines = [
-        _points(row_label(row), places, [getattr(each, row) / unit.size for each in ledgers], COLOURS[row])
+        _points(
+            row_label(row), places, [getattr(ledger, row) / unit.size for ledger in ledgers], COLOURS[row]
+        )
         for row in STACK
-        if any(getattr(each, row) for each in ledgers)
+        if any(getattr(ledger, row) for ledger in ledgers)
     ]
     chart: ChartValues = {"title": f"memory, {unit.name}", "log": False, "tall": True, "stack": True}
-    chart |= {"ticks": False, "lines": lines, "bands": list(_bands([each.phase for each in plan.timeline]))}
+    chart |= {
+        "ticks": False,
+        "lines": lines,
+        "bands": list(_bands([sample.phase for sample in plan.timeline])),
+    }
     highest, limit = plan.peak.bytes / unit.size, plan.capacity_bytes
     chart["peak"] = {"at": top, "value": _six_digits(highest), "words": f"peak {unit.write(plan.peak.bytes)}"}
     near = limit <= 2 * plan.peak.bytes

@@ -35,32 +35,43 @@ def memory_against_time(plan: Plan, front: Sequence[Candidate], width: float = W
     height = 4.2 if width >= WIDE_INCHES else 4.6
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
-    chosen = next((each for each in plan.candidates if each.strategy == plan.strategy), None)
+    chosen = next((candidate for candidate in plan.candidates if candidate.strategy == plan.strategy), None)
     shown = list(_shown_candidates(plan))
     unit = unit_for(max(plan.peak.bytes, plan.capacity_bytes))
-    on_front = [each for each in front if each in shown]
+    on_front = [candidate for candidate in front if candidate in shown]
     if len(on_front) > 1:
         seconds, sizes = (
-            [each.step_seconds for each in on_front],
+            [candidate.step_seconds for candidate in on_front],
             [e.peak_bytes / unit.size for e in on_front],
         )
         axes.plot(seconds, sizes, color=MUTED, linewidth=1, zorder=1)
-    for each in shown:
-        _draw_candidate(axes, each, each is chosen, unit.size)
+    for candidate in shown:
+        _draw_candidate(axes, candidate, candidate is chosen, unit.size)
     budget = (plan.capacity_bytes - plan.reserve_bytes) / unit.size
     axes.axhline(budget, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.margins(x=0.14, y=0.16)
     axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     axes.set_xlabel("seconds of a step")
     axes.set_ylabel(f"peak of a device, {unit.name}")
-    first = [each for each in (chosen, *(each for each in on_front if each != chosen)) if each is not None]
+    first = [
+        candidate
+        for candidate in (chosen, *(candidate for candidate in on_front if candidate != chosen))
+        if candidate is not None
+    ]
     _legend(figure, shown)
-    sketch = _Sketch(figure, axes, [(each.step_seconds, each.peak_bytes / unit.size) for each in shown])
+    sketch = _Sketch(
+        figure, axes, [(candidate.step_seconds, candidate.peak_bytes / unit.size) for candidate in shown]
+    )
     words = "budget" if plan.reserve_bytes else "capacity"
     sketch.take(axes.get_xlim()[0], budget, f"{words} {budget:.{unit.decimals}f} {unit.name}", INK)
-    for each in [*first, *(each for each in shown if each not in first)]:
-        text = "chosen" if each is chosen else differs(plan.line, each.line)
-        sketch.take(each.step_seconds, each.peak_bytes / unit.size, text, INK if each in first else MUTED)
+    for candidate in [*first, *(candidate for candidate in shown if candidate not in first)]:
+        text = "chosen" if candidate is chosen else differs(plan.line, candidate.line)
+        sketch.take(
+            candidate.step_seconds,
+            candidate.peak_bytes / unit.size,
+            text,
+            INK if candidate in first else MUTED,
+        )
     return figure
 
 
@@ -77,12 +88,12 @@ def differs(chosen: str, other: str) -> str:
 def _shown_candidates(plan: Plan) -> Iterator[Candidate]:
     """Candidates with a time and a peak within FARTHEST_FACTOR."""
     most = max(plan.peak.bytes, plan.capacity_bytes)
-    for each in plan.candidates:
+    for candidate in plan.candidates:
         if (
-            0 < each.step_seconds <= FARTHEST_FACTOR * plan.step.seconds
-            and 0 < each.peak_bytes <= FARTHEST_FACTOR * most
+            0 < candidate.step_seconds <= FARTHEST_FACTOR * plan.step.seconds
+            and 0 < candidate.peak_bytes <= FARTHEST_FACTOR * most
         ):
-            yield each
+            yield candidate
 
 
 def _draw_candidate(axes: Any, candidate: Candidate, chosen: bool, size: float) -> None:
@@ -101,9 +112,11 @@ def _legend(figure: Figure, shown: Sequence[Candidate]) -> None:
         ("tight", _COLOURS["tight"]),
         ("does not fit", COLOURS["gradients"]),
     ):
-        if any(("fits" if each.verdict == "chosen" else each.verdict) == words for each in shown):
+        if any(
+            ("fits" if candidate.verdict == "chosen" else candidate.verdict) == words for candidate in shown
+        ):
             handles.append(_legend_mark(words, color=colour))
-    if any(each.peak_is != "counted" for each in shown):
+    if any(candidate.peak_is != "counted" for candidate in shown):
         handles.append(_legend_mark("estimated, or a bound", color=MUTED, markerfacecolor="none"))
     figure.legend(
         handles=handles,

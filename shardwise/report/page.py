@@ -143,10 +143,10 @@ def _standing(run: RunRecord) -> list[str]:
         return []
     try:
         recipe = run.settings()
-        found = laws.standing_of(recipe, run.plan)
+        standing = laws.standing_of(recipe, run.plan)
     except ShardwiseError:
         return []
-    return list(laws.standing_sentences(found, run.outcome)) if found else []
+    return list(laws.standing_sentences(standing, run.outcome)) if standing else []
 
 
 def _batch_size_advice(run: RunRecord) -> list[str]:

@@ -137,13 +137,13 @@ def compared_series(runs: Mapping[str, Sequence[StepRecord]], unit: Unit = "toke
     for name, steps in runs.items():
         if not steps:
             continue
-        for each in [Series(loss_title(unit), {"": [step.loss for step in steps]}), *series_of(steps, unit)]:
-            filled = {key: line for key, line in each.values.items() if any(v is not None for v in line)}
-            lines = filled if each.apart else {"": next(iter(filled.values()))}
+        for row in [Series(loss_title(unit), {"": [step.loss for step in steps]}), *series_of(steps, unit)]:
+            filled = {key: line for key, line in row.values.items() if any(v is not None for v in line)}
+            lines = filled if row.apart else {"": next(iter(filled.values()))}
             for key, line in lines.items():
-                title = f"{each.title}: {key}" if key else each.title
-                before = rows.get(title, Series(title, {}, each.logarithmic))
-                rows[title] = Series(title, {**before.values, name: line}, each.logarithmic)
+                title = f"{row.title}: {key}" if key else row.title
+                before = rows.get(title, Series(title, {}, row.logarithmic))
+                rows[title] = Series(title, {**before.values, name: line}, row.logarithmic)
     return list(rows.values())
 
 

@@ -99,7 +99,8 @@ def step_sentences(plan: Plan, outcome: Outcome | None) -> Iterator[str]:
     yield f"step: {seconds(planned)} predicted, {seconds(spent)} measured (predicted {error_in_words(planned, spent)})"
     if phases := compared_phases(plan, outcome):
         yield "phases, predicted/measured: " + ", ".join(
-            f"{each.name} {seconds(each.predicted or 0.0)}/{seconds(each.measured or 0.0)}" for each in phases
+            f"{phase.name} {seconds(phase.predicted or 0.0)}/{seconds(phase.measured or 0.0)}"
+            for phase in phases
         )
     if abs(planned / spent - 1) > APART and (offer := plan.calibration_offer):
         yield offer

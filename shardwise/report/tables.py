@@ -122,11 +122,11 @@ class PlanTable:
             yield from text_section("Time of a step", seconds(plan.step.seconds), _time_table(plan, width))
             if plan.candidates and self.top:
                 yield from ("", _candidates(plan.candidates[: self.top], width))
-                if any(_is_hardly_faster(each, plan) for each in plan.candidates[: self.top]):
+                if any(_is_hardly_faster(candidate, plan) for candidate in plan.candidates[: self.top]):
                     yield Text(
                         f"  within {format_percent(TELLS)} of the fastest, the plainer is chosen", "dim"
                     )
-                if any(each.peak_is == "estimated" for each in plan.candidates[: self.top]):
+                if any(candidate.peak_is == "estimated" for candidate in plan.candidates[: self.top]):
                     yield Text("  ~ with fragmentation in proportion to the chosen one's", "dim")
         shown = self.top if plan.fits else 0
         more = (
@@ -219,8 +219,14 @@ def _traffic(plan: Plan) -> Table:
 def _candidates(candidates: Sequence[Candidate], width: int) -> RenderableType:
     """A row for each candidate. A verdict that does not fit into its row stands on the next line."""
     rows = [
-        (f"  {one_line(each.line)}", peak_of(each), seconds(each.step_seconds), _verdict_of(each), each)
-        for each in candidates
+        (
+            f"  {one_line(candidate.line)}",
+            peak_of(candidate),
+            seconds(candidate.step_seconds),
+            _verdict_of(candidate),
+            candidate,
+        )
+        for candidate in candidates
     ]
     names = ("Considered", "peak", "step")
     columns = zip(*(row[:3] for row in rows), strict=True)
@@ -230,8 +236,8 @@ def _candidates(candidates: Sequence[Candidate], width: int) -> RenderableType:
     shown: list[RenderableType] = [Text(names[0], "bold")]
     if not apart:
         shown = [Text.assemble((f"{names[0]:{wide[0] + 2}}", "bold"), (figures.format(*names[1:]), "dim"))]
-    for line, peak, took, judged, each in rows:
-        row = Text(line, "bold" if each.verdict == "chosen" else "")
+    for line, peak, took, judged, candidate in rows:
+        row = Text(line, "bold" if candidate.verdict == "chosen" else "")
         if not apart:
             row.pad_right(wide[0] + 2 - row.cell_len)
             row.append(figures.format(peak, took))

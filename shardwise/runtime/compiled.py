@@ -119,7 +119,10 @@ class CompiledForward:
     def _known(self, key: Any) -> _Compilation | None:
         """The compilation of a block with this key, and with the same numbers as far as they were read."""
         of_key = _compilations.get(key, ())
-        return next((each for each in of_key if each.numbers.items() <= self._numbers.items()), None)
+        return next(
+            (compilation for compilation in of_key if compilation.numbers.items() <= self._numbers.items()),
+            None,
+        )
 
     def _compiled(self, key: Any, inputs: Sequence[Tensor], call: _CallForm) -> _Compilation:
         global _seconds
@@ -139,7 +142,9 @@ class CompiledForward:
                 run = compiled(traced, inputs, _fused if fake else None)
         except Exception as error:
             raise _cannot_compile(self._block, error) from error
-        compilation = _Compilation(run, results[-1], {each: self._numbers[each] for each in sorted(read)})
+        compilation = _Compilation(
+            run, results[-1], {number: self._numbers[number] for number in sorted(read)}
+        )
         _compilations.setdefault(key, []).append(compilation)
         while len(_compilations) > MOST_KEPT:
             _compilations.popitem(last=False)
@@ -259,7 +264,7 @@ def _cannot_compile(block: nn.Module, error: Exception) -> RecipeError:
 
 def _fused(*arguments: Any) -> None:
     """In the place of a generated kernel: the dry run counts the bytes of its inputs and outputs."""
-    torch.ops.shardwise.fused([each for each in arguments if isinstance(each, Tensor)])
+    torch.ops.shardwise.fused([argument for argument in arguments if isinstance(argument, Tensor)])
 
 
 _COMPILED_LIBRARY = torch.library.Library("shardwise", "FRAGMENT")  # lives as long as the process

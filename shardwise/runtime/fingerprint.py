@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.errors import CheckpointError
 from shardwise.runtime.parallel.shard_slices import local_part, local_slices, named_parameters
 
+# Values that are unpacked and summed at a time: 16 MiB in fp32, whatever the size of a parameter.
 _HASHED_VALUES = 2**22
 _ROUNDS_ALIKE = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -48,7 +49,7 @@ def fingerprint_of(
     if dist.is_initialized():
         per_rank = per_rank * dist.get_world_size()
         dist.all_gather_object(per_rank, (plain, sums))
-    if not all(each for each, _ in per_rank):
+    if not all(is_plain for is_plain, _ in per_rank):
         return None
     shards: dict[str, dict[tuple[int, ...], int]] = {}
     for _, held in per_rank:

@@ -36,6 +36,7 @@ from shardwise.core.quiet_torchao import quiet_torchao
 from shardwise.runtime.layer_replacement import take_over
 from shardwise.runtime.torch_private import scaled_product
 
+# torch._scaled_mm, that is cuBLASLt, needs both dimensions of an 8-bit operand as multiples of 16.
 FLOAT8_ALIGNMENT = 16
 _SMALLEST = 1e-12
 """Largest magnitude below which a tensor counts as zero (torchao's)."""

@@ -132,8 +132,10 @@ class LayerInputs(TorchFunctionMode):
     def cast_sequence(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a recurrent net in the dtype of compute: a sequence, perhaps packed, and a state."""
         return tuple(
-            each.to(self.dtype) if isinstance(each, PackedSequence) else _cast_all(each, self.dtype)
-            for each in args
+            argument.to(self.dtype)
+            if isinstance(argument, PackedSequence)
+            else _cast_all(argument, self.dtype)
+            for argument in args
         )
 
     def _normalized(
@@ -160,14 +162,14 @@ class LayerInputs(TorchFunctionMode):
 
 def _float_dtypes(values: Sequence[Any]) -> set[torch.dtype]:
     """The floating-point dtypes of tensors among arguments, which may be lists of tensors."""
-    found: set[torch.dtype] = set()
+    dtypes: set[torch.dtype] = set()
     for value in values:
         if isinstance(value, Tensor):
             if value.is_floating_point():
-                found.add(value.dtype)
+                dtypes.add(value.dtype)
         elif isinstance(value, list | tuple):
-            found |= _float_dtypes(value)
-    return found
+            dtypes |= _float_dtypes(value)
+    return dtypes
 
 
 def _cast_all(values: Any, dtype: torch.dtype) -> Any:
@@ -216,7 +218,7 @@ def is_half(dtype: torch.dtype) -> bool:
 def kept_statistics(module: nn.Module) -> Iterator[None]:
     """In this block norms update their running statistics in vain."""
     counting = (each for each in module.modules() if hasattr(each, "num_batches_tracked"))
-    buffers = [buffer for each in counting for buffer in each.buffers(recurse=False)]
+    buffers = [buffer for layer in counting for buffer in layer.buffers(recurse=False)]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield

@@ -12,12 +12,12 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
     An operation takes and returns no other containers, so this needs no registry of them, as ``tree_iter`` does.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors_in(*value)
+            tensors += tensors_in(*value)
         elif isinstance(value, dict):
-            found += tensors_in(*value.values())
-    return found
+            tensors += tensors_in(*value.values())
+    return tensors

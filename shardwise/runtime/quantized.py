@@ -105,8 +105,10 @@ class Unpacks(Protocol):
 
 
 def _pack_int8(parts: Tensor) -> Tensor:
+    # Symmetric: -128 stays unused, so a weight and its negative have codes of equal size.
     scale = parts.abs().amax(1, keepdim=True) / 127
     codes = (parts / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
+    # The fp32 scale is the last four bytes of a row: a shard of rows brings its scales.
     return torch.cat([codes.to(torch.int8).view(torch.uint8), scale.contiguous().view(torch.uint8)], 1)
 
 
@@ -120,10 +122,13 @@ def _pack_nf4(parts: Tensor) -> Tensor:
     largest = blocks.abs().amax(2)
     top = largest.amax(1, keepdim=True)
     tiny = torch.finfo(torch.float32).tiny
+    # At least 1: a code of 0 would turn a block of small values into zeros.
     scales = (largest / top.clamp(min=tiny) * 255).round().clamp(1, 255).to(torch.uint8)
     levels = _nf4_levels(parts.device)
     unit = blocks / _scales(scales, top).clamp(min=tiny).unsqueeze(2)
+    # Borders half-way between levels make the bucket the nearest level.
     codes = torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+    # The even code is in the low half of a byte.
     pairs = codes[..., ::2] | codes[..., 1::2] << 4
     return torch.cat([pairs.flatten(1), scales, top.contiguous().view(torch.uint8)], 1)
 

@@ -39,7 +39,7 @@ def code_of(value: Any) -> Any:
     if isinstance(value, _PLAIN_VALUES):
         return type(value), value
     if isinstance(value, dict):
-        return tuple((code_of(key), code_of(each)) for key, each in value.items())
+        return tuple((code_of(key), code_of(inner)) for key, inner in value.items())
     if isinstance(value, list | tuple | set | frozenset):
         return type(value), tuple(map(code_of, value))
     if isinstance(value, dist.ProcessGroup):
@@ -49,18 +49,23 @@ def code_of(value: Any) -> Any:
     if isinstance(value, MethodType) and dataclasses.is_dataclass(value.__self__):
         return value.__func__, code_of(value.__self__)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        compared = (each.name for each in dataclasses.fields(value) if each.compare)
+        compared = (field.name for field in dataclasses.fields(value) if field.compare)
         return type(value), tuple(code_of(getattr(value, name)) for name in compared)
     return Same(value)
 
 
 def code_of_module(module: nn.Module, named: Collection[str], hooks: Sequence[str] = ()) -> Any:
     """The same of a module's attributes ``named`` and its ``hooks`` alone, so that others do not count."""
-    given = {name: value for name, value in vars(module).items() if name in named and name not in _OF_MODULES}
-    own = {name: value for name, value in given.items() if not _is_number(module, value)}
+    attributes = {
+        name: value
+        for name, value in vars(module).items()
+        # Numbers are compared apart (``numbers_read``): most modules store some that they never read.
+        if name in named and name not in _OF_MODULES and not _is_number(module, value)
+    }
+    tensor_names = (*module._parameters, *module._buffers)  # their values may differ
+    children = dict(module.named_children())
     called = [hook for name in hooks for hook in vars(module)[name].values()]
-    held = (*module._parameters, *module._buffers)
-    return type(module), held, code_of(own), code_of(dict(module.named_children())), code_of(called)
+    return type(module), tensor_names, code_of(attributes), code_of(children), code_of(called)
 
 
 def numbers_of(block: nn.Module, named: Collection[str]) -> dict[Number, int]:
@@ -86,19 +91,24 @@ def numbers_read(block: nn.Module, numbers: Mapping[Number, int]) -> Iterator[se
 
 @contextmanager
 def _watched(module: nn.Module, names: Mapping[str, Number], read: set[Number]) -> Iterator[None]:
-    """In this context the module is of a subclass that notes which of its attributes ``names`` are read."""
-    before = type(module)
+    """In this context the module is of a subclass that notes which of its attributes ``names`` are read.
+
+    Python looks ``__getattribute__`` up on the class alone, so an instance cannot have its own. An integer that notes
+    its use would not do: arithmetic and calls of kernels pass it on as a plain one.
+    """
+    original = type(module)
 
     def noting(self: nn.Module, name: str) -> Any:
         if name in names:
             read.add(names[name])
-        return before.__getattribute__(self, name)
+        return original.__getattribute__(self, name)
 
-    module.__class__ = type(before.__name__, (before,), {"__getattribute__": noting})
+    # The same name, and isinstance holds: the model's code sees its own class.
+    module.__class__ = type(original.__name__, (original,), {"__getattribute__": noting})
     try:
         yield
     finally:
-        module.__class__ = before
+        module.__class__ = original
 
 
 def _is_number(module: nn.Module, value: Any) -> bool:

@@ -14,7 +14,11 @@ def store_as_vectors(model: nn.Module) -> None:
     vectors: dict[int, nn.Parameter] = {}
     for module in model.modules():
         own = module._parameters
-        scalars = {name: each for name, each in own.items() if each is not None and each.ndim == 0}
+        scalars = {
+            name: parameter
+            for name, parameter in own.items()
+            if parameter is not None and parameter.ndim == 0
+        }
         for name, scalar in scalars.items():
             vector = nn.Parameter(scalar.detach().reshape(1), scalar.requires_grad)
             own[name] = vectors.setdefault(id(scalar), vector)

@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that this package uses. No other file names one.
+"""Private names of PyTorch that this package uses; ``torch_private_*.py`` have those of one subject each.
 
 A private name begins with an underscore, or is in a module or namespace that does. Any release of PyTorch may change
 it, so an upgrade starts here. All were checked on torch ``CHECKED``. Where another release differs, the function says
@@ -163,8 +163,8 @@ def reading_a_value() -> Any:
 
 def eigenvectors_of(matrix: Tensor, uplo: str, vectors: bool) -> tuple[Tensor, Tensor]:
     """The operation behind ``torch.linalg.eigh``: eigenvalues, ascending, and eigenvectors."""
-    found: tuple[Tensor, Tensor] = torch.ops.aten._linalg_eigh(matrix, uplo, vectors)
-    return found
+    eigenvectors: tuple[Tensor, Tensor] = torch.ops.aten._linalg_eigh(matrix, uplo, vectors)
+    return eigenvectors
 
 
 # -- autograd ----------------------------------------------------------------------------------------

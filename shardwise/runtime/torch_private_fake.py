@@ -105,9 +105,9 @@ class StaticFakeMode(FakeTensorMode):
     def _remember(self, key: tuple[Any, ...], func: Any, found: Any, args: Any, kwargs: Any) -> None:
         """Keep the results of an operation that PyTorch does not cache, unless it has changed an argument's shape."""
         several = type(found) if isinstance(found, list | tuple) else None
-        made = [_produced(each, args, kwargs) for each in (found if several else (found,))]
-        if all(each is not None for each in made) and self._key(func, args, kwargs) == key:
-            self._results[key] = _Known(several, tuple(each for each in made if each is not None), {})
+        made = [_produced(result, args, kwargs) for result in (found if several else (found,))]
+        if all(result is not None for result in made) and self._key(func, args, kwargs) == key:
+            self._results[key] = _Known(several, tuple(result for result in made if result is not None), {})
 
     def _prep_args_for_hash(self, result: list[Any], args: Any, state: Any, hashed_by_id: list[Any]) -> None:
         described: list[Any] = []
@@ -249,16 +249,16 @@ def _produced(found: Any, args: Any, kwargs: Any) -> _Produced | None:
 def _results_of(entry: Any, is_view: bool) -> tuple[_Produced, ...] | None:
     """What an entry of PyTorch's cache returns; None where that is not always made the same way."""
     found: list[_Produced] = []
-    for each in entry.output_infos:
-        like = each.metadata
-        if each.inplace_idx is not None:
-            found.append(_Produced(each.inplace_idx))
+    for output_info in entry.output_infos:
+        like = output_info.metadata
+        if output_info.inplace_idx is not None:
+            found.append(_Produced(output_info.inplace_idx))
             continue
         if like is None or like.is_conj or like.is_neg or like.layout is not torch.strided:
             return None
         shape, stride = tuple(like.shape), tuple(like.stride)
         offset, grad = like.storage_offset, like.requires_grad
-        argument = each.view_idx if is_view else None
+        argument = output_info.view_idx if is_view else None
         found.append(_Produced(argument, shape, stride, offset, like.dtype, grad, like.device))
     return tuple(found)
 

@@ -48,11 +48,12 @@ def parameter_differences(run: Run, weights: Path) -> dict[str, float]:
     dist.all_reduce(sums)
     real = torch.tensor([count > 0 for count in counts], device=run.device)
     mean_square = float(sums[real, 1].sum()) / sum(counts)
-    found = {}
+    differences = {}
     for name, size, (difference, norm) in zip(names, sizes, sums.tolist(), strict=True):
+        # A tensor of values far below the model's mean square counts by that: its own norm may be rounding noise.
         distance = (difference / max(norm, mean_square * size)) ** 0.5
-        found[name] = math.inf if math.isnan(distance) else distance
-    return found
+        differences[name] = math.inf if math.isnan(distance) else distance
+    return differences
 
 
 def inner_products(mine: Tensor, theirs: Tensor) -> Products:

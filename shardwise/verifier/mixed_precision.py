@@ -241,6 +241,7 @@ def _finite(loss: float, norm: Tensor) -> bool:
 
 def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
     """fp32 values, each rounded to one of its neighbours in bf16 with probabilities that keep the mean."""
+    # bf16 is the upper half of fp32. Random lower halves carry into it as often as the part that is cut off is large.
     bits = torch.randint(2**16, value.shape, dtype=torch.int32, device=value.device, generator=generator)
     return ((value.detach().view(torch.int32) + bits) & -(2**16)).view(torch.float32)
 

@@ -66,6 +66,7 @@ class PlainNormLimit:
             self._variance = statistics.pvariance(self._norms)
             return float("inf")
         z, deviation = self._spec.z, self._variance**0.5
+        # 1e-6: norms that do not vary have no deviation.
         score = (norm - self._mean) / (deviation + 1e-6)
         limit = float("inf")
         if self._spec.mode == "cap":

@@ -233,10 +233,10 @@ def _first_gradients(run: Run, data: Data, loss_scale: float, folder: Path) -> d
     scale.fill_(loss_scale)
     with run.update.suspended():
         run.passes.forward_backward(_step_batches(run, data, 0))
-    found = misalignments(gradient_products(run, folder / GRADIENTS_FILE))
+    gradients = misalignments(gradient_products(run, folder / GRADIENTS_FILE))
     run.optimizer.zero_grad(set_to_none=True)
     scale.copy_(before)
-    return found
+    return gradients
 
 
 def _built(recipe: Recipe, strategy: Strategy, device: torch.device) -> tuple[Run, Data, tuple[str, ...]]:

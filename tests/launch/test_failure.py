@@ -64,10 +64,10 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> heartbeat.Heartbeat:
     """The heartbeat of rank 1 as its launcher sees it, after the rank has attached."""
     monkeypatch.setattr(heartbeat, "own", heartbeat.own)
     with heartbeat.shared(2) as (descriptor, (_, beat)):
-        monkeypatch.setenv(heartbeat.VARIABLE, str(os.dup(descriptor)))
+        monkeypatch.setenv(heartbeat.HEARTBEAT_VARIABLE, str(os.dup(descriptor)))
         monkeypatch.setenv("RANK", "1")
         heartbeat.attach()
-    assert heartbeat.VARIABLE not in os.environ
+    assert heartbeat.HEARTBEAT_VARIABLE not in os.environ
     return beat
 
 

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from shardwise.core.pipeline.schedule import SCHEDULES, orders, play, steps
+from shardwise.core.pipeline.schedule import SCHEDULE_NAMES, orders, play, steps
 from shardwise.core.strategy import Layout
 from shardwise.report.mesh import SHOWN_ROWS, held, mesh
 from shardwise.report.pictures import NARROW_INCHES, WIDE_INCHES, png, svg
@@ -45,7 +45,7 @@ def rounded(bars: list[tuple[str, float, float, float]]) -> list[tuple[str, floa
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_a_bar_for_every_pass_where_it_lies(schedule: str) -> None:
     shown = chart(schedule)
     drawn = bars(gantt([shown], "slots").axes[0])

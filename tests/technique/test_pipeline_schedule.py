@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from shardwise.core.pipeline.schedule import SCHEDULES, Action, Played, in_flight, needs, orders, play
+from shardwise.core.pipeline.schedule import SCHEDULE_NAMES, Action, Played, in_flight, needs, orders, play
 
 SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}
 GRID = [(ranks, count) for ranks in (1, 2, 3, 4, 8) for count in (1, 2, 3, 5, 8, 16, 19)]
@@ -19,7 +19,7 @@ def played(schedule: str, ranks: int, count: int, stages_per_rank: int = 1) -> P
     return play(lists, lambda action: SLOTS[action.kind] / stages_per_rank)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize(("ranks", "count"), GRID)
 def test_every_pass_is_done_once_on_its_rank(schedule: str, ranks: int, count: int) -> None:
     per_rank = 3 if schedule == "interleaved" else 1
@@ -30,7 +30,7 @@ def test_every_pass_is_done_once_on_its_rank(schedule: str, ranks: int, count: i
     assert all(action.stage % ranks == rank for rank, order in enumerate(lists) for action in order)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize(("ranks", "count"), GRID)
 def test_nothing_begins_before_what_it_needs_has_arrived(schedule: str, ranks: int, count: int) -> None:
     per_rank = 2 if schedule == "interleaved" else 1

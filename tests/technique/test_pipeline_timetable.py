@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.core.errors import DataError
 from shardwise.core.json_file import parse_json, plain, text_of
-from shardwise.core.pipeline.schedule import SCHEDULES
+from shardwise.core.pipeline.schedule import SCHEDULE_NAMES
 from shardwise.core.timetable import Timetable
 
 
@@ -22,13 +22,13 @@ def even(schedule: str = "1f1b", ranks: int = 4, count: int = 8) -> Timetable:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_every_schedule_waits_and_holds_what_the_papers_say_whichever_is_planned(schedule: str) -> None:
     plan, p, m = even(schedule), 4, 8
-    wait = {name: plan.waiting(name) for name in SCHEDULES}
+    wait = {name: plan.waiting(name) for name in SCHEDULE_NAMES}
     assert wait["naive"] == pytest.approx((p - 1) / p)
     assert wait["gpipe"] == wait["1f1b"] == pytest.approx((p - 1) / (m + p - 1))
     assert wait["interleaved"] == pytest.approx((p - 1) / (2 * m + p - 1))
     assert wait["zero_bubble"] < wait["interleaved"] < wait["1f1b"]
     assert wait["pipedream"] == pytest.approx(0)
-    assert {name: plan.held_bytes(name) for name in SCHEDULES} == {
+    assert {name: plan.held_bytes(name) for name in SCHEDULE_NAMES} == {
         "naive": 1000,
         "gpipe": 8000,
         "1f1b": 4000,
@@ -38,7 +38,7 @@ def test_every_schedule_waits_and_holds_what_the_papers_say_whichever_is_planned
     }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_steps_follow_each_other_and_only_pipedream_fills_the_pause(schedule: str) -> None:
     plan = even()
     once, twice = (plan.played(schedule, 8, number) for number in (1, 2))

@@ -31,7 +31,7 @@ from typing import Literal
 
 PassKind = Literal["F", "B", "I", "W"]
 
-SCHEDULES: tuple[str, ...] = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream")
+SCHEDULE_NAMES: tuple[str, ...] = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream")
 
 
 @dataclass(frozen=True, order=True)
@@ -55,7 +55,7 @@ def orders(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) 
 
     Raises ValueError for an unknown schedule, and for several stages per rank where it is not the interleaved one.
     """
-    if schedule not in SCHEDULES:
+    if schedule not in SCHEDULE_NAMES:
         raise ValueError(f"no such schedule: {schedule}")
     if schedule != "interleaved" and stages_per_rank != 1:
         raise ValueError(f"{schedule} has one stage per rank")
@@ -192,7 +192,7 @@ def play(
             while len(spans[rank]) < len(order):
                 action = order[len(spans[rank])]
                 before = needs(action, stages, halved)
-                if any(each not in ends for each in before):
+                if any(earlier not in ends for earlier in before):
                     break
                 arrived = [ends[b] + (sending if (b.stage - rank) % ranks else 0.0) for b in before]
                 start = max([*arrived, spans[rank][-1][2] if spans[rank] else 0.0])
@@ -201,7 +201,7 @@ def play(
                 moved = True
     if any(len(done) < len(order) for done, order in zip(spans, lists, strict=True)):
         raise ValueError("the ranks of this schedule wait for each other")
-    return Played(tuple(tuple(each) for each in spans))
+    return Played(tuple(tuple(span) for span in spans))
 
 
 def steps(lists: Sequence[Sequence[Action]], number: int, micro_batches: int) -> tuple[Order, ...]:

@@ -74,21 +74,23 @@ def command(
 
 def _quantize_and_print(settings: Settings, as_json: bool) -> None:
     """Quantize and print the result, on rank 0. Raises NumericsError above the limit."""
-    place = launched_by()
-    if place is not None and place.rank != 0:  # rank 0 speaks for all
+    placement = launched_by()
+    if placement is not None and placement.rank != 0:  # rank 0 speaks for all
         if quantize_model(settings).folder is None:
             raise typer.Exit(NumericsError.exit_code)
         return
-    found = quantize_model(settings, say=(lambda _: None) if as_json else typer.echo, watching=_progress_bar)
+    quantized = quantize_model(
+        settings, say=(lambda _: None) if as_json else typer.echo, watching=_progress_bar
+    )
     if as_json:
-        typer.echo(json.dumps(found.as_dict()))
+        typer.echo(json.dumps(quantized.as_dict()))
     else:
-        _show_result(found)
-    if found.folder is None:
+        _show_result(quantized)
+    if quantized.folder is None:
         raise NumericsError(
             "quantization lost too much",
             where=settings.model,
-            why=f"the KL divergence is {found.lost.kl:.3g} nats per token, above {settings.max_kl:g}",
+            why=f"the KL divergence is {quantized.lost.kl:.3g} nats per token, above {settings.max_kl:g}",
             fix="give more bits, smaller groups or another method; the finished blocks are kept for a higher --max-kl",
         )
 
@@ -104,7 +106,7 @@ def _progress_bar(blocks: int, finished: int) -> Iterator[Callable[[int], None]]
         yield lambda index: bar.update(task, completed=index + 1)
 
 
-def _show_result(found: Quantized) -> None:
+def _show_result(quantized: Quantized) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -114,23 +116,24 @@ def _show_result(found: Quantized) -> None:
     table.add_column("layer", overflow="fold")
     for name in ("shape", "method", "error", "bits"):
         table.add_column(name, justify="left" if name == "method" else "right")
-    for row in found.layers:
+    for row in quantized.layers:
         shape = "×".join(map(str, row.shape))
         if row.why:
             table.add_row(row.name, shape, f"kept: {row.why}", "", f"{row.bits:.3f}")
         else:
             table.add_row(row.name, shape, row.method, f"{row.error:.4f}", f"{row.bits:.3f}")
     Console(highlight=False).print(table)
-    if found.kept_sentence:
-        typer.echo(found.kept_sentence)
-    perplexity, eight = found.lost.perplexity, scheme_of(found.scheme).activation_bits == 8
+    if quantized.kept_sentence:
+        typer.echo(quantized.kept_sentence)
+    perplexity, eight = quantized.lost.perplexity, scheme_of(quantized.scheme).activation_bits == 8
     reader = ", with activations in 8 bits as transformers rounds them" if eight else ""
     typer.echo(
-        f"{found.bits:.3f} bits per weight; perplexity {perplexity['base']:.4f} → {perplexity['quantized']:.4f},"
-        f" KL {found.lost.kl:.3g} nats per token, on {found.lost.tokens:,} tokens{reader}"
+        f"{quantized.bits:.3f} bits per weight; perplexity {perplexity['base']:.4f} → {perplexity['quantized']:.4f},"
+        f" KL {quantized.lost.kl:.3g} nats per token, on {quantized.lost.tokens:,} tokens{reader}"
     )
     typer.echo(
-        f"peak memory {format_bytes(found.measured_peak_bytes)}, predicted {format_bytes(found.predicted_peak_bytes)}"
+        f"peak memory {format_bytes(quantized.measured_peak_bytes)},"
+        f" predicted {format_bytes(quantized.predicted_peak_bytes)}"
     )
-    if found.folder is not None:
-        typer.echo(f"{found.folder}: {format_bytes(found.stored_bytes)}, read back and compared")
+    if quantized.folder is not None:
+        typer.echo(f"{quantized.folder}: {format_bytes(quantized.stored_bytes)}, read back and compared")

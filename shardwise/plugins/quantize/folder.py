@@ -76,7 +76,7 @@ def ignored(blueprint: Blueprint, contents: Contents, rows: Sequence[LayerRow]) 
         for path, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, nn.Linear) and path not in quantized
     ]
-    owners = [each.owner for each in matrices(model, blueprint.blocks(model), [*quantized, *linear])]
+    owners = [matrix.owner for matrix in matrices(model, blueprint.blocks(model), [*quantized, *linear])]
     own = isinstance(blueprint, HuggingFaceModel)
     names = [[stored.get(path, path), *([path] if own else [])] for path in [*linear, *owners]]
     return list(dict.fromkeys(name for each in names for name in each))

@@ -83,7 +83,7 @@ def counted_peak(run: Callable[[], object]) -> int:
 
 
 def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(each) for each in tensors]
+    return [torch.empty_like(tensor) for tensor in tensors]
 
 
 def _fake_read(source: SourceModel) -> ReadTensor:

@@ -56,7 +56,7 @@ class Ranks:
             return
         names: list[list[list[str]]] = [[] for _ in range(self.size)]
         dist.all_gather_object(names, [group.layers for group in groups])
-        if any(each != names[0] for each in names):
+        if any(name != names[0] for name in names):
             raise RecipeError(
                 "a layer has calibration tokens on some ranks only",
                 where="--sequences",

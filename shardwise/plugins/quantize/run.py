@@ -76,7 +76,7 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
     with watching(walk.depth, state.done) as done:
         sums = quantize_blocks(walk, quantizer, batches, state, done, ranks=ranks)
     meter.sample()
-    found = Quantized(
+    quantized = Quantized(
         settings.scheme,
         settings.method,
         state.rows(),
@@ -85,16 +85,16 @@ def run_pass(settings: Settings, say: Say, watching: Watching) -> Quantized:
         ranks.largest(meter.peak.allocated),
         notes,
     )
-    if settings.max_kl is not None and not found.lost.kl <= settings.max_kl:
-        return found
+    if settings.max_kl is not None and not quantized.lost.kl <= settings.max_kl:
+        return quantized
     if ranks.rank != 0:
-        return replace(found, folder=settings.out)
-    kept = ignored(source.blueprint, source.contents, found.layers)
-    symmetric = not any(ZERO in row.tensors for row in found.layers)
+        return replace(quantized, folder=settings.out)
+    kept = ignored(source.blueprint, source.contents, quantized.layers)
+    symmetric = not any(ZERO in row.tensors for row in quantized.layers)
     config = quantization_config(quantizer.scheme, kept, settings.method, symmetric)
-    written = write_quantized(settings.out, source.contents, state, config, found.result())
+    written = write_quantized(settings.out, source.contents, state, config, quantized.result())
     state.remove()
-    return replace(found, folder=settings.out, stored_bytes=written.bytes)
+    return replace(quantized, folder=settings.out, stored_bytes=written.bytes)
 
 
 def _result_notes(source: SourceModel, quantizer: Quantizer) -> tuple[str, ...]:

@@ -70,11 +70,11 @@ def input_sums(
     Args:
         batches: [b, s, h]. counted: of each batch, bool [b, s], false for padding; None without padding.
     """
-    found: list[InputSums] = []
+    sums: list[InputSums] = []
     for batch, real in zip(batches, counted, strict=True):
-        with _observed(layers, found, real):
+        with _observed(layers, sums, real):
             run(batch)
-    return found
+    return sums
 
 
 @contextmanager

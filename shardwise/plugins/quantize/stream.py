@@ -129,14 +129,14 @@ def kept_matrices(
     """The rows of the matrices in the blocks that are no linear layers, such as the experts of a mixture."""
     return [
         LayerRow(
-            each.name,
-            each.shape,
+            matrix.name,
+            matrix.shape,
             UNQUANTIZED,
             0.0,
-            8.0 * dtypes[each.name].itemsize,
-            f"{each.kind} is no linear layer",
+            8.0 * dtypes[matrix.name].itemsize,
+            f"{matrix.kind} is no linear layer",
         )
-        for each in matrices(model, blocks, list(linear_layers(model, blocks)))
+        for matrix in matrices(model, blocks, list(linear_layers(model, blocks)))
     ]
 
 
@@ -150,23 +150,23 @@ class _Block:
     """A loaded block, whose linear layers get their quantized weights."""
 
     def __init__(
-        self, walk: Walk, index: int, targets: set[str], kept: Sequence[LayerRow], quantizer: Quantizer
+        self, walk: Walk, index: int, targets: set[str], rows: Sequence[LayerRow], quantizer: Quantizer
     ) -> None:
         self._module, self._prefix, self._quantizer = walk.block(index), walk.path(index), quantizer
         names = [path for path, _ in self._module.named_modules() if self._name(path) in targets]
         self._layers = {path: self._module.get_submodule(path) for path in names}
-        self._kept = [row for row in kept if row.name.startswith(f"{self._prefix}.")]
+        self._kept = [row for row in rows if row.name.startswith(f"{self._prefix}.")]
 
     def _name(self, path: str) -> str:
         """The name in the model of a path in the block."""
         return f"{self._prefix}.{path}"
 
-    def restore(self, found: QuantizedBlock) -> None:
+    def restore(self, block_result: QuantizedBlock) -> None:
         """Give the layers the weights of a finished block, exactly as a reader of its file computes them."""
-        for name, value in found.changed.items():
+        for name, value in block_result.changed.items():
             owner, _, key = name.removeprefix(f"{self._prefix}.").rpartition(".")
             _replace_parameter(self._module.get_submodule(owner), key, value)
-        for name, tensors in found.weights.items():
+        for name, tensors in block_result.weights.items():
             layer = self._layers[name.removeprefix(f"{self._prefix}.")]
             rows, columns = layer.get_parameter("weight").shape
             weight = weight_of(tensors, self._quantizer.scheme.bits, (rows, columns))
@@ -189,18 +189,18 @@ class _Block:
         paths = [*statistics, *(path for path in self._layers if path not in statistics)]
         own = {path: self._quantize(path, statistics.pop(path, None)) for path in ranks.part(paths)}
         statistics.clear()
-        found = QuantizedBlock()
+        block_result = QuantizedBlock()
         for path, (row, tensors) in ranks.exchanged(paths, own).items():
-            found.rows.append(row)
+            block_result.rows.append(row)
             if tensors is not None:
-                found.weights[self._name(path)] = tensors
-        found.rows.extend(self._kept)
+                block_result.weights[self._name(path)] = tensors
+        block_result.rows.extend(self._kept)
         for path in touched:
             for key, parameter in self._module.get_submodule(path).named_parameters(recurse=False):
-                if self._name(path) not in found.weights or key != "weight":
+                if self._name(path) not in block_result.weights or key != "weight":
                     name = self._name(f"{path}.{key}")
-                    found.changed[name] = parameter.data.to(self._quantizer.dtypes[name])
-        return found
+                    block_result.changed[name] = parameter.data.to(self._quantizer.dtypes[name])
+        return block_result
 
     def _folded(
         self,

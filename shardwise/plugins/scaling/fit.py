@@ -72,15 +72,15 @@ class Fit:
 
     def loss_interval(self, parameters: float, tokens: float) -> tuple[float, float]:
         """95 % interval of the predicted loss."""
-        return interval([each.loss(parameters, tokens) for each in self.draws])
+        return interval([draw.loss(parameters, tokens) for draw in self.draws])
 
     def optimum_interval(self, flops: float) -> tuple[float, float]:
         """95 % interval of the compute-optimal number of parameters."""
-        return interval([each.optimum(flops).parameters for each in self.draws])
+        return interval([draw.optimum(flops).parameters for draw in self.draws])
 
     def exponent_interval(self) -> tuple[float, float]:
         """95 % interval of a in N ~ C^a."""
-        return interval([each.exponent for each in self.draws])
+        return interval([draw.exponent for draw in self.draws])
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -146,7 +146,7 @@ def _with_intervals(
         law.alpha,
         law.beta,
         fitted=FittedRange(**ranges),
-        intervals={key: interval([getattr(each, key) for each in draws]) for key in keys} if draws else {},
+        intervals={key: interval([getattr(draw, key) for draw in draws]) for key in keys} if draws else {},
     )
 
 

@@ -11,7 +11,7 @@ from shardwise.plugins.schedulers.job import AGAIN, RESTARTS, ClusterJob, node_s
 
 SUBMIT = (("ray", "job", "submit", "--no-wait", "--", "python"),)
 
-DRIVER = '''\
+DRIVER_SCRIPT = '''\
 """Trains {name} on {nodes} nodes with {devices} ranks each. Written by `shardwise launch ray`."""
 
 import os
@@ -73,7 +73,7 @@ sys.exit(code)
 
 def job_file(job: ClusterJob) -> str:
     """The driver, in Python."""
-    return DRIVER.format(
+    return DRIVER_SCRIPT.format(
         name=job.name,
         nodes=job.nodes,
         devices=job.devices,

@@ -39,10 +39,10 @@ def read_requests(path: Path, sampling: Sampling) -> list[Request]:
         )  # str.splitlines also splits at characters that JSON strings may contain
     except (OSError, UnicodeDecodeError) as error:
         raise DataError("the requests cannot be read", where=str(path), why=str(error)) from error
-    found = list(_requests(path, lines, sampling))
-    if not found:
+    requests = list(_requests(path, lines, sampling))
+    if not requests:
         raise DataError("there are no requests", where=str(path), fix='give lines such as {"prompt": "..."}')
-    return found
+    return requests
 
 
 def _requests(path: Path, lines: list[str], sampling: Sampling) -> Iterator[Request]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from shardwise.core.pipeline.schedule import SCHEDULES, Played
+from shardwise.core.pipeline.schedule import SCHEDULE_NAMES, Played
 from shardwise.core.plan import Plan
 from shardwise.core.run_files import PassesRecord
 from shardwise.core.timetable import Timetable
@@ -85,12 +85,12 @@ def side_by_side(pipeline: Timetable, width: float = WIDE_INCHES) -> Figure:
     """Steps under every schedule, by the plan's seconds, with what ranks wait and hold."""
     count = min(pipeline.micro_batches, COMPARED_MICRO_BATCHES)
     # The naive schedule is so long that the others would look small next to it.
-    compared = [each for each in SCHEDULES if each != "naive" or each == pipeline.schedule]
+    compared = [each for each in SCHEDULE_NAMES if each != "naive" or each == pipeline.schedule]
     until = max(pipeline.played(each, count, COMPARED_STEPS).end for each in compared)
     charts = []
-    for schedule in SCHEDULES:
-        each = pipeline.stages_of(schedule)
-        name = f"{schedule}, {each} stages a rank" if each > 1 else schedule
+    for schedule in SCHEDULE_NAMES:
+        stages_per_rank = pipeline.stages_of(schedule)
+        name = f"{schedule}, {stages_per_rank} stages a rank" if stages_per_rank > 1 else schedule
         mine = " · this plan's" if schedule == pipeline.schedule else ""
         played = pipeline.played(schedule, count, COMPARED_STEPS)
         cut = f" · cut off at {format_percent(until / played.end)}" if played.end > until else ""

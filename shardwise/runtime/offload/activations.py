@@ -167,9 +167,9 @@ def _saving(group: _BlockCall) -> Iterator[None]:
     group.home.finished(group)
 
 
-def unpack(kept: SavedTensor) -> Tensor:
+def unpack(saved: SavedTensor) -> Tensor:
     """A saved tensor. RuntimeError when it was written to after it was saved."""
-    value = kept.value()
+    value = saved.value()
     if value is None:
         raise RuntimeError(
             "a tensor that is needed for gradient computation has been modified by an inplace operation"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import RecipeError
 from shardwise.runtime.parallel.tp_collectives import TPGroup, copied, summed
 
+# Of transformers' experts modules: hidden states, indices of the chosen experts, and their weights.
 _ARGUMENTS = 3
 
 

@@ -17,7 +17,7 @@ from shardwise.runtime.parallel.regathering import RegatheredInput, RegatheringL
 from shardwise.runtime.parallel.tp_collectives import (
     TPGroup,
     copied,
-    gather_sequence,
+    gathered,
     gathered_last_dim,
     part_of_last_dim,
     scattered,
@@ -76,7 +76,7 @@ class ColumnInput:
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = args
         if self._source is None or self._source() is not x:
-            entered = (gather_sequence if self.sequence_parallel else copied)(x, self.ranks)
+            entered = (gathered if self.sequence_parallel else copied)(x, self.ranks)
             self._source, self._left = weakref.ref(x), self.layers
             self._entered = entered, RegatheredInput(self.ranks)
         assert self._entered is not None

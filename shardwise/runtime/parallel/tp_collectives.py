@@ -152,7 +152,7 @@ def summed(x: Tensor, ranks: TPGroup) -> Tensor:
     return exchanged(x, ranks.all_reduce, _as_it_is)
 
 
-def gather_sequence(x: Tensor, ranks: TPGroup) -> Tensor:
+def gathered(x: Tensor, ranks: TPGroup) -> Tensor:
     """The whole sequence [..., s, h] from the ranks' shards [..., s / ranks, h]."""
     return exchanged(x, ranks.all_gather, ranks.reduce_scatter)
 

@@ -78,7 +78,7 @@ def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     The functional collective returns a new tensor. Recomputation does not see that other ranks write
     to an argument.
     """
-    each = [1] * group.size()
-    arrived = functional_collectives.all_to_all_single(parts.contiguous(), each, each, group.group_name)
+    sizes = [1] * group.size()
+    arrived = functional_collectives.all_to_all_single(parts.contiguous(), sizes, sizes, group.group_name)
     result: Tensor = functional_collectives.wait_tensor(arrived)
     return result

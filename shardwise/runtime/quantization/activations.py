@@ -34,4 +34,5 @@ def rounded_to_float8(x: Tensor) -> Tensor:
 def _largest_magnitude(x: Tensor) -> Tensor:
     """The largest magnitude that shares a scale, in fp32, with as many dimensions as x; tiny where all are zero."""
     among = tuple(range(2, x.dim())) or tuple(range(x.dim()))
+    # Divided by 127.5 or 448 this is still a normal number: a subnormal scale would lose digits, and 0 gives NaN.
     return x.float().abs().amax(among, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny * 512)

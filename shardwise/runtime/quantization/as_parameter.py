@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.runtime.quantization.stored import weight_of
 from shardwise.runtime.quantization.weights import SHAPE, QuantizedWeight
 
+# Bytes. A view as another dtype must begin at a multiple of its item size.
 _ALIGNED = 16
 StoredForm = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a stored tensor."""

@@ -62,6 +62,7 @@ class RandomHadamard:
             odd //= 2
         if odd == 1:
             return torch.ones(1, 1, dtype=torch.float64)
+        # Every Hadamard matrix larger than 2 has an order that is a multiple of 4.
         order = odd * 4
         while order <= LARGEST_FACTOR and self.size % order == 0:
             matrix = hadamard_matrix(order)
@@ -112,6 +113,7 @@ def hadamard_matrix(order: int) -> Tensor | None:
     order q + 1 for q = 3 mod 4 from I + [[0, 1], [-1, J]], order 2(q + 1) for q = 1 mod 4 from [[0, 1], [1, J]], whose
     zeros become [[1, -1], [-1, -1]] and whose ±1 become ±[[1, 1], [1, -1]].
     """
+    # order % 4 == 0 makes q = order - 1 a prime of 3 mod 4.
     if order % 4 == 0 and _is_prime(order - 1):
         matrix = _bordered(order - 1, -1)
         return matrix + torch.eye(order, dtype=torch.float64)

@@ -85,7 +85,9 @@ class KashinWeight(QuantizedWeight):
         for name, part in ((U, self.u), (V, self.v)):
             stored |= {name: pack_bits(part.codes, part.width), f"{name}_peaks": part.peaks}
         factors = (self.inner.right, self.inner.left, self.outer.right, self.outer.left)
-        rows = [(-1, 0) if each is None else (TRANSFORMS.index(each.kind), each.seed) for each in factors]
+        rows = [
+            (-1, 0) if factor is None else (TRANSFORMS.index(factor.kind), factor.seed) for factor in factors
+        ]
         return stored | {FACTORS: torch.tensor(rows, dtype=torch.int32)}
 
 

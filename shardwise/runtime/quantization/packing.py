@@ -17,12 +17,14 @@ def pack_bits(codes: Tensor, width: int) -> Tensor:
     rows, count = codes.shape
     if width == 8:
         return codes.contiguous()
+    # Eight codes of ``width`` bits fill ``width`` bytes exactly, so each of the eight has one place in them.
     eights = F.pad(codes, (0, -count % 8)).view(rows, -1, 8)
     packed = codes.new_zeros(rows, eights.shape[1], width)
     for place in range(8):
         byte, shift = divmod(place * width, 8)
         packed[..., byte] |= eights[..., place] << shift
         if shift + width > 8:
+            # The code crosses into the next byte; uint8 has dropped these bits in the shift above.
             packed[..., byte + 1] |= eights[..., place] >> (8 - shift)
     return packed.view(rows, -1)[:, : packed_bytes(count, width)].contiguous()
 
@@ -32,6 +34,7 @@ def unpack_bits(packed: Tensor, width: int, count: int) -> Tensor:
     rows = packed.shape[0]
     if width == 8:
         return packed[:, :count]
+    # Two codes per byte need no loop: the most frequent width, read in every forward pass.
     if width == 4:
         return torch.stack((packed & 15, packed >> 4), 2).view(rows, -1)[:, :count]
     eights = F.pad(packed, (0, -packed.shape[1] % width)).view(rows, -1, width)

@@ -87,15 +87,15 @@ class IntWeight(QuantizedWeight):
 
     def tensors(self) -> Mapping[str, Tensor]:
         whole = self.activation_bits == 8
-        found = {"weight": self.codes} if whole else {PACKED: to_words(self.codes, self.width)}
-        found[SCALE] = self.scale
+        tensors = {"weight": self.codes} if whole else {PACKED: to_words(self.codes, self.width)}
+        tensors[SCALE] = self.scale
         if not whole:
-            found[SHAPE] = torch.tensor(self.shape)
+            tensors[SHAPE] = torch.tensor(self.shape)
         if self.zero is not None:
-            found[ZERO] = self.zero if whole else to_words(self.zero.t(), self.width).t().contiguous()
+            tensors[ZERO] = self.zero if whole else to_words(self.zero.t(), self.width).t().contiguous()
         if self.group_of is not None:
-            found[COLUMN_GROUPS] = self.group_of
-        return found
+            tensors[COLUMN_GROUPS] = self.group_of
+        return tensors
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def annealed(target: Tensor, basis: Map, peaks: list[Tensor], steps: int) -> Pai
     otherwise swing between two halves of the weight.
     """
     means = [torch.zeros_like(target), torch.zeros_like(target)]
-    tables = [table_of(each) for each in peaks]
+    tables = [table_of(peak) for peak in peaks]
     for step in range(steps):
         done = step / max(steps - 1, 1)
         temperature = FIRST_CODE_TEMPERATURE * (LAST_CODE_TEMPERATURE / FIRST_CODE_TEMPERATURE) ** done

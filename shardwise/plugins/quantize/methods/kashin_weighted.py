@@ -73,9 +73,9 @@ def metric_of(hessian: Tensor, inner: Basis) -> HessianMetric | None:
     )
     smallest = float(torch.exp(-2 * inverse_factor(whole).diagonal().log().mean()))
     right = Basis(inner.right)
-    found = HessianMetric((whole, right(right(whole).T.contiguous())), smallest)
+    metric = HessianMetric((whole, right(right(whole).T.contiguous())), smallest)
     equal = (1 + METRIC_DAMPING) * torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
-    return found if bool(((whole - equal).abs() >= EQUAL).any()) else None
+    return metric if bool(((whole - equal).abs() >= EQUAL).any()) else None
 
 
 def weighted(target: Tensor, inner: Basis, metric: HessianMetric, pair: Pair, sweeps: Sweeps) -> Pair:

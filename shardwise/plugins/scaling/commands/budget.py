@@ -64,16 +64,20 @@ def command(
     judged = _recipe_law(asked, unique_tokens)
     measured, targets = (None, 1.0) if noise is None else noise_of_run(noise)
     with working("planning") as progress:
-        found = find_budget(asked, cluster, limit, judged, serve_tokens, progress)
-    trained = to_train(asked, found)
-    advice = [] if measured is None else batch_sentences(measured, trained, targets * found.plan.step.tokens)
-    report = BudgetReport(found, judged, trained.steps, trained.batch_size, unique_tokens, advice)
+        budget_choice = find_budget(asked, cluster, limit, judged, serve_tokens, progress)
+    trained = to_train(asked, budget_choice)
+    advice = (
+        []
+        if measured is None
+        else batch_sentences(measured, trained, targets * budget_choice.plan.step.tokens)
+    )
+    report = BudgetReport(budget_choice, judged, trained.steps, trained.batch_size, unique_tokens, advice)
     text = report.text(explain)
     print(json.dumps(report.as_dict(), indent=1) if as_json else text)
     if write is not None:
         write_whole(write, dump_recipe(trained).encode("utf-8"))
     if html is not None:
-        write_whole(html, budget_page(found, text, dump_recipe(trained)).encode("utf-8"))
+        write_whole(html, budget_page(budget_choice, text, dump_recipe(trained)).encode("utf-8"))
 
 
 def _recipe_law(recipe: Recipe, unique_tokens: float | None) -> Law:

@@ -43,20 +43,20 @@ def command(
     with working("reading the runs") as progress:
         points = run_points(runs)
         progress(f"fitting {draws:,} bootstrap draws")
-        found = fit_law(points, draws=draws, name=str(out))
+        fit = fit_law(points, draws=draws, name=str(out))
     rows = [(point.run, point.parameters, point.tokens, point.loss) for point in points]
-    write_whole(out, law_text(found.law, rows).encode("utf-8"))
-    write_whole(out.with_suffix(".png"), png(scaling_picture(points, found.law)))
-    values = _fit_json(found, flops or [])
+    write_whole(out, law_text(fit.law, rows).encode("utf-8"))
+    write_whole(out.with_suffix(".png"), png(scaling_picture(points, fit.law)))
+    values = _fit_json(fit, flops or [])
     print(json.dumps(values, indent=1) if as_json else _fit_text(values, out))
 
 
-def _fit_json(found: Fit, budgets: list[float]) -> dict[str, Any]:
+def _fit_json(fit: Fit, budgets: list[float]) -> dict[str, Any]:
     """The object that --json prints."""
     from shardwise.plugins.scaling.isoflop import envelope, exponent, isoflops
     from shardwise.plugins.scaling.law import extrapolation
 
-    law, points = found.law, found.points
+    law, points = fit.law, fit.points
     vertices = [(each.flops, each.optimum[0]) for each in isoflops(points) if each.optimum is not None]
     predictions = []
     for budget in budgets:
@@ -65,10 +65,10 @@ def _fit_json(found: Fit, budgets: list[float]) -> dict[str, Any]:
             {
                 "flops": budget,
                 "parameters": best.parameters,
-                "parameters_interval": found.optimum_interval(budget),
+                "parameters_interval": fit.optimum_interval(budget),
                 "tokens": best.tokens,
                 "loss": law.loss(best.parameters, best.tokens),
-                "loss_interval": found.loss_interval(best.parameters, best.tokens),
+                "loss_interval": fit.loss_interval(best.parameters, best.tokens),
                 "warning": extrapolation(law, best),
             }
         )
@@ -76,9 +76,9 @@ def _fit_json(found: Fit, budgets: list[float]) -> dict[str, Any]:
         "points": len(points),
         "coefficients": {key: getattr(law, key) for key in ("E", "A", "B", "alpha", "beta")},
         "intervals": law.intervals,
-        "residual": found.residual,
+        "residual": fit.residual,
         "exponent": law.exponent,
-        "exponent_interval": found.exponent_interval(),
+        "exponent_interval": fit.exponent_interval(),
         "exponent_envelope": exponent([(each[0], each[1]) for each in envelope(points)]),
         "exponent_isoflop": exponent(vertices),
         "predictions": predictions,

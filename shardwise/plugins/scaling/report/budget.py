@@ -81,7 +81,7 @@ class BudgetReport:
             "seconds": self.seconds,
             "strategy": plan.line,
             "law": self.law.name,
-            "model": {key: getattr(best.dimensions, key) for key in _DIMENSIONS},
+            "model": {key: getattr(best.dimensions, key) for key in _SIZE_DIMENSIONS},
             "steps": self.steps,
             "batch_size": self.batch_size,
             "tokens_per_parameter": self.tokens_per_parameter,
@@ -136,7 +136,7 @@ class BudgetReport:
             yield f"{self.epochs:.3g} epochs of the unique tokens"
 
 
-_DIMENSIONS = ("family", "layers", "width", "heads", "kv_heads", "ffn", "vocab")
+_SIZE_DIMENSIONS = ("family", "layers", "width", "heads", "kv_heads", "ffn", "vocab")
 
 
 def _size_json(size: SizeInBudget, best: SizeInBudget) -> dict[str, Any]:
@@ -178,10 +178,10 @@ def budget_picture(budget: BudgetChoice, width: float = WIDE_INCHES) -> Figure:
     axes: Any = figure.subplots()
     sizes = sorted({*budget.neighbours, *budget.tried, budget.best}, key=lambda each: each.parameters)
     axes.plot(
-        [each.parameters for each in sizes], [each.loss for each in sizes], "o-", color=MUTED, markersize=4
+        [size.parameters for size in sizes], [size.loss for size in sizes], "o-", color=MUTED, markersize=4
     )
     axes.plot(budget.best.parameters, budget.best.loss, "*", color=ACCENT, markersize=12)
-    if max(each.parameters for each in sizes) > min(each.parameters for each in sizes):
+    if max(size.parameters for size in sizes) > min(size.parameters for size in sizes):
         axes.set_xscale("log")
     axes.set_xlabel("parameters", color=INK)
     axes.set_ylabel("predicted loss, nats per token", color=INK)
