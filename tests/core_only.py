@@ -1,4 +1,4 @@
-"""The core's own unit tests, on a copy of the package that has no plugins.
+"""The core's own tests of the tiers unit and plan, on a copy of the package that has no plugins.
 
     python -m tests.core_only [ARGUMENTS AND TESTS FOR PYTEST]
 
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 WHOLE = (
     *("test_api.py", "test_architecture.py", "test_docs.py", "test_prose.py", "test_without_plugins.py"),
     *("test_agreement.py", "test_combinations.py", "test_mixes.py"),
-    *("test_torture.py", "test_soak.py", "*_benchmark.py", "cli"),
+    *("test_torture.py", "test_soak.py", "cli"),
 )
 """Tests of the whole repository, plugins included: its pages, rows of all settings; and those without unit tests."""
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         for path in REPOSITORY.iterdir():
             if not path.name.startswith(".") and not (folder / path.name).exists():
                 (folder / path.name).symlink_to(path)
-        command = [sys.executable, "-m", "pytest", "-m", "unit", *(arguments or ["tests"])]
+        command = [sys.executable, "-m", "pytest", "-m", "unit or plan", *(arguments or ["tests"])]
         return subprocess.run(command, cwd=folder, env=core_environment(folder), check=False).returncode
 
 
