@@ -115,7 +115,6 @@ SMALLEST = {"zero_stage": 3, "activation_checkpointing": "full", "offload": "opt
 @pytest.mark.parametrize(
     ("pins", "freed", "drop"),
     [
-        ({"offload": "none"}, {}, ("offload",)),
         ({"zero_stage": 0, "offload": "none"}, {"offload": "none"}, ("zero_stage",)),
         (
             {"zero_stage": 0, "activation_checkpointing": "none", "offload": "none"},
@@ -125,6 +124,7 @@ SMALLEST = {"zero_stage": 3, "activation_checkpointing": "full", "offload": "opt
         *(
             pytest.param(pins, {}, drop, marks=pytest.mark.long)
             for pins, drop in (
+                ({"offload": "none"}, ("offload",)),
                 ({"activation_checkpointing": "none"}, ("activation_checkpointing",)),
                 ({"loss": "logits", "offload": "none"}, ("offload",)),
             )
