@@ -18,7 +18,7 @@ from shardwise.data.tokenizer import open_tokenizer
 from shardwise.recipe.load import dump_recipe, recipe_of
 from shardwise.recipe.sections import DataSpec, Recipe
 from shardwise.technique import SETTINGS
-from tests.data.test_examples import tokenizer_folder
+from tests.data.test_completions import tokenizer_folder
 
 BOS, EOS = "<|im_start|>", "<|endoftext|>"
 

@@ -26,7 +26,7 @@ from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.data.turns import Turn
 from shardwise.recipe.sections import DataSpec
 from tests.data import chat_templates as templates
-from tests.data.test_examples import jsonl
+from tests.data.test_completions import jsonl
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
