@@ -18,7 +18,7 @@ from tests.harness.core_copy import copy_core, core_environment
 REPOSITORY = Path(__file__).resolve().parents[1]
 WHOLE = (
     *("test_api.py", "test_architecture.py", "test_docs.py", "test_prose.py", "test_without_plugins.py"),
-    *("test_agreement.py", "test_combinations.py", "test_mixes.py"),
+    *("test_agreement.py", "test_combinations.py", "test_mixes.py", "test_mutation_check.py"),
     *("test_torture.py", "test_soak.py", "cli"),
 )
 """Tests of the whole repository, plugins included: its pages, rows of all settings; and those without unit tests."""
